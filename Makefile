@@ -1,0 +1,44 @@
+# Every target does its own set-up: a fresh clone needs Python 3.11, make and a C compiler.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST_WORKERS ?= 2
+
+.PHONY: demo test check bench protos format clean
+
+demo: $(READY)
+	$(BIN)/python -m demo.run
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m tools.protos --check
+	$(BIN)/python -m pytest -q tests/architecture
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.planning
+
+protos: $(READY)
+	$(BIN)/python -m tools.protos
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .demo
+
+# torch is pinned to one version because a plain range downloads gigabytes of GPU packages
+# onto machines that have no GPU; the constraints file pins the rest for the same reason
+# that a lock file exists: the same build tomorrow.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[service,dev]'
+	touch $@

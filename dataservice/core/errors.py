@@ -1,0 +1,81 @@
+"""Every error the service raises on purpose, in one tree.
+
+    ServiceError
+    ├── PlanningError (ValueError)     a planner was given values it cannot plan
+    ├── SpecError (ValueError)         a job file or service config says something impossible
+    ├── SourceError                    a source is missing or cannot be read
+    │   └── IndexStaleError            an index no longer describes its source or its processors
+    ├── SampleError                    one sample cannot be used; the rest can
+    ├── StateError                     durable state is damaged, full or read-only
+    ├── NotFoundError                  no such job, step or pack
+    ├── ConflictError                  the name or rank is taken, or the request is out of order
+    │   ├── WorldSizeError             ranks disagree on the world size, or it cannot be divided
+    │   ├── RankClaimedError           two live clients claim one rank
+    │   ├── CursorMismatchError        ranks resume from different places
+    │   └── FencedError                a newer attempt of the job has replaced this one
+    ├── TicketError                    a ticket is forged, expired or for another worker
+    └── WorkerLostError                a worker cannot be reached
+
+A message says the value seen, what is allowed, and what to do. Foreign exceptions are
+translated into this tree once, at the border where they enter.
+"""
+
+
+class ServiceError(Exception):
+    """Base of every deliberate error of the service."""
+
+
+class PlanningError(ServiceError, ValueError):
+    """A planner was given values it cannot plan."""
+
+
+class SpecError(ServiceError, ValueError):
+    """A job file or a service config says something impossible."""
+
+
+class SourceError(ServiceError):
+    """A source is missing or cannot be read."""
+
+
+class IndexStaleError(SourceError):
+    """An index no longer describes its source, processors or tokenizer."""
+
+
+class SampleError(ServiceError):
+    """One sample cannot be used. It is quarantined; the job goes on."""
+
+
+class StateError(ServiceError):
+    """Durable state is damaged, full or read-only."""
+
+
+class NotFoundError(ServiceError):
+    """No such job, step or pack."""
+
+
+class ConflictError(ServiceError):
+    """The request contradicts what the service already holds."""
+
+
+class WorldSizeError(ConflictError):
+    """Ranks disagree on the world size, or it cannot be divided into replicas."""
+
+
+class RankClaimedError(ConflictError):
+    """Two live clients claim one rank."""
+
+
+class CursorMismatchError(ConflictError):
+    """Ranks of one attempt resume from different places."""
+
+
+class FencedError(ConflictError):
+    """A newer attempt of the job has replaced this one."""
+
+
+class TicketError(ServiceError):
+    """A ticket is forged, expired or meant for another worker."""
+
+
+class WorkerLostError(ServiceError):
+    """A worker cannot be reached."""

@@ -1,0 +1,151 @@
+"""What the coordinator asks of a worker, and what it tells a rank.
+
+A *pack order* names a pack's samples and their planned lengths; a worker decodes and
+assembles it once and holds it until it is released. A *rank shard* is one rank's part of a
+step plan, with the tickets that fetch its bytes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.sample import Modality, SampleLengths, SampleRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackKey:
+    """A pack's name on the wire. `plan_digest` keeps two plans of one step apart."""
+
+    job: str
+    step: int
+    plan_digest: str
+    pack: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSample:
+    """One sample of a pack order: where it lies and the shape that it must take."""
+
+    ref: SampleRef
+    lengths: SampleLengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackOrder:
+    """Decode these samples and assemble them, in this order, for a group of this degree.
+
+    `pipeline` is the job's text and media pipeline as JSON; workers keep one decoder built
+    from each distinct value.
+    """
+
+    key: PackKey
+    degree: int
+    pipeline: str
+    samples: tuple[PackSample, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadSample:
+    """A sample that kept its planned shape with labels masked, and why."""
+
+    sample_id: int
+    source: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackReceipt:
+    """What assembling a pack took."""
+
+    key: PackKey
+    size_bytes: int
+    decode_s: float
+    bad_samples: tuple[BadSample, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSpec:
+    """One part of a pack that a rank may fetch.
+
+    The sequence part of group member `cp_rank` when `items` is empty, else those encoder
+    items (places in the pack's list of items).
+    """
+
+    key: PackKey
+    cp_rank: int = -1
+    items: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """The right to stream some parts from one worker, checked by the worker alone."""
+
+    worker: str
+    address: str
+    rank: int
+    expires_unix_s: int
+    parts: tuple[PartSpec, ...]
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureRoutes:
+    """Rows of encoded features one rank sends and receives in a wave, for one modality.
+
+    The rank encodes its items in the order given by its parts; their features, end to end,
+    are its rows. `send_rows` int32[s] are rows of those, in order of destination;
+    `send_splits`, `recv_splits` int32[N] count rows per replica; `recv_positions` int32[r]
+    are the local token positions of the rows received, in order of source.
+    """
+
+    modality: Modality
+    send_rows: NDArray[np.int32]
+    send_splits: NDArray[np.int32]
+    recv_splits: NDArray[np.int32]
+    recv_positions: NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemsOfPack:
+    """Encoder items of one pack, as places in the pack's list of items."""
+
+    pack: int
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """One rank's part of one wave. `pack` is -1 when its replica is idle in the wave.
+
+    `cu_seqlens` int32[S+1] are the padded sample offsets of the whole pack, `lengths`
+    int32[S] the true lengths; `encodes[modality]` lists the items to encode, by pack.
+    """
+
+    wave: int
+    pack: int
+    cp_group: tuple[int, ...]
+    cp_rank: int
+    seconds: float
+    sample_ids: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    encodes: dict[Modality, tuple[ItemsOfPack, ...]]
+    routes: dict[Modality, FeatureRoutes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShard:
+    """One rank's part of a step."""
+
+    job: str
+    attempt: int
+    step: int
+    rank: int
+    replica: int
+    plan_digest: str
+    cursor_after: str
+    loss_tokens: int
+    microbatches: tuple[Microbatch, ...]
+    tickets: tuple[Ticket, ...]

@@ -1,0 +1,183 @@
+"""The step plan: everything decided about one optimizer step, as arrays.
+
+Packs are numbered in execution order, wave by wave, and each pack has exactly one CP group,
+so pack p, its group and its degree share the index p. Replicas that no group of a wave names
+are idle in it: each is alone in an empty group, so that every replica is in exactly one
+group a wave.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.layout import padded_tokens, sample_starts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageReport:
+    """What one planning stage achieved, in its own unit: cost before, after, lower bound."""
+
+    stage: str
+    algorithm: str
+    unit: str
+    before: float
+    after: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """Distance to the bound as a share of the bound; 0 when the bound is 0."""
+        return self.after / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """One CP group of a wave: the replicas that share a pack. `pack` is -1 when idle."""
+
+    wave: int
+    pack: int
+    replicas: tuple[int, ...]
+    tokens: int
+    seconds: float
+
+    @property
+    def degree(self) -> int:
+        """How many replicas share the pack."""
+        return len(self.replicas)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step, decided. n samples, P packs, m encoder items, N replicas.
+
+    Samples, in draw order: `sample_ids`, `sample_epoch`, `sample_tokens` (LLM tokens),
+    `sample_loss_tokens` [n]. Packs: `pack_offsets` int64[P+1] into `pack_samples` int32[n]
+    (positions of the pack's samples in the arrays above, in sequence order); `pack_wave`
+    int32[P]; `replica_offsets` int64[P+1] into `pack_replicas` (the group's members in ring
+    order); `pack_seconds` float64[P], predicted. Items [m], by sample then place:
+    `item_sample`, `item_modality`, `item_encoder_tokens`, `item_llm_tokens`,
+    `item_position`, and `item_replica`, the replica that encodes it.
+    """
+
+    step: int
+    replicas: int
+    waves: int
+    cost_version: str
+    predicted_s: float
+    sample_ids: NDArray[np.int64]
+    sample_epoch: NDArray[np.int32]
+    sample_tokens: NDArray[np.int32]
+    sample_loss_tokens: NDArray[np.int32]
+    pack_offsets: NDArray[np.int64]
+    pack_samples: NDArray[np.int32]
+    pack_wave: NDArray[np.int32]
+    pack_seconds: NDArray[np.float64]
+    replica_offsets: NDArray[np.int64]
+    pack_replicas: NDArray[np.int32]
+    item_sample: NDArray[np.int32]
+    item_modality: NDArray[np.int8]
+    item_encoder_tokens: NDArray[np.int32]
+    item_llm_tokens: NDArray[np.int32]
+    item_position: NDArray[np.int32]
+    item_replica: NDArray[np.int32]
+    stages: tuple[StageReport, ...] = ()
+
+    @property
+    def packs(self) -> int:
+        """P, the number of packs."""
+        return len(self.pack_wave)
+
+    @property
+    def pack_degree(self) -> NDArray[np.int64]:
+        """CP degree of each pack's group: int64[P]."""
+        return np.diff(self.replica_offsets)
+
+    @property
+    def pack_of_sample(self) -> NDArray[np.int32]:
+        """The pack of each sample: int32[n]."""
+        pack_of = np.empty(len(self.sample_ids), dtype=np.int32)
+        pack_of[self.pack_samples] = np.repeat(
+            np.arange(self.packs, dtype=np.int32), np.diff(self.pack_offsets)
+        )
+        return pack_of
+
+    @property
+    def padded_sample_tokens(self) -> NDArray[np.int64]:
+        """Each sample's length padded for its group's degree, in pack order: int64[n]."""
+        degree = np.repeat(self.pack_degree, np.diff(self.pack_offsets))
+        return padded_tokens(self.sample_tokens[self.pack_samples], degree)
+
+    @property
+    def pack_tokens(self) -> NDArray[np.int64]:
+        """Padded tokens of each pack: int64[P]."""
+        return np.diff(sample_starts(self.padded_sample_tokens)[self.pack_offsets])
+
+    def samples_of(self, pack: int) -> NDArray[np.int32]:
+        """Positions of a pack's samples, in sequence order: int32[k]."""
+        return self.pack_samples[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
+
+    def replicas_of(self, pack: int) -> tuple[int, ...]:
+        """The members of a pack's CP group, in ring order."""
+        start, stop = self.replica_offsets[pack : pack + 2]
+        return tuple(self.pack_replicas[start:stop].tolist())
+
+    def groups(self, wave: int) -> Iterator[Group]:
+        """The CP groups of a wave, idle replicas last."""
+        busy: set[int] = set()
+        tokens = self.pack_tokens
+        for pack in np.flatnonzero(self.pack_wave == wave).tolist():
+            replicas = self.replicas_of(pack)
+            busy.update(replicas)
+            yield Group(
+                wave=wave,
+                pack=pack,
+                replicas=replicas,
+                tokens=int(tokens[pack]),
+                seconds=float(self.pack_seconds[pack]),
+            )
+        for replica in range(self.replicas):
+            if replica not in busy:
+                yield Group(wave=wave, pack=-1, replicas=(replica,), tokens=0, seconds=0.0)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over everything decided. Tickets and reports are not part of it."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for field in fields(self):
+            if field.name == "stages":
+                continue
+            value = getattr(self, field.name)
+            hasher.update(field.name.encode())
+            if isinstance(value, np.ndarray):
+                hasher.update(f"{value.dtype.str}{value.shape}".encode())
+                hasher.update(np.ascontiguousarray(value).data)
+            else:
+                hasher.update(repr(value).encode())
+        return hasher.hexdigest()
+
+    def to_json(self) -> str:
+        """The whole plan as JSON; `from_json` reads it back to the same digest."""
+        plain: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value = {"dtype": value.dtype.str, "values": value.tolist()}
+            elif field.name == "stages":
+                value = [{f.name: getattr(stage, f.name) for f in fields(stage)} for stage in value]
+            plain[field.name] = value
+        return json.dumps(plain)
+
+    @staticmethod
+    def from_json(text: str) -> "StepPlan":
+        """Read `to_json`'s form."""
+        plain: dict[str, Any] = json.loads(text)
+        for name, value in plain.items():
+            if isinstance(value, dict):
+                plain[name] = np.array(value["values"], dtype=value["dtype"])
+        plain["stages"] = tuple(StageReport(**stage) for stage in plain["stages"])
+        return StepPlan(**plain)

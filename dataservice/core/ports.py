@@ -1,0 +1,271 @@
+"""What the rooms ask of each other. Each port has a real and an in-memory implementation."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.job import (
+    AttemptRecord,
+    BatchSize,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+)
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.sample import (
+    DecodedSample,
+    IntArray,
+    LengthTable,
+    RawSample,
+    SampleLengths,
+    SampleRef,
+)
+
+# ---- sources ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Samples of one step in draw order: `sample_ids` int64[n], `epoch` int32[n]; and the
+    place in the mixture behind them. n is 0 at the end of the last epoch."""
+
+    sample_ids: NDArray[np.int64]
+    epoch: NDArray[np.int32]
+    next_epoch: int
+    next_position: int
+
+
+class SampleStream(Protocol):
+    """A job's mixture: a fixed, seeded order of samples over all its epochs."""
+
+    def draw(self, *, epoch: int, position: int, batch: BatchSize) -> Draw:
+        """The samples of one step that starts at this place. Pure."""
+        ...
+
+    def steps_left(self, cursor: Cursor, batch: BatchSize) -> int | None:
+        """Steps until the last epoch ends, or None where only drawing can tell."""
+        ...
+
+
+class Catalog(Protocol):
+    """The opened index of a job: lengths and locations by sample id."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a source, a processor or the tokenizer does."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are; ids are 0 .. samples-1."""
+        ...
+
+    def lengths(self, sample_ids: IntArray) -> LengthTable:
+        """Lengths of these samples, in this order."""
+        ...
+
+    def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
+        """Locations and full lengths (shapes included) of these samples, in this order."""
+        ...
+
+
+class SampleReader(Protocol):
+    """Reads one sample's bytes."""
+
+    def read(self, ref: SampleRef) -> RawSample:
+        """Raises SampleError when this sample, SourceError when the source, is unreadable."""
+        ...
+
+
+# ---- decode -------------------------------------------------------------------------------
+
+
+class SampleMeasurer(Protocol):
+    """Lengths from headers and tokenising, without decoding pixels."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the tokenizer, template and processors that decide the lengths."""
+        ...
+
+    def measure(self, raw: RawSample) -> SampleLengths:
+        """Raises SampleError with the reason when the sample cannot be used."""
+        ...
+
+
+class SampleDecoder(Protocol):
+    """Decodes one sample to the shape that was planned for it."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills padding and masked samples."""
+        ...
+
+    def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
+        """Raises SampleError when it cannot be decoded or does not take the planned shape."""
+        ...
+
+
+# ---- workers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """A live worker: its name, its gRPC address, and how many samples it decodes at once."""
+
+    worker: str
+    address: str
+    slots: int
+
+
+class ServedWorker(Protocol):
+    """A worker that serves gRPC in this process. Built by app, run by a pool."""
+
+    @property
+    def address(self) -> str:
+        """host:port where trainers and the coordinator reach it."""
+        ...
+
+    async def stop(self) -> None:
+        """Finish the streams that are open, then close the port."""
+        ...
+
+
+ServeWorker = Callable[[str], Awaitable[ServedWorker]]
+"""Start a worker of this name in this process."""
+
+
+class WorkerPool(Protocol):
+    """Keeps a number of workers alive."""
+
+    async def start(self) -> None:
+        """Start all workers; returns when each serves."""
+        ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers now believed to be alive."""
+        ...
+
+    async def replace(self, worker: str) -> None:
+        """The worker does not answer: make sure that it is gone and start another."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop all workers."""
+        ...
+
+
+class WorkerLink(Protocol):
+    """How the coordinator commands workers."""
+
+    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
+        """Decode and assemble a pack; returns when it is ready. The same order twice is
+        decoded once. Raises WorkerLostError when the worker is gone."""
+        ...
+
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+        """Forget these packs. Unknown ones are ignored; never raises for a lost worker."""
+        ...
+
+
+class PackHost(Protocol):
+    """The worker's side: packs being decoded, and the parts of those that are ready."""
+
+    async def prepare(self, order: PackOrder) -> PackReceipt:
+        """Decode, assemble and hold a pack."""
+        ...
+
+    async def sequence(self, key: PackKey, cp_rank: int) -> dict[str, NDArray[np.int32]]:
+        """`input_ids`, `labels`, `position_ids` int32[local tokens] of one group member.
+        Waits until the pack is ready; NotFoundError for a pack never ordered here."""
+        ...
+
+    async def items(
+        self, key: PackKey, items: Sequence[int]
+    ) -> list[NDArray[np.uint8] | NDArray[np.float32]]:
+        """The decoded encoder items at these places of the pack's item list."""
+        ...
+
+    def release(self, packs: Sequence[PackKey]) -> None:
+        """Forget these packs; unknown ones are ignored."""
+        ...
+
+
+# ---- state --------------------------------------------------------------------------------
+
+
+class StateStore(Protocol):
+    """Durable state. Every method is atomic; StateError when the store cannot be trusted."""
+
+    def put_job(self, job: JobRecord) -> None:
+        """Insert or replace a job by name."""
+        ...
+
+    def job(self, name: str) -> JobRecord | None:
+        """One job, or None."""
+        ...
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs by name."""
+        ...
+
+    def delete_job(self, name: str) -> None:
+        """Remove a job with its attempts, ledger and quarantine."""
+        ...
+
+    def put_attempt(self, attempt: AttemptRecord) -> None:
+        """Insert; attempts of a job only grow: ConflictError if not the next number."""
+        ...
+
+    def last_attempt(self, job: str) -> AttemptRecord | None:
+        """The newest attempt of a job."""
+        ...
+
+    def put_ledger(self, entry: LedgerEntry) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step)."""
+        ...
+
+    def commit_step(self, job: str, attempt: int, step: int, committed_unix_s: float) -> None:
+        """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
+        ...
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        """The entry of this step in this attempt, or in the newest attempt that has it."""
+        ...
+
+    def ledger(self, job: str) -> list[LedgerEntry]:
+        """All entries of a job by (attempt, step)."""
+        ...
+
+    def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
+        """Append; an entry of the same (job, attempt, step, sample_id) is kept once."""
+        ...
+
+    def quarantine(self, job: str) -> list[QuarantineEntry]:
+        """All entries of a job by (attempt, step, sample_id)."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+__all__ = [
+    "Catalog",
+    "Draw",
+    "PackHost",
+    "SampleDecoder",
+    "SampleMeasurer",
+    "SampleReader",
+    "SampleStream",
+    "ServeWorker",
+    "ServedWorker",
+    "StateStore",
+    "WorkerInfo",
+    "WorkerLink",
+    "WorkerPool",
+]

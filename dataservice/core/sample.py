@@ -1,0 +1,187 @@
+"""Samples: where their bytes lie, how long they are, and what they decode to.
+
+The planner sees only lengths (`LengthTable`); workers see locations and bytes. A sample is
+known by its `sample_id`, a dense int64 over all the sources of a job in the order of the
+job file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32] | NDArray[np.int64]
+MediaKind = Literal["image", "video", "audio"]
+
+
+class Modality(IntEnum):
+    """An encoder's input. Images and video clips share the vision encoder."""
+
+    VISION = 0
+    AUDIO = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteSpan:
+    """A member of an archive: its name and where its bytes lie."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleLocation:
+    """Where one sample's bytes lie inside a source.
+
+    `spans` are the sample's members in a tar, or the one line of a JSONL file; `row_group`
+    and `row` (within the group) address Parquet and are -1 elsewhere.
+    """
+
+    file: str
+    spans: tuple[ByteSpan, ...] = ()
+    row_group: int = -1
+    row: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRef:
+    """A sample by name: enough for a worker to read it without the index."""
+
+    sample_id: int
+    source: str
+    key: str
+    location: SampleLocation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaBlob:
+    """One encoded image, clip or recording, as its source holds it."""
+
+    kind: MediaKind
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawSample:
+    """One sample as read, nothing decoded.
+
+    `record` is the sample's JSON object (`{"text": ...}` for a plain text member); `media`
+    are its blobs in the order in which placeholders refer to them.
+    """
+
+    key: str
+    record: Mapping[str, object]
+    media: tuple[MediaBlob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemLengths:
+    """One encoder item: an image, a clip or a recording.
+
+    `shape` is what the decoder must produce: [frames, height, width, 3] of uint8 for vision
+    (tiles count as frames), [samples] of float32 at 16 kHz for audio. `position` is the
+    offset of the item's first token in its sample; its `llm_tokens` tokens are contiguous.
+    """
+
+    modality: Modality
+    encoder_tokens: int
+    llm_tokens: int
+    position: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleLengths:
+    """All that planning knows of one sample."""
+
+    llm_tokens: int
+    loss_tokens: int
+    items: tuple[ItemLengths, ...] = ()
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of the sequence that come from text, markers included."""
+        return self.llm_tokens - sum(item.llm_tokens for item in self.items)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedSample:
+    """One sample as arrays.
+
+    `input_ids` int32[tokens]; `labels` int32[tokens], already shifted: `labels[i]` is the
+    target at position i and -100 where there is none; `items[k]` has `items[k].shape` of its
+    lengths.
+    """
+
+    input_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    items: tuple[NDArray[np.uint8] | NDArray[np.float32], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthTable:
+    """The lengths of n samples as columns; the items of sample i are rows
+    `item_offsets[i]:item_offsets[i+1]` of the item columns.
+
+    `llm_tokens`, `loss_tokens` int32[n]; `item_offsets` int64[n+1]; `item_modality` int8[m];
+    `item_encoder_tokens`, `item_llm_tokens`, `item_position` int32[m].
+    """
+
+    llm_tokens: NDArray[np.int32]
+    loss_tokens: NDArray[np.int32]
+    item_offsets: NDArray[np.int64]
+    item_modality: NDArray[np.int8]
+    item_encoder_tokens: NDArray[np.int32]
+    item_llm_tokens: NDArray[np.int32]
+    item_position: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.llm_tokens)
+
+    def take(self, rows: IntArray) -> "LengthTable":
+        """The same columns for the samples `rows` (int[k], repeats allowed), in that order."""
+        starts = self.item_offsets[rows]
+        counts = self.item_offsets[np.asarray(rows) + 1] - starts
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        items = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+        return LengthTable(
+            llm_tokens=self.llm_tokens[rows],
+            loss_tokens=self.loss_tokens[rows],
+            item_offsets=offsets,
+            item_modality=self.item_modality[items],
+            item_encoder_tokens=self.item_encoder_tokens[items],
+            item_llm_tokens=self.item_llm_tokens[items],
+            item_position=self.item_position[items],
+        )
+
+    def tokens_per_sample(self, column: NDArray[np.int32], modality: Modality) -> NDArray[np.int64]:
+        """Sum an item column over each sample's items of one modality: int64[n]."""
+        chosen = np.where(self.item_modality == modality, column, 0).astype(np.int64)
+        total = np.zeros(len(chosen) + 1, dtype=np.int64)
+        np.cumsum(chosen, out=total[1:])
+        return total[self.item_offsets[1:]] - total[self.item_offsets[:-1]]
+
+    def encoder_tokens(self, modality: Modality) -> NDArray[np.int64]:
+        """Tokens each sample gives to one encoder: int64[n]."""
+        return self.tokens_per_sample(self.item_encoder_tokens, modality)
+
+    @staticmethod
+    def of(samples: "list[SampleLengths]") -> "LengthTable":
+        """Columns from rows: the form the tests and the index builder start from."""
+        items = [item for sample in samples for item in sample.items]
+        offsets = np.cumsum([0, *(len(sample.items) for sample in samples)], dtype=np.int64)
+        return LengthTable(
+            llm_tokens=np.array([s.llm_tokens for s in samples], dtype=np.int32),
+            loss_tokens=np.array([s.loss_tokens for s in samples], dtype=np.int32),
+            item_offsets=offsets,
+            item_modality=np.array([i.modality for i in items], dtype=np.int8),
+            item_encoder_tokens=np.array([i.encoder_tokens for i in items], dtype=np.int32),
+            item_llm_tokens=np.array([i.llm_tokens for i in items], dtype=np.int32),
+            item_position=np.array([i.position for i in items], dtype=np.int32),
+        )

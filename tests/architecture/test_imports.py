@@ -1,0 +1,129 @@
+"""The rooms of the house and who may import whom, as the design draws them."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = {"dataservice": ROOT / "dataservice", "trainer_client": ROOT / "trainer_client"}
+OURS = ("dataservice", "dataservice_proto", "trainer_client", "demo", "tools", "benchmarks")
+
+ALLOWED = {
+    "core": set(),
+    "planning": {"core"},
+    "sources": {"core"},
+    "decode": {"core"},
+    "workers": {"core"},
+    "state": {"core"},
+    "observability": {"core"},
+    "engine": {"core", "planning"},
+    "serving": {"core", "engine", "protos"},
+}
+PLANNING_FORBIDDEN = {
+    "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random",
+    "shutil", "socket", "subprocess", "tempfile", "threading", "time", "urllib",
+}  # fmt: skip
+CORE_ALLOWED = {"numpy"} | set(sys.stdlib_module_names)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def files_of(room: str) -> list[Path]:
+    return sorted((ROOT / "dataservice" / room).rglob("*.py"))
+
+
+def room_of(module: str) -> str | None:
+    """The room a module of ours lies in; None for libraries."""
+    parts = module.split(".")
+    if parts[0] == "dataservice":
+        return parts[1] if len(parts) > 1 else "dataservice"
+    if parts[0] == "dataservice_proto":
+        return "protos"
+    return parts[0] if parts[0] in OURS else None
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
+    allowed = ALLOWED[room] | {room}
+    strangers = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files_of(room)
+        for module in imports_of(path)
+        if (target := room_of(module)) is not None and target not in allowed
+    ]
+    assert not strangers
+
+
+def test_every_room_of_the_service_has_a_rule() -> None:
+    rooms = {p.name for p in (ROOT / "dataservice").iterdir() if (p / "__init__.py").exists()}
+    assert rooms == set(ALLOWED) | {"cli"}
+
+
+def test_the_trainer_client_imports_nothing_of_the_service() -> None:
+    allowed = {"trainer_client", "protos", None}
+    heavy = {"ray", "pyarrow", "av", "numba", "scipy", "pydantic"}
+    strangers = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in PLACES["trainer_client"].rglob("*.py")
+        for module in imports_of(path)
+        if room_of(module) not in allowed or module.split(".")[0] in heavy
+    ]
+    assert not strangers
+
+
+def test_the_trainer_client_loads_no_heavy_package() -> None:
+    heavy = "ray pyarrow av dataservice numba scipy pydantic".split()
+    code = f"import sys, trainer_client; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_planning_has_no_io_clock_threads_or_randomness() -> None:
+    strangers = [
+        f"{path.name} imports {module}"
+        for path in files_of("planning")
+        for module in imports_of(path)
+        if module.split(".")[0] in PLANNING_FORBIDDEN
+    ]
+    assert not strangers
+
+
+def test_core_needs_only_the_standard_library_and_numpy() -> None:
+    strangers = [
+        f"{path.name} imports {module}"
+        for path in files_of("core")
+        for module in imports_of(path)
+        if room_of(module) is None and module.split(".")[0] not in CORE_ALLOWED
+    ]
+    assert not strangers
+
+
+def test_only_the_ray_pool_imports_ray() -> None:
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "dataservice").rglob("*.py")
+        if any(module.split(".")[0] == "ray" for module in imports_of(path))
+    }
+    assert importers <= {"dataservice/workers/ray_pool.py"}
+
+
+def test_only_wire_modules_of_serving_convert_protobuf() -> None:
+    """Protobuf types stay at the border: serving and the trainer's client."""
+    strangers = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "dataservice").rglob("*.py")
+        if path.parent.name != "serving"
+        and any(room_of(module) == "protos" for module in imports_of(path))
+    ]
+    assert not strangers
