@@ -32,7 +32,7 @@ class Cursor:
         try:
             fields = json.loads(text)
             version = fields.pop("version")
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CursorMismatchError(
                 f"not a cursor: {text[:80]!r}. Load the state_dict that ShardDataset gave."
             ) from error

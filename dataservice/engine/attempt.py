@@ -1,0 +1,161 @@
+"""One start of a job's trainers: who holds which rank, and how far each has come.
+
+Contract. An attempt *forms* while its ranks open; it is complete when all have, at one
+cursor and one world size. A rank that contradicts the others fails the whole attempt, and
+every waiting rank is told why. A complete attempt lives until a newer one fences it. A
+claim lives as long as its client's stream; giving it up frees the rank and changes nothing
+else.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import (
+    CursorMismatchError,
+    RankClaimedError,
+    ServiceError,
+    WorldSizeError,
+)
+from dataservice.core.topology import Topology
+
+
+@dataclass(kw_only=True, slots=True)
+class Claim:
+    """A rank held by a client, for as long as it is `live`. The two steps only grow."""
+
+    session: str
+    rank: int
+    client: str
+    received_step: int
+    committed_step: int
+    live: bool = True
+
+
+class Attempt:
+    """The claims of one attempt and its life: forming, complete, over."""
+
+    def __init__(self, *, job: str, number: int, topology: Topology, start: Cursor) -> None:
+        self.job = job
+        self.number = number
+        self.topology = topology
+        self.start = start
+        self.claims: dict[int, Claim] = {}
+        self._complete = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # A future nobody awaits must not log "exception was never retrieved".
+        self._over.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def join(self, rank: int, client: str, *, world_size: int, cursor: Cursor) -> Claim:
+        """Claim a rank of a forming attempt. A contradiction ends the attempt for all."""
+        if world_size != self.topology.world_size:
+            raise self.end(
+                WorldSizeError(
+                    f"rank {rank} of job {self.job!r} opened with world size {world_size}, but "
+                    f"ranks {sorted(self.claims)} opened with {self.topology.world_size}. "
+                    "Start all ranks with one world size."
+                )
+            )
+        if cursor != self.start:
+            raise self.end(
+                CursorMismatchError(
+                    f"rank {rank} of job {self.job!r} resumes at step {cursor.step} "
+                    f"({cursor.to_json()}), ranks {sorted(self.claims)} at step "
+                    f"{self.start.step} ({self.start.to_json()}). Load the same checkpoint on "
+                    "every rank."
+                )
+            )
+        self.refuse_if_claimed(rank, client)
+        return self.claim(rank, client)
+
+    def claim(self, rank: int, client: str) -> Claim:
+        """Hand the rank to this client, whoever held it."""
+        before = self.start.step - 1
+        held = self.claims.get(rank)
+        claim = Claim(
+            session=secrets.token_urlsafe(16),
+            rank=rank,
+            client=client,
+            received_step=held.received_step if held else before,
+            committed_step=held.committed_step if held else before,
+        )
+        self.claims[rank] = claim
+        return claim
+
+    def refuse_if_claimed(self, rank: int, client: str) -> None:
+        """Raises RankClaimedError when another live client holds the rank."""
+        held = self.claims.get(rank)
+        if held is not None and held.live:
+            raise RankClaimedError(
+                f"rank {rank} of job {self.job!r} is held by {held.client} in attempt "
+                f"{self.number}; {client} cannot have it too. Give each process its own RANK, "
+                "or stop the other client: its claim ends with its connection."
+            )
+
+    @property
+    def full(self) -> bool:
+        """Every rank has a claim."""
+        return len(self.claims) == self.topology.world_size
+
+    @property
+    def clients(self) -> list[str]:
+        """The clients that hold a rank now."""
+        return sorted({claim.client for claim in self.claims.values() if claim.live})
+
+    def complete_now(self) -> None:
+        """Let the ranks go on: all are here, or the attempt is restored and they will rejoin."""
+        self._complete.set()
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have opened and the attempt is durable."""
+        return self._complete.is_set()
+
+    @property
+    def over(self) -> bool:
+        """A newer attempt, a contradiction or the job's deletion has ended it."""
+        return self._over.done()
+
+    def end(self, reason: ServiceError) -> ServiceError:
+        """End the attempt; everyone who waits on it gets `reason`, which is returned."""
+        if not self._over.done():
+            self._over.set_exception(reason)
+        return reason
+
+    async def ended(self) -> None:
+        """Wait for the end and raise its reason."""
+        await asyncio.shield(self._over)
+
+    async def wait_complete(self, timeout_s: float) -> None:
+        """Wait until all ranks have opened; raises the attempt's end or, late, who is missing."""
+        waiter = asyncio.ensure_future(self._complete.wait())
+        try:
+            await asyncio.wait(
+                {waiter, self._over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiter.cancel()
+        if self._over.done():
+            await self._over
+        if not self.complete:
+            missing = sorted(set(range(self.topology.world_size)) - set(self.claims))
+            raise self.end(
+                WorldSizeError(
+                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks {missing[:16]} of "
+                    f"{self.topology.world_size}. Start every rank, or lower the world size."
+                )
+            )
+
+    @property
+    def received_by_all(self) -> int:
+        """The last step whose bytes have reached every rank."""
+        return self._by_all([claim.received_step for claim in self.claims.values()])
+
+    @property
+    def committed_by_all(self) -> int:
+        """The last step that every rank has trained."""
+        return self._by_all([claim.committed_step for claim in self.claims.values()])
+
+    def _by_all(self, steps: list[int]) -> int:
+        return min(steps) if self.full else self.start.step - 1

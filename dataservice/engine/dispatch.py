@@ -1,0 +1,168 @@
+"""Give each pack of a step to one worker, and keep it available until it is released.
+
+Contract. `dispatch` returns at once; packs decode in the background in wave order. A worker
+that is lost while decoding costs a replacement and the same order at another worker. A
+worker lost later is noticed by the rank that cannot fetch: `recover` orders its packs again.
+Cancelling a step cancels its orders; workers drop what they hold for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.errors import ServiceError, WorkerLostError
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt, PackSample
+from dataservice.core.plan import StepPlan
+from dataservice.core.ports import Catalog, WorkerInfo, WorkerLink, WorkerPool
+
+log = logging.getLogger(__name__)
+
+# How often one pack is ordered anew before its loss is reported to the ranks that wait.
+ORDER_TRIES = 8
+RETRY_PAUSE_S = 0.5
+NO_WORKER_WAIT_S = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class DispatchedStep:
+    """The packs of one step and where each is. `holder[p]` is the worker of pack p, `work[p]`
+    what it adds to that worker's line."""
+
+    plan: StepPlan
+    orders: list[PackOrder]
+    work: list[float]
+    holder: list[WorkerInfo]
+    decoding: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def workers(self) -> set[WorkerInfo]:
+        """Every worker that holds a pack of the step."""
+        return set(self.holder)
+
+
+def pack_orders(
+    plan: StepPlan, *, job: str, digest: str, pipeline: str, catalog: Catalog
+) -> list[PackOrder]:
+    """One order a pack: its samples in sequence order, with locations and planned shapes."""
+    details = catalog.details(plan.sample_ids)
+    degrees = plan.pack_degree
+    return [
+        PackOrder(
+            key=PackKey(job=job, step=plan.step, plan_digest=digest, pack=pack),
+            degree=int(degrees[pack]),
+            pipeline=pipeline,
+            samples=tuple(
+                PackSample(ref=details[s][0], lengths=details[s][1])
+                for s in plan.samples_of(pack).tolist()
+            ),
+        )
+        for pack in range(plan.packs)
+    ]
+
+
+def decode_work(plan: StepPlan) -> NDArray[np.float64]:
+    """A stand-in for each pack's decode seconds, in tokens: float64[P].
+
+    Encoder tokens are pixels and samples of sound, which dominate decoding; text is cheap.
+    """
+    sample_work = plan.sample_tokens.astype(np.float64)
+    np.add.at(sample_work, plan.item_sample, 4.0 * plan.item_encoder_tokens)
+    return np.bincount(plan.pack_of_sample, weights=sample_work, minlength=plan.packs)
+
+
+class Dispatcher:
+    """Orders packs from workers, for all jobs of the coordinator."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        link: WorkerLink,
+        *,
+        on_receipt: Callable[[PackReceipt], Awaitable[None]],
+    ) -> None:
+        self._pool = pool
+        self._link = link
+        self._on_receipt = on_receipt
+        self._outstanding: dict[str, float] = {}
+        self._replacing: dict[str, asyncio.Task[None]] = {}
+
+    async def dispatch(self, plan: StepPlan, orders: list[PackOrder]) -> DispatchedStep:
+        """Choose a worker for each pack, least work first in line, and start decoding."""
+        work = decode_work(plan).tolist()
+        holders = [await self._choose(pack_work) for pack_work in work]
+        step = DispatchedStep(plan=plan, orders=orders, work=work, holder=holders)
+        for pack in range(plan.packs):
+            self._start(step, pack)
+        return step
+
+    async def recover(self, step: DispatchedStep, worker_names: Iterable[str]) -> None:
+        """A rank could not fetch from these workers: make the step's packs available again."""
+        lost = set(worker_names)
+        again = [pack for pack, holder in enumerate(step.holder) if holder.worker in lost]
+        for pack in again:
+            if step.decoding[pack].done():
+                self._outstanding[step.holder[pack].worker] += step.work[pack]
+                self._start(step, pack)
+        if again:
+            await asyncio.wait([step.decoding[pack] for pack in again])
+
+    async def release(self, step: DispatchedStep) -> None:
+        """Every rank has the step's bytes, or nobody wants them: free the workers' memory."""
+        for task in step.decoding.values():
+            task.cancel()
+        packs: dict[WorkerInfo, list[PackKey]] = {}
+        for order, holder in zip(step.orders, step.holder, strict=True):
+            packs.setdefault(holder, []).append(order.key)
+        job = step.orders[0].key.job if step.orders else ""
+        await asyncio.gather(
+            *(self._link.release(worker, job, keys) for worker, keys in packs.items())
+        )
+
+    def _start(self, step: DispatchedStep, pack: int) -> None:
+        step.decoding[pack] = asyncio.create_task(self._prepare(step, pack))
+
+    async def _prepare(self, step: DispatchedStep, pack: int) -> None:
+        order = step.orders[pack]
+        for attempt in range(ORDER_TRIES):
+            holder = step.holder[pack]
+            try:
+                await self._on_receipt(await self._link.prepare(holder, order))
+                return
+            except WorkerLostError as error:
+                log.warning("worker %s lost pack %s: %s", holder.worker, order.key, error)
+            except ServiceError as error:
+                log.error("pack %s could not be prepared: %s", order.key, error)
+                return
+            finally:
+                self._outstanding[holder.worker] -= step.work[pack]
+            await self._replace(holder.worker)
+            await asyncio.sleep(RETRY_PAUSE_S * min(attempt, 4))
+            step.holder[pack] = await self._choose(step.work[pack])
+        log.error("pack %s: no worker could prepare it in %d tries", order.key, ORDER_TRIES)
+
+    async def _choose(self, work: float) -> WorkerInfo:
+        """The worker with the shortest line; waits a while for one to exist."""
+        deadline = asyncio.get_running_loop().time() + NO_WORKER_WAIT_S
+        while not (workers := self._pool.workers()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise WorkerLostError(
+                    f"no worker has been alive to decode for {NO_WORKER_WAIT_S:.0f} s. Start "
+                    "workers, or look in their logs for why they ended."
+                )
+            await asyncio.sleep(RETRY_PAUSE_S)
+        line = self._outstanding
+        chosen = min(workers, key=lambda w: (line.get(w.worker, 0.0) / w.slots, w.worker))
+        line[chosen.worker] = line.get(chosen.worker, 0.0) + work
+        return chosen
+
+    async def _replace(self, worker: str) -> None:
+        """Replace a worker once, however many packs notice its loss."""
+        if worker not in self._replacing:
+            self._replacing[worker] = asyncio.create_task(self._pool.replace(worker))
+        try:
+            await asyncio.shield(self._replacing[worker])
+        except ServiceError as error:
+            log.error("worker %s could not be replaced: %s", worker, error)

@@ -1,0 +1,35 @@
+"""What one job needs at run time, built by the app from its job file."""
+
+from dataclasses import dataclass
+
+from dataservice.core.job import BatchSize, JobRecord
+from dataservice.core.ports import Catalog, SampleStream
+from dataservice.core.topology import Topology
+from dataservice.planning.options import PlanOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSetup:
+    """A job, opened: its stored record, its data and its options.
+
+    `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
+    `ready_steps` is how far planning and decoding may run ahead of the slowest rank.
+    """
+
+    record: JobRecord
+    stream: SampleStream
+    catalog: Catalog
+    batch: BatchSize
+    options: PlanOptions
+    pipeline: str
+    ready_steps: int
+    ranks_per_replica: int = 1
+    replicas_per_node: int | None = None
+
+    def topology(self, world_size: int) -> Topology:
+        """The job's replicas at this world size; WorldSizeError if it cannot be divided."""
+        return Topology(
+            world_size=world_size,
+            ranks_per_replica=self.ranks_per_replica,
+            replicas_per_node=self.replicas_per_node,
+        )
