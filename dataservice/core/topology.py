@@ -7,13 +7,15 @@ from dataservice.core.errors import WorldSizeError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel).
+    """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel), each
+    replica cut into `pipeline_stages`.
 
     Ranks of one replica are neighbours: replica = rank // ranks_per_replica.
     """
 
     world_size: int
     ranks_per_replica: int = 1
+    pipeline_stages: int = 1
     replicas_per_node: int | None = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ else.
 import asyncio
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -130,10 +131,9 @@ class Attempt:
     async def wait_complete(self, timeout_s: float) -> None:
         """Wait until all ranks have opened; raises the attempt's end or, late, who is missing."""
         waiter = asyncio.ensure_future(self._complete.wait())
+        either: set[asyncio.Future[Any]] = {waiter, self._over}
         try:
-            await asyncio.wait(
-                {waiter, self._over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiter.cancel()
         if self._over.done():

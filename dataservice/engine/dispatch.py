@@ -70,7 +70,10 @@ def decode_work(plan: StepPlan) -> NDArray[np.float64]:
     """
     sample_work = plan.sample_tokens.astype(np.float64)
     np.add.at(sample_work, plan.item_sample, 4.0 * plan.item_encoder_tokens)
-    return np.bincount(plan.pack_of_sample, weights=sample_work, minlength=plan.packs)
+    work: NDArray[np.float64] = np.bincount(
+        plan.pack_of_sample, weights=sample_work, minlength=plan.packs
+    ).astype(np.float64)
+    return work
 
 
 class Dispatcher:

@@ -42,8 +42,7 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
     plan = compose_step(
         samples,
         step=cursor.step,
-        replicas=topology.replicas,
-        replicas_per_node=topology.replicas_per_node,
+        topology=topology,
         options=setup.options,
     )
     if cursor.step % VALIDATE_EVERY == 0:

@@ -24,6 +24,7 @@ class JobSetup:
     pipeline: str
     ready_steps: int
     ranks_per_replica: int = 1
+    pipeline_stages: int = 1
     replicas_per_node: int | None = None
 
     def topology(self, world_size: int) -> Topology:
@@ -31,5 +32,6 @@ class JobSetup:
         return Topology(
             world_size=world_size,
             ranks_per_replica=self.ranks_per_replica,
+            pipeline_stages=self.pipeline_stages,
             replicas_per_node=self.replicas_per_node,
         )

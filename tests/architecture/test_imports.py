@@ -83,7 +83,7 @@ def test_the_trainer_client_imports_nothing_of_the_service() -> None:
 
 
 def test_the_trainer_client_loads_no_heavy_package() -> None:
-    heavy = "ray pyarrow av dataservice numba scipy pydantic".split()
+    heavy = ["ray", "pyarrow", "av", "dataservice", "numba", "scipy", "pydantic"]
     code = f"import sys, trainer_client; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

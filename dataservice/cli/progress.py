@@ -1,0 +1,41 @@
+"""Progress of indexing: one bar a source, with rows a second."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from dataservice.app import Progress as Tell
+
+
+@contextmanager
+def index_progress(console: Console) -> Iterator[Tell]:
+    """Yields the function that `index_job` tells of its progress."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[rows]} rows"),
+        TextColumn("{task.fields[rate]:.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console) as bars:
+
+        def tell(source: str, rows: int, done_bytes: int, total_bytes: int) -> None:
+            if source not in tasks:
+                tasks[source] = bars.add_task(source, total=total_bytes, rows=0, rate=0.0)
+            task = tasks[source]
+            elapsed_s = bars.tasks[task].elapsed or 0.0
+            rate = rows / elapsed_s if elapsed_s > 0 else 0.0
+            bars.update(task, completed=done_bytes, rows=rows, rate=rate)
+
+        yield tell

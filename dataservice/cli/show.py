@@ -1,0 +1,216 @@
+"""What commands print: tables for people, JSON for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from rich.table import Table
+from rich.text import Text
+
+from dataservice.core.plan import Group, StageReport, StepPlan
+from dataservice.core.sample import Modality
+from dataservice.engine.api import JobStatus
+from dataservice.serving.wire import ExplainedStep
+from dataservice.sources.index import IndexSummary
+
+NAMED_SAMPLES = 4  # of one pack, in a table; --json names all
+
+
+def index_table(summaries: Sequence[IndexSummary]) -> Table:
+    """One row a source: how much was indexed, and what could not be."""
+    table = Table(title="index")
+    for name in ("source", "rows", "files", "kept", "bad samples", "s", "rows/s"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for summary in summaries:
+        table.add_row(
+            summary.source,
+            str(summary.rows),
+            str(summary.files),
+            str(summary.files_reused),
+            str(len(summary.skipped)),
+            f"{summary.seconds:.1f}",
+            f"{summary.rows / max(summary.seconds, 1e-9):.0f}",
+        )
+    return table
+
+
+def job_table(statuses: Sequence[JobStatus]) -> Table:
+    """One row a job."""
+    table = Table(title="jobs")
+    names = ("job", "state", "samples", "attempt", "ranks", "planned", "committed", "quarantined")
+    for name in (*names, "since"):
+        table.add_column(name, justify="left" if name in ("job", "state", "since") else "right")
+    for status in statuses:
+        since = datetime.fromtimestamp(status.record.created_unix_s)
+        table.add_row(
+            status.record.name,
+            status.record.state,
+            *_dashed(status.samples, status.attempt or -1, status.world_size or -1),
+            *_dashed(status.planned_step, status.committed_step),
+            str(status.quarantined),
+            f"{since:%Y-%m-%d %H:%M}",
+        )
+    return table
+
+
+def jobs_json(statuses: Sequence[JobStatus]) -> str:
+    """The same as a list of objects."""
+    return json.dumps(
+        [
+            {
+                "job": status.record.name,
+                "state": status.record.state,
+                "samples": status.samples,
+                "attempt": status.attempt,
+                "world_size": status.world_size,
+                "planned_step": status.planned_step,
+                "committed_step": status.committed_step,
+                "quarantined": status.quarantined,
+                "index_fingerprint": status.record.index_fingerprint,
+                "created_unix_s": status.record.created_unix_s,
+            }
+            for status in statuses
+        ],
+        indent=2,
+    )
+
+
+def explained_json(explained: ExplainedStep) -> str:
+    """The whole plan with the names of its samples."""
+    return json.dumps(
+        {
+            "attempt": explained.attempt,
+            "step": explained.plan.step,
+            "world_size": explained.world_size,
+            "committed": explained.committed,
+            "cursor": json.loads(explained.cursor),
+            "plan_digest": explained.plan_digest,
+            "ledger_plan_digest": explained.ledger_plan_digest,
+            "samples": list(explained.sample_keys),
+            "quarantined": list(explained.quarantined),
+            "plan": json.loads(explained.plan.to_json()),
+        },
+        indent=2,
+    )
+
+
+def explained_tables(explained: ExplainedStep, *, name_samples: bool) -> Iterator[Text | Table]:
+    """A headline, the waves with their groups, the encoders, and what each stage gained."""
+    plan = explained.plan
+    yield _headline(explained)
+    yield _waves_table(plan, explained.sample_keys if name_samples else ())
+    if len(plan.item_sample):
+        yield _encoder_table(plan)
+    yield stage_table(plan.stages)
+    for line in explained.quarantined:
+        yield Text(f"quarantined {line}", style="yellow")
+
+
+def stage_table(stages: Sequence[StageReport]) -> Table:
+    """What each stage of planning achieved, against its lower bound."""
+    table = Table(title="stages")
+    for name in ("stage", "algorithm", "unit", "before", "after", "bound", "over bound"):
+        text = name in ("stage", "algorithm", "unit")
+        table.add_column(name, justify="left" if text else "right")
+    for report in stages:
+        table.add_row(
+            report.stage,
+            report.algorithm,
+            report.unit,
+            *(f"{value:.4g}" for value in (report.before, report.after, report.lower_bound)),
+            f"{report.gap:.1%}",
+        )
+    return table
+
+
+def _headline(explained: ExplainedStep) -> Text:
+    plan = explained.plan
+    agrees = explained.plan_digest == explained.ledger_plan_digest
+    state = "committed" if explained.committed else "not committed"
+    text = Text(
+        f"step {plan.step} of attempt {explained.attempt} ({state}): {len(plan.sample_ids)} "
+        f"samples, {int(plan.sample_tokens.sum())} tokens, {plan.replicas} replicas, "
+        f"{plan.waves} waves, predicted {plan.predicted_s:.3f} s\n"
+        f"plan {explained.plan_digest} "
+    )
+    if agrees:
+        text.append("(as recorded)", style="green")
+    else:
+        text.append(f"differs from the ledger's {explained.ledger_plan_digest}", style="bold red")
+    return text
+
+
+def _waves_table(plan: StepPlan, keys: Sequence[str]) -> Table:
+    table = Table(title="waves")
+    for name in ("wave", "degree", "replicas", "samples", "tokens", "s", "which"):
+        text = name in ("replicas", "which")
+        table.add_column(name, justify="left" if text else "right", overflow="fold")
+    for wave in range(plan.waves):
+        idle = []
+        for group in plan.groups(wave):
+            if group.pack < 0:
+                idle.append(group.replicas[0])
+            else:
+                table.add_row(*_group_row(plan, group, keys))
+        if idle:
+            table.add_row(str(wave), "-", ranges(idle), "0", "0", "0", "idle", style="dim")
+        table.add_section()
+    return table
+
+
+def _group_row(plan: StepPlan, group: Group, keys: Sequence[str]) -> list[str]:
+    samples = plan.samples_of(group.pack).tolist()
+    named = [keys[s] for s in samples[:NAMED_SAMPLES]] if keys else []
+    if keys and len(samples) > NAMED_SAMPLES:
+        named.append(f"and {len(samples) - NAMED_SAMPLES} more")
+    return [
+        str(group.wave),
+        str(group.degree),
+        ranges(group.replicas),
+        str(len(samples)),
+        str(group.tokens),
+        f"{group.seconds:.3f}",
+        ", ".join(named),
+    ]
+
+
+def _encoder_table(plan: StepPlan) -> Table:
+    """Items and tokens of each encoder, wave by wave, least and most of any replica."""
+    table = Table(title="encoders")
+    for name in ("wave", "encoder", "items", "tokens", "least", "most", "away from their text"):
+        table.add_column(name, justify="left" if name == "encoder" else "right")
+    pack = plan.pack_of_sample[plan.item_sample]
+    for wave in range(plan.waves):
+        for modality in Modality:
+            chosen = (plan.pack_wave[pack] == wave) & (plan.item_modality == modality)
+            if not chosen.any():
+                continue
+            loads = [
+                int(plan.item_encoder_tokens[chosen & (plan.item_replica == r)].sum())
+                for r in range(plan.replicas)
+            ]
+            away = sum(
+                int(plan.item_replica[i]) not in plan.replicas_of(int(pack[i]))
+                for i in chosen.nonzero()[0]
+            )
+            table.add_row(
+                str(wave),
+                modality.name.lower(),
+                *(str(n) for n in (int(chosen.sum()), sum(loads), min(loads), max(loads), away)),
+            )
+    return table
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0,1,2,5 as 0-2,5; an order that is not ascending is kept as it is."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _dashed(*values: int) -> list[str]:
+    return ["-" if value < 0 else str(value) for value in values]

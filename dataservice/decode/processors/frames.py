@@ -1,0 +1,18 @@
+"""Which frames of a clip are looked at."""
+
+import numpy as np
+
+
+def evenly_spaced(total: int, count: int) -> tuple[int, ...]:
+    """`count` indices from the first frame to the last: round(linspace(0, total−1, count)).
+
+    The rule of Qwen2-VL's `fetch_video`. Ties round to even; a clip with fewer frames than
+    `count` repeats some.
+    """
+    return tuple(int(index) for index in np.linspace(0, total - 1, count).round())
+
+
+def segment_midpoints(total: int, count: int) -> tuple[int, ...]:
+    """The middle frame of each of `count` equal segments (InternVL's `get_index`)."""
+    length = (total - 1) / count
+    return tuple(int(length / 2 + np.round(length * place)) for place in range(count))

@@ -1,0 +1,277 @@
+"""All stages of one step, in order: pack → group → assign → order → dispatch → StepPlan.
+
+Every stage reports its cost before and after and a lower bound, in its own unit, and every
+stage can be a named baseline, so that a comparison runs through this same code.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.layout import locate, padded_tokens, sample_starts
+from dataservice.core.plan import StageReport, StepPlan
+from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.topology import Topology
+from dataservice.planning.context import ContextPlan, plan_context_waves
+from dataservice.planning.dispatch import EncoderItems, dispatch_items, dispatch_reports
+from dataservice.planning.options import PlanOptions
+from dataservice.planning.order_waves import order_waves
+from dataservice.planning.packing_bfd import pack_bfd
+from dataservice.planning.packing_isf import pack_isf
+from dataservice.planning.packing_limits import isf_limits
+from dataservice.planning.packing_padded import pack_padded, padded_to_longest
+from dataservice.planning.partition import partition
+from dataservice.planning.seats import seat_packs
+from dataservice.planning.waves_static import static_waves
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSamples:
+    """The samples of a step in draw order: `sample_ids` int64[n], `epoch` int32[n], lengths."""
+
+    sample_ids: NDArray[np.int64]
+    epoch: NDArray[np.int32]
+    lengths: LengthTable
+
+
+def split_window(lengths: LengthTable, *, steps: int, options: PlanOptions) -> NDArray[np.int32]:
+    """Which step of a window each drawn sample is trained in: int32[n].
+
+    Packs of the whole window are spread over its steps by tokens, so that steps cost alike
+    (OmniBal's grouping over many batches). It looks at lengths alone: the same at any N.
+    """
+    if steps <= 1 or len(lengths) == 0:
+        return np.zeros(len(lengths), dtype=np.int32)
+    pack_of = _pack_isf(lengths, options)
+    pack_tokens = np.bincount(pack_of, weights=lengths.llm_tokens)
+    return partition(pack_tokens, steps).rank_of[pack_of]
+
+
+def compose_step(
+    samples: StepSamples,
+    *,
+    step: int,
+    topology: Topology,
+    options: PlanOptions,
+) -> StepPlan:
+    """Plan one step. Pure; raises PlanningError where a sample cannot fit."""
+    lengths, stages = samples.lengths, options.stages
+    replicas, replicas_per_node = topology.replicas, topology.replicas_per_node
+    degree = _static_degree(lengths, replicas, options)
+    pack_of, charged = _pack(lengths, degree, options)
+    waves, bound_s = _group(lengths, pack_of, charged, degree, replicas, replicas_per_node, options)
+    reports = [
+        _pack_report(lengths, waves, stages.pack, options),
+        _group_report(lengths, waves, bound_s, replicas, options),
+    ]
+    if stages.assign == "balanced":
+        waves, report = seat_packs(waves, replicas=replicas)
+        reports.append(report)
+    waves, report = order_waves(waves, algorithm=stages.order, stages=topology.pipeline_stages)
+    reports.append(report)
+    grouped = _grouped_plan(samples, waves, step, replicas, options)
+    items = _encoder_items(grouped)
+    item_replica = dispatch_items(
+        items,
+        replicas=replicas,
+        replicas_per_node=replicas_per_node,
+        algorithm=stages.dispatch,
+        cost=options.cost,
+    )
+    encoders = dispatch_reports(items, item_replica, replicas, stages.dispatch, options.cost)
+    return _finished_plan(grouped, item_replica, (*reports, *encoders))
+
+
+def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
+    """The one degree of static context; 1 where degrees are chosen pack by pack."""
+    if options.stages.context != "static":
+        return 1
+    longest = int(lengths.llm_tokens.max(initial=1))
+    return options.static_degree or options.static_degree_for(longest, replicas)
+
+
+def _pack(
+    lengths: LengthTable, degree: int, options: PlanOptions
+) -> tuple[NDArray[np.int32] | None, NDArray[np.int64]]:
+    """Packs (None: left to the group stage) and the lengths that are paid for, int64[n].
+
+    A pack fills the memory of `degree` replicas, its samples padded for that degree.
+    """
+    tokens = padded_tokens(lengths.llm_tokens, degree)
+    room_tokens = options.memory_tokens * degree
+    match options.stages.pack:
+        case "joint":
+            return None, tokens
+        case "isf":
+            return _pack_isf(lengths, options), tokens
+        case "bfd":
+            no_vision = np.zeros_like(tokens)
+            packing = pack_bfd(tokens, no_vision, max_text=room_tokens, max_vision=1)
+            return packing.pack_of, tokens
+        case "padded":
+            pack_of = pack_padded(tokens, max_tokens=room_tokens, by_length=False)
+            return pack_of, padded_to_longest(tokens, pack_of)
+        case "padded_by_length":
+            pack_of = pack_padded(tokens, max_tokens=room_tokens, by_length=True)
+            return pack_of, padded_to_longest(tokens, pack_of)
+
+
+def _pack_isf(lengths: LengthTable, options: PlanOptions) -> NDArray[np.int32]:
+    tokens, vision = lengths.llm_tokens, lengths.encoder_tokens(Modality.VISION)
+    limits = isf_limits(tokens, vision, cap_text=options.memory_tokens)
+    return pack_isf(
+        tokens,
+        vision,
+        max_text=limits.max_text,
+        max_vision=limits.max_vision,
+        min_text=limits.min_text,
+        min_vision=limits.min_vision,
+    ).pack_of
+
+
+def _group(
+    lengths: LengthTable,
+    pack_of: NDArray[np.int32] | None,
+    charged: NDArray[np.int64],
+    degree: int,
+    replicas: int,
+    replicas_per_node: int | None,
+    options: PlanOptions,
+) -> tuple[tuple[ContextPlan, ...], float]:
+    """Waves of CP groups, and a lower bound of their summed makespans."""
+    tokens = lengths.llm_tokens.astype(np.int64)
+    if options.stages.context == "static":
+        assert pack_of is not None, "options refuse static context without packs"
+        waves = static_waves(
+            tokens, pack_of, charged, replicas=replicas, degree=degree, cost=options.cost.llm
+        )
+        return waves, float(options.cost.llm.work_s(tokens).sum()) / replicas
+    made = plan_context_waves(
+        tokens,
+        ranks=replicas,
+        memory_tokens=options.memory_tokens,
+        cost=options.cost.llm,
+        ranks_per_node=replicas_per_node,
+        solver=options.solver,
+        degrees="power_of_two" if options.stages.context == "power_of_two" else "any",
+        packs=pack_of,
+    )
+    return made.waves, made.lower_bound_s
+
+
+def _pack_report(
+    lengths: LengthTable, waves: tuple[ContextPlan, ...], algorithm: str, options: PlanOptions
+) -> StageReport:
+    tokens = int(lengths.llm_tokens.sum())
+    return StageReport(
+        stage="pack",
+        algorithm=algorithm,
+        unit="packs",
+        before=float(len(lengths)),
+        after=float(sum(len(wave.time_s) for wave in waves)),
+        lower_bound=float(-(-tokens // options.memory_tokens)),
+    )
+
+
+def _group_report(
+    lengths: LengthTable,
+    waves: tuple[ContextPlan, ...],
+    bound_s: float,
+    replicas: int,
+    options: PlanOptions,
+) -> StageReport:
+    """Before: every sample alone, in draw order, at the static degree that holds the longest."""
+    tokens = lengths.llm_tokens.astype(np.int64)
+    degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
+    alone = _seconds_alone(tokens, degree, options)
+    per_wave = replicas // degree
+    slowest = [alone[i : i + per_wave].max() for i in range(0, len(alone), per_wave)]
+    return StageReport(
+        stage="group",
+        algorithm=options.stages.context,
+        unit="s",
+        before=float(sum(slowest)),
+        after=sum(wave.makespan_s for wave in waves),
+        lower_bound=bound_s,
+    )
+
+
+def _seconds_alone(
+    tokens: NDArray[np.int64], degree: int, options: PlanOptions
+) -> NDArray[np.float64]:
+    """Seconds of each sample alone at one degree: float64[n]."""
+    lengths, inverse = np.unique(tokens, return_inverse=True)
+    cost = options.cost.llm
+    return np.array([cost.time_s(lengths[i : i + 1], degree) for i in range(len(lengths))])[inverse]
+
+
+def _grouped_plan(
+    samples: StepSamples,
+    waves: tuple[ContextPlan, ...],
+    step: int,
+    replicas: int,
+    options: PlanOptions,
+) -> StepPlan:
+    """The plan with its packs and groups, encoder items not yet given to anyone."""
+    lengths = samples.lengths
+    item_sample = np.repeat(np.arange(len(lengths), dtype=np.int32), np.diff(lengths.item_offsets))
+    return StepPlan(
+        step=step,
+        replicas=replicas,
+        waves=len(waves),
+        cost_version=options.cost.version,
+        predicted_s=float(sum(wave.makespan_s for wave in waves)),
+        sample_ids=samples.sample_ids,
+        sample_epoch=samples.epoch,
+        sample_tokens=lengths.llm_tokens,
+        sample_loss_tokens=lengths.loss_tokens,
+        pack_offsets=sample_starts(_joined([np.diff(w.sample_offsets) for w in waves], np.int64)),
+        pack_samples=_joined([w.samples for w in waves], np.int32),
+        pack_wave=np.repeat(np.arange(len(waves), dtype=np.int32), [len(w.time_s) for w in waves]),
+        pack_seconds=_joined([w.time_s for w in waves], np.float64),
+        replica_offsets=sample_starts(_joined([w.degrees for w in waves], np.int64)),
+        pack_replicas=_joined([w.ranks for w in waves], np.int32),
+        item_sample=item_sample,
+        item_modality=lengths.item_modality,
+        item_encoder_tokens=lengths.item_encoder_tokens,
+        item_llm_tokens=lengths.item_llm_tokens,
+        item_position=lengths.item_position,
+        item_replica=np.zeros(len(item_sample), dtype=np.int32),
+    )
+
+
+def _joined(arrays: list[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _encoder_items(plan: StepPlan) -> EncoderItems:
+    """Every item with its wave and its home, the replica that holds its first token."""
+    pack = plan.pack_of_sample[plan.item_sample]
+    degree = plan.pack_degree[pack]
+    sequence_place = np.empty(len(plan.sample_ids), dtype=np.int64)
+    sequence_place[plan.pack_samples] = np.arange(len(plan.pack_samples))
+    padded = plan.padded_sample_tokens[sequence_place[plan.item_sample]]
+    cp_rank, _ = locate(plan.item_position, padded, degree, np.zeros_like(degree))
+    return EncoderItems(
+        wave=plan.pack_wave[pack],
+        modality=plan.item_modality,
+        encoder_tokens=plan.item_encoder_tokens,
+        llm_tokens=plan.item_llm_tokens,
+        home=plan.pack_replicas[plan.replica_offsets[pack] + cp_rank],
+    )
+
+
+def _finished_plan(
+    plan: StepPlan, item_replica: NDArray[np.int32], reports: tuple[StageReport, ...]
+) -> StepPlan:
+    """Items in place. A wave costs its slowest group and, before it, each slowest encoder."""
+    values = {name: getattr(plan, name) for name in StepPlan.__dataclass_fields__}
+    encoder_s = sum(report.after for report in reports if report.stage.startswith("dispatch"))
+    values.update(
+        item_replica=item_replica, stages=reports, predicted_s=plan.predicted_s + encoder_s
+    )
+    return StepPlan(**values)

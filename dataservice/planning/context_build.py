@@ -1,0 +1,316 @@
+"""Groups and degrees together, for a target time τ.
+
+A unit slower than τ alone, or too large for one rank, anchors a group of the least degree that
+meets τ. The ranks left over are groups of degree 1. All other units fall by work, each into the
+group with the least time so far that has the memory, so that short samples level what the long
+ones leave:
+
+    τ ┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈
+      ░░░░░░░░░░░░░░░░░   ░░  ▓▓  ▓▓      ░ short samples   █ anchor over 5 ranks
+      █████████████████   ██  ░░  ▓▓
+      degree 5            d=1 d=1 d=1
+
+Several τ just above the fluid bound are tried and the best grouping is kept: which units anchor,
+and how wide, changes only at a few of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_units import (
+    Setting,
+    Units,
+    degree_seconds,
+    next_degree,
+    padded_sums,
+)
+from dataservice.planning.cost import GROUP, ring_seconds
+from dataservice.planning.kernel_heap import heap_sift_down, heap_sift_up
+
+# Steps above the fluid bound that are tried, as shares of it.
+_STEPS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.06, 0.1, 0.17, 0.28, 0.45, 0.7, 1.2)
+_BISECTIONS = 24
+
+
+class Grouping(NamedTuple):
+    """Groups under construction: `group_of` int64[u]; per group [N] `degree`, padded `tokens` and
+    `squares`, `seconds`, and whether it `crosses` nodes though it is narrower than one; `used`
+    int64[1] groups in use. Kernels write into it."""
+
+    group_of: NDArray[np.int64]
+    degree: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    squares: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    crosses: NDArray[np.bool_]
+    used: NDArray[np.int64]
+
+
+@kernel
+def empty_grouping(units: int, ranks: int) -> Grouping:
+    return Grouping(
+        np.zeros(units, np.int64),
+        np.ones(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.float64),
+        np.zeros(ranks, np.float64),
+        np.zeros(ranks, np.bool_),
+        np.zeros(1, np.int64),
+    )
+
+
+@kernel
+def copy_grouping(source: Grouping, target: Grouping) -> None:
+    target.group_of[:] = source.group_of
+    target.degree[:] = source.degree
+    target.tokens[:] = source.tokens
+    target.squares[:] = source.squares
+    target.seconds[:] = source.seconds
+    target.used[:] = source.used
+
+
+@inner
+def makespan(grouping: Grouping) -> float:
+    slowest = 0.0
+    for g in range(grouping.used[0]):
+        slowest = max(slowest, grouping.seconds[g])
+    return slowest
+
+
+@inner
+def degree_within(units: Units, unit: int, least: int, target_s: float, setting: Setting) -> int:
+    """Least degree ≥ `least` at which the unit alone meets the target; ranks+1 if none does."""
+    budget = target_s - setting.coefficients[GROUP]
+    if budget <= 0:
+        return setting.ranks + 1
+    degree = least
+    if not setting.power_of_two:
+        degree = max(least, int(units.work[unit] / budget * (1 - 1e-12)))
+    while degree <= setting.ranks:
+        if units.work[unit] <= budget * degree * (1 + 1e-12):
+            tokens, squares = padded_sums(units, unit, degree)
+            if (
+                degree_seconds(tokens, squares, degree, setting) <= target_s
+                and tokens <= setting.memory_tokens * degree
+            ):
+                return degree
+            # Once a ring crosses nodes it only slows down as it widens.
+            crosses = degree > setting.ranks_per_node
+            if crosses and budget < ring_seconds(
+                float(units.total[unit]), degree, crosses, setting.coefficients
+            ):
+                break
+        degree = next_degree(degree, setting)
+    return setting.ranks + 1
+
+
+@inner
+def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting: Setting) -> bool:
+    """Do the anchors of τ and the rest, taken as a fluid, fit the ranks in time and memory?"""
+    base = setting.coefficients[GROUP]
+    ranks = 0
+    anchored_work = 0.0
+    rest_work = 0.0
+    for unit in range(units.work.size):
+        if least[unit] == 1 and units.work[unit] + base <= target_s:
+            rest_work += units.work[unit]
+            continue
+        ranks += degree_within(units, unit, least[unit], target_s, setting)
+        anchored_work += units.work[unit]
+        if ranks > setting.ranks:
+            return False
+    return bool(anchored_work + rest_work <= (target_s - base) * setting.ranks * (1 + 1e-12))
+
+
+@inner
+def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting: Setting) -> float:
+    """The least τ ≥ bound (to within its bisection) at which the fluid fits."""
+    if _fluid_fits(units, least, bound_s, setting):
+        return bound_s
+    low = bound_s
+    high = 2 * bound_s
+    while not _fluid_fits(units, least, high, setting):
+        low = high
+        high *= 2
+        if high > 1e9 * (bound_s + 1):
+            return high
+    for _ in range(_BISECTIONS):
+        if high - low <= 1e-4 * high:
+            break
+        middle = (low + high) / 2
+        if _fluid_fits(units, least, middle, setting):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@inner
+def add_unit(units: Units, unit: int, group: int, into: Grouping, setting: Setting) -> None:
+    tokens, squares = padded_sums(units, unit, into.degree[group])
+    into.group_of[unit] = group
+    into.tokens[group] += tokens
+    into.squares[group] += squares
+    into.seconds[group] = degree_seconds(
+        into.tokens[group], into.squares[group], into.degree[group], setting
+    )
+
+
+@inner
+def build_groups(
+    units: Units,
+    order: NDArray[np.int64],
+    least: NDArray[np.int64],
+    target_s: float,
+    setting: Setting,
+    into: Grouping,
+) -> float:
+    """Fill `into` for the target; the makespan, or infinity when memory or ranks run out."""
+    base = setting.coefficients[GROUP]
+    into.used[0] = 0
+    used = 0
+    small = 0
+    into.tokens[:] = 0
+    into.squares[:] = 0.0
+    into.seconds[:] = 0.0
+    for unit in order:
+        if least[unit] == 1 and units.work[unit] + base <= target_s:
+            into.group_of[unit] = -1
+            small += 1
+            continue
+        degree = degree_within(units, unit, least[unit], target_s, setting)
+        used += degree
+        if used > setting.ranks:
+            return np.inf
+        into.degree[into.used[0]] = degree
+        add_unit(units, unit, into.used[0], into, setting)
+        into.used[0] += 1
+    for _ in range(min(setting.ranks - used, small)):
+        into.degree[into.used[0]] = 1
+        into.used[0] += 1
+    if not _spread_small(units, order, setting, into):
+        return np.inf
+    return makespan(into)
+
+
+@inner
+def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into: Grouping) -> bool:
+    """Each unit without a group into the fastest group with room; False when one finds none."""
+    size = into.used[0]
+    keys = into.seconds[:size].copy()
+    ids = np.arange(size)
+    stash_keys = np.empty(size, np.float64)
+    stash_ids = np.empty(size, np.int64)
+    for start in range(size // 2 - 1, -1, -1):
+        heap_sift_down(keys, ids, size, start)
+    for unit in order:
+        if into.group_of[unit] >= 0:
+            continue
+        stashed = 0
+        placed = False
+        while size > 0:
+            group = ids[0]
+            tokens, _ = padded_sums(units, unit, into.degree[group])
+            if into.tokens[group] + tokens <= setting.memory_tokens * into.degree[group]:
+                add_unit(units, unit, group, into, setting)
+                keys[0] = into.seconds[group]
+                heap_sift_down(keys, ids, size, 0)
+                placed = True
+                break
+            stash_keys[stashed] = keys[0]
+            stash_ids[stashed] = group
+            stashed += 1
+            size -= 1
+            keys[0] = keys[size]
+            ids[0] = ids[size]
+            heap_sift_down(keys, ids, size, 0)
+        for i in range(stashed):
+            keys[size] = stash_keys[i]
+            ids[size] = stash_ids[i]
+            heap_sift_up(keys, ids, size)
+            size += 1
+        if not placed:
+            return False
+    return True
+
+
+@inner
+def best_groups(
+    units: Units,
+    order: NDArray[np.int64],
+    least: NDArray[np.int64],
+    bound_s: float,
+    enough: float,
+    setting: Setting,
+    best: Grouping,
+) -> float:
+    """Build at each step above the fluid target; keep the best in `best`, stop at `enough`."""
+    trial = empty_grouping(units.work.size, setting.ranks)
+    found = makespan(best) if best.used[0] else np.inf
+    target = fluid_target(units, least, bound_s, setting)
+    place = 0
+    while place < len(_STEPS):
+        tau = target * (1 + _STEPS[place])
+        if found <= tau or found <= bound_s * enough:
+            break
+        value = build_groups(units, order, least, tau, setting, trial)
+        # Out of memory: only clearly more ranks for the short samples will help.
+        place += 3 if np.isinf(value) else 1
+        if value < found:
+            found = value
+            copy_grouping(trial, best)
+    return found
+
+
+@inner
+def best_static_groups(
+    units: Units, order: NDArray[np.int64], below_s: float, setting: Setting, best: Grouping
+) -> float:
+    """The best grouping of one degree into `best`, if it is faster than `below_s`."""
+    trial = empty_grouping(units.work.size, setting.ranks)
+    found = below_s
+    for degree in range(1, setting.ranks + 1):
+        if setting.ranks % degree or (setting.power_of_two and degree & (degree - 1)):
+            continue
+        value = static_groups(units, order, degree, setting, trial)
+        if value < found:
+            found = value
+            copy_grouping(trial, best)
+    return found
+
+
+@kernel
+def static_groups(
+    units: Units, order: NDArray[np.int64], degree: int, setting: Setting, into: Grouping
+) -> float:
+    """Units by falling work over N // degree groups of one degree; infinity if they do not fit."""
+    into.used[0] = setting.ranks // degree
+    into.degree[: into.used[0]] = degree
+    into.tokens[:] = 0
+    into.squares[:] = 0.0
+    into.seconds[:] = 0.0
+    into.group_of[:] = -1
+    if not _spread_small(units, order, setting, into):
+        return np.inf
+    return makespan(into)
+
+
+@inner
+def regroup(
+    units: Units,
+    group_of: NDArray[np.int64],
+    degree: NDArray[np.int64],
+    setting: Setting,
+    into: Grouping,
+) -> None:
+    """Fill `into` with given groups, as they are."""
+    into.used[0] = degree.size
+    into.degree[: degree.size] = degree
+    into.tokens[:] = 0
+    into.squares[:] = 0.0
+    into.seconds[:] = 0.0
+    for unit in range(group_of.size):
+        add_unit(units, unit, group_of[unit], into, setting)

@@ -1,0 +1,149 @@
+"""How a job is planned: one strategy by name, or each stage chosen on its own."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from dataservice.core.errors import PlanningError
+from dataservice.core.job import STRICT
+from dataservice.core.layout import padded_tokens
+from dataservice.planning.cost import ContextCost, PhaseCost
+
+Strategy = Literal["full", "packing", "length_grouped", "random"]
+Pack = Literal["joint", "isf", "bfd", "padded", "padded_by_length"]
+Context = Literal["dynamic", "power_of_two", "static"]
+Assign = Literal["balanced", "as_packed"]
+Order = Literal["search", "mmscale", "as_formed"]
+Dispatch = Literal["balanced", "home"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """The algorithm of every stage, all decided."""
+
+    pack: Pack
+    context: Context
+    assign: Assign
+    order: Order
+    dispatch: Dispatch
+
+
+STRATEGIES: dict[Strategy, Stages] = {
+    "full": Stages(
+        pack="joint", context="dynamic", assign="balanced", order="search", dispatch="balanced"
+    ),
+    "packing": Stages(
+        pack="bfd", context="static", assign="as_packed", order="as_formed", dispatch="home"
+    ),
+    "length_grouped": Stages(
+        pack="padded_by_length",
+        context="static",
+        assign="as_packed",
+        order="as_formed",
+        dispatch="home",
+    ),
+    "random": Stages(
+        pack="padded", context="static", assign="as_packed", order="as_formed", dispatch="home"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Seconds of a forward and backward pass, by phase. Calibrate for your model."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    llm: ContextCost = field(default_factory=ContextCost.flexsp_7b)
+    """The decoder, by length and CP degree (DHP eq. 8–10)."""
+    vision: PhaseCost = field(
+        default_factory=lambda: PhaseCost(linear_s_per_token=1.2e-5, item_s=1e-3)
+    )
+    """The vision encoder, by patches of an item."""
+    audio: PhaseCost = field(
+        default_factory=lambda: PhaseCost(linear_s_per_token=1.2e-5, item_s=1e-3)
+    )
+    """The audio encoder, by frames of an item."""
+
+    @property
+    def version(self) -> str:
+        """Names these coefficients in the ledger."""
+        return f"{self.llm.version}-{self.vision.version}-{self.audio.version}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How each global batch is planned. Stages left out follow `strategy`."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    memory_tokens: int
+    """Tokens of one microbatch that a replica can hold; longer samples are shared by a CP group."""
+    strategy: Strategy = "full"
+    """full, or a baseline: packing (static CP), length_grouped, random (both padded)."""
+    pack: Pack | None = None
+    """joint (with the groups), isf, bfd; padded and padded_by_length are baselines."""
+    context: Context | None = None
+    """dynamic (any integer degree), power_of_two, or static."""
+    static_degree: int | None = None
+    """Degree of static context; by default the least divisor of N that holds the step."""
+    solver: Literal["threshold", "dp"] = "threshold"
+    """Degree solver: threshold is exact and fast; dp is DHP's 2D dynamic programming."""
+    assign: Assign | None = None
+    """balanced evens out the replicas over the waves; as_packed leaves packs where they came."""
+    order: Order | None = None
+    """Order of waves for pipeline parallelism: search, mmscale, or as_formed."""
+    dispatch: Dispatch | None = None
+    """balanced spreads encoder items over all replicas; home encodes where the text is."""
+    window_steps: int = 1
+    """Steps that are drawn together and split into steps of equal work."""
+    cost: CostModel = field(default_factory=CostModel)
+    """Seconds by length; see `dataservice calibrate`."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_tokens", "window_steps"):
+            if getattr(self, name) < 1:
+                raise PlanningError(f"plan.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.stages.context == "static" and self.stages.pack == "joint":
+            raise PlanningError(
+                "plan.context static cannot form packs jointly with groups; set plan.pack to bfd, "
+                "padded or padded_by_length."
+            )
+        if self.stages.context == "static" and self.stages.pack == "isf":
+            raise PlanningError(
+                "plan.pack isf fills one replica at a time and static context shares every pack; "
+                "set plan.pack to bfd, or plan.context to dynamic."
+            )
+        if self.static_degree is not None and self.static_degree < 1:
+            raise PlanningError(
+                f"plan.static_degree is {self.static_degree}; leave it out or give at least 1"
+            )
+
+    @property
+    def stages(self) -> Stages:
+        """Every stage's algorithm, defaults from `strategy`."""
+        default = STRATEGIES[self.strategy]
+        return Stages(
+            pack=self.pack or default.pack,
+            context=self.context or default.context,
+            assign=self.assign or default.assign,
+            order=self.order or default.order,
+            dispatch=self.dispatch or default.dispatch,
+        )
+
+    def static_degree_for(self, longest_tokens: int, replicas: int) -> int:
+        """The least divisor of `replicas` at which one group holds the longest sample."""
+        for degree in range(1, replicas + 1):
+            held = int(padded_tokens(np.array([longest_tokens]), degree)[0]) // degree
+            if replicas % degree == 0 and held <= self.memory_tokens:
+                return degree
+        raise PlanningError(
+            f"a sample has {longest_tokens} tokens; {replicas} replicas of {self.memory_tokens} "
+            "tokens do not hold it. Give more replicas or raise memory_tokens."
+        )
+
+    def longest_sample_tokens(self, replicas: int) -> int:
+        """The longest sample that all replicas together hold, padding to 2N counted."""
+        together = replicas * self.memory_tokens
+        return together if replicas == 1 else together // (2 * replicas) * (2 * replicas)

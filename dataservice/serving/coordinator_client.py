@@ -1,0 +1,117 @@
+"""A small blocking client of the coordinator: what the CLI asks."""
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+
+import grpc
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from dataservice.engine.api import JobStatus
+from dataservice.serving import wire
+from dataservice.serving.channels import channel_options
+from dataservice.serving.errors import ServiceUnreachableError, error_of, is_unreachable
+from dataservice.serving.wire import ExplainedStep
+
+# `explain` brings a whole step plan: the one answer that may be larger than 4 MiB.
+ANSWER_LIMIT_BYTES = 512 * 2**20
+
+
+class CoordinatorClient:
+    """Each call raises the ServiceError that the service raised, or ServiceUnreachableError."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        options = channel_options(ANSWER_LIMIT_BYTES)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=options)
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
+
+    def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
+        """Register a job; relative paths in it start from `base_directory`."""
+        request = coordinator_pb2.SubmitJobRequest(
+            spec_yaml=spec_yaml, base_directory=base_directory
+        )
+        with self._translated():
+            answer = self._stub.SubmitJob(request, timeout=self._timeout_s)
+        return wire.job_status_from_proto(answer)
+
+    def jobs(self) -> list[JobStatus]:
+        """All jobs by name."""
+        with self._translated():
+            answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=self._timeout_s)
+        return [wire.job_status_from_proto(job) for job in answer.jobs]
+
+    def job(self, name: str) -> JobStatus:
+        """One job."""
+        with self._translated():
+            answer = self._stub.GetJob(
+                coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
+            )
+        return wire.job_status_from_proto(answer)
+
+    def drain(self, name: str) -> JobStatus:
+        """Refuse new attempts of a job; the running one may finish."""
+        with self._translated():
+            answer = self._stub.DrainJob(
+                coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
+            )
+        return wire.job_status_from_proto(answer)
+
+    def delete(self, name: str) -> None:
+        """Forget a job that no trainer uses."""
+        with self._translated():
+            self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s)
+
+    def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
+        """Plan a step of the ledger again; of the newest attempt that has it by default."""
+        request = coordinator_pb2.ExplainStepRequest(job=name, step=step, attempt=attempt or 0)
+        with self._translated():
+            answer = self._stub.ExplainStep(request, timeout=self._timeout_s)
+        return wire.explanation_from_proto(answer)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> "CoordinatorClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            if not is_unreachable(error):
+                raise error_of(error) from error
+            raise ServiceUnreachableError(self._advice(error)) from error
+
+    def _advice(self, error: grpc.RpcError) -> str:
+        assert isinstance(error, grpc.Call)
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return (
+                f"the service at {self._address} did not answer within {self._timeout_s:g} s. It "
+                "may be busy indexing or planning: look at its log, or wait longer."
+            )
+        return (
+            f"no service answers at {self._address}: {error.details()}. Check that "
+            "`dataservice serve` runs there, that the address and port are its own, and that "
+            "no firewall is between."
+        )

@@ -1,0 +1,94 @@
+"""The Worker service over a PackHost: commands from the coordinator, streams to ranks."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+
+from dataservice.core.errors import TicketError
+from dataservice.core.orders import PartSpec, Ticket
+from dataservice.core.ports import PackHost
+from dataservice.core.tickets import check_ticket
+from dataservice.serving import wire
+from dataservice.serving.authority import check_command
+from dataservice.serving.errors import answered
+from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Checks who asks, converts, and maps errors; the host does the work."""
+
+    def __init__(self, host: PackHost, *, worker: str, secret: bytes) -> None:
+        self._host = host
+        self._worker = worker
+        self._secret = secret
+        self._streams = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Wait until no stream is open."""
+        await self._quiet.wait()
+
+    async def Prepare(
+        self, request: worker_pb2.PackOrder, context: Context
+    ) -> worker_pb2.PackReceipt:
+        """Decode and assemble a pack; answers when it is ready."""
+        async with answered(context, "Prepare"):
+            check_command(context.invocation_metadata() or (), self._secret)
+            receipt = await self._host.prepare(wire.pack_order_from_proto(request))
+        return wire.pack_receipt_to_proto(receipt)
+
+    async def Release(
+        self, request: worker_pb2.ReleaseRequest, context: Context
+    ) -> worker_pb2.ReleaseResponse:
+        """Forget packs."""
+        async with answered(context, "Release"):
+            check_command(context.invocation_metadata() or (), self._secret)
+            self._host.release([wire.pack_key_from_proto(key) for key in request.packs])
+        return worker_pb2.ReleaseResponse()
+
+    async def Fetch(
+        self, request: worker_pb2.FetchRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.FetchChunk]:
+        """Stream the parts of a ticket, in its order. A part that is not ready is waited for."""
+        async with answered(context, "Fetch"), self._stream_open():
+            for part, spec in enumerate(self._granted(request).parts):
+                tensors = await self._tensors(spec)
+                # The checksum reads every byte; in a thread, other streams go on meanwhile.
+                header = await asyncio.to_thread(part_header, part, tensors)
+                yield worker_pb2.FetchChunk(header=header)
+                for data in part_chunks(tensors, CHUNK_BYTES):
+                    yield worker_pb2.FetchChunk(data=data)
+
+    @contextlib.asynccontextmanager
+    async def _stream_open(self) -> AsyncIterator[None]:
+        self._streams += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if self._streams == 0:
+                self._quiet.set()
+
+    def _granted(self, request: worker_pb2.FetchRequest) -> Ticket:
+        ticket = wire.ticket_from_proto(request.ticket)
+        check_ticket(ticket, self._secret, worker=self._worker, now_unix_s=time.time())
+        if not ticket.parts:
+            raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")
+        return ticket
+
+    async def _tensors(self, spec: PartSpec) -> Sequence[tuple[str, Tensor]]:
+        if spec.items:
+            return [("item", item) for item in await self._host.items(spec.key, spec.items)]
+        return list((await self._host.sequence(spec.key, spec.cp_rank)).items())

@@ -1,0 +1,139 @@
+"""The opened index of a job: lengths in memory, locations on disk.
+
+Planning asks for the lengths of thousands of samples a step, so these are numpy columns
+(about 8 bytes a sample and 13 an encoder item). Locations and shapes are wanted only for
+samples that are about to be read; they are copied once into an uncompressed Arrow file
+without a name (`TMPDIR` decides where) and memory-mapped from there.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataservice.core.errors import IndexStaleError
+from dataservice.core.job import SourceSpec
+from dataservice.core.sample import IntArray, LengthTable, SampleLengths, SampleRef
+from dataservice.sources.detail_file import DetailFile, DetailWriter, sample_detail
+from dataservice.sources.freshness import require_current
+from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
+from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS
+from dataservice.sources.length_columns import concatenate, lengths_of
+from dataservice.sources.manifest import Manifest
+from dataservice.sources.ranges import SourceRanges
+
+
+class IndexedCatalog:
+    """The port Catalog over indexes on disk. Safe for use from several threads."""
+
+    def __init__(
+        self, manifests: Sequence[Manifest], lengths: LengthTable, details: DetailFile
+    ) -> None:
+        self.sources = SourceRanges.of(
+            [m.source for m in manifests], [manifest.rows for manifest in manifests]
+        )
+        names = [(m.source, m.fingerprint) for m in manifests]
+        self._fingerprint = hashlib.sha256(repr(names).encode()).hexdigest()
+        self._files = tuple((m.source, part.file.path) for m in manifests for part in m.parts)
+        rows = [part.rows for manifest in manifests for part in manifest.parts]
+        self._file_starts = np.cumsum([0, *rows], dtype=np.int64)
+        self._lengths = lengths
+        self._details = details
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a source, a processor or the tokenizer does."""
+        return self._fingerprint
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are; ids are 0 .. samples-1."""
+        return len(self._lengths)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each source, in the order of the job file."""
+        return self.sources.sizes
+
+    @property
+    def llm_tokens(self) -> NDArray[np.int32]:
+        """LLM tokens of all samples by id: int32[samples], read-only."""
+        return self._lengths.llm_tokens
+
+    def source_of(self, sample_id: int) -> str:
+        """The source a sample belongs to. Raises NotFoundError."""
+        return self.sources.source_of(sample_id)
+
+    def lengths(self, sample_ids: IntArray) -> LengthTable:
+        """Lengths of these samples, in this order. Raises NotFoundError."""
+        self.sources.require(sample_ids)
+        return self._lengths.take(sample_ids)
+
+    def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
+        """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
+        self.sources.require(sample_ids)
+        files = np.searchsorted(self._file_starts, sample_ids, side="right") - 1
+        cells = self._details.take(sample_ids)
+        return [
+            sample_detail(int(sample_id), self._files[file], row)
+            for sample_id, file, row in zip(sample_ids, files, cells, strict=True)
+        ]
+
+
+def open_catalog(
+    specs: Sequence[SourceSpec], index_dir: str, measurer_fingerprint: str
+) -> IndexedCatalog:
+    """Open the indexes of a job's sources; sample ids are dense over them, in this order.
+
+    Raises:
+        IndexStaleError: an index is missing, damaged, or not of these files, this processor
+            or this tokenizer; says which source, what changed and what to run.
+        SourceError: a source itself is missing.
+    """
+    manifests, tables = [], []
+    with DetailWriter() as writer:
+        for spec in specs:
+            folder = IndexFolder(index_dir, spec.name)
+            manifest = _manifest(spec, folder)
+            require_current(spec, manifest, measurer_fingerprint)
+            for part in manifest.parts:
+                for table in _read_part(folder, spec, part_name(part.file.path), part.rows):
+                    tables.append(lengths_of(table))
+                    writer.write(table)
+            manifests.append(manifest)
+        details = writer.finish()
+    return IndexedCatalog(manifests, concatenate(tables), details)
+
+
+def _manifest(spec: SourceSpec, folder: IndexFolder) -> Manifest:
+    text = folder.read(MANIFEST)
+    if text is None:
+        raise IndexStaleError(
+            f"source {spec.name!r} has no complete index at {folder.path}. Write it: `dataservice "
+            "index JOB.yaml` (an interrupted run is taken up where it ended)."
+        )
+    return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")
+
+
+def _read_part(folder: IndexFolder, spec: SourceSpec, name: str, rows: int) -> Iterator[pa.Table]:
+    """The columns of a part, one row group at a time."""
+    found = 0
+    try:
+        with folder.open(name) as stream, pq.ParquetFile(stream) as part:
+            for group in range(part.num_row_groups):
+                table = part.read_row_group(group, columns=[*LENGTH_COLUMNS, *DETAIL_COLUMNS])
+                found += table.num_rows
+                yield table
+    except (OSError, pa.ArrowException) as error:
+        raise IndexStaleError(
+            f"index of source {spec.name!r}: {folder.path}/{name} is missing or damaged "
+            f"({error}). Write it again: `dataservice index JOB.yaml`."
+        ) from error
+    if found != rows:
+        raise IndexStaleError(
+            f"index of source {spec.name!r}: {folder.path}/{name} has {found} rows, its "
+            f"manifest says {rows}. Write it again: `dataservice index JOB.yaml`."
+        )

@@ -1,0 +1,27 @@
+"""From a source's `format` to the code that reads it."""
+
+from collections.abc import Callable, Mapping
+
+from dataservice.core.job import SourceSpec
+from dataservice.sources.formats.jsonl import Jsonl
+from dataservice.sources.formats.parquet import Parquet
+from dataservice.sources.formats.protocol import Format
+from dataservice.sources.formats.webdataset_tar import WebDatasetTar
+from dataservice.sources.storage import SourceFile, Storage
+
+FORMATS: Mapping[str, Callable[[SourceSpec, Storage], Format]] = {
+    "webdataset": WebDatasetTar,
+    "parquet": Parquet,
+    "jsonl": Jsonl,
+}
+
+
+def open_format(spec: SourceSpec) -> Format:
+    """The reader of a source's files. Raises SourceError when its URL cannot be opened."""
+    return FORMATS[spec.format](spec, Storage(spec))
+
+
+def list_files(spec: SourceSpec) -> tuple[SourceFile, ...]:
+    """The files of a source, sorted by path. Raises SourceError when one is missing."""
+    storage = Storage(spec)
+    return storage.files(FORMATS[spec.format](spec, storage).suffixes)

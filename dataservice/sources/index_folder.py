@@ -1,0 +1,88 @@
+"""Where an index lies: small files in a folder, at a path or any fsspec URL.
+
+INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
+INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one a source file, named after its path
+"""
+
+import hashlib
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, cast
+
+from dataservice.core.errors import SourceError
+from dataservice.sources.storage import open_filesystem, translate
+
+MANIFEST = "manifest.json"
+
+
+class IndexFolder:
+    """The index of one source. Files appear whole or not at all."""
+
+    def __init__(self, index_dir: str, source: str) -> None:
+        """Raises SourceError when `index_dir` is no path and no URL that fsspec opens."""
+        self._owner = f"index of source {source!r}"
+        self._fs, root = open_filesystem(index_dir, {}, self._owner)
+        self.path = f"{root.rstrip('/')}/{source}"
+
+    def create(self) -> None:
+        """Make the folder. Raises SourceError."""
+        with translate(self._owner, self.path, "be created"):
+            self._fs.makedirs(self.path, exist_ok=True)
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file, or None when there is none."""
+        with translate(self._owner, f"{self.path}/{name}", "be read"):
+            try:
+                return cast(bytes, self._fs.cat_file(f"{self.path}/{name}"))
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """A file for reading. Raises FileNotFoundError, or SourceError for anything else."""
+        path = f"{self.path}/{name}"
+        with translate(self._owner, path, "be read", pass_on=(FileNotFoundError,)):
+            stream = self._fs.open(path, "rb")
+        with stream:
+            yield stream
+
+    @contextmanager
+    def replace(self, name: str) -> Iterator[IO[bytes]]:
+        """A file for writing that takes its name when the block ends well."""
+        temporary = f"{self.path}/{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            with self._writing(name):
+                stream = self._fs.open(temporary, "wb")
+            with stream:
+                yield stream
+            with self._writing(name):
+                self._fs.mv(temporary, f"{self.path}/{name}")
+        except BaseException:
+            if self._fs.exists(temporary):
+                self._fs.rm(temporary)
+            raise
+
+    def remove_others(self, kept: set[str]) -> None:
+        """Remove parts of files that are gone, and what interrupted runs left behind."""
+        with translate(self._owner, self.path, "be tidied"):
+            for path in self._fs.ls(self.path, detail=False, refresh=True):
+                name = str(path).rpartition("/")[2]
+                if name.startswith("part-") and name not in kept:
+                    self._fs.rm(path)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        with translate(self._owner, f"{self.path}/{name}", "be written"):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise SourceError(
+                    f"{self._owner}: {self.path}/{name} vanished while it was written. Run only "
+                    "one `dataservice index` of a source at a time."
+                ) from error
+
+
+def part_name(source_path: str) -> str:
+    """Name of the part that indexes a source file."""
+    return f"part-{hashlib.sha256(source_path.encode()).hexdigest()[:16]}.parquet"

@@ -1,0 +1,55 @@
+"""From the columns of an index to the numpy columns that planning reads."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dataservice.core.sample import LengthTable
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def lengths_of(table: pa.Table) -> LengthTable:
+    """The length columns of one part."""
+    counts = _numpy((pc.list_value_length(c) for c in table["item_modality"].chunks), np.int64)
+    return LengthTable(
+        llm_tokens=_numpy(table["llm_tokens"].chunks, np.int32),
+        loss_tokens=_numpy(table["loss_tokens"].chunks, np.int32),
+        item_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        item_modality=_items(table, "item_modality", np.int8),
+        item_encoder_tokens=_items(table, "item_encoder_tokens", np.int32),
+        item_llm_tokens=_items(table, "item_llm_tokens", np.int32),
+        item_position=_items(table, "item_position", np.int32),
+    )
+
+
+def concatenate(tables: Sequence[LengthTable]) -> LengthTable:
+    """The samples of all tables end to end."""
+    item_counts = [np.diff(t.item_offsets) for t in tables]
+    joined = LengthTable(
+        llm_tokens=_join([t.llm_tokens for t in tables], np.int32),
+        loss_tokens=_join([t.loss_tokens for t in tables], np.int32),
+        item_offsets=np.concatenate([[0], np.cumsum(_join(item_counts, np.int64))]),
+        item_modality=_join([t.item_modality for t in tables], np.int8),
+        item_encoder_tokens=_join([t.item_encoder_tokens for t in tables], np.int32),
+        item_llm_tokens=_join([t.item_llm_tokens for t in tables], np.int32),
+        item_position=_join([t.item_position for t in tables], np.int32),
+    )
+    joined.llm_tokens.flags.writeable = False  # handed out whole, see Catalog.llm_tokens
+    return joined
+
+
+def _items(table: pa.Table, name: str, kind: type[_Scalar]) -> NDArray[_Scalar]:
+    return _numpy((pc.list_flatten(c) for c in table[name].chunks), kind)
+
+
+def _numpy(chunks: "Iterable[pa.Array[Any]]", kind: type[_Scalar]) -> NDArray[_Scalar]:
+    return _join([chunk.to_numpy(zero_copy_only=False) for chunk in chunks], kind)
+
+
+def _join(arrays: Sequence[NDArray[_Scalar]], kind: type[_Scalar]) -> NDArray[_Scalar]:
+    return np.concatenate([np.zeros(0, dtype=kind), *arrays]).astype(kind, copy=False)

@@ -1,0 +1,170 @@
+"""The job file and the service's config: one YAML file each, validated here.
+
+Each part of the job file is a dataclass that lives beside the code that reads it; this file
+only joins them, resolves relative paths and turns pydantic's findings into a SpecError.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dataservice.core.errors import SpecError
+from dataservice.core.job import BatchSize, SourceSpec
+from dataservice.decode.pipeline import PipelineSpec
+from dataservice.planning.options import PlanOptions
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TopologySpec(_Strict):
+    """What the ranks of a trainer are to each other. The world size comes with the trainer."""
+
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split each layer. They share one replica and get the same microbatches."""
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the layers among them."""
+    replicas_per_node: Annotated[int | None, Field(ge=1)] = None
+    """Replicas on one host; groups and exchanges then stay inside hosts where they can."""
+
+
+class JobSpec(_Strict):
+    """A job file: which data, how it becomes tokens, and how each batch is balanced."""
+
+    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Name of the job; trainers name it when they connect."""
+    sources: Annotated[list[SourceSpec], Field(min_length=1)]
+    """The datasets that are mixed."""
+    index: str
+    """Folder or fsspec URL where `dataservice index` keeps the index of these sources."""
+    pipeline: PipelineSpec
+    """Tokenizer, chat template and media processors."""
+    batch: BatchSize
+    """Size of one global batch."""
+    plan: PlanOptions
+    """How each batch is balanced."""
+    seed: int = 0
+    """Decides the order of samples, together with nothing else."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the mixture."""
+    topology: TopologySpec = TopologySpec()
+    """Tensor and pipeline parallelism, and hosts."""
+    ready_steps: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many steps may be planned and decoded ahead of the slowest rank."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "JobSpec":
+        names = [source.name for source in self.sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"source names {twice} occur twice; each must be unique")
+        return self
+
+
+class ServiceConfig(_Strict):
+    """The service's own config, written by the operator. Flags of `serve` override it."""
+
+    listen: str = "127.0.0.1:50051"
+    """Address of the coordinator. Use 0.0.0.0:50051 to serve other hosts."""
+    state_dir: str = "state"
+    """Folder for jobs, attempts and the ledger. Keep it: recovery starts from it."""
+    workers: Annotated[int, Field(ge=1, le=4096)] = 2
+    """How many workers decode."""
+    slots_per_worker: Annotated[int, Field(ge=1, le=256)] = 1
+    """Samples that one worker decodes at once; each takes a CPU."""
+    worker_host: str = "127.0.0.1"
+    """Address under which trainers reach workers on this host."""
+    pool: Annotated[str, Field(pattern="^(ray|local)$")] = "ray"
+    """ray runs workers as Ray actors; local runs them as threads of the coordinator."""
+    ray_address: str | None = None
+    """An existing Ray cluster to join; by default one is started on this machine."""
+    attempt_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long the first ranks of an attempt wait for the last."""
+    secret_file: str | None = None
+    """File with the secret shared with workers; by default one is made in state_dir."""
+    custom_processors: dict[str, str] = {}
+    """Names that jobs may use, each the import path `package.module:Class` of a processor."""
+
+
+def read_job(text: str, base: Path) -> JobSpec:
+    """Validate a job file and make its paths absolute. Raises SpecError."""
+    return _resolved(_validated(JobSpec, _mapping(text, "job file"), "job file"), base)
+
+
+def job_from_json(text: str) -> JobSpec:
+    """A job as the store keeps it."""
+    return _validated(JobSpec, json.loads(text), "stored job")
+
+
+def read_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
+    """The config file, if any, with the flags that were given on top. Raises SpecError."""
+    plain: dict[str, Any] = {}
+    if path is not None:
+        try:
+            plain = _mapping(path.read_text(), str(path))
+        except OSError as error:
+            raise SpecError(
+                f"the config file {path} cannot be read: {error.strerror}. Check --config."
+            ) from error
+    plain.update({key: value for key, value in overrides.items() if value is not None})
+    return _validated(ServiceConfig, plain, "service config")
+
+
+def _mapping(text: str, what: str) -> dict[str, Any]:
+    try:
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"the {what} is not YAML: {error}. Mend that line.") from error
+    if plain is None:
+        return {}
+    if not isinstance(plain, dict):
+        raise SpecError(
+            f"the {what} holds a {type(plain).__name__}; it must be a mapping of keys to values. "
+            "The README shows a complete one."
+        )
+    return plain
+
+
+def _validated(model: type[Model], plain: dict[str, Any], what: str) -> Model:
+    try:
+        return model.model_validate(plain)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(str(part) for part in found['loc']) or what}: {_sentence(found)}"
+            for found in error.errors(include_url=False)
+        ]
+        raise SpecError(
+            f"the {what} has {len(lines)} mistake{'s' if len(lines) > 1 else ''}:\n"
+            + "\n".join(lines)
+            + "\nThe README lists every key with its meaning."
+        ) from error
+
+
+def _sentence(found: Any) -> str:
+    message: str = found["msg"].removeprefix("Value error, ")
+    seen = found.get("input")
+    shown = seen if isinstance(seen, (str, int, float, bool)) else type(seen).__name__
+    return f"{message} (seen: {shown!r})"
+
+
+def _resolved(spec: JobSpec, base: Path) -> JobSpec:
+    """The same job with its local paths absolute, so that any process can open them."""
+    plain = spec.model_dump(mode="json")
+    plain["index"] = _absolute(plain["index"], base)
+    for source in plain["sources"]:
+        source["url"] = _absolute(source["url"], base)
+    pipeline = plain["pipeline"]
+    pipeline["tokenizer"] = _absolute(pipeline["tokenizer"], base)
+    if pipeline["chat_template"] not in ("auto", "chatml"):
+        pipeline["chat_template"] = _absolute(pipeline["chat_template"], base)
+    return JobSpec.model_validate(plain)
+
+
+def _absolute(path: str, base: Path) -> str:
+    return path if "://" in path else str((base / path).absolute())

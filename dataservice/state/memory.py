@@ -1,0 +1,109 @@
+"""The store that forgets: for tests, simulations, and a service without a state directory."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dataservice.core.errors import ConflictError, NotFoundError
+from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
+
+
+class MemoryStateStore:
+    """The port StateStore in this process's memory. Threads take turns."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._jobs: dict[str, JobRecord] = {}
+        self._attempts: dict[str, list[AttemptRecord]] = {}
+        self._ledger: dict[str, dict[tuple[int, int], LedgerEntry]] = {}
+        self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
+
+    def close(self) -> None:
+        """Nothing to flush."""
+
+    def put_job(self, job: JobRecord) -> None:
+        """Insert or replace a job by name; its attempts and ledger stay."""
+        with self._turn:
+            self._jobs[job.name] = job
+
+    def job(self, name: str) -> JobRecord | None:
+        """One job, or None."""
+        with self._turn:
+            return self._jobs.get(name)
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs by name."""
+        with self._turn:
+            return [self._jobs[name] for name in sorted(self._jobs)]
+
+    def delete_job(self, name: str) -> None:
+        """Remove a job with its attempts, ledger and quarantine; no such job is no error."""
+        with self._turn:
+            for table in (self._jobs, self._attempts, self._ledger, self._quarantine):
+                table.pop(name, None)
+
+    def put_attempt(self, attempt: AttemptRecord) -> None:
+        """Insert. Raises ConflictError if not the next number, NotFoundError without its job."""
+        with self._turn:
+            self._require_job(attempt.job)
+            attempts = self._attempts.setdefault(attempt.job, [])
+            if attempt.attempt != len(attempts) + 1:
+                raise ConflictError(not_the_next_attempt(attempt, len(attempts)))
+            attempts.append(attempt)
+
+    def last_attempt(self, job: str) -> AttemptRecord | None:
+        """The newest attempt of a job."""
+        with self._turn:
+            attempts = self._attempts.get(job)
+            return attempts[-1] if attempts else None
+
+    def put_ledger(self, entry: LedgerEntry) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError
+        without its job."""
+        with self._turn:
+            self._require_job(entry.job)
+            self._ledger.setdefault(entry.job, {})[(entry.attempt, entry.step)] = entry
+
+    def commit_step(self, job: str, attempt: int, step: int, committed_unix_s: float) -> None:
+        """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
+        with self._turn:
+            entries = self._ledger.get(job, {})
+            entry = entries.get((attempt, step))
+            if entry is None:
+                raise NotFoundError(never_planned(job, attempt, step))
+            entries[(attempt, step)] = replace(entry, committed_unix_s=committed_unix_s)
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        """The entry of this step in this attempt, or in the newest attempt that has it."""
+        with self._turn:
+            entries = self._ledger.get(job, {})
+            if attempt is None:
+                attempt = max((a for a, s in entries if s == step), default=0)
+            return entries.get((attempt, step))
+
+    def ledger(self, job: str) -> list[LedgerEntry]:
+        """All entries of a job by (attempt, step)."""
+        with self._turn:
+            entries = self._ledger.get(job, {})
+            return [entries[place] for place in sorted(entries)]
+
+    def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
+        """Append; the first entry of a (job, attempt, step, sample_id) is kept. All or none.
+        Raises NotFoundError without their job."""
+        with self._turn:
+            for entry in entries:
+                self._require_job(entry.job)
+            for entry in entries:
+                place = (entry.attempt, entry.step, entry.sample_id)
+                self._quarantine.setdefault(entry.job, {}).setdefault(place, entry)
+
+    def quarantine(self, job: str) -> list[QuarantineEntry]:
+        """All entries of a job by (attempt, step, sample_id)."""
+        with self._turn:
+            entries = self._quarantine.get(job, {})
+            return [entries[place] for place in sorted(entries)]
+
+    def _require_job(self, name: str) -> None:
+        if name not in self._jobs:
+            raise NotFoundError(no_such_job(name))

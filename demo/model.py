@@ -1,0 +1,280 @@
+"""A small multimodal model of the usual shape: two encoders feed one decoder.
+
+    pixels ─ patches ─ vision blocks ─ 2×2 merge ──┐
+    sound ── log-mel ─ stem ─ audio block ─ pool ──┤ feature rows, one an LLM token
+    token ids ─ embedding ◀──── put in place of ───┘
+                    └─ decoder blocks (attention over the pack's CP group) ─▶ logits
+
+It has what `trainer_client.runtime.run_step` asks of a model: `encode`, `encoder_trains`,
+`decode`. Rows are tokens laid end to end, without a batch axis and without padding; encoders
+hold whole items, the decoder holds this rank's part of a pack.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainer_client import Microbatch, ModalityBatch, log_mel, normalize_pixels, patchify
+from trainer_client.runtime import PackedAttention, scatter_rows
+from trainer_client.runtime.step import Features
+
+PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2  # as the qwen2_vl processor counts
+MEL_BINS = 80
+# What CLIP's and Qwen2-VL's encoders are fed with.
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+
+Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, 1, head_dim / 2] each
+Span = tuple[int, int]  # (count, length): that many sequences of one length, end to end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the model; the defaults make a million parameters.
+
+    `audio_pool` is the `pool` of the job's whisper processor. Raises ValueError where heads
+    do not divide widths.
+    """
+
+    vocabulary: int = 2_048
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    encoder_width: int = 64
+    encoder_heads: int = 2
+    vision_layers: int = 2
+    audio_layers: int = 1
+    audio_pool: int = 2
+
+    def __post_init__(self) -> None:
+        for width, heads in (
+            (self.width, 2 * self.heads),  # rotary positions turn pairs
+            (self.encoder_width, 4 * self.encoder_heads),  # and those of patches pairs of pairs
+            (self.heads, self.kv_heads),
+        ):
+            if width % heads:
+                raise ValueError(f"{self}: {width} must be a multiple of {heads}")
+
+
+class DemoModel(nn.Module):
+    """See the module's drawing. Weights depend on torch's seed alone."""
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or ModelConfig()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)  # also the output head
+        self.encoders = nn.ModuleDict(
+            {"vision": VisionEncoder(config), "audio": AudioEncoder(config)}
+        )
+        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        """Feature rows of the items, end to end: [LLM tokens of the items, width]."""
+        if not batch.items:
+            return self.tokens.weight.new_empty(0, self.config.width)
+        features: Tensor = self.encoders[modality](batch.items)
+        return features
+
+    def encoder_trains(self, modality: str) -> bool:
+        """Whether gradients flow into this encoder."""
+        return any(weight.requires_grad for weight in self.encoders[modality].parameters())
+
+    def decode(
+        self,
+        microbatch: Microbatch,
+        features: Mapping[str, Features],
+        attention: PackedAttention,
+    ) -> Tensor:
+        """Logits [local tokens, vocabulary] of this rank's part of the pack, if any."""
+        x: Tensor = self.tokens(microbatch.input_ids)
+        for arrived in features.values():
+            x = scatter_rows(x, arrived.rows, arrived.positions)
+        head_dim = self.config.width // self.config.heads
+        angles = rotary_angles(microbatch.position_ids[:, None], head_dim, x.dtype)
+        for layer in self.layers:
+            x = layer(x, angles, attention)
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+
+class DecoderBlock(nn.Module):
+    """Grouped-query attention and SwiGLU, as in Llama and Qwen2."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, head_dim = config.width, config.width // config.heads
+        self.heads = (config.heads, config.kv_heads, config.kv_heads)
+        self.widths = [heads * head_dim for heads in self.heads]
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, sum(self.widths), bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.gate_up = nn.Linear(width, 2 * (8 * width // 3), bias=False)
+        self.down = nn.Linear(8 * width // 3, width, bias=False)
+
+    def forward(self, x: Tensor, angles: Angles, attention: PackedAttention) -> Tensor:
+        """[rows, width] to the same shape; rows of other ranks are met inside `attention`."""
+        parts = self.qkv(self.attention_norm(x)).split(self.widths, dim=-1)
+        q, k, v = (
+            part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, self.heads, strict=True)
+        )
+        attended = attention(rotate(q, angles), rotate(k, angles), v, causal=True)
+        x = x + self.out(attended.flatten(1))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        mixed: Tensor = self.down(functional.silu(gate) * up)
+        return x + mixed
+
+
+class EncoderBlock(nn.Module):
+    """Full attention inside each span, and a GELU network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.encoder_width
+        self.heads = config.encoder_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor, angles: Angles, spans: Sequence[Span]) -> Tensor:
+        """[rows, width] to the same shape; the spans cover the rows."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        x = x + self.out(attend_within(rotate(q, angles), rotate(k, angles), v, spans).flatten(1))
+        mixed: Tensor = self.mlp(self.mlp_norm(x))
+        return x + mixed
+
+
+class VisionEncoder(nn.Module):
+    """Images and clips of any size, in the rows of Qwen2-VL (arXiv 2409.12191, §2.1).
+
+    As there, patches attend inside their own pair of frames, which the decoder then joins,
+    and 2 × 2 neighbours merge into one LLM token.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.encoder_width
+        self.head_dim = width // config.encoder_heads
+        self.embed = nn.Linear(3 * TEMPORAL_PATCH * PATCH**2, width)
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.vision_layers))
+        self.norm = nn.LayerNorm(width)
+        self.merge = nn.Sequential(
+            nn.Linear(MERGE**2 * width, MERGE**2 * width),
+            nn.GELU(),
+            nn.Linear(MERGE**2 * width, config.width),
+        )
+
+    def forward(self, items: Sequence[Tensor]) -> Tensor:
+        """uint8 [frames, height, width, 3] each to [Σ ⌈frames/2⌉ · height/28 · width/28, width].
+
+        Raises ValueError when a side is no multiple of 28.
+        """
+        dtype = self.embed.weight.dtype
+        patches, places, spans = [], [], []
+        for pixels in items:
+            rows, (t, h, w) = patchify(
+                normalize_pixels(pixels, PIXEL_MEAN, PIXEL_STD, dtype),
+                patch=PATCH,
+                temporal_patch=TEMPORAL_PATCH,
+                merge=MERGE,
+            )
+            patches.append(self.embed(rows))
+            places.append(patch_places(h, w).repeat(t, 1))
+            spans.append((t, h * w))
+        x = torch.cat(patches)
+        angles = rotary_angles(torch.cat(places), self.head_dim, dtype)
+        for block in self.blocks:
+            x = block(x, angles, spans)
+        # [patches, width] → [LLM tokens, merge² · width]: neighbours are adjacent rows
+        merged: Tensor = self.merge(self.norm(x).reshape(-1, MERGE**2 * x.shape[1]))
+        return merged
+
+
+class AudioEncoder(nn.Module):
+    """Recordings of up to 30 s: Whisper's stem (arXiv 2212.04356, §2.2), then pooling.
+
+    100 mel frames a second become 50 rows in the stem and 50 / pool LLM tokens.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.encoder_width
+        self.head_dim, self.pool = width // config.encoder_heads, config.audio_pool
+        self.stem = nn.Sequential(
+            nn.Conv1d(MEL_BINS, width, kernel_size=3, padding=1),
+            nn.GELU(),
+            nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1),
+            nn.GELU(),
+        )
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.audio_layers))
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, config.width)
+
+    def forward(self, items: Sequence[Tensor]) -> Tensor:
+        """float32 [samples] at 16 kHz each to [Σ ((samples/160 − 1) // 2 + 1) // pool, width]."""
+        dtype = self.project.weight.dtype
+        stems = [self.stem(log_mel(audio, n_mels=MEL_BINS).to(dtype)[None])[0].T for audio in items]
+        lengths = [len(stem) for stem in stems]
+        places = torch.cat([torch.arange(length) for length in lengths])
+        angles = rotary_angles(places[:, None], self.head_dim, dtype)
+        x = torch.cat(stems)
+        for block in self.blocks:
+            x = block(x, angles, [(1, length) for length in lengths])
+        # A rest of fewer rows than one pool is dropped, as average pooling does.
+        pooled = [
+            rows[: length // self.pool * self.pool].unflatten(0, (-1, self.pool)).mean(1)
+            for rows, length in zip(self.norm(x).split(lengths), lengths, strict=True)
+        ]
+        projected: Tensor = self.project(torch.cat(pooled))
+        return projected
+
+
+def patch_places(height: int, width: int) -> Tensor:
+    """Row and column of each patch of a frame, in `patchify`'s order: int64 [height · width, 2]."""
+    blocks = (height // MERGE, width // MERGE, MERGE, MERGE)
+    row = torch.arange(height).view(-1, 1, MERGE, 1).expand(blocks)
+    column = torch.arange(width).view(1, -1, 1, MERGE).expand(blocks)
+    return torch.stack([row, column], dim=-1).flatten(0, 3)
+
+
+def rotary_angles(places: Tensor, head_dim: int, dtype: torch.dtype) -> Angles:
+    """Rotary positions of rows at `places` [rows, axes]; the axes share the head between them.
+
+    Source: RoPE (arXiv 2104.09864), eq. 15. Angles are taken in float64: in float32 those of
+    distant tokens are off by more than a rounding error of the result.
+    """
+    per_axis = head_dim // 2 // places.shape[1]
+    exponents = torch.arange(per_axis, dtype=torch.float64, device=places.device) / per_axis
+    angles = (places[:, :, None] * 10_000.0**-exponents).flatten(1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turn the pairs (i, i + dim/2) of x [rows, heads, dim] by the angles of their row."""
+    cosine, sine = angles
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Full attention inside every sequence: [rows, heads, dim] to the same shape."""
+    sizes = [count * length for count, length in spans]
+    pieces = [torch.split(tensor, sizes) for tensor in (q, k, v)]
+    attended = []
+    for span, *parts in zip(spans, *pieces, strict=True):
+        # [count · length, heads, dim] → [count, heads, length, dim]
+        heads_first = (part.unflatten(0, span).transpose(1, 2) for part in parts)
+        out = functional.scaled_dot_product_attention(*heads_first)
+        attended.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended)

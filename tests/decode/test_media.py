@@ -1,0 +1,363 @@
+"""Images, clips and recordings: what headers say and what decoding gives."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataservice.core.errors import SampleError
+from dataservice.decode.audio import audio_samples, decode_audio
+from dataservice.decode.image import cut_tiles, decode_image, image_size
+from dataservice.decode.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.decode.media import MediaPipeline
+from dataservice.decode.processors.base import View, VisionPlan
+from dataservice.decode.processors.internvl import InternVLProcessor
+from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
+from dataservice.decode.processors.whisper import WhisperProcessor
+from dataservice.decode.video import decode_video, video_header
+
+ORIENTATION = 0x0112
+
+
+def whole(width: int, height: int) -> VisionPlan:
+    return VisionPlan(encoder_tokens=1, llm_tokens=1, views=(View.whole(width, height),))
+
+
+def picked(width: int, height: int, *indices: int) -> VisionPlan:
+    return VisionPlan(
+        encoder_tokens=1,
+        llm_tokens=1,
+        views=(View.whole(width, height),),
+        frame_indices=indices,
+    )
+
+
+# ---- images -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_every_image_format_has_its_size_and_its_colours(files, format):
+    blob = files.blob("image", files.image(128, 96, format))
+    assert image_size(blob, DEFAULT_LIMITS) == (128, 96)
+    pixels = decode_image(blob, whole(64, 48), DEFAULT_LIMITS)
+    assert pixels.shape == (1, 48, 64, 3)
+    assert pixels.dtype == np.uint8
+    # Red grows to the right, green downwards.
+    assert pixels[0, 24, 60, 0] > pixels[0, 24, 4, 0] + 150
+    assert pixels[0, 44, 32, 1] > pixels[0, 4, 32, 1] + 150
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_counts_in_size_and_in_pixels(files, orientation):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    blob = files.blob("image", files.image(96, 32, "JPEG", exif=exif, quality=95))
+    width, height = image_size(blob, DEFAULT_LIMITS)
+    assert (width, height) == ((96, 32) if orientation < 5 else (32, 96))
+    pixels = decode_image(blob, whole(width, height), DEFAULT_LIMITS)[0].astype(int)
+    # Where the stored corner of least red and green lies once the picture stands upright.
+    dark = {1: (0, 0), 2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}
+    corners = {(r, c): pixels[-r, -c, :2].sum() for r in (0, 1) for c in (0, 1)}
+    assert min(corners, key=corners.__getitem__) == dark[orientation]
+
+
+def test_a_damaged_exif_block_is_no_reason_to_lose_a_picture(files):
+    blob = files.blob("image", files.image(40, 30, "JPEG", exif=b"Exif\0\0rubbish"))
+    assert image_size(blob, DEFAULT_LIMITS) == (40, 30)
+
+
+def test_a_large_jpeg_is_decoded_at_reduced_scale(files, monkeypatch):
+    drafted = []
+    original = Image.Image.resize
+
+    def spy(self, *args, **kwargs):
+        drafted.append(self.size)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "resize", spy)
+    blob = files.blob("image", files.image(1600, 1200, "JPEG"))
+    small = decode_image(blob, whole(200, 150), DEFAULT_LIMITS)
+    large = decode_image(blob, whole(1600, 1200), DEFAULT_LIMITS)
+    assert drafted == [(200, 150), (1600, 1200)]
+    close = np.abs(small[0].astype(int) - large[0, 4::8, 4::8].astype(int))
+    assert close.mean() < 3
+
+
+def test_transparency_is_shown_on_white(files):
+    clear = Image.new("RGBA", (32, 32), (200, 0, 0, 0))
+    palette = Image.new("P", (32, 32), 0)
+    palette.putpalette([10, 20, 30] + [0] * 765)
+    palette.info["transparency"] = 0
+    for picture in (clear, palette):
+        blob = files.blob("image", files.saved(picture, "PNG"))
+        assert (decode_image(blob, whole(32, 32), DEFAULT_LIMITS) == 255).all()
+
+
+def test_grey_deep_and_palette_pictures_become_rgb(files):
+    deep = Image.fromarray(np.full((16, 16), 40_000, dtype=np.uint16))
+    for picture, level in [
+        (Image.new("L", (16, 16), 90), 90),
+        (Image.new("LA", (16, 16), (90, 255)), 90),
+        (Image.new("1", (16, 16), 1), 255),
+        (deep, 40_000 >> 8),
+    ]:
+        blob = files.blob("image", files.saved(picture, "PNG"))
+        assert (decode_image(blob, whole(16, 16), DEFAULT_LIMITS) == level).all()
+
+
+def test_an_animation_shows_its_first_frame(files):
+    first, second = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    data = files.saved(first, "GIF", save_all=True, append_images=[second])
+    pixels = decode_image(files.blob("image", data), whole(20, 20), DEFAULT_LIMITS)
+    assert tuple(pixels[0, 10, 10]) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF"])
+def test_a_truncated_image_is_reported_by_name(files, format):
+    data = files.image(200, 200, format)
+    blob = files.blob("image", data[: len(data) // 2], "000042.img")
+    if format != "WEBP":  # whose reader looks at the whole file at once
+        assert image_size(blob, DEFAULT_LIMITS) == (200, 200)
+    with pytest.raises(SampleError, match=r"'000042.img'.*cannot be decoded.*Replace"):
+        decode_image(blob, whole(200, 200), DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize("data", [b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n"])
+def test_what_is_no_image_is_reported_with_what_can_be_read(files, data):
+    with pytest.raises(SampleError, match="readable are JPEG"):
+        image_size(files.blob("image", data), DEFAULT_LIMITS)
+
+
+def test_too_many_pixels_are_refused_by_the_name_of_the_limit(files):
+    blob = files.blob("image", files.image(100, 100, "PNG"))
+    with pytest.raises(SampleError, match=r"10,000; the limit max_image_pixels is 9,999"):
+        image_size(blob, DecodeLimits(max_image_pixels=9_999))
+
+
+@pytest.mark.filterwarnings("default::PIL.Image.DecompressionBombWarning")
+def test_a_decompression_bomb_is_refused_from_its_header(files):
+    blob = files.blob("image", files.saved(Image.new("1", (16_000, 16_000)), "PNG"))
+    with pytest.raises(SampleError, match="max_image_pixels"):
+        image_size(blob, DEFAULT_LIMITS)
+
+
+def test_tiles_outside_the_picture_are_filled():
+    view = View(
+        width=4, height=2, tile_width=4, tile_height=4, origins=((0, -1), (2, 0)), fill=(7, 8, 9)
+    )
+    first, second = cut_tiles(np.full((2, 4, 3), 200, dtype=np.uint8), view)
+    assert (first[0] == (7, 8, 9)).all()
+    assert (first[3] == (7, 8, 9)).all()
+    assert (first[1:3] == 200).all()
+    assert (second[:2, :2] == 200).all()
+    assert (second[:, 2:] == (7, 8, 9)).all()
+
+
+def test_internvl_tiles_join_to_the_picture_and_the_thumbnail_shows_all(files):
+    blob = files.blob("image", files.image(900, 900, "PNG"))
+    tiles = decode_image(
+        blob, InternVLProcessor().plan_image(width=900, height=900), DEFAULT_LIMITS
+    )
+    assert tiles.shape == (5, 448, 448, 3)
+    joined = np.vstack([np.hstack(tiles[0:2]), np.hstack(tiles[2:4])])
+    assert (np.diff(joined[448, :, 0].astype(int)) >= -2).all()
+    assert np.abs(joined[::2, ::2].astype(int) - tiles[4].astype(int)).mean() < 3
+
+
+def test_llava_pads_with_clips_mean_colour(files):
+    blob = files.blob("image", files.image(400, 100, "PNG"))
+    plan = LlavaProcessor(aspect="pad").plan_image(width=400, height=100)
+    pixels = decode_image(blob, plan, DEFAULT_LIMITS)
+    assert (pixels[0, [0, 335]] == (122, 116, 104)).all()
+    assert pixels[0, 168, 330, 0] > 200
+
+
+# ---- video --------------------------------------------------------------------------------
+
+CONTAINERS = [("mp4", "libx264"), ("matroska", "libx264"), ("webm", "libvpx-vp9")]
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_a_clips_header_tells_size_frames_and_rate(files, container, codec):
+    blob = files.blob("video", files.video(23, 10, (64, 48), container, codec))
+    header = video_header(blob, DEFAULT_LIMITS)
+    assert (header.width, header.height, header.frames) == (64, 48, 23)
+    assert header.frames_per_s == pytest.approx(10, rel=0.01)
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_the_wanted_frames_are_decoded_in_order(files, container, codec):
+    blob = files.blob("video", files.video(20, 10, (64, 48), container, codec))
+    header = video_header(blob, DEFAULT_LIMITS)
+    plan = picked(56, 28, 0, 3, 3, 12, 19)
+    pixels = decode_video(blob, header, plan, DEFAULT_LIMITS)
+    assert pixels.shape == (5, 28, 56, 3)
+    levels = pixels.reshape(5, -1).mean(axis=1)
+    assert np.abs(levels - np.array([0, 30, 30, 120, 190])).max() < 6
+
+
+def test_a_truncated_mp4_is_reported_by_name_with_its_frames(files):
+    data = files.video(60, 10, (128, 96), options={"movflags": "faststart"})
+    blob = files.blob("video", data[: len(data) * 6 // 10], "000003.mp4")
+    header = video_header(blob, DEFAULT_LIMITS)
+    assert header.frames == 60  # the header is whole: only decoding can tell
+    plan = Qwen2VLProcessor().plan_video(header)
+    with pytest.raises(SampleError, match=r"'000003.mp4' is truncated.*promises 60 frames"):
+        decode_video(blob, header, plan, DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_a_clip_cut_in_half_is_refused_when_measured(files, container, codec):
+    data = files.video(60, 10, (64, 48), container, codec)
+    blob = files.blob("video", data[: len(data) // 2], "half")
+    with pytest.raises(SampleError, match=r"'half'.*(truncated|cut off|cannot be read)"):
+        video_header(blob, DEFAULT_LIMITS)
+
+
+def test_the_last_frame_stands_in_for_the_few_that_containers_overcount(files):
+    blob = files.blob("video", files.video(20, 10))
+    header = video_header(blob, DEFAULT_LIMITS)
+    more = type(header)(width=64, height=48, frames=22, frames_per_s=10)
+    pixels = decode_video(blob, more, picked(28, 28, 0, 21), DEFAULT_LIMITS)
+    assert abs(int(pixels[1].mean()) - 190) < 6
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        DecodeLimits(max_video_frames=19),
+        DecodeLimits(max_video_s=1.9),
+        DecodeLimits(max_video_pixels=3000),
+    ],
+)
+def test_clips_above_a_limit_are_refused_by_its_name(files, limits):
+    blob = files.blob("video", files.video(20, 10))
+    with pytest.raises(SampleError, match="the limit max_video_"):
+        video_header(blob, limits)
+
+
+def test_a_recording_is_no_clip(files):
+    with pytest.raises(SampleError, match="no video stream"):
+        video_header(files.blob("video", files.audio()), DEFAULT_LIMITS)
+
+
+# ---- audio --------------------------------------------------------------------------------
+
+CODECS = [
+    ("wav", "pcm_s16le", 16_000, "mono"),
+    ("wav", "pcm_s16le", 44_100, "stereo"),
+    ("flac", "flac", 22_050, "stereo"),
+    ("mp3", "libmp3lame", 24_000, "mono"),
+    ("mp3", "libmp3lame", 44_100, "stereo"),
+    ("ogg", "libopus", 48_000, "mono"),
+    ("ipod", "aac", 44_100, "mono"),
+    ("adts", "aac", 44_100, "mono"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec", "rate", "layout"), CODECS)
+@pytest.mark.parametrize("seconds", [0.4, 3.37])
+def test_a_recording_decodes_to_the_length_of_its_header(
+    files, container, codec, rate, layout, seconds
+):
+    blob = files.blob("audio", files.audio(seconds, rate, container, codec, layout))
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    assert samples / 16_000 == pytest.approx(seconds, abs=0.1)
+    chunks = WhisperProcessor().plan(samples)
+    (sound,) = decode_audio(blob, samples, chunks)
+    assert sound.shape == (chunks[0].samples,)
+    assert sound.dtype == np.float32
+    # A tone of half of full scale, 440 Hz.
+    middle = sound[len(sound) // 4 : len(sound) * 3 // 4]
+    assert 0.3 < np.sqrt(2) * middle.std() < 0.6
+    spectrum = np.abs(np.fft.rfft(middle * np.hanning(len(middle))))
+    assert np.argmax(spectrum) * 16_000 / len(middle) == pytest.approx(440, abs=8)
+
+
+def test_an_mp3_without_an_index_is_measured_by_its_packets(files):
+    data = files.audio(4.0, 44_100, "mp3", "libmp3lame")
+    name = b"Info" if b"Info" in data else b"Xing"
+    blob = files.blob("audio", data.replace(name, b"\0\0\0\0"))
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    assert samples / 16_000 == pytest.approx(4.0, abs=0.1)
+    assert len(decode_audio(blob, samples, WhisperProcessor().plan(samples))) == 1
+
+
+def test_a_long_recording_becomes_chunks_that_join_to_it(files):
+    blob = files.blob("audio", files.audio(2.5))
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    pieces = decode_audio(blob, samples, WhisperProcessor(chunk_s=1.0).plan(samples))
+    assert [len(piece) for piece in pieces] == [16_000, 16_000, 8_000]
+    (sound,) = decode_audio(blob, samples, WhisperProcessor().plan(samples))
+    assert (np.concatenate(pieces) == sound).all()
+
+
+@pytest.mark.parametrize(("container", "codec"), [("ipod", "aac"), ("flac", "flac")])
+def test_a_truncated_recording_is_reported_with_both_lengths(files, container, codec):
+    data = files.audio(4.0, 16_000, container, codec, options={"movflags": "faststart"})
+    blob = files.blob("audio", data[: len(data) // 2], "000009.wav")
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match=r"'000009.wav' is truncated.*promises 4.0"):
+        decode_audio(blob, samples, WhisperProcessor().plan(samples))
+
+
+def test_noise_that_is_no_file_is_reported(files):
+    for kind, read in (("audio", audio_samples), ("video", video_header)):
+        with pytest.raises(SampleError, match=r"cannot be read|no (audio|video) stream"):
+            read(files.blob(kind, bytes(range(256)) * 8), DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"ffconcat version 1.0\nfile 'other.mp4'\n",
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nhttp://127.0.0.1:9/a.ts\n",
+    ],
+)
+def test_playlists_that_name_other_files_are_not_followed(files, data):
+    with pytest.raises(SampleError, match="cannot be read"):
+        video_header(files.blob("video", data), DEFAULT_LIMITS)
+
+
+def test_long_recordings_are_refused_by_the_name_of_the_limit(files):
+    with pytest.raises(SampleError, match=r"2; the limit max_audio_s is 1"):
+        audio_samples(files.blob("audio", files.audio(2.0)), DecodeLimits(max_audio_s=1))
+
+
+# ---- one front door -----------------------------------------------------------------------
+
+
+def test_media_without_a_processor_say_which_to_add(files):
+    pipeline = MediaPipeline(vision=None, audio=None, limits=DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match=r"needs a processor of vision.*qwen2_vl"):
+        pipeline.plan(files.blob("image", files.image()))
+    with pytest.raises(SampleError, match=r"needs a processor of audio.*whisper"):
+        pipeline.plan(files.blob("audio", files.audio()))
+
+
+def test_empty_and_oversize_files_are_refused_before_they_are_opened(files):
+    pipeline = MediaPipeline(
+        vision=Qwen2VLProcessor(), audio=None, limits=DecodeLimits(max_media_bytes=100)
+    )
+    with pytest.raises(SampleError, match="is empty"):
+        pipeline.plan(files.blob("image", b""))
+    with pytest.raises(SampleError, match="max_media_bytes is 100"):
+        pipeline.plan(files.blob("image", files.image()))
+
+
+def test_a_processors_own_error_gets_the_files_name(files):
+    pipeline = MediaPipeline(vision=Qwen2VLProcessor(), audio=None, limits=DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match=r"image 'thin.png'.*aspect ratio"):
+        pipeline.plan(files.blob("image", files.image(600, 2, "PNG"), "thin.png"))
+
+
+def test_a_processor_that_breaks_costs_one_sample_only(files):
+    class Broken:
+        def plan_image(self, *, width, height):
+            return width // 0
+
+        plan_video = plan_image
+
+    pipeline = MediaPipeline(vision=Broken(), audio=None, limits=DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match="failed with ZeroDivisionError"):
+        pipeline.plan(files.blob("image", files.image()))

@@ -1,0 +1,122 @@
+"""A job in memory: lengths of a long-tailed mixture, a store, and workers that only keep books."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataservice.core.errors import WorkerLostError
+from dataservice.core.job import BatchSize, JobRecord
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.ports import WorkerInfo
+from dataservice.core.sample import (
+    ItemLengths,
+    Modality,
+    SampleLengths,
+    SampleLocation,
+)
+from dataservice.engine.coordinator import Coordinator
+from dataservice.engine.setup import JobSetup
+from dataservice.planning.options import PlanOptions
+from dataservice.sources.memory import MemoryCatalog
+from dataservice.sources.mixture import Mixture
+from dataservice.state.memory import MemoryStateStore
+
+MEMORY_TOKENS = 512
+
+
+def sample_lengths(rng: np.random.Generator) -> SampleLengths:
+    """One sample: long-tailed text, now and then images or sound in the middle of it."""
+    text = int(min(rng.lognormal(4.3, 1.0), 900)) + 8
+    items, position = [], 4
+    for _ in range(rng.integers(0, 3)):
+        modality = Modality(int(rng.integers(0, 2)))
+        tokens = int(rng.integers(4, 60))
+        shape = (1, 28, 28, 3) if modality is Modality.VISION else (1600,)
+        items.append(
+            ItemLengths(
+                modality=modality,
+                encoder_tokens=4 * tokens,
+                llm_tokens=tokens,
+                position=position,
+                shape=shape,
+            )
+        )
+        position += tokens + 2
+    total = text + position
+    return SampleLengths(llm_tokens=total, loss_tokens=text // 2, items=tuple(items))
+
+
+def make_setup(
+    *, name: str = "job", samples: int = 200, batch: int = 16, seed: int = 0, **plan: object
+) -> JobSetup:
+    """A job over `samples` synthetic samples of two sources."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        (f"{i:06d}", SampleLocation(file="memory"), sample_lengths(rng)) for i in range(samples)
+    ]
+    catalog = MemoryCatalog({"a": rows[: samples // 3], "b": rows[samples // 3 :]})
+    options = PlanOptions(**{"memory_tokens": MEMORY_TOKENS, **plan})
+    return JobSetup(
+        record=JobRecord(name=name, spec_json=f'{{"job": "{name}"}}', index_fingerprint="f"),
+        stream=Mixture(catalog.sizes, [1.0, 1.0], seed=seed, epochs=1),
+        catalog=catalog,
+        batch=BatchSize(samples=batch),
+        options=options,
+        pipeline="{}",
+        ready_steps=3,
+    )
+
+
+@dataclass
+class Books:
+    """A worker pool and its link in one: keeps what was ordered and released, decodes nothing."""
+
+    alive: list[str] = field(default_factory=lambda: ["w0", "w1"])
+    orders: dict[PackKey, list[str]] = field(default_factory=dict)
+    held: dict[PackKey, str] = field(default_factory=dict)
+    deaf: set[str] = field(default_factory=set)
+    started: int = 2
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return tuple(WorkerInfo(worker=w, address=f"{w}:1", slots=1) for w in self.alive)
+
+    async def replace(self, worker: str) -> None:
+        if worker in self.alive:
+            self.alive[self.alive.index(worker)] = f"w{self.started}"
+            self.started += 1
+
+    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
+        await asyncio.sleep(0)
+        if worker.worker in self.deaf or worker.worker not in self.alive:
+            raise WorkerLostError(f"{worker.worker} is gone")
+        self.orders.setdefault(order.key, []).append(worker.worker)
+        self.held[order.key] = worker.worker
+        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.0)
+
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+        for key in packs:
+            self.held.pop(key, None)
+
+
+def make_coordinator(
+    store: MemoryStateStore, books: Books, *setups: JobSetup, timeout_s: float = 5.0
+) -> Coordinator:
+    """A coordinator that knows how to open these jobs; their job file is their name."""
+    known = {setup.record.name: setup for setup in setups}
+    return Coordinator(
+        store=store,
+        pool=books,
+        link=books,
+        read_job=lambda text, _base: known[text].record,
+        open_job=lambda record: known[record.name],
+        ticket_secret=b"secret",
+        attempt_timeout_s=timeout_s,
+    )

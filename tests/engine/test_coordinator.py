@@ -1,0 +1,283 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import (
+    ConflictError,
+    CursorMismatchError,
+    FencedError,
+    NotFoundError,
+    PlanningError,
+    RankClaimedError,
+    WorldSizeError,
+)
+from dataservice.core.orders import RankShard
+from dataservice.core.tickets import check_ticket
+from dataservice.engine.api import EndOfData, SessionOpened
+from dataservice.engine.coordinator import Coordinator
+from tests.engine.support import make_coordinator, make_setup
+
+START = Cursor()
+
+
+async def open_rank(
+    coordinator: Coordinator, rank: int, *, world: int = 2, cursor: Cursor = START, rejoin: int = 0
+) -> SessionOpened:
+    return await coordinator.open_session(
+        job="job",
+        rank=rank,
+        world_size=world,
+        cursor=cursor,
+        client=f"host:{rank}",
+        rejoin_attempt=rejoin,
+    )
+
+
+async def open_all(
+    coordinator: Coordinator, *, world: int = 2, cursor: Cursor = START, rejoin: int = 0
+) -> list[SessionOpened]:
+    return await asyncio.gather(
+        *(
+            open_rank(coordinator, r, world=world, cursor=cursor, rejoin=rejoin)
+            for r in range(world)
+        )
+    )
+
+
+async def shard_of(
+    coordinator: Coordinator, opened: SessionOpened, step: int, failed: tuple[str, ...] = ()
+) -> RankShard | EndOfData:
+    got = await coordinator.shard(
+        opened.session, step, received_step=step - 1, failed_workers=failed
+    )
+    return got if isinstance(got, EndOfData) else got[0]
+
+
+async def train(
+    coordinator: Coordinator, sessions: list[SessionOpened], first: int, steps: int
+) -> list[RankShard]:
+    """Rank 0's shards of these steps, every rank fetching and committing each."""
+    shards = []
+    for step in range(first, first + steps):
+        got = [await shard_of(coordinator, opened, step) for opened in sessions]
+        if isinstance(got[0], EndOfData):
+            break
+        assert len({shard.plan_digest for shard in got}) == 1
+        shards.append(got[0])
+        for opened in sessions:
+            await coordinator.commit(opened.session, step)
+    return shards
+
+
+async def test_an_epoch_ends_for_every_rank_and_every_step_is_committed(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    shards = await train(coordinator, sessions, 0, 100)
+    assert len(shards) == 13  # 200 samples in batches of 16
+    for opened in sessions:
+        assert await shard_of(coordinator, opened, 13) == EndOfData(steps=13)
+    status = await coordinator.job("job")
+    assert (status.planned_step, status.committed_step) == (12, 12)
+    assert all(entry.committed_unix_s is not None for entry in store.ledger("job"))
+    await coordinator.stop()
+
+
+async def test_planning_runs_ahead_only_as_far_as_the_window(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    await shard_of(coordinator, sessions[0], 0)
+    await asyncio.sleep(0.2)
+    assert (await coordinator.job("job")).planned_step == 2  # ready_steps is 3
+    await coordinator.stop()
+    assert not books.held
+
+
+async def test_received_steps_are_released_at_the_workers(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    await train(coordinator, sessions, 0, 5)
+    await asyncio.sleep(0.05)
+    assert min(key.step for key in books.held) >= 4
+    await coordinator.stop()
+
+
+async def test_tickets_are_signed_for_the_worker_that_holds_the_pack(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    shard = await shard_of(coordinator, sessions[1], 0)
+    assert isinstance(shard, RankShard)
+    for ticket in shard.tickets:
+        check_ticket(ticket, b"secret", worker=ticket.worker, now_unix_s=0.0)
+    wanted = {m.pack for m in shard.microbatches if m.pack >= 0}
+    assert {p.key.pack for t in shard.tickets for p in t.parts if p.cp_rank >= 0} == wanted
+    await coordinator.stop()
+
+
+async def test_a_restarted_coordinator_gives_the_same_plans(store, books):
+    setup = make_setup()
+    first = make_coordinator(store, books, setup)
+    await first.submit("job", "")
+    digests = [s.plan_digest for s in await train(first, await open_all(first), 0, 6)]
+    await first.stop()
+
+    second = make_coordinator(store, books, setup)
+    await second.start()
+    sessions = await open_all(second, rejoin=1)
+    assert {opened.attempt for opened in sessions} == {1}
+    # Steps of before the restart, asked for again, and steps after it.
+    again = [s.plan_digest for s in await train(second, sessions, 3, 10)]
+    await second.stop()
+
+    whole = make_coordinator(type(store)(), books, setup)
+    await whole.submit("job", "")
+    expected = [s.plan_digest for s in await train(whole, await open_all(whole), 0, 13)]
+    await whole.stop()
+    assert digests == expected[:6]
+    assert again == expected[3:]
+
+
+async def test_a_resumed_attempt_takes_up_where_its_checkpoint_was(store, books):
+    setup = make_setup()
+    coordinator = make_coordinator(store, books, setup)
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator, world=2)
+    shards = await train(coordinator, sessions, 0, 6)
+    checkpoint = Cursor.from_json(shards[3].cursor_after)
+    for opened in sessions:
+        coordinator.close_session(opened.session)
+
+    resumed = await open_all(coordinator, world=4, cursor=checkpoint)
+    assert {(o.attempt, o.start) for o in resumed} == {(2, checkpoint)}
+    after = await train(coordinator, resumed, 4, 100)
+    assert [shard.step for shard in after] == list(range(4, 13))
+    with pytest.raises(FencedError, match=r"attempt 1 of job .* the newest is 2"):
+        await open_rank(coordinator, 0, world=2, rejoin=1)
+    await coordinator.stop()
+
+
+async def test_an_older_attempt_is_fenced_by_a_newer_one(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    old = await open_all(coordinator)
+    waiting = asyncio.create_task(coordinator.session_ended(old[1].session))
+    for opened in old:
+        coordinator._sessions[opened.session].claim.live = False  # the network hides its death
+    await open_all(coordinator)
+    with pytest.raises(FencedError, match="Only the newest start"):
+        await waiting
+    with pytest.raises(FencedError):
+        await shard_of(coordinator, old[0], 0)
+    await coordinator.stop()
+
+
+async def test_a_rank_in_use_cannot_be_claimed_by_a_second_client(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    await open_all(coordinator)
+    with pytest.raises(RankClaimedError, match="rank 1 of job 'job' is held by host:1"):
+        await open_rank(coordinator, 1)
+    await coordinator.stop()
+
+
+async def test_contradicting_ranks_are_refused_before_anything_is_planned(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    first = asyncio.create_task(open_rank(coordinator, 0))
+    await asyncio.sleep(0.05)
+    with pytest.raises(WorldSizeError, match="world size 3"):
+        await open_rank(coordinator, 1, world=3)
+    with pytest.raises(WorldSizeError):
+        await first
+    first = asyncio.create_task(open_rank(coordinator, 0))
+    await asyncio.sleep(0.05)
+    with pytest.raises(CursorMismatchError):
+        await open_rank(coordinator, 1, cursor=Cursor(step=5, position=80))
+    with pytest.raises(CursorMismatchError):
+        await first
+    with pytest.raises(WorldSizeError, match=r"rank 2 is outside 0\.\.1"):
+        await open_rank(coordinator, 2)
+    assert store.last_attempt("job") is None
+
+
+async def test_a_sample_that_no_world_of_this_size_holds_is_refused_at_the_start(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    with pytest.raises(PlanningError, match="hold at most"):
+        await open_rank(coordinator, 0, world=1)
+
+
+async def test_a_forming_attempt_that_everyone_leaves_is_forgotten(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    waiting = asyncio.create_task(open_rank(coordinator, 0, world=3))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    sessions = await open_all(coordinator, world=2)
+    assert {opened.attempt for opened in sessions} == {1}
+    await coordinator.stop()
+
+
+async def test_a_lost_worker_is_replaced_and_its_packs_are_ordered_again(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    books.deaf.add("w0")
+    sessions = await open_all(coordinator)
+    shard = await shard_of(coordinator, sessions[0], 0)
+    await asyncio.sleep(0.1)
+    assert "w0" not in books.alive
+    assert "w0" not in books.held.values()
+
+    books.deaf.update(books.alive)  # all die after decoding; a rank finds out
+    failed = tuple(ticket.worker for ticket in shard.tickets)
+    again = await shard_of(coordinator, sessions[0], 0, failed)
+    assert isinstance(again, RankShard)
+    assert again.plan_digest == shard.plan_digest
+    assert not {ticket.worker for ticket in again.tickets} & set(failed)
+    await coordinator.stop()
+
+
+async def test_jobs_are_registered_once_listed_drained_and_deleted(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    await coordinator.submit("job", "")
+    assert [status.record.name for status in await coordinator.jobs()] == ["job"]
+    sessions = await open_all(coordinator)
+    with pytest.raises(ConflictError, match="in use by host:0, host:1"):
+        await coordinator.delete("job")
+    assert (await coordinator.drain("job")).record.state == "draining"
+    for opened in sessions:
+        coordinator.close_session(opened.session)
+    with pytest.raises(ConflictError, match="draining"):
+        await open_rank(coordinator, 0)
+    await coordinator.delete("job")
+    with pytest.raises(NotFoundError, match="no job 'job'; registered: none"):
+        await coordinator.job("job")
+
+
+async def test_another_job_file_under_a_known_name_is_refused(store, books):
+    setup = make_setup()
+    coordinator = make_coordinator(store, books, setup)
+    await coordinator.submit("job", "")
+    other = replace(setup.record, spec_json="{}")
+    coordinator._read_job = lambda _text, _base: other
+    with pytest.raises(ConflictError, match="registered with another job file"):
+        await coordinator.submit("job", "")
+
+
+async def test_explain_plans_a_step_of_the_ledger_again(store, books):
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    shards = await train(coordinator, await open_all(coordinator), 0, 4)
+    explained = await coordinator.explain("job", 3, None)
+    assert explained.plan.digest == explained.entry.plan_digest == shards[3].plan_digest
+    assert len(explained.sample_keys) == len(explained.plan.sample_ids)
+    with pytest.raises(NotFoundError, match="step 99 of job 'job' has not been planned"):
+        await coordinator.explain("job", 99, None)
+    await coordinator.stop()

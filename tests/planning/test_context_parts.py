@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataservice.core.layout import padded_tokens
+from dataservice.planning.context_bfd import group_by_memory
+from dataservice.planning.context_cut import cut_waves
+from dataservice.planning.context_place import place_groups
+from dataservice.planning.context_units import least_degrees, make_setting, make_units
+from dataservice.planning.cost import ContextCost
+
+COST = ContextCost.flexsp_7b()
+
+
+def setting(ranks, memory, node=None, degrees="any"):
+    return make_setting(
+        ranks=ranks, memory_tokens=memory, cost=COST, ranks_per_node=node, degrees=degrees
+    )
+
+
+@given(tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=30), memory=st.integers(50, 900))
+def test_least_degree_is_the_first_whose_padded_share_fits(tokens, memory):
+    machine = setting(512, memory)
+    lengths = np.array(tokens)
+    for size, least in zip(
+        tokens, least_degrees(make_units(lengths, None, COST), machine), strict=True
+    ):
+        fits = [d for d in range(1, 513) if padded_tokens([size], d)[0] <= memory * d]
+        assert least == (fits[0] if fits else 513)
+
+
+@given(tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=60))
+def test_best_fit_groups_hold_what_they_are_given(tokens):
+    machine = setting(512, 1024)
+    units = make_units(tokens, None, COST)
+    group_of, degree = group_by_memory(units, least_degrees(units, machine), machine)
+    lengths = np.array(tokens)
+    for group, width in enumerate(degree):
+        inside = padded_tokens(lengths[group_of == group], int(width)).sum()
+        assert 0 < inside <= 1024 * width
+
+
+def test_best_fit_fills_the_tightest_room_first():
+    units = make_units([60, 55, 45, 40], None, COST)
+    machine = setting(4, 100)
+    group_of, degree = group_by_memory(units, least_degrees(units, machine), machine)
+    assert group_of.tolist() == [0, 1, 1, 0]
+    assert degree.tolist() == [1, 1]
+
+
+@given(
+    degrees=st.lists(st.integers(1, 20), min_size=1, max_size=30),
+    spare=st.integers(0, 5),
+    node=st.integers(1, 9),
+)
+def test_placed_groups_share_no_rank(degrees, spare, node):
+    widths = np.array(degrees)
+    ranks = int(widths.sum()) + spare
+    placed, offsets, crosses = place_groups(
+        widths, np.zeros(widths.size), ranks=ranks, ranks_per_node=node
+    )
+    assert len(set(placed.tolist())) == widths.sum()
+    assert placed.min() >= 0
+    assert placed.max() < ranks
+    for g in range(widths.size):
+        nodes = set((placed[offsets[g] : offsets[g + 1]] // node).tolist())
+        assert crosses[g] == (len(nodes) > 1 or widths[g] > node)
+
+
+def test_groups_stay_inside_nodes_when_they_can():
+    widths = np.array([5, 5, 3, 3, 1, 1, 1, 5])
+    _, _, crosses = place_groups(widths, np.zeros(8), ranks=24, ranks_per_node=8)
+    assert not crosses.any()
+
+
+def test_a_group_wider_than_a_node_takes_whole_nodes():
+    placed, offsets, crosses = place_groups(
+        np.array([3, 12, 1]), np.zeros(3), ranks=24, ranks_per_node=8
+    )
+    wide = placed[offsets[1] : offsets[2]]
+    assert crosses.tolist() == [False, True, False]
+    assert len(set((wide // 8).tolist())) == 2
+
+
+@settings(deadline=None)
+@given(
+    units=st.lists(st.tuples(st.integers(1, 6), st.floats(0.1, 9.0)), min_size=1, max_size=40),
+    whole=st.booleans(),
+)
+def test_every_wave_of_a_cut_fits_the_ranks(units, whole):
+    least = np.array([d for d, _ in units])
+    natural = np.array([t for _, t in units])
+    order = np.argsort(-natural, kind="stable")
+    least, natural = least[order], natural[order]
+    ends = cut_waves(natural, least, natural * least, np.zeros(least.size), 8, 0.5, whole)
+    assert ends[-1] == least.size
+    for start, end in zip(np.r_[0, ends[:-1]], ends, strict=True):
+        assert start < end
+        assert least[start:end].sum() <= 8
+
+
+def test_a_cut_separates_slow_units_from_fast_ones():
+    natural = np.array([9.0] * 4 + [1.0] * 4)
+    least = np.full(8, 1)
+    ends = cut_waves(natural, least, natural, np.zeros(8), 4, 0.1, True)
+    assert ends.tolist() == [4, 8]
+
+
+def test_power_of_two_degrees_round_the_least_degree_up():
+    machine = setting(16, 100, degrees="power_of_two")
+    units = make_units([290, 410, 100], None, COST)
+    assert least_degrees(units, machine).tolist() == [4, 8, 1]
+
+
+@pytest.mark.parametrize("memory", [1 << 10, 1 << 20])
+def test_best_fit_is_as_tight_as_a_plain_one(memory):
+    rng = np.random.default_rng(0)
+    tokens = (rng.random(400) * memory * 0.7).astype(np.int64) + 1
+    units = make_units(tokens, None, COST)
+    machine = setting(4000, memory)
+    _, degree = group_by_memory(units, least_degrees(units, machine), machine)
+    rooms: list[int] = []
+    for size in sorted(tokens.tolist(), reverse=True):
+        fitting = [r for r in rooms if r >= size]
+        if fitting:
+            tightest = min(fitting)
+            rooms[rooms.index(tightest)] -= size
+        else:
+            rooms.append(memory - size)
+    assert degree.sum() <= len(rooms) + 1

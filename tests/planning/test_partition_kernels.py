@@ -1,0 +1,35 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataservice.planning.kernel_sort import argsort_descending
+from dataservice.planning.partition_problem import certify
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 9).map(float), st.floats(0, 1e12, allow_subnormal=False)),
+        max_size=300,
+    )
+)
+def test_the_radix_sort_is_stable_and_falling(values):
+    costs = np.array(values, dtype=np.float64)
+    np.testing.assert_array_equal(
+        argsort_descending(costs), np.argsort(-costs, kind="stable")
+    )
+
+
+def test_crowded_ranks_raise_the_certificate():
+    # Four items of 3 on three ranks: some rank holds two of them, whatever the mean says.
+    assert certify(np.array([3.0, 3.0, 3.0, 3.0]), 3, equal_count=False) == 6
+
+
+def test_whole_costs_round_the_mean_up():
+    assert certify(np.array([1.0] * 7), 2, equal_count=False) == 4
+
+
+def test_equal_counts_give_the_largest_item_company():
+    falling = np.array([10.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    assert certify(falling, 2, equal_count=False) == 10
+    assert certify(falling, 2, equal_count=True) == 14

@@ -1,0 +1,198 @@
+"""A real service in its own process, and trainer ranks as threads that read from it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer_client import Shard, ShardDataset
+
+START_LIMIT_S = 90.0
+
+
+@dataclass
+class ServiceProcess:
+    """`dataservice serve`, started and stopped as an operator would, or killed."""
+
+    home: Path
+    pool: str = "local"
+    address: str = ""
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.home / "service.log"
+
+    def start(self) -> "ServiceProcess":
+        listen = self.address or "127.0.0.1:0"
+        arguments = ["serve", "--listen", listen, "--state-dir", str(self.home / "state")]
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dataservice.cli.main", *arguments, "--pool", self.pool],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and self.process.poll() is None:
+            for line in self.log.read_text().splitlines():
+                if line.startswith("serving at "):
+                    self.address = line.split()[2]
+                    return self
+            time.sleep(0.05)
+        self.kill()
+        raise AssertionError(f"the service did not start:\n{self.log.read_text()}")
+
+    def stop(self) -> None:
+        """SIGTERM, as Kubernetes does; it must end by itself and cleanly."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(timeout=30) == 0, self.log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(timeout=30)
+
+    def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """`dataservice ARGUMENTS --service <this one>`."""
+        return dataservice(*arguments, "--service", self.address, check=check)
+
+
+def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dataservice.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        timeout=120,
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@contextmanager
+def serving(home: Path, pool: str = "local") -> Iterator[ServiceProcess]:
+    """A service over a state folder of its own; whatever is left of it is killed."""
+    home.mkdir(parents=True, exist_ok=True)
+    service = ServiceProcess(home=home, pool=pool).start()
+    try:
+        yield service
+    finally:
+        service.kill()
+
+
+def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> Path:
+    """A job over the shared corpus and its index."""
+    home.mkdir(parents=True, exist_ok=True)
+    plain = yaml.safe_load((corpus / "job.yaml").read_text())
+    plain.update({"job": job, **changes})
+    path = home / f"{job}.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    return path
+
+
+@dataclass
+class Ranks:
+    """Trainer ranks of one attempt, each in a thread; what they received, and how they ended."""
+
+    address: str
+    world_size: int
+    job: str = "job"
+    shards: dict[int, list[Shard]] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    state: dict[str, str | int] | None = None
+    steps_done: int = 0
+    pace_s: float = 0.0
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(
+        self, *, state: dict[str, str | int] | None = None, stop_after: int | None = None
+    ) -> "Ranks":
+        self._threads = [
+            threading.Thread(target=self._train, args=(rank, state, stop_after), daemon=True)
+            for rank in range(self.world_size)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def join(self, limit_s: float = 90.0) -> "Ranks":
+        deadline_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self._threads), "ranks hang"
+        if self.errors:
+            raise next(iter(self.errors.values()))
+        return self
+
+    def _train(self, rank: int, state: dict[str, str | int] | None, stop_after: int | None) -> None:
+        mine = self.shards.setdefault(rank, [])
+        try:
+            with ShardDataset(
+                self.address,
+                job=self.job,
+                rank=rank,
+                world_size=self.world_size,
+                connect_timeout_s=20.0,
+                timeout_s=60.0,
+            ) as dataset:
+                if state is not None:
+                    dataset.load_state_dict(state)
+                for shard in dataset:
+                    mine.append(shard)
+                    time.sleep(self.pace_s)
+                    dataset.commit(shard.step)
+                    if rank == 0:
+                        self.steps_done = shard.step + 1
+                    if stop_after is not None and shard.step + 1 >= stop_after:
+                        break
+                if rank == 0:
+                    self.state = dataset.state_dict()
+        except Exception as error:
+            self.errors[rank] = error
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """The plan of each step; all ranks must have seen the same."""
+        seen = [{shard.step: shard.plan.digest for shard in got} for got in self.shards.values()]
+        assert all(each == seen[0] for each in seen)
+        return seen[0]
+
+    @property
+    def visits(self) -> Counter[int]:
+        """How often each sample was trained: counted where a group's first member holds it."""
+        return Counter(
+            sample
+            for got in self.shards.values()
+            for shard in got
+            for microbatch in shard.microbatches
+            if microbatch.cp_rank == 0
+            for sample in microbatch.sample_ids.tolist()
+        )
+
+
+def wait_for(condition: Any, limit_s: float = 30.0) -> None:
+    """Poll until true."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def explained(service: ServiceProcess, step: int, job: str = "job") -> Any:
+    """What `dataservice explain --json` says."""
+    return json.loads(service.cli("explain", job, "--step", str(step), "--json").stdout)

@@ -1,0 +1,339 @@
+"""Real servers on loopback: a worker over a real host, a coordinator over an api in memory."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import (
+    ConflictError,
+    FencedError,
+    NotFoundError,
+    RankClaimedError,
+    SpecError,
+)
+from dataservice.core.job import JobRecord, LedgerEntry
+from dataservice.core.orders import (
+    FeatureRoutes,
+    ItemsOfPack,
+    Microbatch,
+    PackKey,
+    PackOrder,
+    PackSample,
+    PartSpec,
+    RankShard,
+    Ticket,
+)
+from dataservice.core.plan import StageReport, StepPlan
+from dataservice.core.ports import WorkerInfo
+from dataservice.core.sample import (
+    DecodedSample,
+    ItemLengths,
+    Modality,
+    RawSample,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.core.tickets import sign_ticket
+from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExplanation
+from dataservice.serving.server import serve_coordinator, serve_worker
+from dataservice.workers.host import DecodingHost
+
+SECRET = b"a secret of 32 bytes for testing"
+WORKER = "worker-0.1"
+NEVER_S = 4_000_000_000
+
+
+class TinyPipeline:
+    """Reads nothing from disk: a sample's arrays follow from its id."""
+
+    pad_token_id = 0
+
+    def read(self, ref):
+        return RawSample(key=ref.key, record={"id": ref.sample_id})
+
+    def decode(self, raw, planned):
+        seed = np.random.default_rng(raw.record["id"])
+        ids = seed.integers(1, 1000, planned.llm_tokens, dtype=np.int32)
+        return DecodedSample(
+            input_ids=ids,
+            labels=ids + 1,
+            items=tuple(
+                seed.integers(0, 256, item.shape, dtype=np.uint8)
+                if item.modality is Modality.VISION
+                else seed.standard_normal(item.shape, dtype=np.float32)
+                for item in planned.items
+            ),
+        )
+
+
+def make_order(*, pack=0, samples=2, degree=1, tokens=8, shapes=((1, 2, 2, 3), (16,))):
+    """Samples with one item per shape; 4 axes are vision, 1 is audio."""
+    items = tuple(
+        ItemLengths(
+            modality=Modality.VISION if len(shape) == 4 else Modality.AUDIO,
+            encoder_tokens=4,
+            llm_tokens=1,
+            position=place,
+            shape=shape,
+        )
+        for place, shape in enumerate(shapes)
+    )
+    return PackOrder(
+        key=PackKey(job="vlm", step=5, plan_digest="ab" * 16, pack=pack),
+        degree=degree,
+        pipeline="{}",
+        samples=tuple(
+            PackSample(
+                ref=SampleRef(
+                    sample_id=n, source="s", key=f"k{n}", location=SampleLocation(file="f")
+                ),
+                lengths=SampleLengths(llm_tokens=tokens, loss_tokens=tokens, items=items),
+            )
+            for n in range(samples)
+        ),
+    )
+
+
+def make_ticket(*parts, worker=WORKER, secret=SECRET, expires_unix_s=NEVER_S):
+    ticket = Ticket(
+        worker=worker, address="", rank=0, expires_unix_s=expires_unix_s, parts=tuple(parts)
+    )
+    return sign_ticket(ticket, secret)
+
+
+def make_plan(step=5):
+    """Two packs over two replicas, one with an image."""
+    return StepPlan(
+        step=step,
+        replicas=2,
+        waves=1,
+        cost_version="v1",
+        predicted_s=0.5,
+        sample_ids=np.array([4, 9, 2], dtype=np.int64),
+        sample_epoch=np.zeros(3, dtype=np.int32),
+        sample_tokens=np.array([8, 6, 4], dtype=np.int32),
+        sample_loss_tokens=np.array([4, 3, 2], dtype=np.int32),
+        pack_offsets=np.array([0, 2, 3], dtype=np.int64),
+        pack_samples=np.array([2, 0, 1], dtype=np.int32),
+        pack_wave=np.array([0, 0], dtype=np.int32),
+        pack_seconds=np.array([0.5, 0.25]),
+        replica_offsets=np.array([0, 1, 2], dtype=np.int64),
+        pack_replicas=np.array([1, 0], dtype=np.int32),
+        item_sample=np.array([0], dtype=np.int32),
+        item_modality=np.array([0], dtype=np.int8),
+        item_encoder_tokens=np.array([4], dtype=np.int32),
+        item_llm_tokens=np.array([1], dtype=np.int32),
+        item_position=np.array([2], dtype=np.int32),
+        item_replica=np.array([0], dtype=np.int32),
+        stages=(
+            StageReport(
+                stage="pack", algorithm="isf", unit="packs", before=3, after=2, lower_bound=1.5
+            ),
+        ),
+    )
+
+
+def make_shard(*, rank=0, step=5):
+    empty = np.zeros(0, dtype=np.int32)
+    route = FeatureRoutes(
+        modality=Modality.VISION,
+        send_rows=np.array([0], dtype=np.int32),
+        send_splits=np.array([0, 1], dtype=np.int32),
+        recv_splits=np.array([0, 0], dtype=np.int32),
+        recv_positions=empty,
+    )
+    return RankShard(
+        job="vlm",
+        attempt=1,
+        step=step,
+        rank=rank,
+        replica=rank,
+        plan_digest=make_plan(step).digest,
+        cursor_after=Cursor(step=step + 1).to_json(),
+        loss_tokens=9,
+        microbatches=(
+            Microbatch(
+                wave=0,
+                pack=1,
+                cp_group=(0,),
+                cp_rank=0,
+                seconds=0.25,
+                sample_ids=np.array([9], dtype=np.int64),
+                cu_seqlens=np.array([0, 6], dtype=np.int32),
+                lengths=np.array([6], dtype=np.int32),
+                encodes={Modality.VISION: (ItemsOfPack(pack=0, items=(0,)),)},
+                routes={Modality.VISION: route},
+            ),
+        ),
+        tickets=(make_ticket(PartSpec(key=make_order().key, cp_rank=0)),),
+    )
+
+
+class CoordinatorInMemory:
+    """engine.api.CoordinatorApi with as little behind it as the calls need."""
+
+    def __init__(self):
+        self.known = {}
+        self.claims = {}
+        self.closed = []
+        self.committed = []
+        self.failed_workers = []
+        self.ended = {}
+        self.world_complete = asyncio.Event()
+        self.world_complete.set()
+
+    async def submit(self, spec_yaml, base_directory):
+        if ":" not in spec_yaml:
+            raise SpecError(f"job file {spec_yaml!r} is not YAML with a name.")
+        name = spec_yaml.split(":")[1].strip()
+        record = JobRecord(name=name, spec_json="{}", index_fingerprint=base_directory)
+        return self.known.setdefault(name, JobStatus(record=record, samples=600))
+
+    async def jobs(self):
+        return [self.known[name] for name in sorted(self.known)]
+
+    async def job(self, name):
+        if name not in self.known:
+            raise NotFoundError(f"there is no job {name!r}. `dataservice job list` shows all.")
+        return self.known[name]
+
+    async def drain(self, name):
+        status = await self.job(name)
+        self.known[name] = replace(status, record=replace(status.record, state="draining"))
+        return self.known[name]
+
+    async def delete(self, name):
+        await self.job(name)
+        if self.claims:
+            raise ConflictError(f"trainers use job {name!r}. Stop them, then delete it.")
+        del self.known[name]
+
+    async def explain(self, job, step, attempt):
+        await self.job(job)
+        plan = make_plan(step)
+        entry = LedgerEntry(
+            job=job,
+            attempt=attempt or 7,
+            step=step,
+            cursor=Cursor(step=step).to_json(),
+            plan_digest=plan.digest,
+            world_size=2,
+            cost_version="v1",
+            planned_unix_s=1.0,
+            committed_unix_s=2.0,
+        )
+        keys = ("s/a", "s/b", "s/c")
+        return StepExplanation(
+            entry=entry, plan=plan, sample_keys=keys, quarantined=("s/b: truncated",)
+        )
+
+    async def open_session(self, *, job, rank, world_size, cursor, client, rejoin_attempt):
+        if job == "explode":
+            raise KeyError("a private detail")
+        if rank in self.claims:
+            raise RankClaimedError(f"rank {rank} is held by {self.claims[rank]}.")
+        self.claims[rank] = client
+        try:
+            await self.world_complete.wait()
+        except asyncio.CancelledError:
+            del self.claims[rank]
+            raise
+        session = f"{job}/{rank}"
+        self.ended[session] = asyncio.get_running_loop().create_future()
+        return SessionOpened(session=session, attempt=rejoin_attempt or 1, start=cursor)
+
+    async def session_ended(self, session):
+        await self.ended[session]
+
+    def fence(self, session):
+        self.ended[session].set_exception(FencedError("attempt 2 has replaced attempt 1."))
+
+    def close_session(self, session):
+        self.closed.append(session)
+        del self.claims[int(session.split("/")[1])]
+
+    async def shard(self, session, step, *, received_step, failed_workers):
+        self.failed_workers.append(failed_workers)
+        if step >= 10:
+            return EndOfData(steps=10)
+        return make_shard(rank=int(session.split("/")[1]), step=step), make_plan(step)
+
+    async def commit(self, session, step):
+        self.committed.append((session, step))
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def make():
+    """The builders above, for tests that cannot import this file."""
+
+    class Builders:
+        order = staticmethod(make_order)
+        ticket = staticmethod(make_ticket)
+        plan = staticmethod(make_plan)
+        shard = staticmethod(make_shard)
+        host = staticmethod(
+            lambda pipeline: DecodingHost(
+                reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline, slots=2
+            )
+        )
+        pipeline = TinyPipeline
+        until = staticmethod(until)
+        secret = SECRET
+        worker = WORKER
+
+    return Builders
+
+
+@pytest.fixture
+async def host():
+    pipeline = TinyPipeline()
+    host = DecodingHost(reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline, slots=2)
+    yield host
+    host.close()
+
+
+@pytest.fixture
+async def worker(host):
+    """A served worker as the engine knows it."""
+    served = await serve_worker(
+        host, worker=WORKER, listen="127.0.0.1:0", secret=SECRET, grace_s=0.0
+    )
+    yield WorkerInfo(worker=WORKER, address=served.address, slots=2)
+    await served.stop()
+
+
+@pytest.fixture
+async def api():
+    return CoordinatorInMemory()
+
+
+@pytest.fixture
+async def coordinator(api):
+    """The address of a served coordinator."""
+    handle = await serve_coordinator(api, "127.0.0.1:0")
+    yield handle.address
+    await handle.stop(0.0)
+
+
+@pytest.fixture
+async def channel_to():
+    """Open channels that are closed after the test."""
+    channels = []
+
+    def connect(address):
+        channels.append(grpc.aio.insecure_channel(address))
+        return channels[-1]
+
+    yield connect
+    for channel in channels:
+        await channel.close()

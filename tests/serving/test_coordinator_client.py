@@ -1,0 +1,76 @@
+import asyncio
+import socket
+
+import pytest
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import ConflictError, NotFoundError, SpecError
+from dataservice.serving.coordinator_client import CoordinatorClient
+from dataservice.serving.errors import ServiceUnreachableError
+
+
+@pytest.fixture
+async def client(coordinator):
+    """The blocking client, each call made in a thread so that the server's loop turns."""
+    blocking = CoordinatorClient(coordinator, timeout_s=30)
+
+    class InThread:
+        def __getattr__(self, name):
+            return lambda *args, **named: asyncio.to_thread(getattr(blocking, name), *args, **named)
+
+    yield InThread()
+    await asyncio.to_thread(blocking.close)
+
+
+async def test_jobs_are_submitted_listed_shown_drained_and_deleted(client):
+    status = await client.submit("name: b", "/jobs")
+    assert (status.record.name, status.record.index_fingerprint) == ("b", "/jobs")
+    assert (status.planned_step, status.committed_step, status.samples) == (-1, -1, 600)
+    await client.submit("name: a", "/jobs")
+    assert [job.record.name for job in await client.jobs()] == ["a", "b"]
+    assert await client.job("b") == status
+    assert (await client.drain("b")).record.state == "draining"
+    await client.delete("b")
+    assert [job.record.name for job in await client.jobs()] == ["a"]
+
+
+async def test_a_step_is_explained_with_its_whole_plan(client, make):
+    await client.submit("name: vlm", "")
+    explained = await client.explain("vlm", 3)
+    assert explained.attempt == 7
+    assert explained.plan.digest == explained.plan_digest == explained.ledger_plan_digest
+    assert explained.plan.stages == make.plan().stages
+    assert explained.cursor == Cursor(step=3).to_json()
+    assert (explained.committed, explained.world_size) == (True, 2)
+    assert explained.sample_keys == ("s/a", "s/b", "s/c")
+    assert explained.quarantined == ("s/b: truncated",)
+    assert (await client.explain("vlm", 3, attempt=2)).attempt == 2
+
+
+async def test_the_service_s_errors_come_back_as_themselves(client, api):
+    with pytest.raises(NotFoundError, match="there is no job 'x'"):
+        await client.job("x")
+    with pytest.raises(SpecError, match="not YAML"):
+        await client.submit("?", "")
+    await client.submit("name: vlm", "")
+    api.claims[0] = "host:1"
+    with pytest.raises(ConflictError, match="trainers use"):
+        await client.delete("vlm")
+
+
+def test_an_unreachable_service_is_named_with_what_to_check():
+    with (
+        CoordinatorClient("127.0.0.1:1") as client,
+        pytest.raises(ServiceUnreachableError, match=r"at 127.0.0.1:1.*dataservice serve"),
+    ):
+        client.jobs()
+
+
+def test_a_service_that_does_not_answer_in_time_is_named_too():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            CoordinatorClient(address, timeout_s=0.2) as client,
+            pytest.raises(ServiceUnreachableError, match=r"within 0.2 s"),
+        ):
+            client.jobs()

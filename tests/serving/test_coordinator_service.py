@@ -1,0 +1,230 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import grpc
+import grpc.aio
+import pytest
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from dataservice.core.cursor import Cursor
+from dataservice.serving import wire
+from dataservice.serving.channels import Keepalive
+from dataservice.serving.server import serve_coordinator
+
+RAISES = grpc.aio.AioRpcError
+
+
+@pytest.fixture
+def stub(coordinator, channel_to):
+    return coordinator_pb2_grpc.CoordinatorStub(channel_to(coordinator))
+
+
+def opening(rank=0, job="vlm", **fields):
+    return coordinator_pb2.OpenSessionRequest(
+        job=job, rank=rank, world_size=2, client="host:1", **fields
+    )
+
+
+async def status_of(call):
+    """(code, message, the error's class as sent) of a call that fails."""
+    with pytest.raises(RAISES) as failed:
+        await call
+    kind = dict(failed.value.trailing_metadata()).get("dataservice-error")
+    return failed.value.code(), failed.value.details(), kind
+
+
+async def test_an_open_session_names_itself_and_holds_its_claim(stub, api):
+    cursor = Cursor(step=12, position=3)
+    call = stub.OpenSession(opening(cursor=cursor.to_json(), rejoin_attempt=4))
+    event = await call.read()
+    assert (event.session, event.attempt, event.start_step) == ("vlm/0", 4, 12)
+    assert api.claims == {0: "host:1"}
+    assert api.closed == []
+    call.cancel()
+
+
+async def test_a_session_without_a_cursor_starts_at_the_beginning(stub):
+    call = stub.OpenSession(opening())
+    assert (await call.read()).start_step == 0
+    call.cancel()
+
+
+async def test_cancelling_the_stream_releases_its_claim(stub, api, make):
+    call = stub.OpenSession(opening())
+    await call.read()
+    call.cancel()
+    await make.until(lambda: api.closed == ["vlm/0"])
+    again = stub.OpenSession(opening())
+    assert (await again.read()).session == "vlm/0"
+    again.cancel()
+
+
+async def test_cancelling_before_the_world_is_complete_gives_the_claim_up(stub, api, make):
+    api.world_complete.clear()
+    call = stub.OpenSession(opening())
+    reading = asyncio.ensure_future(call.read())
+    await make.until(lambda: api.claims)
+    call.cancel()
+    await make.until(lambda: not api.claims)
+    await asyncio.gather(reading, return_exceptions=True)
+    assert api.closed == []
+
+
+CLIENT = """
+import sys, time, grpc
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+channel = grpc.insecure_channel(sys.argv[1])
+stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+request = coordinator_pb2.OpenSessionRequest(job="vlm", rank=1, world_size=2, client="c:2")
+call = stub.OpenSession(request)
+print(next(call).session, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_killed_client_releases_its_claim(coordinator, api, make):
+    command = [sys.executable, "-c", CLIENT, coordinator]
+    with subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert (await asyncio.to_thread(process.stdout.readline)).strip() == "vlm/1"
+            assert api.claims == {1: "c:2"}
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    await make.until(lambda: api.closed == ["vlm/1"])
+    assert api.claims == {}
+
+
+class BlackHole:
+    """Passes bytes between a client and a server until it swallows them, closing nothing."""
+
+    def __init__(self, target):
+        self.host, _, self.port = target.partition(":")
+        self.open = asyncio.Event()
+        self.open.set()
+        self.tasks = []
+
+    async def start(self):
+        self.server = await asyncio.start_server(self.connect, "127.0.0.1", 0)
+        return f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def connect(self, reader, writer):
+        far_reader, far_writer = await asyncio.open_connection(self.host, int(self.port))
+        self.tasks.append(asyncio.create_task(self.pump(reader, far_writer)))
+        self.tasks.append(asyncio.create_task(self.pump(far_reader, writer)))
+
+    async def pump(self, reader, writer):
+        try:
+            while data := await reader.read(65536):
+                await self.open.wait()
+                writer.write(data)
+        finally:
+            writer.close()
+
+    async def stop(self):
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_a_client_behind_a_dead_network_loses_its_claim(api, make, channel_to):
+    keepalive = Keepalive(interval_s=0.3, timeout_s=0.3)
+    handle = await serve_coordinator(api, "127.0.0.1:0", keepalive=keepalive)
+    network = BlackHole(handle.address)
+    stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(await network.start()))
+    call = stub.OpenSession(opening())
+    await call.read()
+    network.open.clear()
+    await make.until(lambda: api.closed == ["vlm/0"])
+    call.cancel()
+    await network.stop()
+    await handle.stop(0)
+
+
+async def test_a_fenced_session_ends_with_the_reason(stub, api):
+    call = stub.OpenSession(opening())
+    await call.read()
+    api.fence("vlm/0")
+    assert await status_of(call.read()) == (
+        grpc.StatusCode.ABORTED,
+        "attempt 2 has replaced attempt 1.",
+        "FencedError",
+    )
+    assert api.closed == ["vlm/0"]
+
+
+async def test_two_clients_of_one_rank_are_told_who_holds_it(stub):
+    call = stub.OpenSession(opening())
+    await call.read()
+    code, message, kind = await status_of(stub.OpenSession(opening()).read())
+    assert (code, kind) == (grpc.StatusCode.ALREADY_EXISTS, "RankClaimedError")
+    assert "held by host:1" in message
+    call.cancel()
+
+
+async def test_a_damaged_cursor_is_refused(stub):
+    code, message, kind = await status_of(stub.OpenSession(opening(cursor="{}")).read())
+    assert (code, kind) == (grpc.StatusCode.FAILED_PRECONDITION, "CursorMismatchError")
+    assert "not a cursor" in message
+
+
+async def test_an_unexpected_error_keeps_its_details_in_the_log(stub, caplog):
+    code, message, kind = await status_of(stub.OpenSession(opening(job="explode")).read())
+    assert (code, kind) == (grpc.StatusCode.INTERNAL, None)
+    assert "private" not in message
+    incident = message.split("error ")[1][:8]
+    assert f"error {incident}" in caplog.text
+    assert "a private detail" in caplog.text
+
+
+async def test_a_shard_comes_with_the_summary_of_its_step(stub, api, make):
+    session = stub.OpenSession(opening(rank=1))
+    await session.read()
+    answer = await stub.GetShard(
+        coordinator_pb2.GetShardRequest(
+            session="vlm/1", step=5, received_step=4, failed_workers=["worker-0.1"]
+        )
+    )
+    assert wire.rank_shard_from_proto(answer.shard).rank == 1
+    assert answer.shard.summary == wire.step_summary_to_proto(make.plan(5))
+    assert api.failed_workers == [("worker-0.1",)]
+    session.cancel()
+
+
+async def test_the_summary_follows_the_step(stub, make):
+    for step in (5, 6, 5):
+        answer = await stub.GetShard(
+            coordinator_pb2.GetShardRequest(session="vlm/0", step=step, received_step=-1)
+        )
+        assert answer.shard.plan_digest == make.plan(step).digest
+        assert list(answer.shard.summary.pack_degree) == [1, 1]
+
+
+async def test_the_end_of_the_data_says_how_many_steps_there_were(stub):
+    answer = await stub.GetShard(coordinator_pb2.GetShardRequest(session="vlm/0", step=10))
+    assert answer.WhichOneof("result") == "end_of_data"
+    assert answer.end_of_data.steps == 10
+
+
+async def test_a_commit_reaches_the_engine(stub, api):
+    await stub.CommitStep(coordinator_pb2.CommitStepRequest(session="vlm/0", step=3))
+    assert api.committed == [("vlm/0", 3)]
+
+
+async def test_stopping_ends_sessions_at_once_and_tells_them_to_come_back(api, channel_to):
+    handle = await serve_coordinator(api, "127.0.0.1:0")
+    stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address))
+    call = stub.OpenSession(opening())
+    await call.read()
+    stopping = asyncio.create_task(handle.stop(grace_s=60.0))
+    code, message, _ = await status_of(call.read())
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "Open the session again" in message
+    await stopping
+    assert api.closed == ["vlm/0"]
+    await handle.stop()

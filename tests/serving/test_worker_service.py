@@ -1,0 +1,307 @@
+import asyncio
+import subprocess
+import sys
+import threading
+import zlib
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+
+from dataservice.core.errors import (
+    NotFoundError,
+    SpecError,
+    TicketError,
+    WorkerLostError,
+)
+from dataservice.core.orders import PartSpec
+from dataservice.core.ports import WorkerInfo
+from dataservice.serving import wire
+from dataservice.serving.errors import error_of
+from dataservice.serving.server import serve_worker
+from dataservice.serving.worker_link import GrpcWorkerLink
+
+
+@pytest.fixture
+async def link(make):
+    link = GrpcWorkerLink(make.secret)
+    yield link
+    await link.close()
+
+
+@pytest.fixture
+def fetch(channel_to):
+    """Fetch a ticket's parts: [(header, bytes)], with every chunk's size checked."""
+
+    async def fetch(address, ticket):
+        stub = worker_pb2_grpc.WorkerStub(channel_to(address))
+        request = worker_pb2.FetchRequest(ticket=wire.ticket_to_proto(ticket))
+        parts = []
+        try:
+            async for chunk in stub.Fetch(request):
+                assert chunk.ByteSize() <= 4 * 2**20
+                if chunk.HasField("header"):
+                    parts.append((chunk.header, bytearray()))
+                else:
+                    parts[-1][1].extend(chunk.data)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        for header, data in parts:
+            assert len(data) == header.size_bytes
+            assert zlib.crc32(data) == header.crc32
+        return parts
+
+    return fetch
+
+
+def tensors(part):
+    """[(name, array)] of a fetched part."""
+    header, data = part
+    offset, made = 0, []
+    for each in header.tensors:
+        dtype, shape = np.dtype(each.dtype), tuple(each.shape)
+        size_bytes = dtype.itemsize * int(np.prod(shape))
+        array = np.frombuffer(data[offset : offset + size_bytes], dtype).reshape(shape)
+        made.append((each.name, array))
+        offset += size_bytes
+    assert offset == len(data)
+    return made
+
+
+async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
+    make, host, worker, link, fetch
+):
+    receipt = await link.prepare(worker, make.order(degree=2))
+    key = receipt.key
+    ticket = make.ticket(
+        PartSpec(key=key, cp_rank=1), PartSpec(key=key, items=(3, 0)), PartSpec(key=key, cp_rank=0)
+    )
+    parts = await fetch(worker.address, ticket)
+    assert [header.part for header, _ in parts] == [0, 1, 2]
+
+    for part, cp_rank in ((parts[0], 1), (parts[2], 0)):
+        expected = await host.sequence(key, cp_rank)
+        for (name, array), (wanted_name, wanted) in zip(
+            tensors(part), expected.items(), strict=True
+        ):
+            assert (name, array.dtype.str) == (wanted_name, "<i4")
+            np.testing.assert_array_equal(array, wanted)
+    assert [name for name, _ in tensors(parts[1])] == ["item", "item"]
+    assert [array.dtype.str for _, array in tensors(parts[1])] == ["<f4", "|u1"]
+    for (_, array), wanted in zip(tensors(parts[1]), await host.items(key, [3, 0]), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
+    make, host, worker, link, fetch
+):
+    order = make.order(samples=1, shapes=((10, 1000, 1000, 3),))
+    await link.prepare(worker, order)
+    (part,) = await fetch(worker.address, make.ticket(PartSpec(key=order.key, items=(0,))))
+    ((_, array),) = tensors(part)
+    assert array.nbytes == 30_000_000
+    np.testing.assert_array_equal(array, (await host.items(order.key, [0]))[0])
+
+
+async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch):
+    pipeline, started, gate = make.pipeline(), threading.Event(), threading.Event()
+    decode = pipeline.decode
+
+    def decode_behind_the_gate(raw, planned):
+        started.set()
+        assert gate.wait(30)
+        return decode(raw, planned)
+
+    pipeline.decode = decode_behind_the_gate
+    host = make.host(pipeline)
+    served = await serve_worker(
+        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, on_stopped=host.close
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=2)
+    order = make.order()
+    prepare = asyncio.create_task(link.prepare(info, order))
+    assert await asyncio.to_thread(started.wait, 30)
+    fetched = asyncio.create_task(
+        fetch(served.address, make.ticket(PartSpec(key=order.key, cp_rank=0)))
+    )
+    done, _ = await asyncio.wait({fetched}, timeout=0.05)
+    assert not done
+    gate.set()
+    (part,) = await fetched
+    assert [name for name, _ in tensors(part)] == ["input_ids", "labels", "position_ids"]
+    assert (await prepare).key == order.key
+    await served.stop()
+
+
+async def test_an_unknown_pack_is_not_found(make, worker, fetch):
+    with pytest.raises(NotFoundError, match="never ordered here"):
+        await fetch(worker.address, make.ticket(PartSpec(key=make.order().key, cp_rank=0)))
+
+
+async def test_a_released_pack_is_not_found(make, worker, link, fetch):
+    receipt = await link.prepare(worker, make.order())
+    await link.release(worker, "vlm", [receipt.key])
+    with pytest.raises(NotFoundError, match="has been released"):
+        await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"signature": b"x" * 32}, "signature"),
+        ({"rank": 1}, "signature"),
+        ({"worker": "worker-0.2"}, "signature"),
+    ],
+)
+async def test_a_forged_ticket_is_refused(make, worker, link, fetch, change, message):
+    receipt = await link.prepare(worker, make.order())
+    ticket = make.ticket(PartSpec(key=receipt.key, cp_rank=0))
+    with pytest.raises(TicketError, match=message):
+        await fetch(worker.address, replace(ticket, **change))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"expires_unix_s": 1}, "expired"),
+        ({"worker": "worker-7.1"}, "for worker 'worker-7.1'"),
+        ({"secret": b"another"}, "signature"),
+    ],
+)
+async def test_a_ticket_of_another_time_place_or_service_is_refused(
+    make, worker, link, fetch, made, message
+):
+    receipt = await link.prepare(worker, make.order())
+    with pytest.raises(TicketError, match=message):
+        await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0), **made))
+
+
+async def test_a_ticket_without_parts_is_refused(make, worker, fetch):
+    with pytest.raises(TicketError, match="no parts"):
+        await fetch(worker.address, make.ticket())
+
+
+@pytest.mark.parametrize("metadata", [(), (("dataservice-command", "0" * 64),)])
+async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, metadata):
+    stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
+    order = wire.pack_order_to_proto(make.order())
+    for call in (
+        stub.Prepare(order, metadata=metadata),
+        stub.Release(worker_pb2.ReleaseRequest(), metadata=metadata),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="only the coordinator") as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_link_with_another_secret_is_refused(make, worker):
+    link = GrpcWorkerLink(b"another")
+    with pytest.raises(TicketError, match="different secrets"):
+        await link.prepare(worker, make.order())
+    await link.release(worker, "vlm", [make.order().key])
+    await link.close()
+
+
+async def test_the_worker_s_own_error_comes_back_as_itself(make, worker, link):
+    with pytest.raises(SpecError, match="degree 0"):
+        await link.prepare(worker, make.order(degree=0))
+
+
+async def test_a_worker_that_is_not_there_is_lost_and_releasing_it_is_no_error(make, link):
+    nobody = WorkerInfo(worker="worker-3.1", address="127.0.0.1:1", slots=1)
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match=r"worker-3.1 at 127.0.0.1:1 does not answer"):
+            await link.prepare(nobody, make.order())
+    await link.release(nobody, "vlm", [make.order().key])
+
+
+async def test_a_worker_that_does_not_finish_in_time_is_lost(make, worker, host):
+    link = GrpcWorkerLink(make.secret, prepare_timeout_s=0.001)
+    with pytest.raises(WorkerLostError, match="DEADLINE_EXCEEDED"):
+        await link.prepare(worker, make.order(samples=1, shapes=((40, 1000, 1000, 3),)))
+    await link.close()
+
+
+async def test_a_successor_at_the_same_address_is_reached_at_once(make, host):
+    async def serve(name, port):
+        return await serve_worker(
+            host, worker=name, listen=f"127.0.0.1:{port}", secret=make.secret, grace_s=0.0
+        )
+
+    link = GrpcWorkerLink(make.secret)
+    first = await serve("worker-0.1", 0)
+    info = WorkerInfo(worker="worker-0.1", address=first.address, slots=1)
+    await link.prepare(info, make.order())
+    await first.stop()
+    with pytest.raises(WorkerLostError):
+        await link.prepare(info, make.order(pack=1))
+    second = await serve("worker-0.2", first.address.rpartition(":")[2])
+    assert (await link.prepare(info, make.order(pack=1))).key.pack == 1
+    await link.close()
+    await second.stop()
+
+
+async def test_stopping_a_worker_lets_its_open_streams_finish(make, host, channel_to, fetch):
+    served = await serve_worker(
+        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=30.0
+    )
+    order = make.order(samples=1, shapes=((4, 1000, 1000, 3),))
+    await host.prepare(order)
+    request = worker_pb2.FetchRequest(
+        ticket=wire.ticket_to_proto(make.ticket(PartSpec(key=order.key, items=(0,))))
+    )
+    call = worker_pb2_grpc.WorkerStub(channel_to(served.address)).Fetch(request)
+    chunks = aiter(call)
+    header = (await anext(chunks)).header
+    stopping = asyncio.create_task(served.stop())
+    await asyncio.sleep(0)
+    received_bytes = 0
+    async for chunk in chunks:
+        received_bytes += len(chunk.data)
+    assert received_bytes == header.size_bytes == 12_000_000
+    await stopping
+
+
+STANDALONE = """
+import asyncio, sys
+import numpy as np
+from dataservice.serving.server import serve_worker
+
+class Host:
+    async def items(self, key, items):
+        return [np.zeros(256 * 2**20, dtype=np.uint8)]
+
+async def main():
+    served = await serve_worker(
+        Host(), worker="worker-0.1", listen="127.0.0.1:0", secret=bytes.fromhex(sys.argv[1])
+    )
+    print(served.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_worker_killed_in_the_middle_of_a_fetch_is_unavailable(make, channel_to):
+    command = [sys.executable, "-c", STANDALONE, make.secret.hex()]
+    with subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = (await asyncio.to_thread(process.stdout.readline)).strip()
+            request = worker_pb2.FetchRequest(
+                ticket=wire.ticket_to_proto(make.ticket(PartSpec(key=make.order().key, items=(0,))))
+            )
+            call = worker_pb2_grpc.WorkerStub(channel_to(address)).Fetch(request)
+            chunks = aiter(call)
+            assert (await anext(chunks)).header.size_bytes == 256 * 2**20
+            assert len((await anext(chunks)).data) > 0
+        finally:
+            process.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            async for _ in chunks:
+                pass
+        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE

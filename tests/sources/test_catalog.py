@@ -1,0 +1,247 @@
+"""One contract for every Catalog, and what an index on disk must refuse."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataservice.core.errors import IndexStaleError, NotFoundError, SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.ports import SampleMeasurer
+from dataservice.core.sample import LengthTable, RawSample, SampleLengths, SampleRef
+from dataservice.sources import detail_file
+from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.formats.registry import list_files, open_format
+from dataservice.sources.index import build_index
+from dataservice.sources.memory import MemoryCatalog
+from dataservice.sources.reader import SourceReader
+
+Spec = Callable[..., SourceSpec]
+Write = Callable[..., Path]
+Measurer = Callable[[], SampleMeasurer]
+Expected = list[tuple[SampleRef, SampleLengths]]
+
+
+@pytest.fixture
+def specs(tmp_path: Path, spec: Spec, write_tar: Write, write_jsonl: Write) -> list[SourceSpec]:
+    """Two sources: tars with images and audio in two files, and texts."""
+    for shard in range(2):
+        members: list[tuple[str, bytes]] = []
+        for k in range(9):
+            members += [(f"{shard}{k}.{i}.jpg", b"J" * (i + 1)) for i in range(k % 3)]
+            members += [(f"{shard}{k}.wav", b"W" * 7)] if k % 2 else []
+            members += [(f"{shard}{k}.txt", b"word " * (k + 1))]
+        write_tar(tmp_path / "data" / f"{shard}.tar", members)
+    write_jsonl(tmp_path / "data" / "t.jsonl", [{"text": "a b " * (k + 1)} for k in range(5)])
+    return [
+        spec(tmp_path / "data" / "*.tar", "webdataset", name="media"),
+        spec(tmp_path / "data" / "t.jsonl", "jsonl", name="texts"),
+    ]
+
+
+@pytest.fixture
+def expected(specs: list[SourceSpec], measurer: Measurer) -> Expected:
+    """What the sources hold, straight from the files."""
+    rows: Expected = []
+    for source in specs:
+        opened = open_format(source)
+        for file in list_files(source):
+            for sample in opened.scan(file):
+                assert isinstance(sample.raw, RawSample)
+                ref = SampleRef(
+                    sample_id=len(rows),
+                    source=source.name,
+                    key=sample.key,
+                    location=sample.location,
+                )
+                rows.append((ref, measurer().measure(sample.raw)))
+    return rows
+
+
+@pytest.fixture
+def index_dir(tmp_path: Path, specs: list[SourceSpec], measurer: Measurer) -> str:
+    for source in specs:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
+    return str(tmp_path / "index")
+
+
+@pytest.fixture(params=["memory", "indexed"])
+def catalog(
+    request: pytest.FixtureRequest,
+    specs: list[SourceSpec],
+    expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> MemoryCatalog | IndexedCatalog:
+    if request.param == "memory":
+        return MemoryCatalog(
+            {
+                source.name: [
+                    (ref.key, ref.location, lengths)
+                    for ref, lengths in expected
+                    if ref.source == source.name
+                ]
+                for source in specs
+            }
+        )
+    monkeypatch.setattr(detail_file, "_BATCH_ROWS", 4)  # so that rows lie in many batches
+    return open_catalog(specs, request.getfixturevalue("index_dir"), "words-1")
+
+
+def equal(left: LengthTable, right: LengthTable) -> bool:
+    return all(
+        np.array_equal(getattr(left, name), getattr(right, name))
+        and getattr(left, name).dtype == getattr(right, name).dtype
+        for name in LengthTable.__slots__
+    )
+
+
+def test_ids_are_dense_over_the_sources_in_order(
+    catalog: IndexedCatalog, expected: Expected
+) -> None:
+    assert catalog.samples == len(expected) == 23
+    assert catalog.sizes == (18, 5)
+    assert catalog.sources.offsets.tolist() == [0, 18, 23]
+    assert [catalog.source_of(k) for k in (0, 17, 18, 22)] == ["media", "media", "texts", "texts"]
+
+
+def test_lengths_are_given_in_the_order_asked_for(
+    catalog: IndexedCatalog, expected: Expected
+) -> None:
+    for ids in ([], [22, 0, 7, 7, 17, 18], list(range(23))):
+        wanted = LengthTable.of([expected[k][1] for k in ids])
+        assert equal(catalog.lengths(np.array(ids, dtype=np.int64)), wanted)
+    assert catalog.llm_tokens.tolist() == [lengths.llm_tokens for _, lengths in expected]
+
+
+def test_details_are_given_in_the_order_asked_for(
+    catalog: IndexedCatalog, expected: Expected
+) -> None:
+    for ids in ([], [22, 0, 7, 7, 17, 18, 1], list(range(23))):
+        assert catalog.details(np.array(ids, dtype=np.int64)) == [expected[k] for k in ids]
+
+
+@pytest.mark.parametrize("wrong", [-1, 23])
+def test_an_id_that_no_source_has_is_refused(catalog: IndexedCatalog, wrong: int) -> None:
+    for ask in (catalog.lengths, catalog.details):
+        with pytest.raises(NotFoundError, match=f"no sample {wrong}: .* 0 to 22"):
+            ask(np.array([0, wrong]))
+    with pytest.raises(NotFoundError):
+        catalog.source_of(wrong)
+
+
+def test_every_sample_of_an_index_can_be_read(
+    specs: list[SourceSpec], index_dir: str, measurer: Measurer
+) -> None:
+    reader = SourceReader(specs)
+    catalog = open_catalog(specs, index_dir, "words-1")
+    for ref, lengths in catalog.details(np.arange(catalog.samples)):
+        assert measurer().measure(reader.read(ref)) == lengths
+
+
+def test_no_file_is_left_behind_by_an_open_catalog(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    catalog = open_catalog(specs, index_dir, "words-1")
+    assert os.listdir(tmp_path / "tmp") == []
+    assert catalog.details(np.array([20]))[0][0].source == "texts"
+    with pytest.raises(IndexStaleError):
+        open_catalog(specs, index_dir, "words-2")
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_the_fingerprint_is_the_same_on_opening_again_and_follows_the_data(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer, write_tar: Write
+) -> None:
+    first = open_catalog(specs, index_dir, "words-1").fingerprint
+    assert open_catalog(specs, index_dir, "words-1").fingerprint == first
+    assert open_catalog(specs[::-1], index_dir, "words-1").fingerprint != first
+    write_tar(tmp_path / "data" / "2.tar", [("x.txt", b"more")])
+    build_index(specs[0], out_dir=index_dir, make_measurer=measurer)
+    assert open_catalog(specs, index_dir, "words-1").fingerprint != first
+
+
+def refusal(specs: list[SourceSpec], index_dir: str, measurer: str = "words-1") -> str:
+    with pytest.raises(IndexStaleError) as caught:
+        open_catalog(specs, index_dir, measurer)
+    message = str(caught.value)
+    assert "dataservice index JOB.yaml" in message
+    return message
+
+
+def test_changed_files_are_named(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, write_tar: Write
+) -> None:
+    write_tar(tmp_path / "data" / "2.tar", [("x.txt", b"more")])
+    (tmp_path / "data" / "0.tar").unlink()
+    write_tar(tmp_path / "data" / "1.tar", [("x.txt", b"else")])
+    message = refusal(specs, index_dir)
+    assert "source 'media' is stale" in message
+    for what, name in (("added", "2.tar"), ("removed", "0.tar"), ("changed", "1.tar")):
+        assert f"1 file {what}: {tmp_path / 'data' / name}" in message
+
+
+def test_a_file_of_the_same_size_but_another_time_is_changed(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str
+) -> None:
+    os.utime(tmp_path / "data" / "t.jsonl", (1, 1))
+    assert "1 file changed" in refusal(specs, index_dir)
+
+
+def test_another_processor_or_tokenizer_is_named(specs: list[SourceSpec], index_dir: str) -> None:
+    message = refusal(specs, index_dir, "words-2")
+    assert "tokenizer differs" in message
+    assert "'words-1' in the index, 'words-2' in the job" in message
+
+
+def test_another_image_column_is_named(spec: Spec, specs: list[SourceSpec], index_dir: str) -> None:
+    other = spec(specs[1].url, "jsonl", name="texts", image_column="photo")
+    assert "image_column was 'image', the job says 'photo'" in refusal([other], index_dir)
+
+
+def test_an_index_that_was_never_written_or_interrupted_is_refused(
+    specs: list[SourceSpec], index_dir: str, tmp_path: Path
+) -> None:
+    assert "source 'media' has no complete index" in refusal(specs, str(tmp_path / "elsewhere"))
+    (Path(index_dir) / "texts" / "manifest.json").unlink()
+    assert "source 'texts' has no complete index" in refusal(specs, index_dir)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', "{"])
+def test_a_damaged_manifest_is_refused(specs: list[SourceSpec], index_dir: str, text: str) -> None:
+    (Path(index_dir) / "texts" / "manifest.json").write_text(text)
+    assert "manifest.json is damaged" in refusal(specs, index_dir)
+
+
+def test_a_manifest_of_another_version_is_refused(specs: list[SourceSpec], index_dir: str) -> None:
+    (Path(index_dir) / "texts" / "manifest.json").write_text('{"version": 7}')
+    assert "has index version 7; this release reads version 1" in refusal(specs, index_dir)
+
+
+@pytest.mark.parametrize("keep", [None, 100])
+def test_a_missing_or_damaged_part_is_refused(
+    specs: list[SourceSpec], index_dir: str, keep: int | None
+) -> None:
+    (part,) = (Path(index_dir) / "texts").glob("part-*.parquet")
+    part.unlink() if keep is None else part.write_bytes(part.read_bytes()[:keep])
+    assert "missing or damaged" in refusal(specs, index_dir)
+
+
+def test_a_part_with_other_rows_than_the_manifest_says_is_refused(
+    specs: list[SourceSpec], index_dir: str
+) -> None:
+    parts = sorted((Path(index_dir) / "media").glob("part-*.parquet"))
+    (text_part,) = (Path(index_dir) / "texts").glob("part-*.parquet")
+    parts[0].write_bytes(text_part.read_bytes())
+    assert "has 5 rows, its manifest says 9" in refusal(specs, index_dir)
+
+
+def test_a_source_that_is_gone_is_named(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str
+) -> None:
+    (tmp_path / "data" / "t.jsonl").unlink()
+    with pytest.raises(SourceError, match=r"source 'texts' has no file at .*t\.jsonl"):
+        open_catalog(specs, index_dir, "words-1")

@@ -1,0 +1,283 @@
+"""Building an index: resuming, what is skipped, several processes, failure."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from dataservice.core.errors import SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.ports import SampleMeasurer
+from dataservice.core.sample import RawSample, SampleLengths
+from dataservice.sources.catalog import open_catalog
+from dataservice.sources.index import build_index
+
+Spec = Callable[..., SourceSpec]
+Write = Callable[..., Path]
+
+MEASURER_MODULE = """
+from dataservice.core.sample import SampleLengths
+
+class LengthMeasurer:
+    fingerprint = "length-1"
+    def measure(self, raw):
+        text = raw.record["text"]
+        if text == "die":
+            import os
+            os._exit(9)
+        return SampleLengths(llm_tokens=len(text), loss_tokens=1)
+"""
+
+
+class Counting:
+    """Wraps a measurer and counts what it measures."""
+
+    def __init__(self, inner: SampleMeasurer) -> None:
+        self.inner, self.measured = inner, 0
+
+    @property
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint
+
+    def measure(self, raw: RawSample) -> SampleLengths:
+        self.measured += 1
+        return self.inner.measure(raw)
+
+
+@pytest.fixture
+def counting(measurer: Callable[[], SampleMeasurer]) -> Counting:
+    return Counting(measurer())
+
+
+@pytest.fixture
+def shards(tmp_path: Path, spec: Spec, write_tar: Write) -> SourceSpec:
+    """Three tars of four samples, one of them without a usable text."""
+    for shard in range(3):
+        members = []
+        for k in range(4):
+            text = b"so bad" if (shard, k) == (1, 2) else b"one two"
+            members += [(f"{shard}{k}.jpg", b"J" * k), (f"{shard}{k}.txt", text)]
+        write_tar(tmp_path / "data" / f"{shard}.tar", members)
+    return spec(tmp_path / "data" / "*.tar", "webdataset", name="shards")
+
+
+def test_an_index_has_a_row_a_sample_with_its_place_and_lengths(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert (summary.rows, summary.files, summary.files_reused) == (11, 3, 0)
+    parts = sorted((tmp_path / "index" / "shards").glob("part-*.parquet"))
+    assert len(parts) == 3
+    rows = [row for part in parts for row in pq.ParquetFile(part).read().to_pylist()]
+    row = next(row for row in rows if row["key"] == "13")
+    assert row["file"] == str(tmp_path / "data" / "1.tar")
+    assert row["span_name"] == ["13.jpg", "13.txt"]
+    assert row["span_size_bytes"] == [3, 7]
+    assert (row["row_group"], row["row"]) == (-1, -1)
+    assert (row["llm_tokens"], row["loss_tokens"]) == (6, 2)
+    assert row["item_shape"] == [[1, 28, 3, 3]]
+    assert not list((tmp_path / "index" / "shards").glob("*.tmp"))
+
+
+def test_a_bad_sample_is_listed_with_its_reason_and_not_indexed(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    (skipped,) = summary.skipped
+    assert (skipped.key, Path(skipped.file).name) == ("12", "1.tar")
+    assert "the text is bad" in skipped.reason
+    manifest = json.loads((tmp_path / "index" / "shards" / "manifest.json").read_text())
+    assert [s["key"] for s in manifest["skipped"]] == ["12"]
+    assert manifest["rows"] == 11
+
+
+def test_a_second_run_measures_nothing_and_gives_the_same(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    first = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    counting.measured = 0
+    again = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert counting.measured == 0
+    assert again.files_reused == 3
+    assert (again.fingerprint, again.rows, again.skipped) == (
+        first.fingerprint, first.rows, first.skipped,
+    )  # fmt: skip
+
+
+def test_an_interrupted_run_is_taken_up_where_it_ended(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    def interrupt(rows: int, _done: int, _total: int) -> None:
+        if rows > 4:
+            raise KeyboardInterrupt
+
+    index = tmp_path / "index" / "shards"
+    with pytest.raises(KeyboardInterrupt):
+        build_index(
+            shards,
+            out_dir=str(tmp_path / "index"),
+            make_measurer=lambda: counting,
+            progress=interrupt,
+        )
+    assert len(list(index.iterdir())) == 1
+    counting.measured = 0
+    summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert (summary.files_reused, counting.measured, summary.rows) == (1, 8, 11)
+
+
+def test_only_what_changed_is_indexed_again_and_leftovers_go(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, write_tar: Write
+) -> None:
+    before = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    write_tar(tmp_path / "data" / "0.tar", [("new.txt", b"x")])
+    (tmp_path / "data" / "2.tar").unlink()
+    (tmp_path / "index" / "shards" / "part-0.parquet.0.tmp").write_bytes(b"of a killed run")
+    counting.measured = 0
+    after = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert (after.files_reused, counting.measured, after.rows) == (1, 1, 4)
+    assert after.fingerprint != before.fingerprint
+    assert len(list((tmp_path / "index" / "shards").iterdir())) == 3
+
+
+def test_a_damaged_part_is_written_again(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    part = next((tmp_path / "index" / "shards").glob("part-*.parquet"))
+    part.write_bytes(part.read_bytes()[:-20])
+    counting.measured = 0
+    summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert (summary.files_reused, counting.measured) == (2, 4)
+
+
+def test_another_measurer_measures_all_again(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    monkeypatch.setattr(type(counting.inner), "fingerprint", "words-2")
+    second = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert second.files_reused == 0
+    assert second.fingerprint != first.fingerprint
+
+
+def test_progress_ends_with_all_rows_and_bytes(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    told: list[tuple[int, int, int]] = []
+    build_index(
+        shards,
+        out_dir=str(tmp_path / "index"),
+        make_measurer=lambda: counting,
+        progress=lambda *numbers: told.append(numbers),
+    )
+    size_bytes = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    assert told[0] == (0, 0, size_bytes)
+    assert told[-1] == (12, size_bytes, size_bytes)
+    assert told == sorted(told)
+
+
+def test_a_damaged_file_stops_the_run_and_keeps_finished_parts(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    path = tmp_path / "data" / "1.tar"
+    path.write_bytes(path.read_bytes()[:1500])
+    with pytest.raises(SourceError, match=r"1\.tar .* truncated"):
+        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert len(list((tmp_path / "index" / "shards").iterdir())) == 1
+
+
+def test_a_source_of_which_no_sample_can_be_used_is_refused_with_reasons(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, counting: Counting
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "k1", "text": "bad"}, {"text": ""}] * 4)
+    with pytest.raises(SourceError, match=r"not one of its 8 samples.*k1: .*bad.*has 0 tokens"):
+        build_index(
+            spec(path, "jsonl"), out_dir=str(tmp_path / "index"), make_measurer=lambda: counting
+        )
+    assert not (tmp_path / "index" / "src" / "manifest.json").exists()
+
+
+def test_a_source_without_samples_is_refused(
+    tmp_path: Path, spec: Spec, write_tar: Write, counting: Counting
+) -> None:
+    path = write_tar(tmp_path / "a.tar", [("0.npy", b"x")])
+    with pytest.raises(SourceError, match="is empty: its 1 files"):
+        build_index(
+            spec(path, "webdataset"), out_dir=str(tmp_path / "i"), make_measurer=lambda: counting
+        )
+
+
+def test_an_index_that_cannot_be_written_is_named(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    (tmp_path / "index").write_text("a file")
+    with pytest.raises(SourceError, match=r"index of source 'shards': .*cannot be created"):
+        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+
+
+def test_an_index_inside_its_own_source_is_refused(
+    tmp_path: Path, spec: Spec, write_parquet: Write, counting: Counting
+) -> None:
+    write_parquet(tmp_path / "a.parquet", {"text": ["one"]})
+    source, index = spec(tmp_path, "parquet"), str(tmp_path / "index")
+    build_index(source, out_dir=index, make_measurer=lambda: counting)
+    with pytest.raises(SourceError, match=r"takes in its own index.*outside of the source"):
+        build_index(source, out_dir=index, make_measurer=lambda: counting)
+
+
+def test_an_index_may_lie_at_any_url(shards: SourceSpec, counting: Counting) -> None:
+    build_index(shards, out_dir="memory://test-index", make_measurer=lambda: counting)
+    catalog = open_catalog([shards], "memory://test-index", counting.fingerprint)
+    assert catalog.samples == 11
+
+
+@pytest.fixture
+def spawnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], SampleMeasurer]:
+    """A measurer in a module that other processes can import."""
+    (tmp_path / "spawned_measurer.py").write_text(MEASURER_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "spawned_measurer", raising=False)
+    import spawned_measurer  # type: ignore[import-not-found]
+
+    return spawned_measurer.LengthMeasurer  # type: ignore[no-any-return]
+
+
+def test_several_processes_give_the_same_index_as_one(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]
+) -> None:
+    for k in range(5):
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * (k + 1)}] * (200 * k + 3))
+    source = spec(tmp_path / "data", "jsonl")
+    told: list[tuple[int, int, int]] = []
+    one = build_index(source, out_dir=str(tmp_path / "one"), make_measurer=spawnable)
+    two = build_index(
+        source,
+        out_dir=str(tmp_path / "two"),
+        make_measurer=spawnable,
+        workers=2,
+        progress=lambda *numbers: told.append(numbers),
+    )
+    assert (two.fingerprint, two.rows) == (one.fingerprint, one.rows)
+    assert told[-1][0] == one.rows
+    assert told[-1][1] == told[-1][2]
+    catalogs = [open_catalog([source], str(tmp_path / d), "length-1") for d in ("one", "two")]
+    ids = np.arange(one.rows)
+    assert catalogs[0].details(ids) == catalogs[1].details(ids)
+
+
+def test_a_process_that_dies_gives_an_error_and_not_a_hang(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]
+) -> None:
+    for k in range(3):
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "die" if k == 1 else "live"}])
+    with pytest.raises(SourceError, match=r"one of 2 indexing processes died"):
+        build_index(
+            spec(tmp_path / "data", "jsonl"),
+            out_dir=str(tmp_path / "index"),
+            make_measurer=spawnable,
+            workers=2,
+        )

@@ -1,0 +1,126 @@
+"""JSONL: lines, media beside the file, paths that climb out."""
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.sample import RawSample
+from dataservice.sources.formats import jsonl
+from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.registry import list_files, open_format
+
+Spec = Callable[..., SourceSpec]
+Write = Callable[..., Path]
+
+
+def scan(spec: SourceSpec) -> list[ScannedSample]:
+    opened = open_format(spec)
+    return [sample for file in list_files(spec) for sample in opened.scan(file)]
+
+
+def test_a_line_is_a_sample_and_reads_the_same_by_its_span(
+    tmp_path: Path, spec: Spec, write_jsonl: Write
+) -> None:
+    records = [{"id": 7, "text": "größer"}, {"text": "b"}, {"id": "x", "text": "c" * 5000}]
+    source = spec(write_jsonl(tmp_path / "a.jsonl", records), "jsonl")
+    samples = scan(source)
+    assert [s.key for s in samples] == ["7", "a.jsonl:2", "x"]
+    for sample, record in zip(samples, records, strict=True):
+        assert sample.raw == RawSample(key=sample.key, record=record)
+        assert open_format(source).read(sample.key, sample.location) == sample.raw
+
+
+def test_media_are_images_then_videos_then_audio_from_either_key(
+    tmp_path: Path, spec: Spec, write_jsonl: Write
+) -> None:
+    for name in ("a.jpg", "b.png", "c.mp4", "d.wav", "e.wav"):
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / name).write_bytes(name.encode())
+    record = {
+        "audios": ["m/d.wav", "m/e.wav"],
+        "video": "m/c.mp4",
+        "images": ["m/../m/b.png", "m/a.jpg"],
+        "image": None,
+    }
+    source = spec(write_jsonl(tmp_path / "a.jsonl", [record]), "jsonl")
+    (sample,) = scan(source)
+    raw = open_format(source).read(sample.key, sample.location)
+    assert raw == sample.raw
+    assert [(b.kind, b.data) for b in raw.media] == [
+        ("image", b"b.png"), ("image", b"a.jpg"), ("video", b"c.mp4"),
+        ("audio", b"d.wav"), ("audio", b"e.wav"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret.jpg", "/etc/passwd", "m/../../secret.jpg", "..", ".", "", "..\\secret.jpg",
+     "file:///etc/passwd", "s3://bucket/x.jpg", "a\0.jpg"],
+)  # fmt: skip
+def test_a_path_out_of_the_folder_is_refused(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, path: str
+) -> None:
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    source = spec(write_jsonl(tmp_path / "data" / "a.jsonl", [{"image": path}]), "jsonl")
+    (sample,) = scan(source)
+    assert isinstance(sample.raw, SampleError)
+    assert "inside the folder" in str(sample.raw)
+    with pytest.raises(SampleError, match="inside the folder"):
+        open_format(source).read(sample.key, sample.location)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{nope", "line 2 of .*a.jsonl is not valid JSON"),
+        (b"[1, 2]", "line 2 of .* JSON list"),
+        (b'"text"', "JSON str"),
+        (b'{"text": "\xff"}', "line 2 .* not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"image": "gone.jpg"}', "no file 'gone.jpg'"),
+        (b'{"image": "."}', "inside the folder"),
+        (b'{"image": 3}', "key 'image' holds 3"),
+        (b'{"images": ["a", {}]}', "key 'images' holds {}|no file 'a'"),
+    ],
+)
+def test_one_bad_line_leaves_the_others(
+    tmp_path: Path, spec: Spec, line: bytes, reason: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b'\n\n  \n{"text": "b"}')
+    first, second, third = scan(spec(tmp_path / "a.jsonl", "jsonl"))
+    assert isinstance(first.raw, RawSample)
+    with pytest.raises(SampleError, match=reason):
+        raise second.raw  # type: ignore[misc]
+    assert third.key == "a.jsonl:5"
+    assert isinstance(third.raw, RawSample)
+
+
+def test_a_bad_sample_keeps_its_own_id(tmp_path: Path, spec: Spec, write_jsonl: Write) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "q1", "image": "gone.jpg"}])
+    (sample,) = scan(spec(path, "jsonl"))
+    assert sample.key == "q1"
+
+
+def test_a_compressed_file_is_refused(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+    with pytest.raises(SourceError, match="compressed"):
+        scan(spec(tmp_path / "a.jsonl.gz", "jsonl"))
+
+
+def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.json").write_text('\n[{"text": "a"}]')
+    with pytest.raises(SourceError, match="jq -c"):
+        scan(spec(tmp_path / "a.json", "jsonl"))
+
+
+def test_an_endless_line_is_refused_by_number(
+    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text("{}\n" + "x" * 101)
+    with pytest.raises(SourceError, match=r"line 2 of .* longer than 100"):
+        scan(spec(tmp_path / "a.jsonl", "jsonl"))

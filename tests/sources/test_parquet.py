@@ -1,0 +1,201 @@
+"""Parquet: the forms of images and conversations, random access, damage."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.sample import RawSample, SampleLocation
+from dataservice.sources.formats import parquet
+from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.registry import list_files, open_format
+
+Spec = Callable[..., SourceSpec]
+Write = Callable[..., Path]
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+TURNS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def scan(spec: SourceSpec) -> list[ScannedSample]:
+    opened = open_format(spec)
+    return [sample for file in list_files(spec) for sample in opened.scan(file)]
+
+
+def good(sample: ScannedSample) -> RawSample:
+    assert isinstance(sample.raw, RawSample), sample.raw
+    return sample.raw
+
+
+def eight_rows(tmp_path: Path, write_parquet: Write) -> Path:
+    turns = [[{"role": "user", "content": f"q{k}"}] for k in range(8)]
+    return write_parquet(
+        tmp_path / "a.parquet",
+        {
+            "id": pa.array([f"k{k}" for k in range(8)]),
+            "image": pa.array([{"bytes": bytes([k]) * 9, "path": None} for k in range(8)], IMAGE),
+            "conversations": pa.array(turns, TURNS),
+            "embedding": pa.array([[0.5] * 4] * 8, pa.list_(pa.float32())),
+            "mask": pa.array([b"\0"] * 8),
+        },
+    )
+
+
+def test_a_row_is_a_sample_without_its_vectors_and_other_binaries(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    samples = scan(spec(eight_rows(tmp_path, write_parquet), "parquet"))
+    assert [s.key for s in samples] == [f"k{k}" for k in range(8)]
+    assert [(s.location.row_group, s.location.row) for s in samples] == [
+        (k // 3, k % 3) for k in range(8)
+    ]
+    assert good(samples[5]).record == {
+        "id": "k5",
+        "conversations": [{"role": "user", "content": "q5"}],
+    }
+    assert [(b.kind, b.data) for b in good(samples[5]).media] == [("image", b"\5" * 9)]
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 0])
+def test_rows_read_in_any_order_from_any_thread_are_those_scanned(
+    tmp_path: Path,
+    spec: Spec,
+    write_parquet: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_bytes: int,
+) -> None:
+    monkeypatch.setattr(parquet, "_KEPT_ROW_GROUP_BYTES", kept_bytes)
+    source = spec(eight_rows(tmp_path, write_parquet), "parquet")
+    samples = scan(source)
+    opened = open_format(source)
+    wrong: list[object] = []
+
+    def read(order: list[int]) -> None:
+        for k in order:
+            try:
+                if opened.read(samples[k].key, samples[k].location) != samples[k].raw:
+                    wrong.append(k)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [
+        threading.Thread(target=read, args=(np.random.default_rng(t).permutation(8).tolist(),))
+        for t in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_only_a_few_files_stay_open(
+    tmp_path: Path, spec: Spec, write_parquet: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "_OPEN_FILES", 2)
+    for k in range(5):
+        write_parquet(tmp_path / f"{k}.parquet", {"text": pa.array([f"t{k}"])})
+    source = spec(tmp_path / "*.parquet", "parquet")
+    opened = open_format(source)
+    for sample in scan(source) * 2:
+        assert opened.read(sample.key, sample.location) == sample.raw
+    assert len(opened._local.files) == 2  # type: ignore[attr-defined]
+
+
+def test_images_come_as_lists_bytes_or_paths(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    (tmp_path / "x.png").write_bytes(b"X")
+    cells = [{"bytes": b"A", "path": "a.jpg"}, {"bytes": None, "path": "x.png"}]
+    write_parquet(tmp_path / "1.parquet", {"images": pa.array([cells, []], pa.list_(IMAGE))})
+    write_parquet(tmp_path / "2.parquet", {"image": pa.array([b"B", None])})
+    write_parquet(tmp_path / "3.parquet", {"image": pa.array(["x.png", None])})
+    samples = scan(spec(tmp_path / "*.parquet", "parquet"))
+    assert [[b.data for b in good(s).media] for s in samples] == [
+        [b"A", b"X"], [], [b"B"], [], [b"X"], [],
+    ]  # fmt: skip
+    assert [b.name for b in good(samples[0]).media] == ["a.jpg", "x.png"]
+
+
+def test_conversations_may_be_a_string_of_json(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    turns = [{"from": "human", "value": "hi"}]
+    texts = [json.dumps(turns), "[oops", None]
+    path = write_parquet(tmp_path / "a.parquet", {"conversations": pa.array(texts)})
+    first, second, third = scan(spec(path, "parquet"))
+    assert good(first).record == {"conversations": turns}
+    assert "column 'conversations' is not valid JSON" in str(second.raw)
+    assert good(third).record == {}
+
+
+def test_absent_fields_of_structs_are_absent_from_the_record(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    turns = [[{"role": "user", "content": "q"}, {"role": "tool", "content": None}]]
+    path = write_parquet(tmp_path / "a.parquet", {"messages": pa.array(turns, TURNS)})
+    (sample,) = scan(spec(path, "parquet"))
+    assert good(sample).record == {"messages": [{"role": "user", "content": "q"}, {"role": "tool"}]}
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ({"bytes": None, "path": None}, "neither bytes nor a path"),
+        ({"bytes": None, "path": "gone.png"}, "no file 'gone.png'"),
+        ({"bytes": None, "path": "../a.png"}, "inside the folder"),
+    ],
+)
+def test_one_bad_row_leaves_the_others(
+    tmp_path: Path, spec: Spec, write_parquet: Write, cell: dict[str, object], reason: str
+) -> None:
+    cells = pa.array([cell, {"bytes": b"A", "path": None}], IMAGE)
+    source = spec(write_parquet(tmp_path / "a.parquet", {"image": cells}), "parquet")
+    first, second = scan(source)
+    assert isinstance(first.raw, SampleError)
+    assert reason in str(first.raw)
+    assert good(second).media[0].data == b"A"
+
+
+def test_an_image_column_of_another_type_is_a_bad_sample(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array([3])})
+    (sample,) = scan(spec(path, "parquet"))
+    assert "image[0] holds int" in str(sample.raw)
+
+
+def test_a_missing_image_column_is_named_with_those_there_are(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(["t"]), "pic": pa.array([b""])})
+    with pytest.raises(SourceError, match=r"no column 'photo'; it has text, pic"):
+        scan(spec(path, "parquet", image_column="photo"))
+    assert len(scan(spec(path, "parquet"))) == 1
+
+
+@pytest.mark.parametrize("keep", [0, 11, 300])
+def test_a_file_that_is_not_parquet_or_cut_is_refused(
+    tmp_path: Path, spec: Spec, write_parquet: Write, keep: int
+) -> None:
+    path = eight_rows(tmp_path, write_parquet)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(SourceError, match=r"a\.parquet .*not a Parquet file"):
+        scan(spec(path, "parquet"))
+
+
+def test_a_row_that_is_gone_is_reported(tmp_path: Path, spec: Spec, write_parquet: Write) -> None:
+    path = eight_rows(tmp_path, write_parquet)
+    opened = open_format(spec(path, "parquet"))
+    for group, row in ((9, 0), (0, 9), (-1, 0)):
+        with pytest.raises(SourceError, match="changed after it was indexed"):
+            opened.read("k", SampleLocation(file=str(path), row_group=group, row=row))
+    gone = SampleLocation(file=str(path) + "x", row_group=0, row=0)
+    with pytest.raises(SourceError, match="no such file"):
+        opened.read("k", gone)

@@ -1,0 +1,145 @@
+"""Finding files: patterns, folders, and what is not there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dataservice.core.errors import SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.sample import ByteSpan, RawSample, SampleRef
+from dataservice.sources import storage
+from dataservice.sources.formats.registry import list_files, open_format
+from dataservice.sources.reader import SourceReader
+from dataservice.sources.storage import Storage
+
+Spec = Callable[..., SourceSpec]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("000.tar", "001.tar", "002.tar", "notes.md", "deep/003.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 10)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.tar", ["000", "001", "002"]),
+        ("{000..002}.tar", ["000", "001", "002"]),
+        ("{002,000}.tar", ["000", "002"]),
+        ("{00*,deep/*}.tar", ["000", "001", "002", "003"]),
+        ("001.tar", ["001"]),
+        ("", ["000", "001", "002", "003"]),
+    ],
+)
+def test_patterns_and_folders_are_expanded_in_order(
+    folder: Path, spec: Spec, pattern: str, names: list[str]
+) -> None:
+    files = list_files(spec(folder / pattern, "webdataset"))
+    assert [Path(file.path).stem for file in files] == names
+    assert all(file.size_bytes == 10 and file.version for file in files)
+
+
+def test_a_name_with_the_signs_of_a_pattern_is_taken_as_it_is(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a[1]*.tar").write_bytes(b"")
+    (file,) = list_files(spec(tmp_path / "a[1]*.tar", "webdataset"))
+    assert file.path.endswith("a[1]*.tar")
+
+
+def test_missing_files_of_a_range_are_named(folder: Path, spec: Spec) -> None:
+    with pytest.raises(SourceError, match=r"source 'src' has no file at '.*007.tar'.*and 4 more"):
+        list_files(spec(folder / "{000..011}.tar", "webdataset"))
+
+
+def test_a_missing_path_is_named(tmp_path: Path, spec: Spec) -> None:
+    with pytest.raises(SourceError, match=r"source 'src' has no file at '.*gone.tar'"):
+        list_files(spec(tmp_path / "gone.tar", "webdataset"))
+
+
+@pytest.mark.parametrize("pattern", ["*.tgz", "empty"])
+def test_a_pattern_or_folder_without_files_is_empty(
+    tmp_path: Path, spec: Spec, pattern: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match=r"source 'src' is empty: no .tar file matches"):
+        list_files(spec(tmp_path / pattern, "webdataset"))
+
+
+def test_unbalanced_braces_are_refused(tmp_path: Path, spec: Spec) -> None:
+    with pytest.raises(SourceError, match="unbalanced braces"):
+        list_files(spec(tmp_path / "{000..002.tar", "webdataset"))
+
+
+def test_an_unknown_protocol_is_refused(spec: Spec) -> None:
+    with pytest.raises(SourceError, match="not a URL that fsspec opens"):
+        list_files(spec("nosuch://bucket/a.tar", "webdataset"))
+
+
+def test_a_protocol_without_its_package_names_the_package(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(url: str, **_options: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(SourceError, match=r"needs a package .*dataservice\[s3\]"):
+        list_files(spec("s3://bucket/a.tar", "webdataset"))
+
+
+def test_whatever_a_file_system_raises_becomes_a_source_error(
+    folder: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Storage(spec(folder / "000.tar", "webdataset"))
+    for error, says in ((PermissionError(13, "no"), "permission denied"), (KeyError("k"), "KeyEr")):
+
+        def fail(*_args: object, _error: Exception = error, **_more: object) -> None:
+            raise _error
+
+        monkeypatch.setattr(opened.fs, "cat_ranges", fail)
+        with pytest.raises(SourceError, match=rf"source 'src': p cannot be read: {says}"):
+            opened.read_spans("p", [ByteSpan(name="m", offset_bytes=0, size_bytes=1)])
+
+
+def test_spans_are_read_in_any_order_and_across_gaps(
+    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_BRIDGED_GAP_BYTES", 16)
+    data = bytes(range(256)) * 4
+    (tmp_path / "a.tar").write_bytes(data)
+    opened = Storage(spec(tmp_path / "a.tar", "webdataset"))
+    places = [(700, 20), (0, 5), (8, 0), (10, 30), (500, 100), (15, 2)]
+    spans = [ByteSpan(name=str(o), offset_bytes=o, size_bytes=s) for o, s in places]
+    expected = [data[o : o + s] for o, s in places]
+    assert opened.read_spans(str(tmp_path / "a.tar"), spans) == expected
+    assert opened.read_spans(str(tmp_path / "a.tar"), []) == []
+
+
+def test_any_fsspec_url_is_listed_scanned_and_read(
+    tmp_path: Path, spec: Spec, write_tar: Callable[..., Path]
+) -> None:
+    files = fsspec.filesystem("memory")
+    tar = write_tar(tmp_path / "a.tar", [("0.txt", b"hello"), ("0.jpg", b"J")])
+    files.pipe_file("/test-storage/t/000.tar", tar.read_bytes())
+    files.pipe_file("/test-storage/l/a.jsonl", b'{"text": "t", "image": "m/x.png"}\n')
+    files.pipe_file("/test-storage/l/m/x.png", b"X")
+    tars = spec("memory://test-storage/t/{000..000}.tar", "webdataset", name="tars")
+    lines = spec("memory://test-storage/l/*.jsonl", "jsonl", name="lines")
+    reader = SourceReader([tars, lines])
+    for source in (tars, lines):
+        (file,) = list_files(source)
+        (sample,) = open_format(source).scan(file)
+        ref = SampleRef(sample_id=0, source=source.name, key=sample.key, location=sample.location)
+        assert isinstance(sample.raw, RawSample)
+        assert len(sample.raw.media) == 1
+        assert reader.read(ref) == sample.raw
+    files.rm("/test-storage", recursive=True)
+
+
+def test_a_reader_knows_only_the_sources_of_its_job(spec: Spec) -> None:
+    ref = SampleRef(sample_id=0, source="other", key="k", location=None)  # type: ignore[arg-type]
+    with pytest.raises(SourceError, match=r"source 'other', but this reader has only 'src'"):
+        SourceReader([spec("/x.tar", "webdataset")]).read(ref)

@@ -1,0 +1,213 @@
+"""One suite for every StateStore."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dataservice.core.errors import ConflictError, NotFoundError
+from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.ports import StateStore
+from dataservice.state.memory import MemoryStateStore
+from dataservice.state.sqlite import SqliteStateStore
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
+    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
+    yield opened
+    opened.close()
+
+
+def job(name: str = "vlm-sft", **changes: object) -> JobRecord:
+    record = JobRecord(
+        name=name, spec_json='{"seed": 1}', index_fingerprint="f1", created_unix_s=10.25
+    )
+    return replace(record, **changes)
+
+
+def attempt(number: int, name: str = "vlm-sft") -> AttemptRecord:
+    return AttemptRecord(
+        job=name, attempt=number, world_size=8, start_cursor='{"step": 0}', opened_unix_s=11.5
+    )
+
+
+def entry(step: int, number: int = 1, name: str = "vlm-sft", **changes: object) -> LedgerEntry:
+    record = LedgerEntry(
+        job=name,
+        attempt=number,
+        step=step,
+        cursor=f'{{"step": {step}}}',
+        plan_digest=f"digest-{number}-{step}",
+        world_size=8,
+        cost_version="v1",
+        planned_unix_s=12.125,
+    )
+    return replace(record, **changes)
+
+
+def bad(
+    sample_id: int, *, step: int = 0, number: int = 1, reason: str = "corrupt"
+) -> QuarantineEntry:
+    return QuarantineEntry(
+        job="vlm-sft",
+        attempt=number,
+        step=step,
+        sample_id=sample_id,
+        source="images",
+        key=f"{sample_id:06d}",
+        reason=reason,
+    )
+
+
+def test_a_job_is_read_back_as_it_was_put(store: StateStore) -> None:
+    store.put_job(job())
+    assert store.job("vlm-sft") == job()
+    assert store.job("other") is None
+
+
+def test_jobs_are_listed_by_name(store: StateStore) -> None:
+    for name in ("b", "c", "a"):
+        store.put_job(job(name))
+    assert [record.name for record in store.jobs()] == ["a", "b", "c"]
+
+
+def test_replacing_a_job_keeps_its_attempts_and_ledger(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_attempt(attempt(1))
+    store.put_ledger(entry(0))
+    store.add_quarantine([bad(3)])
+    store.put_job(job(state="draining"))
+    assert store.job("vlm-sft") == job(state="draining")
+    assert store.last_attempt("vlm-sft") == attempt(1)
+    assert store.ledger("vlm-sft") == [entry(0)]
+    assert store.quarantine("vlm-sft") == [bad(3)]
+
+
+def test_deleting_a_job_removes_all_of_it_and_nothing_of_another(store: StateStore) -> None:
+    for name in ("vlm-sft", "other"):
+        store.put_job(job(name))
+        store.put_attempt(attempt(1, name))
+        store.put_ledger(entry(0, name=name))
+    store.add_quarantine([bad(3)])
+    store.delete_job("vlm-sft")
+    store.put_job(job())
+    assert store.last_attempt("vlm-sft") is None
+    assert store.ledger("vlm-sft") == []
+    assert store.quarantine("vlm-sft") == []
+    assert store.ledger("other") == [entry(0, name="other")]
+    assert store.last_attempt("other") == attempt(1, "other")
+
+
+def test_deleting_an_unknown_job_is_no_error(store: StateStore) -> None:
+    store.delete_job("never")
+
+
+def test_attempts_count_up_from_one(store: StateStore) -> None:
+    store.put_job(job())
+    assert store.last_attempt("vlm-sft") is None
+    store.put_attempt(attempt(1))
+    store.put_attempt(attempt(2))
+    assert store.last_attempt("vlm-sft") == attempt(2)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_attempt_that_is_not_the_next_is_refused(store: StateStore, number: int) -> None:
+    store.put_job(job())
+    store.put_attempt(attempt(1))
+    with pytest.raises(ConflictError, match="next one, which is 2"):
+        store.put_attempt(attempt(number))
+    assert store.last_attempt("vlm-sft") == attempt(1)
+
+
+def test_records_of_a_deleted_job_are_refused(store: StateStore) -> None:
+    with pytest.raises(NotFoundError, match="no job 'vlm-sft'"):
+        store.put_attempt(attempt(1))
+    with pytest.raises(NotFoundError, match="no job 'vlm-sft'"):
+        store.put_ledger(entry(0))
+    with pytest.raises(NotFoundError, match="no job 'vlm-sft'"):
+        store.add_quarantine([bad(1)])
+
+
+def test_a_planned_step_is_committed_once_all_ranks_trained_it(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(4))
+    store.commit_step("vlm-sft", 1, 4, 99.5)
+    assert store.ledger_entry("vlm-sft", 4) == entry(4, committed_unix_s=99.5)
+
+
+def test_a_step_that_was_never_planned_cannot_be_committed(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(4))
+    for number, step in ((1, 5), (2, 4)):
+        with pytest.raises(NotFoundError, match="never planned"):
+            store.commit_step("vlm-sft", number, step, 99.5)
+
+
+def test_a_step_is_found_in_its_newest_attempt_or_in_the_one_asked_for(store: StateStore) -> None:
+    store.put_job(job())
+    for number, step in ((1, 0), (1, 1), (2, 1), (2, 2), (3, 2)):
+        store.put_ledger(entry(step, number))
+    assert store.ledger_entry("vlm-sft", 0) == entry(0, 1)
+    assert store.ledger_entry("vlm-sft", 1) == entry(1, 2)
+    assert store.ledger_entry("vlm-sft", 1, attempt=1) == entry(1, 1)
+    assert store.ledger_entry("vlm-sft", 1, attempt=3) is None
+    assert store.ledger_entry("vlm-sft", 7) is None
+    assert store.ledger_entry("other", 0) is None
+
+
+def test_the_ledger_is_listed_by_attempt_and_step(store: StateStore) -> None:
+    store.put_job(job())
+    places = [(2, 3), (1, 10), (1, 9), (2, 0)]
+    for number, step in places:
+        store.put_ledger(entry(step, number))
+    assert [(e.attempt, e.step) for e in store.ledger("vlm-sft")] == sorted(places)
+
+
+def test_planning_a_step_again_replaces_its_entry(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(0))
+    store.put_ledger(entry(0, plan_digest="again"))
+    assert store.ledger("vlm-sft") == [entry(0, plan_digest="again")]
+
+
+def test_a_quarantined_sample_is_kept_once_a_step_and_listed_in_order(store: StateStore) -> None:
+    store.put_job(job())
+    store.add_quarantine([bad(9, step=1), bad(2, step=1), bad(5, step=0, number=2), bad(5)])
+    store.add_quarantine([bad(9, step=1, reason="told twice")])
+    expected = [bad(5), bad(2, step=1), bad(9, step=1), bad(5, step=0, number=2)]
+    assert store.quarantine("vlm-sft") == expected
+
+
+def test_quarantine_entries_of_one_call_are_kept_all_or_none(store: StateStore) -> None:
+    store.put_job(job())
+    with pytest.raises(NotFoundError):
+        store.add_quarantine([bad(1), replace(bad(2), job="other")])
+    assert store.quarantine("vlm-sft") == []
+    store.add_quarantine([])
+
+
+def test_threads_take_turns(store: StateStore) -> None:
+    store.put_job(job())
+    failures: list[Exception] = []
+
+    def write(number: int) -> None:
+        try:
+            for step in range(20):
+                store.put_ledger(entry(step, number))
+                store.commit_step("vlm-sft", number, step, 1.0)
+                store.ledger_entry("vlm-sft", step)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    ledger = store.ledger("vlm-sft")
+    assert len(ledger) == 80
+    assert all(e.committed_unix_s == 1.0 for e in ledger)

@@ -1,0 +1,373 @@
+"""A scripted data service on 127.0.0.1: real gRPC servers and real bytes, faults on demand.
+
+Two replicas train steps of two waves. In wave 0 they share pack 0 (degree 2), each encoding
+one of its two images; in wave 1 replica 0 has pack 1 and replica 1 is idle but encodes its
+sound. Everything follows from the step's number.
+"""
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import pytest
+from dataservice_proto.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+from trainer_client import ShardDataset
+
+JOB = "vlm-sft"
+CHUNK_BYTES = 700
+Code = grpc.StatusCode
+Array = np.ndarray
+
+
+def digest_of(step: int) -> str:
+    return f"digest-{step}"
+
+
+def sequence_of(step: int, pack: int, cp_rank: int) -> dict[str, Array]:
+    """Local tokens of a pack's member: 8 of pack 0's 16 tokens, all 5 of pack 1."""
+    tokens = 8 if pack == 0 else 5
+    ids = np.arange(tokens, dtype=np.int32) + 1000 * step + 100 * pack + 10 * cp_rank
+    return {"input_ids": ids, "labels": ids + 1, "position_ids": np.arange(tokens, dtype=np.int32)}
+
+
+def item_of(step: int, pack: int, item: int) -> Array:
+    """Pack 0 has two images of odd byte counts, pack 1 one sound."""
+    rng = np.random.default_rng([step, pack, item])
+    if pack == 0:
+        return rng.integers(0, 256, size=(1, 13 + item, 17, 3), dtype=np.uint8)
+    return rng.standard_normal(333).astype(np.float32)
+
+
+def rank_shard(step: int, rank: int) -> coordinator_pb2.RankShard:
+    """The shard without its tickets."""
+    image = coordinator_pb2.EncoderPhase(
+        modality=coordinator_pb2.VISION,
+        encodes=[coordinator_pb2.ItemsOfPack(pack=0, items=[rank])],
+        send_rows=[0, 1],
+        send_splits=[1, 1],
+        recv_splits=[1, 1],
+        recv_positions=[2, 5],
+    )
+    sound = coordinator_pb2.EncoderPhase(
+        modality=coordinator_pb2.AUDIO,
+        encodes=[coordinator_pb2.ItemsOfPack(pack=1, items=[0])] if rank == 1 else [],
+        send_rows=[0, 1, 2] if rank == 1 else [],
+        send_splits=[3, 0] if rank == 1 else [0, 0],
+        recv_splits=[0, 0] if rank == 1 else [0, 3],
+        recv_positions=[] if rank == 1 else [1, 2, 3],
+    )
+    first = coordinator_pb2.Microbatch(
+        wave=0, pack=0, cp_group=[0, 1], cp_rank=rank, seconds=0.5, sample_ids=[10 * step, 7],
+        cu_seqlens=[0, 8, 16], lengths=[7, 8], phases=[image],
+    )  # fmt: skip
+    second = coordinator_pb2.Microbatch(wave=1, pack=-1, cp_group=[rank], phases=[sound])
+    if rank == 0:
+        second.pack, second.seconds = 1, 0.25
+        second.sample_ids[:], second.cu_seqlens[:], second.lengths[:] = [3], [0, 5], [5]
+    summary = coordinator_pb2.StepSummary(
+        replicas=2, waves=2, predicted_s=0.75, pack_wave=[0, 1], pack_degree=[2, 1],
+        pack_replicas=[0, 1, 0], pack_tokens=[16, 5], pack_seconds=[0.5, 0.25], samples=3,
+        stages=[coordinator_pb2.StageReport(stage="pack", algorithm="isf", unit="packs",
+                                            before=3, after=2, lower_bound=2)],
+    )  # fmt: skip
+    return coordinator_pb2.RankShard(
+        job=JOB, attempt=1, step=step, rank=rank, replica=rank, plan_digest=digest_of(step),
+        cursor_after=f"cursor-{step + 1}", loss_tokens=18, microbatches=[first, second],
+        summary=summary,
+    )  # fmt: skip
+
+
+def specs_of(step: int, rank: int) -> dict[str, list[worker_pb2.PartSpec]]:
+    """A rank's parts by worker: pack 0 lies on `w0`, pack 1 on `w1`."""
+
+    def spec(pack: int, cp_rank: int = -1, items: tuple[int, ...] = ()) -> worker_pb2.PartSpec:
+        key = worker_pb2.PackKey(job=JOB, step=step, plan_digest=digest_of(step), pack=pack)
+        return worker_pb2.PartSpec(key=key, cp_rank=cp_rank, items=items)
+
+    other = [spec(1, cp_rank=0)] if rank == 0 else [spec(1, items=(0,))]
+    return {"w0": [spec(0, cp_rank=rank), spec(0, items=(rank,))], "w1": other}
+
+
+@dataclass
+class Fault:
+    """A refusal: status, message, and the service's error class if it names one."""
+
+    code: grpc.StatusCode
+    message: str
+    error_class: str = ""
+
+    def raise_in(self, context: grpc.ServicerContext) -> None:
+        if self.error_class:
+            context.set_trailing_metadata((("dataservice-error", self.error_class),))
+        context.abort(self.code, self.message)
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Streams parts; `faults`, `corrupt` and `drop_after` each spoil that many next calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+        self.faults: list[Fault] = []
+        self.corrupt = 0
+        self.drop_after: list[int] = []  # messages sent before the stream breaks
+        self.release = threading.Event()
+        self.release.set()
+
+    def Prepare(self, request, context):
+        raise NotImplementedError
+
+    def Release(self, request, context):
+        raise NotImplementedError
+
+    def Fetch(self, request, context):
+        self.calls += 1
+        if self.faults:
+            self.faults.pop(0).raise_in(context)
+        drop_after = self.drop_after.pop(0) if self.drop_after else None
+        for number, message in enumerate(self._messages(request.ticket)):
+            if number == drop_after:
+                context.abort(Code.UNAVAILABLE, "worker died")
+            yield message
+            while not self.release.wait(0.05):
+                if not context.is_active():
+                    return
+
+    def _messages(self, ticket: worker_pb2.Ticket) -> Iterator[worker_pb2.FetchChunk]:
+        for number, spec in enumerate(ticket.parts):
+            step, pack = spec.key.step, spec.key.pack
+            if spec.items:
+                tensors = [("item", item_of(step, pack, item)) for item in spec.items]
+            else:
+                tensors = list(sequence_of(step, pack, spec.cp_rank).items())
+            raw = b"".join(array.tobytes() for _, array in tensors)
+            header = worker_pb2.PartHeader(
+                part=number,
+                size_bytes=len(raw),
+                crc32=zlib.crc32(raw),
+                tensors=[
+                    worker_pb2.TensorHeader(name=name, dtype=a.dtype.str, shape=a.shape)
+                    for name, a in tensors
+                ],
+            )
+            if self.corrupt:
+                self.corrupt -= 1
+                raw = bytes([raw[0] ^ 1]) + raw[1:]
+            yield worker_pb2.FetchChunk(header=header)
+            for start in range(0, len(raw), CHUNK_BYTES):
+                yield worker_pb2.FetchChunk(data=raw[start : start + CHUNK_BYTES])
+
+
+@dataclass
+class Claim:
+    rank: int
+    session: str
+    ended: threading.Event = field(default_factory=threading.Event)
+    fault: Fault | None = None
+
+
+class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """Two ranks (`ranks` of them must open), `steps` steps, claims that live with streams."""
+
+    def __init__(self, steps: int, ranks: int) -> None:
+        self.steps = steps
+        self.ranks = ranks
+        self.attempt = 0
+        self.sessions = 0
+        self.claims: dict[int, Claim] = {}
+        self.opens: list[coordinator_pb2.OpenSessionRequest] = []
+        self.asks: list[coordinator_pb2.GetShardRequest] = []
+        self.commits: list[int] = []
+        self.metadata: list[dict[str, str]] = []
+        self.faults: dict[str, list[Fault]] = defaultdict(list)
+        self.planned = threading.Event()  # clear it and no step is planned
+        self.planned.set()
+        self.changed = threading.Condition()
+        self.addresses: dict[str, str] = {}
+        self.edit: Callable[[coordinator_pb2.RankShard], None] = lambda shard: None
+
+    # The methods that the client never calls.
+    SubmitJob = ListJobs = DrainJob = DeleteJob = ExplainStep = None
+
+    def GetJob(self, request, context):
+        return context.abort(Code.NOT_FOUND, "no such job")
+
+    def OpenSession(self, request, context):
+        self.opens.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self._fault("OpenSession", context)
+        if request.job != JOB:
+            Fault(Code.NOT_FOUND, f"no job {request.job!r}", "NotFoundError").raise_in(context)
+        claim = self._claim(request, context)
+        context.add_callback(claim.ended.set)
+        try:
+            with self.changed:
+                complete = lambda: len(self.claims) >= self.ranks or claim.ended.is_set()  # noqa: E731
+                while not self.changed.wait_for(complete, 0.05):
+                    pass
+            start = int(request.cursor.removeprefix("cursor-") or 0)
+            yield coordinator_pb2.SessionEvent(
+                attempt=self.attempt, session=claim.session, start_step=start
+            )
+            claim.ended.wait()
+            if claim.fault:
+                claim.fault.raise_in(context)
+        finally:
+            with self.changed:
+                if self.claims.get(request.rank) is claim:
+                    del self.claims[request.rank]
+                self.changed.notify_all()
+
+    def GetShard(self, request, context):
+        self.asks.append(request)
+        self._fault("GetShard", context)
+        claim = self._session(request.session, context)
+        while not self.planned.wait(0.05):
+            if not context.is_active():
+                return coordinator_pb2.GetShardResponse()
+        if request.step >= self.steps:
+            return coordinator_pb2.GetShardResponse(
+                end_of_data=coordinator_pb2.EndOfData(steps=self.steps)
+            )
+        shard = rank_shard(request.step, claim.rank)
+        for name, specs in specs_of(request.step, claim.rank).items():
+            holder = f"{name}-spare" if name in request.failed_workers else name
+            shard.tickets.add(worker=name, address=self.addresses[holder], parts=specs)
+        self.edit(shard)
+        return coordinator_pb2.GetShardResponse(shard=shard)
+
+    def CommitStep(self, request, context):
+        self._fault("CommitStep", context)
+        self._session(request.session, context)
+        self.commits.append(request.step)
+        return coordinator_pb2.CommitStepResponse()
+
+    def _claim(self, request, context) -> Claim:
+        with self.changed:
+            if request.rank in self.claims:
+                message = f"rank {request.rank} is held by another client"
+                Fault(Code.ALREADY_EXISTS, message, "RankClaimedError").raise_in(context)
+            self.sessions += 1
+            if not request.rejoin_attempt and not self.claims:
+                self.attempt += 1
+            claim = Claim(request.rank, f"session-{self.sessions}")
+            self.claims[request.rank] = claim
+            self.changed.notify_all()
+            return claim
+
+    def _session(self, session: str, context) -> Claim:
+        for claim in list(self.claims.values()):
+            if claim.session == session:
+                return claim
+        return context.abort(Code.NOT_FOUND, "no such session")
+
+    def _fault(self, method: str, context) -> None:
+        if self.faults[method]:
+            self.faults[method].pop(0).raise_in(context)
+
+
+class Service:
+    """The coordinator, two workers and a spare for each, all killable."""
+
+    sequence_of = staticmethod(sequence_of)
+    item_of = staticmethod(item_of)
+    rank_shard = staticmethod(rank_shard)
+
+    def __init__(self, *, steps: int = 4, ranks: int = 1) -> None:
+        self.coordinator = ScriptedCoordinator(steps, ranks)
+        names = ("w0", "w1", "w0-spare", "w1-spare")
+        self.workers = {name: ScriptedWorker(name) for name in names}
+        self._servers: dict[str, tuple[grpc.Server, ThreadPoolExecutor]] = {}
+        self.addresses = self.coordinator.addresses
+        for name in ("coordinator", *names):
+            self.start(name)
+
+    @property
+    def address(self) -> str:
+        return self.addresses["coordinator"]
+
+    def start(self, name: str, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Serve; on the former port if it was served before."""
+        pool = ThreadPoolExecutor(max_workers=12)
+        server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
+        if name == "coordinator":
+            coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, server)
+        else:
+            worker_pb2_grpc.add_WorkerServicer_to_server(self.workers[name], server)
+        address = self.addresses.get(name, "127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+        server.start()
+        self.addresses[name] = f"127.0.0.1:{port}"
+        self._servers[name] = (server, pool)
+
+    def kill(self, name: str) -> None:
+        """Close the port and every connection at once."""
+        server, pool = self._servers.pop(name)
+        server.stop(None).wait()
+        pool.shutdown()
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.release.set()
+        self.coordinator.planned.set()
+        for name in list(self._servers):
+            self.kill(name)
+
+    def fail(self, method: str, code: str, message: str, error_class: str = "") -> None:
+        """Have the next call of a coordinator's method, or of a worker, refused."""
+        fault = Fault(Code[code], message, error_class)
+        if method in self.workers:
+            self.workers[method].faults.append(fault)
+        else:
+            self.coordinator.faults[method].append(fault)
+
+    def end_session(self, rank: int, code: str = "", message: str = "", cls: str = "") -> None:
+        """End a rank's stream, with an error or as if it simply stopped."""
+        claim = self.coordinator.claims[rank]
+        claim.fault = Fault(Code[code], message, cls) if code else None
+        claim.ended.set()
+
+    def dataset(self, rank: int = 0, **options: object) -> ShardDataset:
+        """A client of this service, with short deadlines."""
+        known = {"job": JOB, "rank": rank, "world_size": 2}
+        deadlines = {"connect_timeout_s": 2.0, "timeout_s": 10.0, "stall_timeout_s": 5.0}
+        return ShardDataset(self.address, **{**known, **deadlines, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_service() -> Iterator[Callable[..., Service]]:
+    made: list[Service] = []
+
+    def make(**options: int) -> Service:
+        made.append(Service(**options))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+@pytest.fixture
+def service(make_service: Callable[..., Service]) -> Service:
+    return make_service()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test() -> Iterator[None]:
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("shard-") and t.is_alive()]
+    assert not left, f"still running: {left}"

@@ -1,0 +1,85 @@
+"""A world of real processes for the runtime's tests."""
+
+import multiprocessing
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RANK_MAIN = Path(__file__).with_name("rank_main.py")
+LIMIT_S = 100.0
+
+
+class WorldFailed(AssertionError):
+    pass
+
+
+def run_world(
+    scenario: Callable[..., Any],
+    size: int,
+    folder: Path,
+    *arguments: Any,
+    backend_ready: bool = True,
+) -> dict[int, Any]:
+    """Run ``scenario(rank, size, *arguments)`` in ``size`` processes; rank → what it returned.
+
+    The store lives in this process, as torchrun's agent keeps it outside the ranks. Ranks that
+    end without an answer (killed by the scenario) are left out.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "trainer_client.runtime"])
+    order = {
+        "file": scenario.__code__.co_filename,
+        "name": scenario.__name__,
+        "size": size,
+        "port": store.port,
+        "folder": str(folder),
+        "arguments": arguments,
+        "backend_ready": backend_ready,
+        "path": sys.path,
+    }
+    ranks = [
+        context.Process(
+            target=runpy.run_path, args=(str(RANK_MAIN), {"ORDER": {**order, "rank": rank}})
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in hung:
+        ranks[rank].kill()
+        ranks[rank].join()
+    if hung:
+        raise WorldFailed(f"ranks {hung} did not end within {LIMIT_S} s")
+    return _answers(folder, size)
+
+
+def _answers(folder: Path, size: int) -> dict[int, Any]:
+    answers = {}
+    for rank in range(size):
+        failed = folder / f"rank{rank}.failed"
+        if failed.exists():
+            raise WorldFailed(f"rank {rank}:\n{failed.read_text()}")
+        answer = folder / f"rank{rank}.pt"
+        if answer.exists():
+            answers[rank] = torch.load(answer, weights_only=False)
+    return answers
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Callable[..., dict[int, Any]]:
+    def run(scenario: Callable[..., Any], size: int, *arguments: Any, **options: Any) -> Any:
+        return run_world(scenario, size, tmp_path, *arguments, **options)
+
+    return run

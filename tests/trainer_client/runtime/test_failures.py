@@ -1,0 +1,124 @@
+"""A replica that dies or hangs is named to the others; nobody waits for ever."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_client.runtime import (
+    GroupFormationError,
+    GroupPool,
+    GroupPoolError,
+    PeerError,
+    exchange_features,
+    ring_attention,
+)
+
+LIMIT_S = 3.0
+LOST = 2
+
+
+def lose(manner):
+    if manner == "dies":
+        os._exit(9)
+    while True:  # hangs: the process lives and its sockets stay open
+        time.sleep(0.1)
+        if all_others_answered():
+            os._exit(9)
+
+
+def all_others_answered():
+    store = dist.distributed_c10d._get_default_store()
+    return store.check([f"answered/{rank}" for rank in range(4) if rank != LOST])
+
+
+def facts(error, rank):
+    dist.distributed_c10d._get_default_store().set(f"answered/{rank}", "1")
+    return type(error).__name__, error.members, error.culprits, str(error)
+
+
+def in_a_ring(rank, size, manner):
+    pool = GroupPool(timeout_s=LIMIT_S)
+    group = pool.everyone
+    dist.barrier()
+    q = torch.randn(16, 1, 4)
+    try:
+        for step in range(200):
+            if rank == LOST and step == 2:
+                lose(manner)
+            ring_attention(q, q, q, [0, 64], group=group)
+    except PeerError as error:
+        with pytest.raises(GroupPoolError, match="was closed or has failed"):
+            group.post([(q, (rank + 1) % size)], [], action="another try")
+        return facts(error, rank)
+
+
+def in_an_exchange(rank, size, manner):
+    pool = GroupPool(timeout_s=LIMIT_S)
+    group = pool.everyone
+    dist.barrier()
+    if rank == LOST:
+        lose(manner)
+    try:
+        exchange_features(torch.zeros(size, 2), [1] * size, [1] * size, group)
+    except PeerError as error:
+        return facts(error, rank)
+
+
+def in_a_sum(rank, size, manner):
+    pool = GroupPool(timeout_s=LIMIT_S)
+    group = pool.everyone
+    dist.barrier()
+    if rank == LOST:
+        lose(manner)
+    try:
+        group.post_sum(torch.zeros(5), action="the gradient sum").wait()
+    except PeerError as error:
+        return facts(error, rank)
+
+
+def in_forming_a_group(rank, size, manner):
+    pool = GroupPool(timeout_s=LIMIT_S)
+    dist.barrier()
+    if rank == LOST:
+        lose(manner)
+    pool.prewarm([(0, 1, 2, 3)])
+    try:
+        pool.get((0, 1, 2, 3))
+    except GroupFormationError as error:
+        return facts(error, rank)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "manner"),
+    [
+        (in_a_ring, "dies"),
+        (in_a_ring, "hangs"),
+        (in_an_exchange, "dies"),
+        (in_a_sum, "dies"),
+        (in_a_sum, "hangs"),
+        (in_forming_a_group, "dies"),
+    ],
+)
+def test_a_lost_replica_is_named_to_all_others(world, scenario, manner):
+    answers = world(scenario, 4, manner)
+    assert sorted(answers) == [0, 1, 3]
+    for rank, (_, members, culprits, text) in answers.items():
+        assert members == (0, 1, 2, 3)
+        assert culprits == (LOST,), (rank, text)
+        assert f"replica {LOST} of group [0, 1, 2, 3] died or hung" in text
+
+
+def a_slow_member(rank, size):
+    group = GroupPool(timeout_s=LIMIT_S).everyone
+    total = torch.ones(1)
+    if rank == 1:
+        time.sleep(LIMIT_S / 3)
+    group.post_sum(total, action="the gradient sum").wait()
+    return float(total)
+
+
+def test_a_slow_replica_is_waited_for(world):
+    assert world(a_slow_member, 2) == {0: 2.0, 1: 2.0}

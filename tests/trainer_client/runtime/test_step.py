@@ -1,0 +1,362 @@
+"""Whole steps under random plans against a single process that knows no plan at all."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from trainer_client.runtime import (
+    GroupPool,
+    LayoutError,
+    PlanMismatchError,
+    check_same_plan,
+    run_step,
+    scatter_rows,
+)
+from trainer_client.shard import (
+    FeatureExchange,
+    Group,
+    Microbatch,
+    ModalityBatch,
+    PlanSummary,
+    Shard,
+    Wave,
+)
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, LONGEST = 13, 8, 4, 2, 2, 64
+ITEM_WIDTH = {"vision": 5, "audio": 3}
+LARGEST_WORLD = 6
+
+
+# A small model, in the shape that run_step asks for.
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        head = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * KV_HEADS * head)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+
+    def forward(self, x, attention):
+        q = self.q(x).unflatten(-1, (HEADS, -1))
+        k, v = self.kv(x).unflatten(-1, (2, KV_HEADS, WIDTH // HEADS)).unbind(1)
+        x = x + self.out(attention(q, k, v).flatten(1))
+        return x + self.mlp(torch.tanh(x))
+
+
+class Model(nn.Module):
+    def __init__(self, frozen=()):
+        super().__init__()
+        self.frozen = frozen
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LONGEST, WIDTH)
+        self.encoders = nn.ModuleDict(
+            {
+                name: nn.Sequential(nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+                for name, width in ITEM_WIDTH.items()
+            }
+        )
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        for name in frozen:
+            self.encoders[name].requires_grad_(False)
+
+    def encode(self, modality, batch):
+        empty = torch.empty(0, ITEM_WIDTH[modality], dtype=torch.float64)
+        if not batch.items:
+            return empty.new_empty(0, WIDTH)
+        return self.encoders[modality](torch.cat(batch.items))
+
+    def encoder_trains(self, modality):
+        return modality not in self.frozen
+
+    def decode(self, microbatch, features, attention):
+        x = self.tokens(microbatch.input_ids)
+        for found in features.values():
+            x = scatter_rows(x, found.rows, found.positions)
+        return self.decoder(x, microbatch.position_ids, attention)
+
+    def decoder(self, x, position_ids, attention):
+        x = x + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(x, attention)
+        return self.head(x)
+
+
+def make_model(frozen):
+    torch.manual_seed(7)
+    return Model(frozen).double()
+
+
+# A global batch, and the loss and gradients of a plain loop over its samples.
+
+
+def random_samples(seed):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(int(rng.integers(5, 16))):
+        length = int(rng.integers(1, LONGEST))
+        ids = torch.from_numpy(rng.integers(0, VOCABULARY, length))
+        labels = torch.from_numpy(rng.integers(0, VOCABULARY, length))
+        labels[torch.from_numpy(rng.random(length) < 0.3)] = -100
+        samples.append(
+            types.SimpleNamespace(ids=ids, labels=labels, items=random_items(rng, length))
+        )
+    return samples
+
+
+def random_items(rng, length):
+    """(modality, rows [r, width], first position), one behind the other."""
+    items, position = [], 0
+    while rng.random() < 0.7:
+        position += int(rng.integers(0, 6))
+        rows = int(rng.integers(1, 9))
+        if position + rows > length:
+            break
+        modality = str(rng.choice(list(ITEM_WIDTH)))
+        values = torch.from_numpy(rng.standard_normal((rows, ITEM_WIDTH[modality])))
+        items.append((modality, values, position))
+        position += rows
+    return items
+
+
+def dense_attention(q, k, v):
+    one = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def single_process(model, samples):
+    total = sum(int((s.labels != -100).sum()) for s in samples)
+    loss_sum = 0.0
+    for sample in samples:
+        x = model.tokens(sample.ids)
+        for modality, rows, position in sample.items:
+            encoded = model.encoders[modality](rows)
+            x = torch.cat([x[:position], encoded, x[position + len(rows) :]])
+        logits = model.decoder(x, torch.arange(len(sample.ids)), dense_attention)
+        loss_sum = loss_sum + cross_entropy(logits, sample.labels, reduction="sum")
+    loss = loss_sum / total
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
+
+
+# A random plan for it, and one replica's shard.
+
+
+def random_plan(samples, replicas, degrees, seed):
+    """Waves of (members, samples), in which some replicas may be idle."""
+    rng = np.random.default_rng(seed)
+    left = list(rng.permutation(len(samples)))
+    waves = []
+    while left:
+        free, wave = list(rng.permutation(replicas)), []
+        while free and left:
+            degree = min(int(rng.choice(degrees)), len(free))
+            members, free = tuple(int(r) for r in free[:degree]), free[degree:]
+            pack = [int(left.pop()) for _ in range(min(len(left), int(rng.integers(1, 4))))]
+            wave.append((members, pack))
+        waves.append(wave)
+    return waves
+
+
+def local_layout(pack, samples, members, replica):
+    """This replica's (sample, position or None for padding), and the padded lengths."""
+    degree, index = len(members), members.index(replica)
+    unit = 2 * degree if degree > 1 else 1
+    padded = [-(-len(samples[s].ids) // unit) * unit for s in pack]
+    rows = []
+    for s, room in zip(pack, padded, strict=True):
+        chunk = room // unit
+        held = [0] if degree == 1 else [index, unit - 1 - index]
+        places = [p for c in held for p in range(c * chunk, (c + 1) * chunk)]
+        rows += [(s, p, p < len(samples[s].ids)) for p in places]
+    return rows, padded
+
+
+def make_shard(samples, waves, replicas, replica, seed, digest="ab"):
+    rng = np.random.default_rng(seed + 1)
+    microbatches = []
+    for number, wave in enumerate(waves):
+        layouts = {r: ([], []) for r in range(replicas)}
+        for members, pack in wave:
+            for member in members:
+                layouts[member] = local_layout(pack, samples, members, member)
+        batches = {
+            name: modality_batch(name, wave, samples, layouts, replicas, replica, rng)
+            for name in ITEM_WIDTH
+        }
+        mine = [(m, pack) for m, pack in wave if replica in m]
+        members, pack = mine[0] if mine else ((replica,), [])
+        microbatches.append(
+            microbatch(number, members, pack, samples, layouts[replica], replica, batches)
+        )
+    groups = [
+        Wave(
+            index=k,
+            groups=tuple(Group(pack=0, replicas=m, tokens=0, predicted_s=0.0) for m, _ in wave),
+            idle=(),
+        )
+        for k, wave in enumerate(waves)
+    ]
+    plan = PlanSummary(
+        digest=digest, replicas=replicas, samples=len(samples), loss_tokens=0, predicted_s=0.0,
+        waves=tuple(groups), stages=(),
+    )  # fmt: skip
+    return Shard(
+        job="parity", attempt=0, step=0, rank=replica, replica=replica, cursor_after="",
+        plan=plan, microbatches=tuple(microbatches), size_bytes=0,
+    )  # fmt: skip
+
+
+def microbatch(number, members, pack, samples, layout, replica, batches):
+    rows, padded = layout
+    pick = {"ids": [], "labels": [], "positions": []}
+    for s, p, real in rows:
+        pick["ids"].append(int(samples[s].ids[p]) if real else 0)
+        pick["labels"].append(int(samples[s].labels[p]) if real else -100)
+        pick["positions"].append(p % LONGEST)
+    ids, labels, positions = (torch.tensor(v, dtype=torch.int64) for v in pick.values())
+    return Microbatch(
+        wave=number,
+        pack=0 if pack else -1,
+        cp_group=members,
+        cp_rank=members.index(replica),
+        predicted_s=0.0,
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        cu_seqlens=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
+        lengths=torch.tensor([len(samples[s].ids) for s in pack], dtype=torch.int32),
+        sample_ids=torch.tensor(pack, dtype=torch.int64),
+        **batches,
+    )
+
+
+def modality_batch(name, wave, samples, layouts, replicas, replica, rng):
+    """Items of the wave dealt to random replicas; None when the wave has none."""
+    items = [
+        (s, rows, position)
+        for _, pack in wave
+        for s in pack
+        for modality, rows, position in samples[s].items
+        if modality == name
+    ]
+    if not items:
+        return None
+    encoder = rng.integers(0, replicas, size=len(items))
+    local = {(s, p): (r, k) for r, (rows, _) in layouts.items() for k, (s, p, _) in enumerate(rows)}
+    encoded_rows = [0] * replicas
+    moves = [[[] for _ in range(replicas)] for _ in range(replicas)]  # [source][destination]
+    for (s, rows, position), source in zip(items, encoder, strict=True):
+        for offset in range(len(rows)):
+            destination, place = local[s, position + offset]
+            moves[source][destination].append((encoded_rows[source], place))
+            encoded_rows[source] += 1
+    sent = [move for to in moves[replica] for move in to]
+    received = [move for source in moves for move in source[replica]]
+    return ModalityBatch(
+        items=[rows for (_, rows, _), r in zip(items, encoder, strict=True) if r == replica],
+        exchange=FeatureExchange(
+            send_rows=torch.tensor([row for row, _ in sent], dtype=torch.int64),
+            send_splits=[len(to) for to in moves[replica]],
+            recv_splits=[len(source[replica]) for source in moves],
+            recv_positions=torch.tensor([place for _, place in received], dtype=torch.int64),
+        ),
+    )
+
+
+# The comparison.
+
+
+def worst_difference(result, model, loss, grads):
+    """Largest relative difference of loss and gradients; 1 where one side has none."""
+    worst = abs(result.loss - loss) / abs(loss)
+    for name, parameter in model.named_parameters():
+        good = grads[name]
+        if (good is None) != (parameter.grad is None):
+            return name, 1.0
+        if good is not None:
+            scale = good.norm().clamp_min(1e-3)
+            worst = max(worst, float((parameter.grad - good).norm() / scale))
+    return "all", worst
+
+
+def parity_cases(rank, size, cases):
+    answer = {}
+    for case in cases:
+        replicas, seed, degrees, frozen = case
+        if rank >= replicas:
+            continue
+        with GroupPool(
+            replica=rank, replicas=replicas, lane=str(case), timeout_s=60, max_groups=4
+        ) as pool:
+            samples = random_samples(seed)
+            waves = random_plan(samples, replicas, degrees, seed)
+            shard = make_shard(samples, waves, replicas, rank, seed)
+            model = make_model(frozen)
+            result = run_step(model, shard, pool, sum_into=model, upcoming=shard)
+            loss, grads = single_process(make_model(frozen), samples)
+            used = {len(members) for wave in waves for members, _ in wave}
+            answer[case] = (*worst_difference(result, model, loss, grads), used, result.loss)
+    return answer
+
+
+def test_any_plan_gives_the_loss_and_gradients_of_a_single_process(world):
+    every = (1, 2, 3, 5)
+    cases = [(6, seed, every, ()) for seed in range(5)]
+    cases += [(4, seed, (1, 2, 3), ()) for seed in range(5, 8)]
+    cases += [(6, 8, every, ("audio",)), (3, 9, (1,), ()), (1, 9, (1,), ()), (2, 9, (2,), ())]
+    answers = world(parity_cases, LARGEST_WORLD, cases)
+    seen = set()
+    for rank, answer in answers.items():
+        for case, (parameter, difference, degrees, _) in answer.items():
+            assert difference <= 1e-10, (rank, case, parameter, difference)
+            seen |= degrees
+    assert seen >= {1, 2, 3, 5}
+    losses = {answers[0][case][3] for case in cases if case[1] == 9}
+    assert max(losses) - min(losses) < 1e-12, "the same batch on 1, 2 and 3 replicas"
+
+
+def different_digests(rank, size):
+    with GroupPool(timeout_s=30) as pool:
+        check_same_plan("aa" * 8, pool.everyone)
+        try:
+            check_same_plan("aa" * 8 if rank != 1 else "bb" * 8, pool.everyone)
+        except PlanMismatchError as error:
+            return error.replicas_of, str(error)
+
+
+def test_replicas_with_different_plans_stop_with_both_digests(world):
+    for replicas_of, text in world(different_digests, 3).values():
+        assert replicas_of == {"aa" * 8: (0, 2), "bb" * 8: (1,)}
+        assert "bb" * 8 in text
+
+
+def test_an_encoder_whose_rows_differ_from_the_plan_is_refused():
+    class Doubling(Model):
+        def encode(self, modality, batch):
+            return super().encode(modality, batch).repeat(2, 1)
+
+    samples = random_samples(3)
+    shard = make_shard(samples, random_plan(samples, 1, (1,), 3), 1, 0, 3)
+    with GroupPool() as pool, pytest.raises(LayoutError, match="patch and merge sizes"):
+        run_step(Doubling().double(), shard, pool, sum_into=None)
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision", "audio")])
+def test_a_single_replica_needs_no_torch_distributed(frozen):
+    samples = random_samples(3)
+    waves = random_plan(samples, 1, (1,), 3)
+    model = make_model(frozen)
+    with GroupPool() as pool:
+        result = run_step(model, make_shard(samples, waves, 1, 0, 3), pool, sum_into=model)
+    loss, grads = single_process(make_model(frozen), samples)
+    assert worst_difference(result, model, loss, grads)[1] <= 1e-10
+    assert result.loss_tokens == sum(int((s.labels != -100).sum()) for s in samples)
+    assert len(result.microbatch_seconds) == len(waves)

@@ -1,0 +1,95 @@
+"""Plans and bytes that contradict each other are refused, never trained."""
+
+import pytest
+import torch
+
+from trainer_client import MalformedShard
+from trainer_client.assemble import assemble_shard
+from trainer_client.fetch import Part, PartId
+
+
+def parts_of_rank_0(service):
+    def part(part_id, arrays):
+        tensors = tuple((name, torch.from_numpy(array)) for name, array in arrays)
+        return part_id, Part(part_id, tensors, 1)
+
+    return dict(
+        [
+            part(PartId(0, 0, ()), service.sequence_of(0, 0, 0).items()),
+            part(PartId(1, 0, ()), service.sequence_of(0, 1, 0).items()),
+            part(PartId(0, -1, (0,)), [("item", service.item_of(0, 0, 0))]),
+        ]
+    )
+
+
+def test_a_consistent_shard_is_assembled(service):
+    shard = assemble_shard(service.rank_shard(0, 0), parts_of_rank_0(service))
+    assert shard.size_bytes == 3
+    assert shard.cursor_after == "cursor-1"
+
+
+def swap_waves(shard):
+    first, second = list(shard.microbatches)
+    del shard.microbatches[:]
+    shard.microbatches.extend([second, first])
+
+
+def encode_more(shard):
+    shard.microbatches[0].phases[0].encodes[0].items.append(7)
+
+
+def lengthen(shard):
+    shard.microbatches[0].cu_seqlens[-1] = 18
+
+
+def split_wrongly(shard):
+    shard.microbatches[0].phases[0].send_splits[0] = 2
+
+
+def drop_a_replica(shard):
+    del shard.microbatches[0].phases[0].recv_splits[1]
+
+
+def point_outside(shard):
+    shard.microbatches[0].phases[0].recv_positions[0] = 8
+
+
+def busy_twice(shard):
+    shard.summary.pack_wave[1] = 0
+
+
+def no_such_wave(shard):
+    shard.summary.pack_wave[1] = 2
+
+
+def short_column(shard):
+    shard.summary.pack_tokens.pop()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (swap_waves, r"waves come in the order \[1, 0\]"),
+        (encode_more, "no ticket brought item 7 of pack 0"),
+        (lengthen, "the plan says input_ids, labels, position_ids of 9 tokens"),
+        (split_wrongly, r"sum to \(3, 2\), 2 rows"),
+        (drop_a_replica, r"splits of \(2, 1\) replicas"),
+        (point_outside, "outside the local tokens"),
+        (busy_twice, r"wave 0 names the replicas \[0, 0, 1\]"),
+        (no_such_wave, "pack 1 is in wave 2"),
+        (short_column, "columns have different lengths"),
+    ],
+)
+def test_a_shard_that_contradicts_itself_is_refused(service, spoil, complaint):
+    shard = service.rank_shard(0, 0)
+    spoil(shard)
+    with pytest.raises(MalformedShard, match=complaint):
+        assemble_shard(shard, parts_of_rank_0(service))
+
+
+def test_items_that_are_fewer_than_the_ticket_names_are_refused(service):
+    parts = parts_of_rank_0(service)
+    parts[PartId(0, -1, (0,))] = Part(PartId(0, -1, (0, 1)), (), 0)
+    parts[PartId(0, -1, (0, 1))] = parts.pop(PartId(0, -1, (0,)))
+    with pytest.raises(MalformedShard, match="0 tensors came for 2 items"):
+        assemble_shard(service.rank_shard(0, 0), parts)

@@ -1,0 +1,39 @@
+"""Processes that end in the middle of a loop: at once, and without a word of the client's."""
+
+import signal
+import subprocess
+import sys
+
+START = """
+import sys
+from trainer_client import ShardDataset
+dataset = ShardDataset(sys.argv[1], job="vlm-sft", rank=0, world_size=2)
+shards = iter(dataset)
+print(next(shards).step, flush=True)
+"""
+
+
+def start(service, program):
+    return subprocess.Popen(
+        [sys.executable, "-c", program, service.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_and_its_fork_end_though_the_loop_did_not(service):
+    process = start(service, START + "import os\nsys.exit(7 if os.fork() else 0)")
+    out, err = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("0\n", 7)
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_ends_a_loop_that_waits_for_data(make_service):
+    service = make_service(steps=50)
+    process = start(service, START + "for _ in shards: pass")
+    assert process.stdout.readline() == "0\n"
+    service.coordinator.planned.clear()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert err.rstrip().endswith("KeyboardInterrupt")

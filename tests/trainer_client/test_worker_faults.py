@@ -1,0 +1,121 @@
+"""Workers die, stall, refuse and send wrong bytes; the shard still comes whole, or an error."""
+
+import numpy as np
+import pytest
+
+from trainer_client import CorruptPart, MalformedShard, PlanDigestMismatch, WorkerUnreachable
+
+
+def check(service, shards):
+    shard = next(shards)
+    for mb, pack in zip(shard.microbatches, (0, 1), strict=True):
+        expected = service.sequence_of(shard.step, pack, 0)["input_ids"]
+        np.testing.assert_array_equal(mb.input_ids, expected)
+    item = shard.microbatches[0].vision.items[0]
+    np.testing.assert_array_equal(item, service.item_of(shard.step, 0, 0))
+    shards.close()
+
+
+def named(service):
+    return [list(ask.failed_workers) for ask in service.coordinator.asks if ask.step == 0]
+
+
+def test_a_dead_worker_is_reported_and_its_parts_come_from_another(service):
+    service.kill("w0")
+    check(service, iter(service.dataset()))
+    assert named(service) == [[], ["w0"]]
+    assert service.workers["w0-spare"].calls >= 1
+
+
+def test_what_arrived_before_a_stream_broke_is_not_fetched_again(service):
+    service.workers["w0"].drop_after = [3]  # the sequence came whole, the image did not
+    check(service, iter(service.dataset(prefetch_steps=1)))
+    assert named(service) == [[], ["w0"]]
+    assert service.workers["w1"].calls == 1
+
+
+def test_a_worker_that_lost_the_pack_is_reported(service):
+    service.fail("w1", "NOT_FOUND", "no such pack", "NotFoundError")
+    check(service, iter(service.dataset()))
+    assert named(service) == [[], ["w1"]]
+
+
+def test_an_expired_ticket_is_renewed_without_blaming_the_worker(service):
+    service.fail("w0", "PERMISSION_DENIED", "the ticket expired", "TicketError")
+    check(service, iter(service.dataset()))
+    assert named(service) == [[], []]
+
+
+def test_a_worker_that_refuses_every_ticket_is_reported_in_the_end(service):
+    for _ in range(2):
+        service.fail("w0", "PERMISSION_DENIED", "forged", "TicketError")
+    check(service, iter(service.dataset()))
+    assert named(service) == [[], [], ["w0"]]
+
+
+def test_a_flipped_bit_is_noticed_and_the_part_fetched_again(service):
+    service.workers["w0"].corrupt = 1
+    check(service, iter(service.dataset()))
+    assert named(service) == [[], []]
+
+
+def test_a_part_that_stays_corrupt_stops_training_by_name(service):
+    service.workers["w1"].corrupt = service.workers["w1-spare"].corrupt = 100
+    with pytest.raises(CorruptPart, match=r"step 0, worker w1 .*sequence 0 of pack 1: crc32"):
+        next(iter(service.dataset()))
+
+
+def test_a_worker_that_stops_sending_is_given_up(service):
+    service.workers["w0"].release.clear()
+    check(service, iter(service.dataset(stall_timeout_s=0.5)))
+    assert named(service) == [[], ["w0"]]
+
+
+def test_workers_that_never_deliver_stop_training_with_the_last_reason(service):
+    for name in service.workers:
+        service.kill(name)
+    with pytest.raises(WorkerUnreachable, match=r"step 0: 3 parts did not come .* worker w") as e:
+        next(iter(service.dataset(timeout_s=0.5)))
+    assert "refused" in str(e.value)
+
+
+def test_a_loop_is_left_at_once_while_a_worker_is_silent(service):
+    for worker in service.workers.values():
+        worker.release.clear()
+    dataset = service.dataset(timeout_s=60.0, stall_timeout_s=60.0)
+    shards = iter(dataset)
+    service.coordinator.edit = lambda shard: dataset.close()
+    with pytest.raises(Exception, match="closed"):
+        next(shards)
+
+
+def test_a_plan_that_changes_between_two_tries_is_refused(service):
+    def other_plan(shard):
+        if len(service.coordinator.asks) > 1:
+            shard.plan_digest = "another"
+            for ticket in shard.tickets:
+                for part in ticket.parts:
+                    part.key.plan_digest = "another"
+
+    service.coordinator.edit = other_plan
+    service.kill("w0")
+    with pytest.raises(PlanDigestMismatch, match="another, digest-0"):
+        next(iter(service.dataset()))
+
+
+def test_tickets_of_another_plan_are_refused(service):
+    def wrong_ticket(shard):
+        shard.tickets[0].parts[0].key.plan_digest = "stray"
+
+    service.coordinator.edit = wrong_ticket
+    with pytest.raises(PlanDigestMismatch, match="digest-0, stray"):
+        next(iter(service.dataset()))
+
+
+def test_a_shard_whose_tickets_leave_something_out_is_refused(service):
+    def forget(shard):
+        del shard.tickets[1:]
+
+    service.coordinator.edit = forget
+    with pytest.raises(MalformedShard, match="the sequence of pack 1, member 0"):
+        next(iter(service.dataset()))

@@ -1,0 +1,239 @@
+import asyncio
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from dataservice.core.errors import NotFoundError, SampleError, SourceError, SpecError
+from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.sample import (
+    DecodedSample,
+    ItemLengths,
+    Modality,
+    RawSample,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.workers.host import DecodingHost
+
+PAD = 9
+SHAPE = (1, 2, 2, 3)
+
+
+class Library:
+    """Reader and decoder in one: a sample's key says what becomes of it."""
+
+    pad_token_id = PAD
+
+    def __init__(self):
+        self.decoded = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Semaphore(0)
+
+    def read(self, ref):
+        if ref.key == "unreadable":
+            raise SampleError("the member is cut short")
+        if ref.key == "gone":
+            raise SourceError("the source has vanished")
+        return RawSample(key=ref.key, record={"id": ref.sample_id})
+
+    def decode(self, raw, planned):
+        self.started.release()
+        assert self.gate.wait(30)
+        self.decoded.append(raw.key)
+        if raw.key == "corrupt":
+            raise SampleError("the image is truncated")
+        if raw.key == "surprise":
+            raise ZeroDivisionError("in the codec")
+        tokens = planned.llm_tokens - (raw.key == "short")
+        ids = np.full(tokens, raw.record["id"], dtype=np.int32)
+        items = tuple(np.full(i.shape, raw.record["id"], np.uint8) for i in planned.items)
+        return DecodedSample(input_ids=ids, labels=ids, items=items)
+
+
+def order(*keys, pack=0, degree=1, pipeline="{}", tokens=4):
+    image = ItemLengths(
+        modality=Modality.VISION, encoder_tokens=4, llm_tokens=1, position=0, shape=SHAPE
+    )
+    return PackOrder(
+        key=PackKey(job="j", step=3, plan_digest="d" * 32, pack=pack),
+        degree=degree,
+        pipeline=pipeline,
+        samples=tuple(
+            PackSample(
+                ref=SampleRef(
+                    sample_id=i + 1, source="src", key=key, location=SampleLocation(file="f")
+                ),
+                lengths=SampleLengths(llm_tokens=tokens, loss_tokens=tokens, items=(image,)),
+            )
+            for i, key in enumerate(keys)
+        ),
+    )
+
+
+@pytest.fixture
+def library():
+    return Library()
+
+
+@pytest.fixture
+async def host(library):
+    host = DecodingHost(reader_for=lambda _: library, decoder_for=lambda _: library, slots=2)
+    yield host
+    library.gate.set()
+    host.close()
+
+
+async def started(library, count=1):
+    for _ in range(count):
+        assert await asyncio.to_thread(library.started.acquire, timeout=30)
+
+
+async def test_a_prepared_pack_gives_its_sequence_and_items(host):
+    receipt = await host.prepare(order("a", "b"))
+    assert receipt.bad_samples == ()
+    part = await host.sequence(receipt.key, 0)
+    assert part["input_ids"].tolist() == [1] * 4 + [2] * 4
+    items = await host.items(receipt.key, [1, 0])
+    assert [item.flat[0] for item in items] == [2, 1]
+    assert receipt.size_bytes == 3 * 4 * 8 + 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("unreadable", "the member is cut short"),
+        ("gone", "the source has vanished"),
+        ("corrupt", "the image is truncated"),
+        ("surprise", "ZeroDivisionError: in the codec"),
+        ("short", r"int32\[3\] where int32\[4\] was planned"),
+    ],
+)
+async def test_a_bad_sample_is_masked_alone_and_reported_by_name(host, key, reason):
+    receipt = await host.prepare(order("a", key, "b"))
+    (bad,) = receipt.bad_samples
+    assert (bad.sample_id, bad.source, bad.key) == (2, "src", key)
+    assert re.search(reason, bad.reason)
+    part = await host.sequence(receipt.key, 0)
+    assert part["input_ids"].tolist() == [1] * 4 + [PAD] * 4 + [3] * 4
+    assert part["labels"].tolist() == [1] * 4 + [-100] * 4 + [3] * 4
+    items = await host.items(receipt.key, [0, 1, 2])
+    assert [item.flat[0] for item in items] == [1, 0, 3]
+    assert items[1].shape == SHAPE
+
+
+async def test_the_same_order_twice_is_decoded_once(host, library):
+    first, second = await asyncio.gather(host.prepare(order("a")), host.prepare(order("a")))
+    third = await host.prepare(order("a"))
+    assert first == second == third
+    assert library.decoded == ["a"]
+
+
+async def test_another_order_under_the_same_key_replaces_the_pack(host):
+    await host.prepare(order("a", tokens=4))
+    receipt = await host.prepare(order("a", tokens=6))
+    assert len((await host.sequence(receipt.key, 0))["input_ids"]) == 6
+
+
+async def test_parts_are_waited_for_until_the_pack_is_ready(host, library):
+    library.gate.clear()
+    work = asyncio.create_task(host.prepare(order("a")))
+    await started(library)
+    waiting = asyncio.create_task(host.sequence(order("a").key, 0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert host.stats().packs_pending == 1
+    library.gate.set()
+    assert (await waiting)["input_ids"].tolist() == [1] * 4
+    await work
+
+
+async def test_what_was_never_ordered_is_not_found(host):
+    with pytest.raises(NotFoundError, match="never ordered here"):
+        await host.sequence(order("a").key, 0)
+    receipt = await host.prepare(order("a", degree=2))
+    with pytest.raises(NotFoundError, match="member 2 does not exist"):
+        await host.sequence(receipt.key, 2)
+    with pytest.raises(NotFoundError, match="none at place 1"):
+        await host.items(receipt.key, [0, 1])
+
+
+async def test_releasing_drops_work_not_yet_started_and_tells_who_waits(host, library):
+    library.gate.clear()
+    work = asyncio.create_task(host.prepare(order("a", "b", "c", "d")))
+    await started(library, 2)
+    waiting = asyncio.create_task(host.items(order("a").key, [0]))
+    await asyncio.sleep(0)
+    host.release([order("a").key, PackKey(job="j", step=9, plan_digest="", pack=0)])
+    for task in (work, waiting):
+        with pytest.raises(NotFoundError, match="released"):
+            await task
+    library.gate.set()
+    await host.prepare(order("z", pack=1))
+    assert sorted(library.decoded) == ["a", "b", "z"]
+
+
+async def test_a_caller_that_gives_up_does_not_stop_the_work(host, library):
+    library.gate.clear()
+    caller = asyncio.create_task(host.prepare(order("a")))
+    await started(library)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    library.gate.set()
+    await host.prepare(order("a"))
+    assert library.decoded == ["a"]
+
+
+async def test_a_pipeline_that_cannot_be_built_fails_the_pack_until_it_can():
+    library, broken = Library(), [True]
+
+    def decoder_for(pipeline):
+        if broken[0]:
+            raise SpecError(f"unknown processor {json.loads(pipeline)['processor']!r}")
+        return library
+
+    host = DecodingHost(reader_for=lambda _: library, decoder_for=decoder_for, slots=1)
+    asked = order("a", pipeline='{"processor": "odd"}')
+    with pytest.raises(SpecError, match="odd"):
+        await host.prepare(asked)
+    with pytest.raises(NotFoundError):
+        await host.sequence(asked.key, 0)
+    broken[0] = False
+    assert (await host.prepare(asked)).bad_samples == ()
+    host.close()
+
+
+async def test_each_distinct_pipeline_is_built_once():
+    library, built = Library(), []
+
+    def decoder_for(pipeline):
+        built.append(pipeline)
+        return library
+
+    host = DecodingHost(reader_for=lambda _: library, decoder_for=decoder_for, slots=2)
+    await asyncio.gather(
+        *(host.prepare(order("a", pack=n, pipeline=["x", "y"][n % 2])) for n in range(6))
+    )
+    assert sorted(built) == ["x", "y"]
+    host.close()
+
+
+async def test_stats_count_what_is_held_and_what_was_done(host):
+    first = await host.prepare(order("a", "corrupt", pack=0))
+    second = await host.prepare(order("b", pack=1))
+    stats = host.stats()
+    assert (stats.packs_ready, stats.packs_pending) == (2, 0)
+    assert stats.held_bytes == first.size_bytes + second.size_bytes
+    assert (stats.samples_decoded, stats.samples_masked) == (3, 1)
+    host.release([first.key])
+    assert host.stats().held_bytes == second.size_bytes
+
+
+def test_a_worker_without_slots_is_refused():
+    with pytest.raises(SpecError, match="0 decoding slots"):
+        DecodingHost(reader_for=lambda _: None, decoder_for=lambda _: None, slots=0)

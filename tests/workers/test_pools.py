@@ -1,0 +1,328 @@
+"""One contract over both pools. Ray's tests share one small Ray a test process."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import pytest
+import ray
+from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+from ray import cloudpickle
+
+from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
+from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec, Ticket
+from dataservice.core.sample import (
+    DecodedSample,
+    RawSample,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.core.tickets import sign_ticket
+from dataservice.serving.server import serve_worker
+from dataservice.serving.wire import ticket_to_proto
+from dataservice.serving.worker_link import GrpcWorkerLink
+from dataservice.workers.host import DecodingHost
+from dataservice.workers.local_pool import LocalWorkerPool
+from dataservice.workers.pool import PoolConfig
+from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+
+# A test module cannot be imported by Ray's workers: send what it defines by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+QUICK = {"slots_per_worker": 3, "health_interval_s": 0.1, "health_timeout_s": 1.5}
+
+
+class Served:
+    """A real server that tells its worker's name and process, and how it was stopped."""
+
+    def __init__(self, server):
+        self.server = server
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def stop(self):
+        self.server.close()
+        await self.server.wait_closed()
+
+
+async def serve(worker):
+    async def answer(reader, writer):
+        writer.write(f"{worker} {os.getpid()}".encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    return Served(await asyncio.start_server(answer, "127.0.0.1", 0))
+
+
+async def serve_but_not_the_second(worker):
+    if worker.startswith("worker-1."):
+        raise SpecError("port 99999 is not a port")
+    return await serve(worker)
+
+
+async def serve_with_a_surprise(worker):
+    raise OSError("no such device")
+
+
+async def serve_never(worker):
+    await asyncio.sleep(3600)
+
+
+async def ask(address):
+    """(worker, process id) of whoever answers there."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = (await reader.read()).decode().split()
+    writer.close()
+    await writer.wait_closed()
+    return answer[0], int(answer[1])
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def small_ray():
+    """Ray's sockets need a short path, which pytest's own directories are not."""
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=SMALLEST_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=directory,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def local_pool(serve, **config):
+    return LocalWorkerPool(serve=serve, config=PoolConfig(**QUICK, **config))
+
+
+def ray_pool(serve, **config):
+    config = RayPoolConfig(**QUICK, **config, cpus_per_worker=0.5)
+    return RayWorkerPool(serve=serve, config=config)
+
+
+@pytest.fixture(
+    params=["local", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))],
+)
+def make_pool(request):
+    if request.param == "ray":
+        request.getfixturevalue("small_ray")
+    return {"local": local_pool, "ray": ray_pool}[request.param]
+
+
+@pytest.fixture
+def make_ray_pool(small_ray):
+    return ray_pool
+
+
+async def test_every_worker_serves_under_its_own_name_until_the_pool_stops(make_pool):
+    pool = make_pool(serve, workers=2)
+    await pool.start()
+    workers = pool.workers()
+    assert [each.worker for each in workers] == ["worker-0.1", "worker-1.1"]
+    assert [(await ask(each.address))[0] for each in workers] == ["worker-0.1", "worker-1.1"]
+    assert {each.slots for each in workers} == {3}
+    await pool.stop()
+    assert pool.workers() == ()
+    for each in workers:
+        with pytest.raises(ConnectionRefusedError):
+            await ask(each.address)
+
+
+async def test_a_replaced_worker_is_gone_and_its_successor_has_a_new_name(make_pool):
+    pool = make_pool(serve, workers=1)
+    await pool.start()
+    (old,) = pool.workers()
+    # Two reports of one death, and one of a worker that never was.
+    await asyncio.gather(*(pool.replace(name) for name in (old.worker, old.worker, "worker-9.1")))
+    (new,) = pool.workers()
+    assert new.worker == "worker-0.2"
+    assert (await ask(new.address))[0] == "worker-0.2"
+    if new.address != old.address:
+        with pytest.raises(ConnectionRefusedError):
+            await ask(old.address)
+    await pool.replace(old.worker)
+    assert pool.workers() == (new,)
+    await pool.stop()
+
+
+async def test_a_worker_that_cannot_start_fails_the_pool_with_its_own_error(make_pool):
+    pool = make_pool(serve_but_not_the_second, workers=2)
+    with pytest.raises(SpecError, match="99999"):
+        await pool.start()
+    assert pool.workers() == ()
+
+
+async def test_an_unexpected_error_at_start_names_the_worker(make_pool):
+    pool = make_pool(serve_with_a_surprise, workers=1)
+    with pytest.raises(WorkerLostError, match=r"worker-0.1 did not start.*no such device"):
+        await pool.start()
+
+
+async def test_a_worker_that_never_starts_is_given_up(make_pool):
+    pool = make_pool(serve_never, workers=1, start_timeout_s=1.0)
+    with pytest.raises(WorkerLostError, match="did not start within 1 s"):
+        await pool.start()
+
+
+async def test_a_seat_that_cannot_be_filled_is_tried_again():
+    fails = iter([False, True, True, False])
+
+    async def serve_sometimes(worker):
+        if next(fails):
+            raise OSError("no room")
+        return await serve(worker)
+
+    pool = local_pool(serve_sometimes, workers=1, longest_retry_s=0.1)
+    await pool.start()
+    await pool.replace("worker-0.1")
+    assert pool.workers() == ()
+    await until(pool.workers)
+    assert pool.workers()[0].worker == "worker-0.4"
+    await pool.stop()
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_ray_worker_that_dies_or_hangs_is_noticed_and_replaced(make_ray_pool, blow):
+    pool = make_ray_pool(serve, workers=2)
+    await pool.start()
+    first, second = pool.workers()
+    _, process_id = await ask(first.address)
+    os.kill(process_id, blow)
+    await until(lambda: len(pool.workers()) == 2 and first not in pool.workers())
+    assert [each.worker for each in pool.workers()] == ["worker-0.2", "worker-1.1"]
+    assert second in pool.workers()
+    assert (await ask(pool.workers()[0].address))[1] != process_id
+    await pool.stop()
+
+
+class Counting:
+    """A pipeline that needs no files."""
+
+    pad_token_id = 0
+
+    def read(self, ref):
+        return RawSample(key=ref.key, record={"id": ref.sample_id})
+
+    def decode(self, raw, planned):
+        ids = np.full(planned.llm_tokens, raw.record["id"], dtype=np.int32)
+        return DecodedSample(input_ids=ids, labels=ids)
+
+
+async def serve_packs(worker, *, secret):
+    host = DecodingHost(reader_for=lambda _: Counting(), decoder_for=lambda _: Counting(), slots=1)
+    return await serve_worker(
+        host, worker=worker, listen="127.0.0.1:0", secret=secret, on_stopped=host.close
+    )
+
+
+async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
+    pool = make_ray_pool(partial(serve_packs, secret=b"s"), workers=2)
+    await pool.start()
+    link = GrpcWorkerLink(b"s")
+    for info in pool.workers():
+        key = PackKey(job="j", step=0, plan_digest="d", pack=1)
+        sample = PackSample(
+            ref=SampleRef(sample_id=5, source="s", key="k", location=SampleLocation(file="f")),
+            lengths=SampleLengths(llm_tokens=3, loss_tokens=3),
+        )
+        receipt = await link.prepare(
+            info, PackOrder(key=key, degree=1, pipeline="{}", samples=(sample,))
+        )
+        assert receipt.bad_samples == ()
+        ticket = Ticket(
+            worker=info.worker,
+            address=info.address,
+            rank=0,
+            expires_unix_s=2**40,
+            parts=(PartSpec(key=key, cp_rank=0),),
+        )
+        request = worker_pb2.FetchRequest(ticket=ticket_to_proto(sign_ticket(ticket, b"s")))
+        async with grpc.aio.insecure_channel(info.address) as channel:
+            header, data = [c async for c in worker_pb2_grpc.WorkerStub(channel).Fetch(request)]
+        assert header.header.tensors[0].name == "input_ids"
+        assert np.frombuffer(data.data, "<i4")[:3].tolist() == [5, 5, 5]
+    await link.close()
+    await pool.stop()
+
+
+OWN_RAY = """
+import asyncio, signal, sys
+from pathlib import Path
+import ray
+from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
+
+class Served:
+    address = "127.0.0.1:1"
+    async def stop(self): pass
+
+async def serve(worker):
+    return Served()
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    config = RayPoolConfig(workers=3, temp_dir=Path(sys.argv[1]), log_to_driver=False)
+    pool = RayWorkerPool(serve=serve, config=config)
+    await pool.start()
+    assert len(pool.workers()) == 3, "more workers than this machine may have CPUs"
+    assert signal.getsignal(signal.SIGTERM) is mine, "Ray took SIGTERM"
+    assert any(Path(sys.argv[1]).iterdir())
+    await pool.stop()
+    assert not ray.is_initialized(), "the pool left its Ray running"
+
+asyncio.run(main())
+"""
+
+
+def test_a_pool_without_an_address_runs_a_ray_of_its_own_and_ends_it():
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        done = subprocess.run(
+            [sys.executable, "-c", OWN_RAY, directory], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"workers": 0}, "workers is 0"),
+        ({"workers": 1, "slots_per_worker": 0}, "slots_per_worker is 0"),
+        ({"workers": 1, "cpus_per_worker": -1}, "cpus_per_worker is -1"),
+        ({"workers": 1, "temp_dir": Path("/" + "x" * 60)}, "at most 45"),
+    ],
+)
+def test_an_impossible_pool_is_refused(config, message):
+    with pytest.raises(SpecError, match=message):
+        RayPoolConfig(**config)
+
+
+async def test_a_ray_that_is_not_there_is_said_so(monkeypatch):
+    def refuse(**options):
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    pool = RayWorkerPool(serve=serve, config=RayPoolConfig(workers=1, address="127.0.0.1:1"))
+    with pytest.raises(ServiceError, match=r"at 127.0.0.1:1 cannot be used: nobody listens"):
+        await pool.start()

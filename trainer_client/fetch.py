@@ -1,0 +1,310 @@
+"""Tickets → parts: bytes streamed from several workers at once into one buffer a part.
+
+A part is a header, then its tensors' bytes in chunks. The header's size allocates one
+buffer, every chunk is copied into it once, and the tensors are views of it. Each worker's
+ticket is one stream; the streams run side by side.
+
+Success: `fetch` returns every wanted part.
+Failure: a stream that breaks, stalls or brings wrong bytes ends alone; `fetch` returns the
+parts that did arrive whole, and one `TicketFailure` for each stream that did not finish.
+Cancellation: closing the channels ends all streams; `fetch` then returns with failures.
+"""
+
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import grpc
+import torch
+from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+
+from trainer_client.errors import ClientError, CorruptPart, MisuseError, ServiceTimeout, from_rpc
+from trainer_client.transport import Transport
+
+_DTYPES = {
+    "<i4": torch.int32,
+    "<i8": torch.int64,
+    "<f4": torch.float32,
+    "<f2": torch.float16,
+    "|u1": torch.uint8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PartId:
+    """A part of a step: the sequence of member `cp_rank` of a pack, or, with -1, `items`."""
+
+    pack: int
+    cp_rank: int
+    items: tuple[int, ...]
+
+    @staticmethod
+    def of(spec: worker_pb2.PartSpec) -> "PartId":
+        """The part that a ticket names."""
+        return PartId(spec.key.pack, -1 if spec.items else spec.cp_rank, tuple(spec.items))
+
+    def __str__(self) -> str:
+        if self.items:
+            return f"items {list(self.items)} of pack {self.pack}"
+        return f"sequence {self.cp_rank} of pack {self.pack}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part that arrived whole: its tensors, in order, as (name, view)."""
+
+    id: PartId
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TicketFailure:
+    """A ticket's stream that did not bring all its parts."""
+
+    worker: str
+    address: str
+    error: ClientError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """What came of a set of tickets."""
+
+    parts: dict[PartId, Part]
+    failures: tuple[TicketFailure, ...]
+
+
+class PartBuffer:
+    """Receives one part's chunks."""
+
+    def __init__(self, part_id: PartId, header: worker_pb2.PartHeader) -> None:
+        self._id = part_id
+        self._header = header
+        self._sizes = [_size_bytes(tensor) for tensor in header.tensors]
+        if sum(self._sizes) != header.size_bytes:
+            raise CorruptPart(
+                f"{part_id}: the header announces {header.size_bytes} bytes, its tensors take "
+                f"{sum(self._sizes)}"
+            )
+        self._buffer = torch.empty(header.size_bytes, dtype=torch.uint8)
+        self._bytes = self._buffer.numpy().data
+        self._filled = 0
+        self._crc32 = 0
+
+    @property
+    def full(self) -> bool:
+        """True once every byte has come."""
+        return self._filled == self._header.size_bytes
+
+    def write(self, chunk: bytes) -> None:
+        """Copy a chunk behind the earlier ones."""
+        end = self._filled + len(chunk)
+        if end > self._header.size_bytes:
+            raise CorruptPart(
+                f"{self._id}: {end} bytes came, the header announces {self._header.size_bytes}"
+            )
+        self._bytes[self._filled : end] = chunk
+        self._crc32 = zlib.crc32(chunk, self._crc32)
+        self._filled = end
+
+    def part(self) -> Part:
+        """Check the sum and cut the tensors. Raises CorruptPart."""
+        if self._crc32 != self._header.crc32:
+            raise CorruptPart(
+                f"{self._id}: crc32 of its {self._filled} bytes is {self._crc32:08x}, the worker "
+                f"sent {self._header.crc32:08x}"
+            )
+        tensors, start = [], 0
+        for tensor, size_bytes in zip(self._header.tensors, self._sizes, strict=True):
+            raw = self._buffer[start : start + size_bytes]
+            dtype = _DTYPES[tensor.dtype]
+            if start % dtype.itemsize:
+                raw = raw.clone()  # a view must be aligned to its type
+            tensors.append((tensor.name, raw.view(dtype).view(tuple(tensor.shape))))
+            start += size_bytes
+        return Part(self._id, tuple(tensors), self._filled)
+
+
+def _size_bytes(tensor: worker_pb2.TensorHeader) -> int:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or any(length < 0 for length in tensor.shape):
+        raise CorruptPart(
+            f"tensor {tensor.name!r} has dtype {tensor.dtype!r} and shape {list(tensor.shape)}; "
+            f"this client reads {', '.join(_DTYPES)}. Use the client of the service's release."
+        )
+    return dtype.itemsize * prod(tensor.shape)
+
+
+def receive(
+    chunks: Iterable[worker_pb2.FetchChunk], specs: Sequence[worker_pb2.PartSpec]
+) -> Iterable[Part | None]:
+    """Read one ticket's stream: a Part when one is whole, None for every other chunk.
+
+    Raises CorruptPart when headers and bytes do not follow the ticket.
+    """
+    number, buffer = 0, None
+    for chunk in chunks:
+        if chunk.WhichOneof("content") == "header":
+            if buffer is not None or chunk.header.part != number or number >= len(specs):
+                raise CorruptPart(
+                    f"the header of part {chunk.header.part} came where part {number} of "
+                    f"{len(specs)} was due"
+                )
+            buffer = PartBuffer(PartId.of(specs[number]), chunk.header)
+        elif buffer is None:
+            raise CorruptPart(f"{len(chunk.data)} bytes came before a header")
+        else:
+            buffer.write(chunk.data)
+        if buffer.full:
+            yield buffer.part()
+            number, buffer = number + 1, None
+        else:
+            yield None
+    if number < len(specs):
+        raise CorruptPart(f"the stream ended after {number} of {len(specs)} parts")
+
+
+class PartFetcher:
+    """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
+
+    A stream that brings nothing for `stall_timeout_s` is given up.
+    """
+
+    def __init__(self, transport: Transport, *, streams: int, stall_timeout_s: float) -> None:
+        self._transport = transport
+        self._streams = streams
+        self._stall_timeout_s = stall_timeout_s
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fetch(self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId]) -> Fetched:
+        """Stream every ticket that holds a wanted part."""
+        streams = [
+            _Stream(ticket, wanted)
+            for ticket in tickets
+            if any(PartId.of(spec) in wanted for spec in ticket.parts)
+        ]
+        waiting, done = deque(streams), threading.Semaphore(0)
+        threads = [
+            threading.Thread(
+                target=self._drain, args=(waiting, done), name="shard-fetch", daemon=True
+            )
+            for _ in range(min(self._streams, len(streams)))
+        ]
+        for thread in threads:
+            thread.start()
+        for _ in streams:
+            while not done.acquire(timeout=min(1.0, self._stall_timeout_s / 4)):
+                for stream in streams:
+                    stream.give_up_if_stalled(self._stall_timeout_s)
+        for stream in streams:
+            if stream.crash is not None:
+                raise stream.crash
+        parts = {part.id: part for stream in streams for part in stream.parts}
+        failures = tuple(stream.failure for stream in streams if stream.failure)
+        for failure in failures:
+            self._forget(failure.address)
+        return Fetched(parts=parts, failures=failures)
+
+    def close(self) -> None:
+        """End every stream and close every channel."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
+
+    def _drain(self, waiting: "deque[_Stream]", done: threading.Semaphore) -> None:
+        while waiting:
+            try:
+                stream = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                stream.run(self._channel(stream.ticket.address))
+            except BaseException as crash:  # raised by `fetch`, in the caller's thread
+                stream.crash = crash
+            finally:
+                done.release()
+
+    def _channel(self, address: str) -> grpc.Channel | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if address not in self._channels:
+                self._channels[address] = self._transport.channel(address, authorised=False)
+            return self._channels[address]
+
+    def _forget(self, address: str) -> None:
+        # A worker that comes back may listen elsewhere; a fresh channel asks the name again.
+        with self._lock:
+            channel = self._channels.pop(address, None)
+        if channel is not None:
+            channel.close()
+
+
+class _Stream:
+    """One ticket being fetched by one thread, watched by another."""
+
+    def __init__(self, ticket: worker_pb2.Ticket, wanted: set[PartId]) -> None:
+        self.ticket = ticket
+        self.parts: list[Part] = []
+        self.failure: TicketFailure | None = None
+        self.crash: BaseException | None = None
+        self._missing = {PartId.of(spec) for spec in ticket.parts} & wanted
+        self._call: grpc.Call | None = None
+        self._heard_s = 0.0
+        self._stalled = False
+
+    def run(self, channel: grpc.Channel | None) -> None:
+        """Stream to the end, or to the last wanted part; never raises a deliberate error."""
+        try:
+            if channel is None:
+                raise MisuseError("the dataset is closed")
+            self._read(worker_pb2_grpc.WorkerStub(channel))
+        except grpc.RpcError as failed:
+            self._fail(from_rpc(failed, self.ticket.address))
+        except ClientError as error:
+            self._fail(error)
+        except ValueError:  # gRPC's word for a channel that was closed
+            self._fail(MisuseError("the dataset is closed"))
+
+    def give_up_if_stalled(self, limit_s: float) -> None:
+        """Cancel the call if it has brought nothing for `limit_s`."""
+        call = self._call
+        if call is not None and time.monotonic() - self._heard_s > limit_s:
+            self._stalled = True
+            call.cancel()
+
+    def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
+        last = PartId.of(self.ticket.parts[-1])
+        self._heard_s = time.monotonic()
+        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket))
+        self._call = call
+        try:
+            for part in receive(call, self.ticket.parts):
+                self._heard_s = time.monotonic()
+                if part is not None and part.id in self._missing:
+                    self.parts.append(part)
+                    self._missing.discard(part.id)
+                if not self._missing and part is not None and part.id != last:
+                    return  # the rest of the ticket arrived before, from another worker
+        finally:
+            self._call = None
+            call.cancel()  # of no effect on a stream that has ended
+
+    def _fail(self, error: ClientError) -> None:
+        if not self._missing:
+            return  # it broke behind the last byte that mattered
+        if self._stalled:
+            error = ServiceTimeout(f"worker {self.ticket.worker} stopped sending")
+        self.failure = TicketFailure(
+            worker=self.ticket.worker, address=self.ticket.address, error=error
+        )

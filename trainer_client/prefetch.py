@@ -1,0 +1,169 @@
+"""Two threads beside the training loop: one fetches ahead, one sends commits.
+
+Success: `Prefetcher.next` gives the items in order; `Committer.flush` returns once all that
+was put is sent.
+Failure: the first exception of the thread is kept, ends the thread, and is raised by the
+next call from the training loop, after the items that were ready before it.
+Cancellation: `close` wakes the callers and lets the thread end at its next turn; what the
+thread is blocked in must be ended by its owner (close the channels first).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from trainer_client.errors import MisuseError, ServiceTimeout
+
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
+    """Keeps up to `depth` items ready or on their way: `load(first)`, `load(first + 1)`, …
+
+    None from `load` is the end.
+    """
+
+    def __init__(self, load: Callable[[int], Item | None], *, first: int, depth: int) -> None:
+        self._load = load
+        self._first = first
+        self._depth = depth
+        self._ready: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shard-prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self, timeout_s: float) -> Item | None:
+        """Take the next item, None behind the last; ServiceTimeout if it does not come in time."""
+        with self._changed:
+            item = self.peek(timeout_s)
+            if item is not None:
+                self._ready.popleft()
+                self._changed.notify_all()
+            return item
+
+    def peek(self, timeout_s: float) -> Item | None:
+        """As `next`, but the item stays."""
+        with self._changed:
+            if not self._changed.wait_for(self._something_to_say, timeout_s):
+                raise ServiceTimeout(
+                    f"the next step did not come within {timeout_s:g} s, and no call failed. Look "
+                    "at `dataservice status` for what the job waits for: workers that decode too "
+                    "slowly, a rank that does not ask for its shard, or a network that drops "
+                    "packets. Raise timeout_s if such a wait is usual."
+                )
+            if self._ready:
+                return self._ready[0]
+            if self._closed:
+                raise MisuseError("the dataset was closed while it was iterated")
+            if self._failure is not None:
+                raise self._failure
+            return None
+
+    def close(self) -> None:
+        """Drop what is ready and stop."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; call after `close`."""
+        self._thread.join(timeout_s)
+
+    def _something_to_say(self) -> bool:
+        return bool(self._ready) or self._ended or self._closed or self._failure is not None
+
+    def _room(self) -> bool:
+        return self._closed or len(self._ready) < self._depth
+
+    def _run(self) -> None:
+        number = self._first
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._room)
+                    if self._closed:
+                        return
+                item = self._load(number)
+                with self._changed:
+                    if item is None:
+                        self._ended = True
+                    elif not self._closed:
+                        self._ready.append(item)
+                    self._changed.notify_all()
+                if item is None:
+                    return
+                del item
+                number += 1
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+
+class Committer:
+    """Sends `commit(step)` for each step put, in order, without blocking who puts it."""
+
+    def __init__(self, commit: Callable[[int], None]) -> None:
+        self._commit = commit
+        self._steps: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shard-commit", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int) -> None:
+        """Have a step sent. Raises what went wrong with an earlier one."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self._steps.append(step)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all is sent. Raises what went wrong, ServiceTimeout when it takes longer."""
+        with self._changed:
+            self._changed.wait_for(self._settled, timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            if self._steps and not self._closed:
+                raise ServiceTimeout(
+                    f"{len(self._steps)} commits, from step {self._steps[0]} on, were not taken "
+                    f"within {timeout_s:g} s. The position in the checkpoint does not depend on "
+                    "them; check that the coordinator is reachable."
+                )
+
+    def close(self) -> None:
+        """Stop; what is not sent by now is not sent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; call after `close`."""
+        self._thread.join(timeout_s)
+
+    def _settled(self) -> bool:
+        return not self._steps or self._closed or self._failure is not None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._steps or self._closed)
+                    if self._closed:
+                        return
+                    step = self._steps[0]
+                self._commit(step)
+                with self._changed:
+                    self._steps.popleft()  # only now: `flush` waits for the answer
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()

@@ -1,0 +1,153 @@
+"""One pass over a job, from a cursor on: everything that lives while a dataset is iterated.
+
+    channel ─ Session ─┬─ StepLoader ─ Prefetcher ─▶ next()
+                       └─ Committer ◀─ commit()
+
+`close` may be called at any time, from any thread, more than once; it returns within
+seconds, whatever the threads are blocked in.
+"""
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainer_client.errors import ClientError, CursorMismatch
+from trainer_client.fetch import PartFetcher
+from trainer_client.prefetch import Committer, Prefetcher
+from trainer_client.session import Claim, Session
+from trainer_client.shard import Shard
+from trainer_client.steps import StepLoader
+from trainer_client.transport import Transport, wait_until_reachable
+
+# A deadline that passes inside a thread says what failed: it may speak before the loop's own.
+GRACE_S = 15.0
+CLOSING_FLUSH_S = 5.0
+JOIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Before which step training stands. `cursor` is the service's; empty at the beginning."""
+
+    step: int
+    cursor: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a rank reaches its job, and how long it waits for what."""
+
+    address: str
+    job: str
+    rank: int
+    world_size: int
+    prefetch_steps: int
+    parallel_streams: int
+    connect_timeout_s: float
+    timeout_s: float
+    stall_timeout_s: float
+
+
+class Run:
+    """Opens the session when made; see the module's contract.
+
+    Raises ServiceUnreachable, ServiceTimeout, the service's refusal, or CursorMismatch when
+    cursor and step disagree.
+    """
+
+    def __init__(self, options: RunOptions, transport: Transport, start: Position) -> None:
+        self._options = options
+        self._process = os.getpid()
+        self._stop = threading.Event()
+        self._closing = threading.Lock()
+        self._channel = transport.channel(options.address, authorised=True)
+        self._fetcher = PartFetcher(
+            transport, streams=options.parallel_streams, stall_timeout_s=options.stall_timeout_s
+        )
+        self._session = Session(
+            self._channel,
+            options.address,
+            Claim(
+                job=options.job,
+                rank=options.rank,
+                world_size=options.world_size,
+                cursor=start.cursor,
+                client=f"{socket.gethostname()}:{os.getpid()}",
+            ),
+            stop=self._stop,
+            connect_timeout_s=options.connect_timeout_s,
+            timeout_s=options.timeout_s,
+        )
+        self._prefetcher: Prefetcher[Shard] | None = None
+        self._committer: Committer | None = None
+        try:
+            self._open(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def next(self) -> Shard | None:
+        """The next step's shard; None behind the last."""
+        assert self._prefetcher is not None
+        return self._prefetcher.next(self._options.timeout_s + GRACE_S)
+
+    def peek(self) -> Shard | None:
+        """The shard that `next` will give."""
+        assert self._prefetcher is not None
+        return self._prefetcher.peek(self._options.timeout_s + GRACE_S)
+
+    def commit(self, step: int) -> None:
+        """Send the commit of a step in the background. Raises what an earlier one met."""
+        assert self._committer is not None
+        self._committer.put(step)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the service has taken all commits."""
+        assert self._committer is not None
+        self._committer.flush(timeout_s)
+
+    def close(self) -> None:
+        """Give the rank up: flush commits for a moment, end all calls, stop all threads."""
+        if os.getpid() != self._process:
+            return  # a fork inherited this object, not its threads and connections
+        with self._closing:
+            if self._stop.is_set():
+                return
+            try:
+                # The position is in the checkpoint, whatever the service has heard of it.
+                with suppress(ClientError):
+                    if self._committer is not None:
+                        self._committer.flush(CLOSING_FLUSH_S)
+            finally:
+                self._end()
+
+    def _open(self, start: Position) -> None:
+        options = self._options
+        wait_until_reachable(self._channel, options.address, options.connect_timeout_s)
+        lease = self._session.open()
+        if lease.start_step != start.step:
+            raise CursorMismatch(
+                f"the state_dict stands before step {start.step}, but the service reads its "
+                f"cursor as step {lease.start_step}. Load the state_dict as ShardDataset gave it."
+            )
+        loader = StepLoader(
+            self._channel,
+            self._session,
+            self._fetcher,
+            stop=self._stop,
+            timeout_s=options.timeout_s,
+        )
+        self._committer = Committer(loader.commit)
+        self._prefetcher = Prefetcher(loader.load, first=start.step, depth=options.prefetch_steps)
+
+    def _end(self) -> None:
+        self._stop.set()
+        threads = [t for t in (self._session, self._prefetcher, self._committer) if t is not None]
+        for thread in threads:
+            thread.close()
+        self._fetcher.close()
+        self._channel.close()
+        for thread in threads:
+            thread.join(JOIN_S)

@@ -1,0 +1,309 @@
+"""Process groups of replicas, made by their members alone and kept for the next step.
+
+Dynamic context parallelism needs another partition of the replicas in every wave, and there
+are far too many possible groups to make them all beforehand. The pool makes a group when a
+plan first names it, keeps it for later steps, and drops the least recently planned ones.
+
+Why not ``torch.distributed.new_group``: it either needs every rank of the job to call it, or
+(``use_local_synchronization``) names a group by its members alone, so that a group dropped
+and made again would meet the addresses of the old one in the store. It also changes global
+tables, which a background thread must not. Here a backend is built directly on a
+``PrefixStore`` whose prefix has never been used.
+
+Contract
+--------
+Every replica calls ``prewarm`` with the same groups in the same order: *all* groups of the
+step, not only its own. The bookkeeping of who keeps what is then the same computation on
+every replica, so a group is dropped by all of its members or by none, without a message
+between them. Groups are connected by one background thread in the order of the list, which
+is the same everywhere, so members that wait for one another cannot form a cycle.
+``get`` of a group that no list named connects it in the calling thread and keeps it until
+``close``; all of its members must do the same.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from trainer_client.runtime.errors import GroupFormationError, GroupPoolError
+from trainer_client.runtime.peers import (
+    FaultBoard,
+    PeerGroup,
+    Transport,
+    as_timedelta,
+    grace_s,
+)
+
+Members = tuple[int, ...]
+
+
+class GroupPool:
+    """CP groups of this replica, and the group of all replicas.
+
+    Parameters
+    ----------
+    max_groups: groups kept per replica. The groups of the two most recent lists are always
+        kept, since the older of them may still be computing, so the real bound is the larger
+        of ``max_groups`` and the groups of two steps.
+    timeout_s: how long a peer may stay silent, in forming a group or in using it.
+    store, replica, replicas, backend: taken from ``torch.distributed`` when not given; with
+        neither, the pool serves a single replica. A replica of several ranks (tensor or
+        pipeline parallel) makes one pool per rank, with the rank's place inside the replica
+        as ``lane``: lanes never meet. All replicas make the pools of a lane in the same order.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_groups: int = 64,
+        timeout_s: float = 600.0,
+        store: Store | None = None,
+        replica: int | None = None,
+        replicas: int | None = None,
+        backend: str | None = None,
+        lane: str = "",
+    ) -> None:
+        if max_groups < 1:
+            raise GroupPoolError(f"max_groups is {max_groups}; it must be at least 1")
+        ready = dist.is_initialized()
+        self.replicas = replicas or (dist.get_world_size() if ready else 1)
+        self.replica = replica if replica is not None else (dist.get_rank() if ready else 0)
+        self.timeout_s = timeout_s
+        self._backend_name = backend or _default_backend()
+        on_gpu = self._backend_name == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+        if self.replicas > 1:
+            base = store or dist.distributed_c10d._get_default_store()
+            pools = base.add(f"cp_groups/{lane}/pools_of/{self.replica}", 1)
+            prefix = f"cp_groups/{lane}/{pools}/"
+            self._store: Store | None = PrefixStore(prefix, base)
+            # A store client serves one call at a time and waits inside it, so the background
+            # thread has its own.
+            self._background_store = PrefixStore(prefix, _own_client(base))
+        else:
+            self._store = None
+        self._ledger = _Ledger(max_groups)
+        self._planned: dict[Members, Future[PeerGroup]] = {}
+        self._unplanned: dict[Members, PeerGroup] = {}
+        self._connector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cp-groups")
+
+    @property
+    def everyone(self) -> PeerGroup:
+        """The group of all replicas; its first use is collective."""
+        return self.get(tuple(range(self.replicas)))
+
+    def prewarm(self, step_groups: Iterable[Sequence[int]]) -> None:
+        """Admit a step's groups and start connecting those this replica is in; returns at once.
+
+        ``step_groups``: every group of the step, of all replicas, in the plan's order.
+        """
+        admitted, dropped = self._ledger.admit(tuple(group) for group in step_groups)
+        for members in dropped:
+            if self.replica in members:
+                self._planned.pop(members).add_done_callback(_close_made)
+        for members, admission in admitted.items():
+            if self.replica in members:
+                self._checked(members)
+                self._planned[members] = self._connector.submit(
+                    self._connect, members, f"planned/{admission}", self._background_store
+                )
+
+    def get(self, members: Sequence[int]) -> PeerGroup:
+        """The group of ``members``, connected.
+
+        Raises
+        ------
+        GroupPoolError: this replica is not a member, or a member does not exist.
+        GroupFormationError: a member did not arrive within ``timeout_s``.
+        """
+        key = self._checked(members)
+        if len(key) == 1:
+            return PeerGroup(key, index=0, timeout_s=self.timeout_s)
+        if key in self._planned:
+            try:
+                return self._planned[key].result(timeout=2 * self.timeout_s)
+            except FutureTimeout as error:
+                raise self._formation_error(key, (), error) from error
+        if key not in self._unplanned:
+            name = "unplanned/" + "-".join(map(str, key))
+            assert self._store is not None  # more than one replica, so there is a store
+            self._unplanned[key] = self._connect(key, name, self._store)
+        return self._unplanned[key]
+
+    def kept(self) -> tuple[Members, ...]:
+        """Planned groups this replica keeps, least recently planned first."""
+        return tuple(key for key in self._ledger.groups() if self.replica in key)
+
+    def close(self) -> None:
+        """Drop every group. Call it on all replicas after their last use of the pool."""
+        self._connector.shutdown(wait=False, cancel_futures=True)
+        for future in self._planned.values():
+            future.add_done_callback(_close_made)
+        for group in self._unplanned.values():
+            group.close()
+        self._planned.clear()
+        self._unplanned.clear()
+
+    def __enter__(self) -> "GroupPool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _checked(self, members: Sequence[int]) -> Members:
+        key = tuple(int(member) for member in members)
+        if len(set(key)) != len(key) or not all(0 <= m < self.replicas for m in key):
+            raise GroupPoolError(
+                f"group {list(key)} must name different replicas in [0, {self.replicas}); "
+                "check that the job's world size is the one the plan was made for"
+            )
+        if self.replica not in key:
+            raise GroupPoolError(
+                f"replica {self.replica} asked for group {list(key)}, of which it is no member; "
+                "ask only for the cp_group of your own microbatch"
+            )
+        return key
+
+    def _connect(self, members: Members, name: str, pool_store: Store) -> PeerGroup:
+        store = PrefixStore(f"{name}/", pool_store)
+        index = members.index(self.replica)
+        store.set(f"arrived/{self.replica}", "1")
+        try:
+            transport = _make_transport(
+                self._backend_name,
+                store,
+                index,
+                len(members),
+                self.timeout_s - grace_s(self.timeout_s),
+            )
+        except RuntimeError as error:
+            raise self._formation_error(members, _missing(store, members), error) from error
+        board = FaultBoard(self._store or pool_store, replica=self.replica)
+        return PeerGroup(
+            members,
+            index=index,
+            transport=transport,
+            board=board,
+            timeout_s=self.timeout_s,
+            device=self._device,
+        )
+
+    def _formation_error(
+        self, members: Members, missing: Sequence[int], error: Exception
+    ) -> GroupFormationError:
+        return GroupFormationError(
+            action="forming the group (did all replicas prewarm the same list?)",
+            members=members,
+            replica=self.replica,
+            awaited=None,
+            culprits=missing,
+            timeout_s=self.timeout_s,
+            cause=str(error),
+        )
+
+
+class _Ledger:
+    """Who keeps which group, worked out alike on every replica.
+
+    Groups are ordered by the last list that named them. When some replica keeps more than
+    ``max_groups``, the oldest groups with such a member go, save those of the last two lists.
+    An admission number is never used twice, so neither is a group's place in the store.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        self._max_groups = max_groups
+        self._kept: OrderedDict[Members, int] = OrderedDict()
+        self._load: dict[int, int] = {}
+        self._admissions = itertools.count()
+        self._previous: frozenset[Members] = frozenset()
+
+    def groups(self) -> tuple[Members, ...]:
+        return tuple(self._kept)
+
+    def admit(self, step_groups: Iterable[Members]) -> tuple[dict[Members, int], list[Members]]:
+        """New groups with their admission numbers, and the groups to drop. O(kept groups)."""
+        current = dict.fromkeys(group for group in step_groups if len(group) > 1)
+        admitted: dict[Members, int] = {}
+        for group in current:
+            if group not in self._kept:
+                admitted[group] = self._kept[group] = next(self._admissions)
+                self._shift_load(group, 1)
+            self._kept.move_to_end(group)
+        named_now = frozenset(current)
+        dropped = self._drop_oldest(protected=self._previous | named_now)
+        self._previous = named_now
+        return admitted, dropped
+
+    def _drop_oldest(self, protected: frozenset[Members]) -> list[Members]:
+        dropped = []
+        for group in tuple(self._kept):
+            if not any(load > self._max_groups for load in self._load.values()):
+                break
+            crowded = any(self._load[member] > self._max_groups for member in group)
+            if crowded and group not in protected:
+                del self._kept[group]
+                self._shift_load(group, -1)
+                dropped.append(group)
+        return dropped
+
+    def _shift_load(self, group: Members, change: int) -> None:
+        for member in group:
+            self._load[member] = self._load.get(member, 0) + change
+
+
+def _close_made(future: Future[PeerGroup]) -> None:
+    """Close a group once it is connected. Its connecting is not cancelled: its other members
+    are waiting for this one, and would wait until their timeout."""
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
+
+
+def _default_backend() -> str:
+    """The default group's backend; where it has one per device, the accelerator's."""
+    name = dist.get_backend() if dist.is_initialized() else "gloo"
+    if name in ("gloo", "nccl"):
+        return name
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _make_transport(name: str, store: Store, index: int, size: int, timeout_s: float) -> Transport:
+    timeout = as_timedelta(timeout_s)
+    if name == "gloo":
+        return cast(Transport, dist.ProcessGroupGloo(store, index, size, timeout))
+    if name == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, index, size, options)
+        # Connect now, in the background, rather than inside the first ring.
+        backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return cast(Transport, backend)
+    raise GroupPoolError(
+        f"backend {name!r} is not supported by the group pool; start torch.distributed with "
+        "'gloo' or 'nccl', or pass backend="
+    )
+
+
+def _own_client(store: Store) -> Store:
+    """A second connection to the store, where this torch can make one."""
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def _missing(store: Store, members: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(m for m in members if not store.check([f"arrived/{m}"]))
+    except RuntimeError:  # the store's host is gone
+        return ()

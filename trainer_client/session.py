@@ -1,0 +1,230 @@
+"""A rank's claim on a job: one stream that is held open, and calls made under its name.
+
+    open() ─▶ OpenSession stream ─▶ first event: session, attempt, start step
+                    │ breaks
+                    └─▶ open again with rejoin_attempt, waits growing, until timeout_s ─▶ fails
+
+The claim lives as long as the stream. A thread of its own reads the stream; when it breaks,
+the same thread opens it again under the same attempt, and calls wait meanwhile. The service
+gives every stream a new session name, so a call that fails because its name went stale is
+made once more under the new one.
+
+Success: `open` returns the attempt; `call` returns the answer.
+Failure: the service's refusal, or a deadline, is kept and raised by every later `call`.
+Cancellation: `close`, and closing the channel, end the thread and wake all that wait.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from trainer_client.backoff import Backoff
+from trainer_client.errors import (
+    ClientError,
+    Fenced,
+    MisuseError,
+    RankAlreadyClaimed,
+    ServiceTimeout,
+    ServiceUnreachable,
+    UnknownJob,
+    from_rpc,
+)
+
+Answer = TypeVar("Answer")
+
+# How long a session name that the service does not know may still turn out to be stale.
+STALE_SESSION_S = 3.0
+# How long a rank may look claimed by a client that has just gone: a loop that was left and
+# is entered again, or a process that was killed.
+CLAIM_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What a rank asks for. `cursor` is where the attempt begins; empty for the beginning."""
+
+    job: str
+    rank: int
+    world_size: int
+    cursor: str
+    client: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A claim that was granted. `generation` counts the streams that held it."""
+
+    session: str
+    attempt: int
+    start_step: int
+    generation: int
+
+
+class Session:
+    """Holds a claim on a rank; see the module's contract."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        address: str,
+        claim: Claim,
+        *,
+        stop: threading.Event,
+        connect_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._address = address
+        self._claim = claim
+        self._stop = stop
+        self._connect_timeout_s = connect_timeout_s
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._last: Lease | None = None
+        self._failure: ClientError | None = None
+        self._thread = threading.Thread(target=self._keep, name="shard-session", daemon=True)
+
+    def open(self) -> Lease:
+        """Claim the rank; returns once every rank of the attempt has.
+
+        Raises what the service answers, ServiceUnreachable when it goes away, ServiceTimeout
+        when the other ranks do not come.
+        """
+        self._thread.start()
+        claim = self._claim
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._lease or self._failure, self._timeout_s):
+                raise ServiceTimeout(
+                    f"rank {claim.rank} of {claim.world_size} has waited {self._timeout_s:g} s "
+                    f"for the other ranks of job {claim.job!r} to open. Check that all "
+                    f"{claim.world_size} started; each opens at its first iteration."
+                )
+            return self._usable()
+
+    def call(self, rpc: Callable[[str], Answer]) -> Answer:
+        """Run `rpc(session)` under the current session, again after a break or a long wait.
+
+        Raises the service's refusal, or ServiceUnreachable after `timeout_s` of failures. A
+        call whose own deadline passes is repeated for as long as the session lives: the
+        service is then only waiting for a step.
+        """
+        retry = Backoff(self._stop, self._timeout_s)
+        while True:
+            lease = self._current()
+            try:
+                return rpc(lease.session)
+            except grpc.RpcError as failed:
+                error = from_rpc(failed, self._address)
+            except ValueError as failed:  # gRPC's word for a channel that was closed
+                raise MisuseError("the dataset was closed during a call") from failed
+            if isinstance(error, ServiceTimeout):
+                retry = Backoff(self._stop, self._timeout_s)
+                self._stop.wait(0.01)  # a service may answer so at once
+            elif isinstance(error, UnknownJob | Fenced):
+                if not self._stale(lease):
+                    raise error
+            elif not isinstance(error, ServiceUnreachable) or not retry.wait():
+                raise error
+
+    def close(self) -> None:
+        """Wake all callers. The stream itself ends with its channel."""
+        with self._changed:
+            self._lease = None
+            self._failure = self._failure or MisuseError("the dataset is closed")
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; call after `stop` was set and the channel closed."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _usable(self) -> Lease:
+        if self._failure is not None:
+            raise self._failure
+        assert self._lease is not None
+        return self._lease
+
+    def _current(self) -> Lease:
+        # No timeout of its own: the thread grants a lease or fails within its deadline.
+        with self._changed:
+            self._changed.wait_for(lambda: self._lease or self._failure)
+            return self._usable()
+
+    def _stale(self, lease: Lease) -> bool:
+        """Whether the session was, or is about to be, replaced by a newer one."""
+
+        def moved_on() -> bool:
+            current = self._lease
+            return current is None or current.generation != lease.generation
+
+        with self._changed:
+            return bool(self._changed.wait_for(moved_on, STALE_SESSION_S))
+
+    def _keep(self) -> None:
+        """The thread: hold a stream; when it breaks, open the next."""
+        retry = Backoff(self._stop, self._connect_timeout_s)
+        while not self._stop.is_set():
+            generation = self._last.generation if self._last else 0
+            error = self._hold_stream()
+            if self._last and self._last.generation > generation:
+                retry = Backoff(self._stop, self._timeout_s)  # it was open: a new break
+            with self._changed:
+                self._lease = None
+                self._changed.notify_all()
+            if not self._worth_retrying(error, retry) or not retry.wait():
+                self._fail(error, retry)
+                return
+
+    def _hold_stream(self) -> ClientError:
+        """Open a stream and read it to its end; returns why it ended."""
+        claim, last = self._claim, self._last
+        request = coordinator_pb2.OpenSessionRequest(
+            job=claim.job,
+            rank=claim.rank,
+            world_size=claim.world_size,
+            cursor=claim.cursor,
+            client=claim.client,
+            rejoin_attempt=last.attempt if last else 0,
+        )
+        try:
+            for event in self._stub.OpenSession(request):
+                self._grant(event)
+        except grpc.RpcError as failed:
+            return from_rpc(failed, self._address)
+        except ValueError:
+            return MisuseError("the dataset is closed")
+        return ServiceUnreachable(f"{self._address} ended the session of rank {claim.rank}")
+
+    def _grant(self, event: coordinator_pb2.SessionEvent) -> None:
+        with self._changed:
+            if self._stop.is_set():
+                return
+            self._last = self._lease = Lease(
+                session=event.session,
+                attempt=event.attempt,
+                start_step=event.start_step,
+                generation=self._last.generation + 1 if self._last else 1,
+            )
+            self._changed.notify_all()
+
+    def _worth_retrying(self, error: ClientError, retry: Backoff) -> bool:
+        if isinstance(error, RankAlreadyClaimed):
+            # Coming back, the rank is claimed by the broken stream until the service notices.
+            return self._last is not None or retry.spent_s < CLAIM_GRACE_S
+        return isinstance(error, ServiceUnreachable | ServiceTimeout)
+
+    def _fail(self, error: ClientError, retry: Backoff) -> None:
+        if isinstance(error, ServiceUnreachable):
+            error = ServiceUnreachable(
+                f"the session of rank {self._claim.rank} with {self._address} broke and could "
+                f"not be opened again in {retry.spent_s:.0f} s ({retry.attempts} attempts): "
+                f"{error}. Restart the service if it is down, then resume from the checkpoint."
+            )
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

@@ -1,0 +1,162 @@
+"""One step's shard, however long it takes: ask, fetch, and ask again for what did not come.
+
+GetShard ─▶ tickets ─▶ fetch ──all parts──▶ assemble ─▶ Shard
+    ▲                    │ some failed
+    └── failed_workers ──┘ only the missing parts are fetched again
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import grpc
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from trainer_client.assemble import assemble_shard
+from trainer_client.backoff import Backoff
+from trainer_client.errors import (
+    AccessDenied,
+    CorruptPart,
+    MalformedShard,
+    MisuseError,
+    PlanDigestMismatch,
+    WorkerUnreachable,
+)
+from trainer_client.fetch import Part, PartFetcher, PartId, TicketFailure
+from trainer_client.session import Session
+from trainer_client.shard import Shard
+
+# How long one GetShard waits for its step to be planned before it is asked anew.
+POLL_S = 30.0
+# A step that is corrupt this often does not suffer from a flipped bit.
+MAX_CORRUPT = 3
+
+
+class StepLoader:
+    """Loads steps one after another. Ended by closing its session, channels and `stop`."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        session: Session,
+        fetcher: PartFetcher,
+        *,
+        stop: threading.Event,
+        timeout_s: float,
+    ) -> None:
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._session = session
+        self._fetcher = fetcher
+        self._stop = stop
+        self._timeout_s = timeout_s
+
+    def load(self, step: int) -> Shard | None:
+        """The shard of a step whose predecessors have all arrived; None behind the last step.
+
+        Raises WorkerUnreachable when parts fail for `timeout_s`, CorruptPart when one stays
+        corrupt, PlanDigestMismatch when the plan changes between two tries, and what
+        `Session.call` raises.
+        """
+        held: dict[PartId, Part] = {}
+        retry, troubles = Backoff(self._stop, self._timeout_s), _Troubles(step)
+        digest = ""
+        failed_workers: tuple[str, ...] = ()
+        while True:
+            shard = self._ask(step, failed_workers)
+            if shard is None:
+                return None
+            digest = check_digest(shard, digest)
+            wanted = {PartId.of(spec) for ticket in shard.tickets for spec in ticket.parts}
+            fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys())
+            held |= fetched.parts
+            if not fetched.failures:
+                return assemble_shard(shard, held)
+            failed_workers = troubles.judge(fetched.failures)
+            if not retry.wait():
+                raise troubles.verdict(retry, missing=len(wanted - held.keys()))
+
+    def commit(self, step: int) -> None:
+        """Tell the service that this rank has trained a step."""
+
+        def rpc(session: str) -> None:
+            request = coordinator_pb2.CommitStepRequest(session=session, step=step)
+            self._stub.CommitStep(request, timeout=POLL_S)
+
+        self._session.call(rpc)
+
+    def _ask(self, step: int, failed_workers: Sequence[str]) -> coordinator_pb2.RankShard | None:
+        def rpc(session: str) -> coordinator_pb2.GetShardResponse:
+            request = coordinator_pb2.GetShardRequest(
+                session=session,
+                step=step,
+                received_step=step - 1,
+                failed_workers=failed_workers,
+            )
+            return self._stub.GetShard(request, timeout=POLL_S)
+
+        response = self._session.call(rpc)
+        if response.WhichOneof("result") != "shard":
+            return None
+        if response.shard.step != step:
+            raise MalformedShard(f"step {step} was asked for, {response.shard.step} came")
+        return response.shard
+
+
+def check_digest(shard: coordinator_pb2.RankShard, earlier: str) -> str:
+    """The shard's plan digest, the same in every ticket and in an `earlier` answer if any."""
+    digests = {spec.key.plan_digest for ticket in shard.tickets for spec in ticket.parts}
+    digests |= {shard.plan_digest, earlier or shard.plan_digest}
+    if len(digests) > 1:
+        raise PlanDigestMismatch(
+            f"step {shard.step} has plans of different digests: {', '.join(sorted(digests))}. "
+            "Ranks must not train on different plans: restart all ranks from the checkpoint."
+        )
+    return shard.plan_digest
+
+
+class _Troubles:
+    """What went wrong while a step was fetched, and which workers to name for it.
+
+    An expired ticket or one corrupt part may not be the worker's fault: it is named from the
+    second time on. A worker that cannot be reached, lost the pack or stalls is named at once.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._doubts: Counter[str] = Counter()
+        self._corrupt_rounds = 0
+        self._last: TicketFailure | None = None
+
+    def judge(self, failures: Sequence[TicketFailure]) -> tuple[str, ...]:
+        """The workers to report. Raises what retrying cannot mend."""
+        named = []
+        for failure in failures:
+            self._last = failure
+            if isinstance(failure.error, MisuseError):
+                raise failure.error
+            doubtful = isinstance(failure.error, AccessDenied | CorruptPart)
+            self._doubts[failure.worker] += doubtful
+            if not doubtful or self._doubts[failure.worker] > 1:
+                named.append(failure.worker)
+        corrupt = [f for f in failures if isinstance(f.error, CorruptPart)]
+        self._corrupt_rounds += bool(corrupt)
+        if corrupt and self._corrupt_rounds >= MAX_CORRUPT:
+            raise CorruptPart(
+                f"step {self._step}, {_place(corrupt[0])}: {corrupt[0].error}. It happened "
+                f"{self._corrupt_rounds} times in a row: check that machine's memory and network."
+            )
+        return tuple(named)
+
+    def verdict(self, retry: Backoff, missing: int) -> WorkerUnreachable:
+        """The error to raise at the deadline."""
+        last = self._last
+        assert last is not None
+        return WorkerUnreachable(
+            f"step {self._step}: {missing} parts did not come in {retry.spent_s:.0f} s "
+            f"({retry.attempts + 1} attempts); last, {_place(last)}: {last.error}. Check that "
+            "the workers' addresses can be reached from this machine."
+        )
+
+
+def _place(failure: TicketFailure) -> str:
+    return f"worker {failure.worker} at {failure.address}"
