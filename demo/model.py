@@ -42,8 +42,8 @@ class ModelConfig:
     vocabulary: int = 2_048
     width: int = 128
     layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
+    heads: int = 2
+    kv_heads: int = 1
     encoder_width: int = 64
     encoder_heads: int = 2
     vision_layers: int = 2

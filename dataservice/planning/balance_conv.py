@@ -17,7 +17,7 @@ from dataservice.planning.partition_problem import Partition, as_amounts, check_
 
 _WORK_LIMIT = 800_000  # exchanges looked at
 _PARTNERS = 32
-_MULTIPLIER_STEPS = 30
+_PRICES = 40
 
 
 @numba.njit(cache=True, nogil=True)
@@ -78,45 +78,43 @@ def _contiguous(
 def _least_padded_sum(squares: NDArray[np.float64], batches: int) -> float:
     """A bound no split into `batches` goes below for the summed b·m² of all batches.
 
-    Minimal for contiguous batches. A price per batch removes the limit on their number, and any
-    price bounds from below; the best price is found by ternary search on a concave function. For
-    one price a monotone queue of lines gives the minimum in O(n).
+    Minimal for contiguous batches. A price per batch replaces the limit on their number, and any
+    price gives a bound; it is best where the optimum just uses `batches`, found by bisection. For
+    one price a monotone queue of lines gives the optimum in O(n).
     """
     n = squares.size
     rising = squares[::-1].copy()
     cost = np.zeros(n + 1)
+    used = np.zeros(n + 1, np.int64)
     queue = np.empty(n + 1, np.int64)
     best = 0.0
     low = 0.0
     high = n * rising[n - 1]
-    for _ in range(_MULTIPLIER_STEPS):
-        values = np.empty(2)
-        prices = (low + (high - low) / 3.0, high - (high - low) / 3.0)
-        for probe in range(2):
-            first, last = 0, 0
-            queue[0] = 0
-            for j in range(1, n + 1):
-                x = rising[j - 1]
-                while first < last and (
-                    cost[queue[first + 1]] - queue[first + 1] * x
-                    <= cost[queue[first]] - queue[first] * x
-                ):
-                    first += 1
-                cost[j] = cost[queue[first]] + (j - queue[first]) * x + prices[probe]
-                while first < last:
-                    a, b = queue[last - 1], queue[last]
-                    if (cost[b] - cost[a]) * (j - b) >= (cost[j] - cost[b]) * (b - a):
-                        last -= 1
-                    else:
-                        break
-                last += 1
-                queue[last] = j
-            values[probe] = cost[n] - prices[probe] * batches
-        best = max(best, values[0], values[1])
-        if values[0] < values[1]:
-            low = prices[0]
+    for _ in range(_PRICES):
+        price = 0.5 * (low + high)
+        first, last = 0, 0
+        queue[0] = 0
+        for j in range(1, n + 1):
+            x = rising[j - 1]
+            while first < last and (
+                cost[queue[first + 1]] - queue[first + 1] * x
+                <= cost[queue[first]] - queue[first] * x
+            ):
+                first += 1
+            cost[j] = cost[queue[first]] + (j - queue[first]) * x + price
+            used[j] = used[queue[first]] + 1
+            while first < last:
+                a, b = queue[last - 1], queue[last]
+                if (cost[b] - cost[a]) * (j - b) < (cost[j] - cost[b]) * (b - a):
+                    break
+                last -= 1
+            last += 1
+            queue[last] = j
+        best = max(best, cost[n] - price * batches)
+        if used[n] > batches:
+            low = price
         else:
-            high = prices[1]
+            high = price
     return best
 
 

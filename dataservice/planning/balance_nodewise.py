@@ -11,13 +11,15 @@ items a node's total is close to the mean already, so only the excess over it ha
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.kernel_sort import group_stable
 from dataservice.planning.nodewise import check_nodes
-from dataservice.planning.partition import partition
 from dataservice.planning.partition_problem import as_amounts, check_ranks
+from dataservice.planning.partition_segments import partition_segments
 
 # Part of the tolerance kept for the imbalance that remains inside a node.
 _INSIDE_SHARE = 0.05
@@ -76,8 +78,17 @@ def balance_nodewise(
     bound = max(float(amounts.sum()) / ranks, largest)
     limit = bound * ranks_per_node * (1.0 + tolerance * (1.0 - _INSIDE_SHARE))
     home_node = home // ranks_per_node
-    node_of = _move_excess(amounts, moved, home_node, nodes, limit)
-    rank_of = _balance_inside(amounts, node_of, nodes, ranks_per_node, tolerance)
+    node_of = home_node.copy()
+    order, begins = group_stable(home_node, np.arange(home.size), nodes)
+    _move_excess(amounts, moved, order, begins, limit, node_of)
+    inside = partition_segments(
+        amounts,
+        node_of,
+        segments=nodes,
+        ranks=ranks_per_node,
+        tolerance=0.5 * _INSIDE_SHARE * tolerance,
+    )
+    rank_of = (node_of * ranks_per_node + inside).astype(np.int32)
     loads = np.bincount(rank_of, weights=amounts, minlength=ranks).astype(np.float64)
     return NodewisePartition(
         rank_of=rank_of,
@@ -88,76 +99,71 @@ def balance_nodewise(
     )
 
 
+@numba.njit(cache=True, nogil=True)
+def _target_node(loads: NDArray[np.float64], node: int, cost: float, limit: float) -> int:
+    """The fullest other node that still takes `cost` within the limit; if there is none, the
+    emptiest one, provided it comes out below `node`; else −1."""
+    tightest, emptiest = -1, -1
+    for other in range(loads.size):
+        if other == node:
+            continue
+        if loads[other] + cost <= limit and (tightest < 0 or loads[other] > loads[tightest]):
+            tightest = other
+        if emptiest < 0 or loads[other] < loads[emptiest]:
+            emptiest = other
+    if tightest >= 0:
+        return tightest
+    if emptiest >= 0 and loads[emptiest] + cost < loads[node]:
+        return emptiest
+    return -1
+
+
+@numba.njit(cache=True, nogil=True)
 def _move_excess(
     costs: NDArray[np.float64],
     volume: NDArray[np.float64],
-    home_node: NDArray[np.int64],
-    nodes: int,
+    order: NDArray[np.int64],
+    begins: NDArray[np.int64],
     limit: float,
-) -> NDArray[np.int64]:
-    """Node of each item after every node above `limit` gave its excess to nodes below it."""
-    node_of = home_node.copy()
-    loads = np.bincount(home_node, weights=costs, minlength=nodes).astype(np.float64)
-    for node in np.argsort(-loads, kind="stable"):
-        if loads[node] <= limit:
-            break
-        items = np.flatnonzero(home_node == node)
-        for item in _leaving(costs[items], volume[items], float(loads[node] - limit)):
-            mover = items[item]
-            room = limit - loads
-            room[node] = -np.inf
-            fitting = np.flatnonzero(room >= costs[mover])
-            # Tightest room that takes it, so that large rooms stay for large items; where none
-            # does, the roomiest node still comes out lower than this one.
-            target = int(fitting[room[fitting].argmin()] if fitting.size else room.argmax())
-            if loads[target] + costs[mover] >= loads[node]:
-                continue
-            node_of[mover] = target
-            loads[target] += costs[mover]
-            loads[node] -= costs[mover]
-    return node_of
-
-
-def _leaving(
-    costs: NDArray[np.float64], volume: NDArray[np.float64], excess: float
-) -> NDArray[np.int64]:
-    """Items whose summed cost just covers `excess`, at little volume.
-
-    Greedy by cost per volume among items that do not overshoot; the rest by the one item that
-    overshoots least volume. A knapsack cover, so near but not exactly minimal.
-    """
-    density = np.divide(costs, volume, out=np.full_like(costs, np.inf), where=volume > 0)
-    order = np.lexsort((-costs, -density))
-    chosen = []
-    rest = excess
-    for item in order:
-        if 0.0 < costs[item] <= rest:
-            chosen.append(item)
-            rest -= costs[item]
-    if rest > 0.0:
-        taken = np.zeros(costs.size, np.bool_)
-        taken[chosen] = True
-        covering = np.flatnonzero(~taken & (costs >= rest))
-        if covering.size:
-            chosen.append(covering[volume[covering].argmin()])
-    return np.asarray(chosen, dtype=np.int64)
-
-
-def _balance_inside(
-    costs: NDArray[np.float64],
     node_of: NDArray[np.int64],
-    nodes: int,
-    ranks_per_node: int,
-    tolerance: float,
-) -> NDArray[np.int32]:
-    """Number partitioning within each node."""
-    rank_of = np.empty(costs.size, np.int32)
-    order = np.argsort(node_of, kind="stable")
-    ends = np.cumsum(np.bincount(node_of, minlength=nodes))
-    begin = 0
-    for node in range(nodes):
-        items = order[begin : ends[node]]
-        begin = int(ends[node])
-        inside = partition(costs[items], ranks_per_node, tolerance=_INSIDE_SHARE * tolerance / 2)
-        rank_of[items] = node * ranks_per_node + inside.rank_of
-    return rank_of
+) -> None:
+    """Let every node above `limit` give its excess to nodes below it, heaviest node first.
+
+    Which items leave is a knapsack cover: by falling cost per volume those that do not overshoot,
+    then the one that covers the rest at least volume. Near the least volume, not proven least.
+    """
+    nodes = begins.size - 1
+    loads = np.zeros(nodes)
+    for item in range(costs.size):
+        loads[node_of[item]] += costs[item]
+    for node in np.argsort(-loads, kind="mergesort"):
+        if loads[node] <= limit:
+            continue
+        items = order[begins[node] : begins[node + 1]]
+        items = items[np.argsort(-costs[items], kind="mergesort")]
+        density = np.empty(items.size)
+        for k in range(items.size):
+            free = volume[items[k]] <= 0.0
+            density[k] = np.inf if free else costs[items[k]] / volume[items[k]]
+        items = items[np.argsort(-density, kind="mergesort")]
+        for item in items:
+            cost = costs[item]
+            if 0.0 < cost <= loads[node] - limit:
+                target = _target_node(loads, node, cost, limit)
+                if target >= 0:
+                    node_of[item] = target
+                    loads[target] += cost
+                    loads[node] -= cost
+        if loads[node] <= limit:
+            continue
+        cover = -1
+        for item in items:
+            enough = node_of[item] == node and costs[item] >= loads[node] - limit
+            if enough and (cover < 0 or volume[item] < volume[cover]):
+                cover = item
+        if cover >= 0:
+            target = _target_node(loads, node, costs[cover], limit)
+            if target >= 0:
+                node_of[cover] = target
+                loads[target] += costs[cover]
+                loads[node] -= costs[cover]

@@ -47,7 +47,7 @@ def _cut(
         if unit <= 0.0:
             return used, largest  # everything from here on costs nothing
         fits = min(bound / unit, float(n - place))
-        count = np.int64(fits) + 1  # division may round either way: settle it by multiplying
+        count = int(fits) + 1  # division may round either way: settle it by multiplying
         while count * unit > bound:
             count -= 1
         if count < 1:
@@ -119,7 +119,7 @@ def split_for_idle(
 def contiguous_padded(
     item_cost: NDArray[np.float64], batches: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Exact cut of falling float64[n] `item_cost`: (batch of each place, optimum). O(ranks · log)."""
+    """Exact cut of falling float64[n] `item_cost`: (batch of each place, optimum)."""
     starts, used, best = _least_bound(item_cost, batches)
     return split_for_idle(starts, used, item_cost.size, batches, item_cost), float(best)
 
@@ -137,9 +137,7 @@ def balance_padded(
     check_ranks(ranks)
     alpha, beta = check_weight(alpha, "alpha"), check_weight(beta, "beta")
     if tokens.size == 0:
-        return Partition(
-            rank_of=np.empty(0, np.int32), loads=np.zeros(ranks), lower_bound=0.0
-        )
+        return Partition(rank_of=np.empty(0, np.int32), loads=np.zeros(ranks), lower_bound=0.0)
     order = argsort_descending(tokens)
     fell = tokens[order]
     item_cost = alpha * fell + beta * fell * fell

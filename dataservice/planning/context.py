@@ -3,27 +3,28 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from dataservice.core.errors import PlanningError
-from dataservice.core.layout import padded_tokens
 from dataservice.planning.context_bfd import group_by_memory
 from dataservice.planning.context_bound import wave_bound
-from dataservice.planning.context_cut import cut_waves
 from dataservice.planning.context_plan import ContextGroup, ContextPlan
 from dataservice.planning.context_units import (
     Degrees,
-    Setting,
-    Units,
     fitting_degrees,
-    long_units_s,
     make_setting,
     make_units,
     select_units,
 )
 from dataservice.planning.context_wave import Solver, solve_wave, static_wave
-from dataservice.planning.cost import GROUP, ContextCost
-from dataservice.planning.kernel_sort import argsort_descending
+from dataservice.planning.context_waves import (
+    cut_static,
+    pack_static,
+    solve_waves,
+    wave_units,
+    waves_bound,
+)
+from dataservice.planning.cost import ContextCost
 
 __all__ = [
     "ContextGroup",
@@ -126,17 +127,9 @@ def plan_context_waves(
     if units.total.size == 0:
         return ContextWaves(waves=(), lower_bound_s=0.0)
     least = fitting_degrees(units, setting)
-    whole = packs is not None
-    if whole:
-        packed_of, packed_degree = np.arange(units.total.size), least
-    else:
-        packed_of, packed_degree = group_by_memory(units, least, setting)
-    waves = []
-    for groups in _cut(units, least, packed_of, packed_degree, setting, whole):
-        chosen, packed = _wave_units(packed_of, packed_degree, groups)
-        wave = select_units(units, chosen)
-        waves.append(solve_wave(wave, least[chosen], packed, setting, solver, whole))
-    return ContextWaves(waves=tuple(waves), lower_bound_s=_waves_bound(units, least, setting))
+    bound_s = waves_bound(units, least, setting)
+    waves = solve_waves(units, least, bound_s, setting, solver, packs is not None)
+    return ContextWaves(waves=waves, lower_bound_s=bound_s)
 
 
 def plan_static_context(
@@ -176,72 +169,14 @@ def plan_static_context(
             f"{memory_tokens} hold {degree * memory_tokens}; the static degree must be at least "
             f"{least[unit]}"
         )
-    # At one degree, padding can be done once and a group is a rank of `degree` times the memory.
-    padded = make_units(padded_tokens(units.tokens, degree), full_attention, cost)
-    room = setting._replace(memory_tokens=memory_tokens * degree)
-    group_of, packed_degree = group_by_memory(padded, np.ones_like(least), room)
+    packing = pack_static(units, degree, setting)
     waves = []
-    work = _sums(group_of, padded.work, packed_degree.size)
-    order = argsort_descending(work)
-    for start in range(0, order.size, ranks // degree):
-        groups = order[start : start + ranks // degree]
-        chosen, packed = _wave_units(group_of, packed_degree * degree, groups)
+    for groups in cut_static(units, packing, setting):
+        chosen, packed = wave_units(packing, groups)
         wave = select_units(units, chosen)
         bound_s = wave_bound(wave, least[chosen], setting)
         waves.append(static_wave(wave, packed, degree, bound_s, setting))
-    return ContextWaves(waves=tuple(waves), lower_bound_s=_waves_bound(units, least, setting))
-
-
-def _cut(
-    units: Units,
-    least: NDArray[np.int64],
-    packed_of: NDArray[np.int64],
-    packed_degree: NDArray[np.int64],
-    setting: Setting,
-    whole: bool,
-) -> list[NDArray[np.int64]]:
-    """Packed groups of each wave."""
-    base_s = float(setting.coefficients[GROUP])
-    count = packed_degree.size
-    work = _sums(packed_of, units.work, count)
-    # Only a unit of at least a rank's share of the step can be what a wave waits for.
-    share_s = float(units.work.sum()) / setting.ranks
-    fastest = np.zeros(count)
-    np.maximum.at(fastest, packed_of, long_units_s(units, least, share_s, setting) - base_s)
-    natural = work / packed_degree
-    order = argsort_descending(natural)
-    ends = cut_waves(
-        natural[order],
-        packed_degree[order],
-        work[order],
-        fastest[order],
-        setting.ranks,
-        base_s,
-        whole,
-    )
-    return np.split(order, ends[:-1])
-
-
-def _sums(
-    group_of: NDArray[np.int64], values: NDArray[np.float64], groups: int
-) -> NDArray[np.float64]:
-    return np.bincount(group_of, weights=values, minlength=groups).astype(np.float64)
-
-
-def _wave_units(
-    packed_of: NDArray[np.int64], packed_degree: NDArray[np.int64], groups: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Units of the chosen groups, by index, and their grouping renumbered."""
-    place = np.full(packed_degree.size, -1, np.int64)
-    place[groups] = np.arange(groups.size)
-    chosen = np.flatnonzero(place[packed_of] >= 0)
-    return chosen, (place[packed_of[chosen]], packed_degree[groups])
-
-
-def _waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
-    waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
-    base_s = float(setting.coefficients[GROUP])
-    return wave_bound(units, least, setting) + (waves - 1) * base_s
+    return ContextWaves(waves=tuple(waves), lower_bound_s=waves_bound(units, least, setting))
 
 
 def _check_solver(solver: str) -> None:

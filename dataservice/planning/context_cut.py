@@ -72,11 +72,14 @@ def cut_waves(
     ranks: int,
     base_s: float,
     whole: bool,
+    lost_room: float,
 ) -> NDArray[np.int64]:
     """Ends int64[waves] of the waves among units sorted by falling natural time.
 
     `natural`, `least` ranks, `work`, and `fastest` = min_d T(d) − β₁ are [U] in that order;
-    `base_s` is β₁, paid once a wave. O(U · cuts a wave · log U), U thinned to cut points.
+    `base_s` is β₁, paid once a wave; `lost_room` in 0..1 is how much of the time by which a wave
+    exceeds Σwork/N, for want of memory, is really lost. O(U · cuts a wave · log U),
+    U thinned to cut points.
     """
     count = natural.size
     slots = np.zeros(count + 1, np.int64)
@@ -105,6 +108,7 @@ def cut_waves(
             if best[back] + base_s + low >= best[at]:
                 continue
             tau = _least_tau(low, start, end, whole, ranks, natural, slots, summed, wide, wide_work)
+            tau = low + lost_room * (tau - low)
             if best[back] + base_s + tau < best[at]:
                 best[at] = best[back] + base_s + tau
                 origin[at] = back

@@ -139,13 +139,12 @@ def long_units_s(
 
 
 @kernel
-def _unit_sums(
-    tokens: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    offsets: NDArray[np.int64],
-    total: NDArray[np.int64],
-    squares: NDArray[np.float64],
-) -> None:
+def unit_sums(
+    tokens: NDArray[np.int64], weights: NDArray[np.float64], offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Σs int64[u] and Σ(1+η)s² float64[u] of each unit, without padding."""
+    total = np.empty(offsets.size - 1, np.int64)
+    squares = np.empty(offsets.size - 1, np.float64)
     for unit in range(total.size):
         size = 0
         square = 0.0
@@ -154,6 +153,7 @@ def _unit_sums(
             square += weights[i] * float(tokens[i]) * float(tokens[i])
         total[unit] = size
         squares[unit] = square
+    return total, squares
 
 
 def make_units(
@@ -188,9 +188,7 @@ def _assemble(
     offsets: NDArray[np.int64],
     cost: ContextCost,
 ) -> Units:
-    total = np.empty(offsets.size - 1, np.int64)
-    squares = np.empty(offsets.size - 1, np.float64)
-    _unit_sums(tokens, weights, offsets, total, squares)
+    total, squares = unit_sums(tokens, weights, offsets)
     coefficients = cost.coefficients
     work = coefficients[ATTENTION] * squares + coefficients[LINEAR] * total
     return Units(samples, tokens, weights, offsets, total, squares, work)

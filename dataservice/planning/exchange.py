@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.kernel_sort import group_stable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +87,7 @@ def compose_exchange(
 
     `encoder_rank_of`, `llm_rank_of` [n] ranks, `tokens` [n] encoded tokens an item; `ranks` is
     the group size, by default one more than the largest rank named. Raises PlanningError on
-    unequal lengths, ranks out of range or negative tokens. O(n log n) to sort.
+    unequal lengths, ranks out of range or negative tokens. O(n + ranks).
     """
     source = np.asarray(encoder_rank_of, dtype=np.int64)
     target = np.asarray(llm_rank_of, dtype=np.int64)
@@ -106,23 +107,23 @@ def compose_exchange(
         )
     if n and amounts.min() < 0:
         raise PlanningError(f"an item has {amounts.min()} tokens; lengths are at least 0")
-    sending = source * group + target
-    send_order = np.argsort(sending, kind="stable")
-    receive_order = np.argsort(target * group + source, kind="stable")
-    pairs, first = np.unique(sending[send_order], return_index=True)
+    # Sorting by the minor key first and then, stably, by the major one.
+    items = np.arange(n)
+    by_target, receive_offsets = group_stable(target, items, group)
+    by_source, send_offsets = group_stable(source, items, group)
+    send_order, _ = group_stable(source, by_target, group)
+    receive_order, _ = group_stable(target, by_source, group)
+    sender, receiver = source[send_order], target[send_order]
+    changes = (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])
+    first = np.flatnonzero(np.concatenate((np.ones(min(n, 1), np.bool_), changes)))
     totals = np.add.reduceat(amounts[send_order], first) if n else np.empty(0, np.int64)
     return Exchange(
         ranks=group,
         send_order=send_order.astype(np.int32),
-        send_offsets=_offsets(source, group),
+        send_offsets=send_offsets,
         receive_order=receive_order.astype(np.int32),
-        receive_offsets=_offsets(target, group),
-        source=(pairs // max(group, 1)).astype(np.int32),
-        target=(pairs % max(group, 1)).astype(np.int32),
+        receive_offsets=receive_offsets,
+        source=sender[first].astype(np.int32),
+        target=receiver[first].astype(np.int32),
         pair_tokens=totals,
     )
-
-
-def _offsets(rank_of: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    counts = np.bincount(rank_of, minlength=ranks)
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))

@@ -1,4 +1,4 @@
-"""Stable descending sort of non-negative costs, the same on every processor.
+"""Stable sorts that are the same on every processor: falling costs, and small group numbers.
 
 numpy's fast argsort breaks ties by whatever vector instructions the processor has, and a plan
 must be the same wherever it is made; numpy's stable argsort is several times slower than this.
@@ -32,13 +32,12 @@ def _radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
             counts[np.int64((keys[i] >> step) & ones)] += 1
         total = 0
         for bucket in range(_BUCKETS):
-            held = counts[bucket]
-            counts[bucket] = total
-            total += held
+            total += counts[bucket]
+            counts[bucket] = total - counts[bucket]
         for i in range(n):
-            bucket = np.int64((keys[order[i]] >> step) & ones)
-            spare[counts[bucket]] = order[i]
-            counts[bucket] += 1
+            digit = np.int64((keys[order[i]] >> step) & ones)
+            spare[counts[digit]] = order[i]
+            counts[digit] += 1
         order, spare = spare, order
     return order
 
@@ -53,3 +52,26 @@ def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     # The bits of non-negative floats order as the floats do; +0.0 turns a negative zero around.
     bits = (costs + 0.0).view(np.uint64)
     return _radix_argsort(~bits)
+
+
+@numba.njit(cache=True, nogil=True)
+def group_stable(
+    keys: NDArray[np.int64], order: NDArray[np.int64], groups: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Reorder `order` int64[m] by keys[order], each in [0, groups), keeping ties as they are.
+
+    Returns (order, begins int64[groups + 1]): group g is order[begins[g] : begins[g + 1]].
+    Counting sort, O(m + groups); applied twice it sorts by two keys.
+    """
+    begins = np.zeros(groups + 1, np.int64)
+    for k in range(order.size):
+        begins[keys[order[k]] + 1] += 1
+    for group in range(groups):
+        begins[group + 1] += begins[group]
+    next_place = begins.copy()
+    grouped = np.empty_like(order)
+    for k in range(order.size):
+        key = keys[order[k]]
+        grouped[next_place[key]] = order[k]
+        next_place[key] += 1
+    return grouped, begins

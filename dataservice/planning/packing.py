@@ -45,7 +45,9 @@ def as_lengths(values: ArrayLike, name: str) -> NDArray[np.int64]:
     lengths = np.ascontiguousarray(given, dtype=np.int64)
     if lengths.size and lengths.min() < 0:
         at = int(lengths.argmin())
-        raise PlanningError(f"{name}[{at}] is {lengths[at]}; lengths are at least 0, mend the index")
+        raise PlanningError(
+            f"{name}[{at}] is {lengths[at]}; lengths are at least 0, mend the index"
+        )
     return lengths
 
 

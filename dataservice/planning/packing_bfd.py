@@ -174,9 +174,7 @@ def pack_by_best_fit(
     """Write the pack of every sample in `order`, numbering from `first_pack`; returns how many
     packs were opened. Every sample must fit alone. A few dozen word operations a sample."""
     grain = max(int(np.gcd.reduce(vision[order])), 1) if order.size else 1
-    return int(
-        _best_fit(order, text, vision, max_text, max_vision, grain, first_pack, pack_of)
-    )
+    return int(_best_fit(order, text, vision, max_text, max_vision, grain, first_pack, pack_of))
 
 
 def by_falling_need(

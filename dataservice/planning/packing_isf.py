@@ -22,6 +22,22 @@ _PAPER_TEXT_SLACK_TOKENS = 128
 
 
 @numba.njit(cache=True, nogil=True)
+def _shuffle(left: NDArray[np.int64], state: np.uint64) -> np.uint64:
+    """Fisher–Yates in place with splitmix64 (Steele 2014); returns the generator's next state.
+
+    numpy may change its streams between releases, and then a recovered plan would differ.
+    """
+    for i in range(left.size - 1, 0, -1):
+        state += np.uint64(0x9E3779B97F4A7C15)
+        bits = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+        j = np.int64(((bits >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32))
+        left[i], left[j] = left[j], left[i]
+    return state
+
+
+@numba.njit(cache=True, nogil=True)
 def _sample_and_filter(
     left: NDArray[np.int64],
     text: NDArray[np.int64],
@@ -99,12 +115,12 @@ def pack_isf(
     fits = (text <= max_text) & (vision <= max_vision)
     left = np.flatnonzero(fits)
     pack_of = np.empty(text.size, np.int64)
-    generator = np.random.Generator(np.random.PCG64(seed))
+    state = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     packs = 0
     for _ in range(iterations):
         if left.size == 0:
             break
-        left = generator.permutation(left)
+        state = np.uint64(_shuffle(left, state))
         kept_back, made = _sample_and_filter(
             left, text, vision, max_text, max_vision, least_text, least_vision, packs, pack_of
         )

@@ -13,16 +13,80 @@ from dataservice.planning.partition_problem import PartitionProblem
 
 
 @numba.njit(cache=True, nogil=True)
-def _least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
-    """Unlimited case: replace the top of the heap, item by item."""
+def _sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
+    """In place: spread over as many buckets as values, then insertion sort. O(n) for loads
+    that are spread about evenly, which is what a balanced batch leaves behind; a merge sort where
+    an outlier crowds the rest into few buckets."""
+    n = loads.size
+    low, high = loads.min(), loads.max()
+    if n > 16 and high > low:
+        scale = (n - 1) / (high - low)
+        start = np.zeros(n + 1, np.int64)
+        for i in range(n):
+            start[int((loads[i] - low) * scale) + 1] += 1
+        if start.max() > 32:
+            rising = np.argsort(loads, kind="mergesort")
+            loads[:] = loads[rising]
+            ids[:] = ids[rising]
+            return
+        for bucket in range(1, n + 1):
+            start[bucket] += start[bucket - 1]
+        old_loads, old_ids = loads.copy(), ids.copy()
+        for i in range(n):
+            bucket = int((old_loads[i] - low) * scale)
+            loads[start[bucket]] = old_loads[i]
+            ids[start[bucket]] = old_ids[i]
+            start[bucket] += 1
+    for i in range(1, n):
+        load = loads[i]
+        rank = ids[i]
+        j = i - 1
+        while j >= 0 and loads[j] > load:
+            loads[j + 1] = loads[j]
+            ids[j + 1] = ids[j]
+            j -= 1
+        loads[j + 1] = load
+        ids[j + 1] = rank
+
+
+@numba.njit(cache=True, nogil=True)
+def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
+    """Unlimited case, in batches instead of a heap: several times faster with many ranks.
+
+    Ranks lie sorted by load. Walking up, each takes the next item for as long as its load is at
+    most the least load after taking: until then it is the least loaded of all, exactly as the
+    heap would find. The ranks of the batch are then sorted again and merged with the others.
+    """
     n = costs.size
     loads = np.zeros(ranks)
     ids = np.arange(ranks)
+    spare_loads = np.empty(ranks)
+    spare_ids = np.empty(ranks, np.int64)
     rank_at = np.empty(n, np.int64)
-    for place in range(n):
-        rank_at[place] = ids[0]
-        loads[0] += costs[place]
-        heap_sift_down(loads, ids, ranks, 0)
+    place = 0
+    while place < n:
+        least_after = np.inf
+        batch = 0
+        while place < n and batch < ranks and loads[batch] <= least_after:
+            rank_at[place] = ids[batch]
+            loads[batch] += costs[place]
+            least_after = min(least_after, loads[batch])
+            batch += 1
+            place += 1
+        spare_loads[:batch] = loads[:batch]
+        spare_ids[:batch] = ids[:batch]
+        _sort_rising(spare_loads[:batch], spare_ids[:batch])
+        taken, untouched, at = 0, batch, 0
+        while taken < batch:  # ranks above all of the batch stay where they are
+            if untouched < ranks and loads[untouched] < spare_loads[taken]:
+                loads[at] = loads[untouched]
+                ids[at] = ids[untouched]
+                untouched += 1
+            else:
+                loads[at] = spare_loads[taken]
+                ids[at] = spare_ids[taken]
+                taken += 1
+            at += 1
     return rank_at
 
 
@@ -83,8 +147,11 @@ def _least_loaded_limited(
 
 def greedy(problem: PartitionProblem) -> NDArray[np.int64] | None:
     """Rank of each sorted place, or None where some item finds no room. O(n log ranks)."""
-    if not problem.equal_count and np.isinf(problem.capacity):
-        return _least_loaded(problem.costs, problem.ranks)
+    if not problem.equal_count:
+        rank_at = assign_least_loaded(problem.costs, problem.ranks)
+        held = np.bincount(rank_at, weights=problem.sizes, minlength=problem.ranks)
+        if held.max() <= problem.capacity:  # balanced loads seldom come near it
+            return rank_at
     rank_at, placed = _least_loaded_limited(
         problem.costs,
         problem.sizes,

@@ -59,9 +59,7 @@ def first_fit_decreasing(
     full = 0
     for place in range(costs.size):
         rank = _next_fit_leaf(tree, leaves, 0, costs[place])
-        while rank >= 0 and (
-            count_of[rank] >= limit or size_of[rank] + sizes[place] > capacity
-        ):
+        while rank >= 0 and (count_of[rank] >= limit or size_of[rank] + sizes[place] > capacity):
             rank = _next_fit_leaf(tree, leaves, rank + 1, costs[place])
         if rank < 0:
             return rank_at, False

@@ -171,7 +171,7 @@ def _fits(
     for k in range(2):
         net += sizes[moved[k]] if moved[k] >= 0 else 0.0
         net -= sizes[moved[2 + k]] if moved[2 + k] >= 0 else 0.0
-    return held[a] - net <= capacity and held[b] + net <= capacity
+    return bool(held[a] - net <= capacity and held[b] + net <= capacity)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -327,7 +327,7 @@ def _lighten_heaviest(
 
 
 @numba.njit(cache=True, nogil=True)
-def _refine(
+def refine_in_place(
     rank_at: NDArray[np.int64],
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -368,7 +368,7 @@ def refine(
     if problem.ranks < 2 or rank_at.size == 0:
         return refined
     work = min(max(_WORK_PER_ITEM * rank_at.size, _WORK_AT_LEAST), _WORK_AT_MOST)
-    _refine(
+    refine_in_place(
         refined,
         problem.costs,
         problem.sizes,

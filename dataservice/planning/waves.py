@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.kernel_sort import argsort_descending, group_stable
 from dataservice.planning.partition_problem import check_ranks
 
 _WORK_LIMIT = 3_000_000  # swaps looked at
@@ -84,21 +85,19 @@ def _wave_maxima(
     return np.asarray(table[order].reshape(waves, -1, table.shape[1]).max(axis=1))
 
 
-def _best_sorted_order(
-    table: NDArray[np.float64], waves: int, replicas: int
-) -> NDArray[np.int64]:
+def _best_sorted_order(table: NDArray[np.float64], waves: int, replicas: int) -> NDArray[np.int64]:
     """Sort by one phase, cut into blocks of whole waves, sort each block by the other phases."""
     total = table.sum(axis=1)
-    best: NDArray[np.int64] = np.argsort(-total, kind="stable")
+    best = argsort_descending(total)
     best_cost = _wave_maxima(table, best, waves).sum()
     for phase in range(table.shape[1]):
-        rest = total - table[:, phase]
-        by_phase = np.lexsort((-rest, -table[:, phase]))
+        by_rest = argsort_descending(np.maximum(total - table[:, phase], 0.0))
+        by_phase = by_rest[argsort_descending(table[by_rest, phase])]
+        block = np.empty(table.shape[0], np.int64)
         waves_per_block = waves
         while True:
-            block = np.empty(table.shape[0], np.int64)
             block[by_phase] = np.arange(table.shape[0]) // (waves_per_block * replicas)
-            order = np.lexsort((-rest, block))
+            order, _ = group_stable(block, by_rest, waves)
             cost = _wave_maxima(table, order, waves).sum()
             if cost < best_cost:
                 best, best_cost = order, cost

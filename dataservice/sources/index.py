@@ -29,6 +29,8 @@ MakeMeasurer = Callable[[], SampleMeasurer]
 Progress = Callable[[int, int, int], None]  # rows done, bytes done, bytes in all
 
 _POLL_S = 0.2
+# Below this, starting processes (seconds, as each loads its own tokenizer) costs more than it saves.
+_SMALLEST_POOLED_BYTES = 32 * 2**20
 _SHOWN_REASONS = 5
 
 
@@ -182,7 +184,7 @@ def _index_files(
     total_bytes = sum(file.size_bytes for file in files)
     report = progress or (lambda _rows, _done_bytes, _total_bytes: None)
     report(0, 0, total_bytes)
-    if min(workers, len(files)) > 1:
+    if min(workers, len(files)) > 1 and total_bytes >= _SMALLEST_POOLED_BYTES:
         yield from _index_in_pool(task, files, min(workers, len(files)), report, total_bytes)
     elif files:
         indexer = _FileIndexer(task, _LocalCounter(report, total_bytes))

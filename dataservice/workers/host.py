@@ -38,6 +38,7 @@ from dataservice.workers.pipelines import Pipeline, PipelineCache, PipelineFacto
 logger = logging.getLogger(__name__)
 
 REASON_LIMIT = 1000  # characters of a bad sample's reason that are kept
+ORDER_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,14 +112,18 @@ class DecodingHost:
         reader_for: Callable[[str], SampleReader],
         decoder_for: Callable[[str], SampleDecoder],
         slots: int,
+        order_grace_s: float = ORDER_GRACE_S,
     ) -> None:
-        """`slots` samples are decoded at once; readers and decoders are shared by threads."""
+        """`slots` samples are decoded at once; readers and decoders are shared by threads. A
+        part of a pack that was not ordered yet is waited for `order_grace_s`."""
         if slots < 1:
             raise SpecError(f"a worker has {slots} decoding slots; give it at least 1.")
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="decode")
         factory = PipelineFactory(reader_for=reader_for, decoder_for=decoder_for)
         self._pipelines = PipelineCache(factory, self._threads)
         self._held: dict[PackKey, _Held] = {}
+        self._awaited: dict[PackKey, asyncio.Future[_Held]] = {}
+        self._order_grace_s = order_grace_s
         self._samples_decoded = 0
         self._samples_masked = 0
         self._decode_s = 0.0
@@ -183,6 +188,9 @@ class DecodingHost:
         loop = asyncio.get_running_loop()
         held = _Held(order=order, ready=loop.create_future())
         self._held[order.key] = held
+        arrival = self._awaited.pop(order.key, None)
+        if arrival is not None:
+            arrival.set_result(held)
         held.work = loop.create_task(self._work(held), name=f"pack {order.key.pack}")
         return held
 
@@ -218,10 +226,18 @@ class DecodingHost:
         self._decode_s += sum(outcome.seconds for outcome in outcomes)
 
     async def _ready(self, key: PackKey) -> AssembledPack:
-        held = self._held.get(key)
-        if held is None:
-            raise _unknown(key)
+        held = self._held.get(key) or await self._ordered(key)
         return (await asyncio.shield(held.ready)).pack
+
+    async def _ordered(self, key: PackKey) -> _Held:
+        """A rank may come with its ticket before the coordinator's order has arrived."""
+        arrival = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
+        try:
+            return await asyncio.wait_for(asyncio.shield(arrival), self._order_grace_s)
+        except TimeoutError as error:
+            raise _unknown(key) from error
+        finally:
+            self._awaited.pop(key, None)
 
 
 def _receipt(order: PackOrder, pack: AssembledPack, outcomes: Sequence[_Outcome]) -> PackReceipt:

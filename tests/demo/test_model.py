@@ -49,7 +49,7 @@ from trainer_client.runtime import GroupPool, run_step
 from trainer_client.runtime.step import Features
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ModelConfig(vocabulary=64, width=32, layers=2, encoder_width=16)
+SMALL = ModelConfig(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, encoder_width=16)
 VISION = Qwen2VLProcessor(min_pixels=28 * 28, video_min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 AUDIO = WhisperProcessor()
 
@@ -355,7 +355,7 @@ def test_patches_are_placed_where_patchify_takes_them_from():
 
 
 def test_an_impossible_model_is_refused_with_its_numbers():
-    with pytest.raises(ValueError, match=r"width=130.*130 must be a multiple of 8"):
+    with pytest.raises(ValueError, match=r"width=130.*130 must be a multiple of 4"):
         ModelConfig(width=130)
 
 

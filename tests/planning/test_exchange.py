@@ -9,12 +9,10 @@ from dataservice.planning.exchange import compose_exchange
 
 @settings(max_examples=80, deadline=None)
 @given(
-    items=st.lists(
-        st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 50)), max_size=60
-    )
+    items=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 50)), max_size=60)
 )
 def test_an_all_to_all_by_the_plan_brings_every_item_to_its_llm_rank(items):
-    source, target, tokens = (np.array(column, dtype=np.int64) for column in zip(*items)) if items else (np.zeros(0, int),) * 3  # noqa: E501
+    source, target, tokens = np.array(items, dtype=np.int64).reshape(-1, 3).T
     plan = compose_exchange(source, target, tokens, ranks=7)
     splits = plan.send_splits
     assert splits.sum() == tokens.sum()

@@ -24,7 +24,9 @@ def balanced_volume(ranks, items, seed=0):
     generator = np.random.default_rng(seed)
     volume = np.zeros((ranks, ranks))
     home = np.repeat(np.arange(ranks), items)
-    np.add.at(volume, (home, generator.integers(0, ranks, home.size)), generator.lognormal(size=home.size))
+    np.add.at(
+        volume, (home, generator.integers(0, ranks, home.size)), generator.lognormal(size=home.size)
+    )
     return volume
 
 

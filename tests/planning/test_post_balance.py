@@ -72,9 +72,7 @@ def test_conv_balance_is_close_to_brute_force_and_above_its_certificate():
         lengths = generator.integers(1, 60, int(generator.integers(1, 8)))
         lam = (0.0, 0.01, 0.3)[case % 3]
         plan = balance_conv(lengths, 3, alpha=1.0, lam=lam)
-        best = optimum(
-            lengths.tolist(), 3, lambda b, lam=lam: sum(b) + lam * len(b) * max(b) ** 2
-        )
+        best = optimum(lengths.tolist(), 3, lambda b, lam=lam: sum(b) + lam * len(b) * max(b) ** 2)
         assert plan.lower_bound <= best * (1 + 1e-9)
         ratios.append(plan.max_load / best)
     assert min(ratios) >= 1 - 1e-9

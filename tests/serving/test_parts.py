@@ -2,7 +2,7 @@ import zlib
 
 import numpy as np
 from dataservice_proto.v1 import worker_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -17,6 +17,7 @@ tensors = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(tensors=tensors, limit=st.integers(1, 64))
 def test_the_chunks_are_the_tensors_bytes_end_to_end(tensors, limit):
     header = part_header(3, tensors)

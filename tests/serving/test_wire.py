@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 from dataservice_proto.v1 import coordinator_pb2, worker_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import SpecError
@@ -182,21 +182,25 @@ def sent(message):
     return type(message).FromString(message.SerializeToString())
 
 
+@settings(deadline=None)
 @given(pack_keys)
 def test_pack_keys_survive(value):
     assert wire.pack_key_from_proto(sent(wire.pack_key_to_proto(value))) == value
 
 
+@settings(deadline=None)
 @given(orders)
 def test_pack_orders_survive(value):
     assert wire.pack_order_from_proto(sent(wire.pack_order_to_proto(value))) == value
 
 
+@settings(deadline=None)
 @given(receipts)
 def test_pack_receipts_survive(value):
     assert wire.pack_receipt_from_proto(sent(wire.pack_receipt_to_proto(value))) == value
 
 
+@settings(deadline=None)
 @given(tickets)
 def test_tickets_survive_with_their_signature(value):
     signed = sign_ticket(value, b"secret")
@@ -205,12 +209,14 @@ def test_tickets_survive_with_their_signature(value):
     check_ticket(received, b"secret", worker=value.worker, now_unix_s=value.expires_unix_s)
 
 
+@settings(deadline=None)
 @given(shards)
 def test_rank_shards_survive(value):
     received = wire.rank_shard_from_proto(sent(wire.rank_shard_to_proto(value)))
     assert plain(received) == plain(value)
 
 
+@settings(deadline=None)
 @given(statuses)
 def test_job_statuses_survive(value):
     assert wire.job_status_from_proto(sent(wire.job_status_to_proto(value))) == value

@@ -13,6 +13,7 @@ from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import RawSample, SampleLengths
+from dataservice.sources import index
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.index import build_index
 
@@ -246,6 +247,12 @@ def spawnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], S
     return spawned_measurer.LengthMeasurer  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def pool_for_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_SMALLEST_POOLED_BYTES", 0)
+
+
+@pytest.mark.usefixtures("pool_for_any_size")
 def test_several_processes_give_the_same_index_as_one(
     tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]
 ) -> None:
@@ -269,6 +276,7 @@ def test_several_processes_give_the_same_index_as_one(
     assert catalogs[0].details(ids) == catalogs[1].details(ids)
 
 
+@pytest.mark.usefixtures("pool_for_any_size")
 def test_a_process_that_dies_gives_an_error_and_not_a_hang(
     tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]
 ) -> None:

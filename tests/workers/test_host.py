@@ -82,7 +82,9 @@ def library():
 
 @pytest.fixture
 async def host(library):
-    host = DecodingHost(reader_for=lambda _: library, decoder_for=lambda _: library, slots=2)
+    host = DecodingHost(
+        reader_for=lambda _: library, decoder_for=lambda _: library, slots=2, order_grace_s=0.1
+    )
     yield host
     library.gate.set()
     host.close()
@@ -152,6 +154,13 @@ async def test_parts_are_waited_for_until_the_pack_is_ready(host, library):
     await work
 
 
+async def test_a_rank_that_comes_before_the_order_waits_for_it(host):
+    early = asyncio.create_task(host.sequence(order("a").key, 0))
+    await asyncio.sleep(0.01)
+    await host.prepare(order("a"))
+    assert (await early)["input_ids"].tolist() == [1] * 4
+
+
 async def test_what_was_never_ordered_is_not_found(host):
     with pytest.raises(NotFoundError, match="never ordered here"):
         await host.sequence(order("a").key, 0)
@@ -174,6 +183,8 @@ async def test_releasing_drops_work_not_yet_started_and_tells_who_waits(host, li
             await task
     library.gate.set()
     await host.prepare(order("z", pack=1))
+    while len(library.decoded) < 3:  # what was in a thread runs out unused
+        await asyncio.sleep(0.01)
     assert sorted(library.decoded) == ["a", "b", "z"]
 
 

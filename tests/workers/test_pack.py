@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import SampleError
@@ -54,6 +54,7 @@ def test_padding_is_the_pad_token_with_its_label_ignored():
     assert pack.members[0]["position_ids"].tolist() == [0, 3]
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), degree=st.integers(1, 5))
 def test_every_token_lies_where_the_layout_says(lengths, degree):
     samples = [sample(length) for length in lengths]

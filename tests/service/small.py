@@ -1,0 +1,107 @@
+"""A corpus of two dozen samples with real codecs, and ways to spoil it."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from demo.media import draw_scene, encode_image, encode_video
+from demo.tokenizer import train_tokenizer
+
+IMAGES, CLIPS, TEXTS = 8, 3, 12
+SAMPLES = IMAGES + CLIPS + TEXTS
+LONG_TEXT = "long"
+Change = Callable[[bytes], bytes]
+
+
+def make_corpus(home: Path) -> Path:
+    """Two tars of images, JSONL of clips, JSONL of texts, and a tokenizer; returns `home`."""
+    rng = Random(5)
+    for folder in ("images", "clips", "texts"):
+        (home / folder).mkdir(parents=True)
+    for number in range(2):
+        keys = [f"image-{number}{k}" for k in range(IMAGES // 2)]
+        write_tar(
+            home / "images" / f"images-{number}.tar",
+            {key: encode_image(draw_scene(rng), (112, 84), "jpg", rng) for key in keys},
+        )
+    records = []
+    for number in range(CLIPS):
+        clip = encode_video(
+            draw_scene(rng), "right", side_px=56, frames=24, frames_per_s=8, rng=rng
+        )
+        (home / "clips" / f"clip-{number}.mp4").write_bytes(clip)
+        records.append({"id": f"clip-{number}", "video": f"clip-{number}.mp4", **talk("<video>")})
+    write_jsonl(home / "clips" / "clips.jsonl", records)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "today"]
+    texts: list[dict[str, Any]] = [
+        {"id": f"text-{k}", "text": " ".join(rng.choices(words, k=rng.randint(20, 60)))}
+        for k in range(TEXTS - 1)
+    ]
+    texts.append({"id": LONG_TEXT, "text": " ".join(rng.choices(words, k=700))})
+    write_jsonl(home / "texts" / "texts.jsonl", texts)
+    train_tokenizer(home, home / "tokenizer")
+    return home
+
+
+def talk(shown: str) -> dict[str, Any]:
+    """A conversation about one medium."""
+    return {
+        "conversations": [
+            {"from": "human", "value": f"{shown}\nwhat is it?"},
+            {"from": "gpt", "value": "a shape on a ground"},
+        ]
+    }
+
+
+def write_tar(path: Path, images: dict[str, bytes]) -> None:
+    """A WebDataset tar: KEY.jpg and KEY.json."""
+    with tarfile.open(path, "w") as tar:
+        for key, image in images.items():
+            for name, data in (
+                (f"{key}.jpg", image),
+                (f"{key}.json", json.dumps(talk("<image>")).encode()),
+            ):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    """One record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_job(home: Path, *, job: str = "job", **changes: Any) -> Path:
+    """`home`/JOB.yaml over the corpus in `home`."""
+    plain: dict[str, Any] = {
+        "job": job,
+        "sources": [
+            {"name": "images", "format": "webdataset", "url": "images/images-*.tar"},
+            {"name": "clips", "format": "jsonl", "url": "clips/clips.jsonl"},
+            {"name": "texts", "format": "jsonl", "url": "texts/*.jsonl"},
+        ],
+        "index": "index",
+        "pipeline": {"tokenizer": "tokenizer", "vision": {"kind": "qwen2_vl"}},
+        "batch": {"samples": 6},
+        "plan": {"memory_tokens": 512},
+    }
+    path = home / f"{job}.yaml"
+    path.write_text(yaml.safe_dump({**plain, **changes}))
+    return path
+
+
+def spoil(path: Path, change: Change) -> None:
+    """Change a file's bytes but neither its size nor its time of change: an index that was made
+    before still counts as current."""
+    before = path.stat()
+    data = change(path.read_bytes())
+    assert len(data) == before.st_size
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
