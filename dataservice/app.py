@@ -164,17 +164,25 @@ def _pipeline_of(pipeline_json: str, custom_processors: dict[str, str]) -> Pipel
 
 def load_processors(paths: dict[str, str]) -> dict[str, type[VisionProcessor]]:
     """Import the operator's own processors, `name: package.module:Class`. Raises SpecError."""
-    loaded: dict[str, type[VisionProcessor]] = {}
-    for name, path in paths.items():
-        module, _, attribute = path.partition(":")
-        try:
-            loaded[name] = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise SpecError(
-                f"custom processor {name!r} is {path!r}, which cannot be imported: {error}. Give "
-                "`package.module:Class` of an installed package in the service's config."
-            ) from error
-    return loaded
+    return {name: _load_processor(name, path) for name, path in paths.items()}
+
+
+def _load_processor(name: str, path: str) -> type[VisionProcessor]:
+    module, _, attribute = path.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), attribute or "?")
+    except Exception as error:  # the operator's own module may raise anything
+        raise SpecError(
+            f"custom processor {name!r} is {path!r}, which cannot be imported: "
+            f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
+            "package in the service's config."
+        ) from error
+    if not isinstance(loaded, type) or not issubclass(loaded, _Planner):
+        raise SpecError(
+            f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
+            "plan_video. See VisionProcessor in dataservice/decode/processors/base.py."
+        )
+    return cast(type[VisionProcessor], loaded)
 
 
 # ---- workers ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Each part of the job file is a dataclass that lives beside the code that reads i
 only joins them, resolves relative paths and turns pydantic's findings into a SpecError.
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -106,21 +107,31 @@ def read_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
     """The config file, if any, with the flags that were given on top. Raises SpecError."""
     plain: dict[str, Any] = {}
     if path is not None:
-        try:
-            plain = _mapping(path.read_text(), str(path))
-        except OSError as error:
-            raise SpecError(
-                f"the config file {path} cannot be read: {error.strerror}. Check --config."
-            ) from error
+        plain = _mapping(read_text(path, "config file"), f"config file {path}")
     plain.update({key: value for key, value in overrides.items() if value is not None})
     return _validated(ServiceConfig, plain, "service config")
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that the user named. Raises SpecError saying why it has none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            f"the {what} {path} cannot be read: {error.strerror}. Check the path."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"the {what} {path} is not text in UTF-8 ({error.reason} at byte {error.start}). "
+            "Give a YAML file."
+        ) from error
 
 
 def _mapping(text: str, what: str) -> dict[str, Any]:
     try:
         plain = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SpecError(f"the {what} is not YAML: {error}. Mend that line.") from error
+        raise SpecError(f"the {what} is not YAML: {_place(error)}. Mend that line.") from error
     if plain is None:
         return {}
     if not isinstance(plain, dict):
@@ -135,8 +146,9 @@ def _validated(model: type[Model], plain: dict[str, Any], what: str) -> Model:
     try:
         return model.model_validate(plain)
     except ValidationError as error:
+        known = _known_keys(model)
         lines = [
-            f"  {'.'.join(str(part) for part in found['loc']) or what}: {_sentence(found)}"
+            f"  {'.'.join(str(part) for part in found['loc']) or what}: {_sentence(found, known)}"
             for found in error.errors(include_url=False)
         ]
         raise SpecError(
@@ -146,11 +158,30 @@ def _validated(model: type[Model], plain: dict[str, Any], what: str) -> Model:
         ) from error
 
 
-def _sentence(found: Any) -> str:
-    message: str = found["msg"].removeprefix("Value error, ")
+def _place(error: yaml.YAMLError) -> str:
+    """What is wrong and where, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return where + str(getattr(error, "problem", None) or error)
+
+
+def _sentence(found: Any, known: list[str]) -> str:
+    """One of pydantic's findings, in the words of whoever wrote the file."""
+    message: str = found["msg"].removeprefix("Value error, ").removesuffix(".")
+    if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        alike = difflib.get_close_matches(str(found["loc"][-1]), known, n=1)
+        message = "there is no such key here" + (f"; did you mean {alike[0]}?" if alike else "")
+    elif found["type"] in ("missing", "missing_keyword_only_argument", "missing_argument"):
+        return "required, and missing"
     seen = found.get("input")
-    shown = seen if isinstance(seen, (str, int, float, bool)) else type(seen).__name__
-    return f"{message} (seen: {shown!r})"
+    return f"{message} (seen: {seen!r})" if isinstance(seen, (str, int, float)) else message
+
+
+def _known_keys(model: type[BaseModel]) -> list[str]:
+    """Every key that may stand somewhere in this file."""
+    schema = model.model_json_schema()
+    parts = [schema, *schema.get("$defs", {}).values()]
+    return sorted({key for part in parts for key in part.get("properties", {})})
 
 
 def _resolved(spec: JobSpec, base: Path) -> JobSpec:

@@ -125,7 +125,12 @@ class Run:
 
     def _open(self, start: Position) -> None:
         options = self._options
-        wait_until_reachable(self._channel, options.address, options.connect_timeout_s)
+        wait_until_reachable(
+            self._channel,
+            options.address,
+            job=options.job,
+            timeout_s=options.connect_timeout_s,
+        )
         lease = self._session.open()
         if lease.start_step != start.step:
             raise CursorMismatch(

@@ -24,6 +24,7 @@ _OPTIONS: list[tuple[str, int]] = [
     # pings this often; a server with gRPC's default settings would take them for abuse.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # What is worth trying again is decided here, not by gRPC.
     ("grpc.enable_retries", 0),
     # Trainers and the service are in one cluster, whatever http_proxy says.
@@ -126,22 +127,24 @@ class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInter
         return continuation(self._with_token(client_call_details), request)
 
 
-def wait_until_reachable(channel: grpc.Channel, address: str, timeout_s: float) -> None:
-    """Return once a coordinator answers, be it with a refusal.
+def wait_until_reachable(
+    channel: grpc.Channel, address: str, *, job: str, timeout_s: float
+) -> None:
+    """Return once a coordinator answers a question about the job, be it with a refusal.
 
     Raises ServiceUnreachable with the address, the time spent, gRPC's reason and what to
     check.
     """
     stub = coordinator_pb2_grpc.CoordinatorStub(channel)
     try:
-        stub.GetJob(coordinator_pb2.JobRequest(), timeout=timeout_s, wait_for_ready=True)
+        stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=timeout_s, wait_for_ready=True)
     except grpc.RpcError as waited:
         if not _no_answer(waited):
             return
         reason = "no answer"
         try:
             # Without waiting, gRPC says why the connection fails.
-            stub.GetJob(coordinator_pb2.JobRequest(), timeout=1.0)
+            stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=1.0)
         except grpc.RpcError as refused:
             if not _no_answer(refused):
                 return

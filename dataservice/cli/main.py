@@ -16,7 +16,7 @@ from dataservice.cli.progress import index_progress
 from dataservice.core.errors import ServiceError
 from dataservice.engine.api import JobStatus
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.spec import JobSpec, read_config, read_job
+from dataservice.spec import JobSpec, read_config, read_job, read_text
 
 app = typer.Typer(
     help="A balanced data-loading service for multimodal LLM training.",
@@ -135,7 +135,7 @@ def submit(
 
     Example: `dataservice job submit job.yaml`
     """
-    text = _read_text(job_file)
+    text = read_text(job_file, "job file")
     with CoordinatorClient(service) as client:
         status = client.submit(text, str(job_file.parent.absolute()))
     _print_jobs([status], as_json)
@@ -181,17 +181,8 @@ def _print_jobs(statuses: list[JobStatus], as_json: bool) -> None:
         console.print(show.job_table(statuses))
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ServiceError(
-            f"the job file {path} cannot be read: {error.strerror}. Check the path."
-        ) from error
-
-
 def _read_job_file(path: Path) -> JobSpec:
-    return read_job(_read_text(path), path.parent.absolute())
+    return read_job(read_text(path, "job file"), path.parent.absolute())
 
 
 def main() -> None:

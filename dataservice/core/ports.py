@@ -16,6 +16,7 @@ from dataservice.core.job import (
     QuarantineEntry,
 )
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
     DecodedSample,
     IntArray,
@@ -254,9 +255,51 @@ class StateStore(Protocol):
         ...
 
 
+# ---- observability ------------------------------------------------------------------------
+
+
+class Metrics(Protocol):
+    """What the engine tells whoever watches it: one call an event, from any thread. A call
+    neither raises nor waits."""
+
+    def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
+        """A step was drawn and planned for the first time in its attempt, in `plan_s` seconds."""
+        ...
+
+    def ready_steps(self, job: str, steps: int) -> None:
+        """So many steps are planned, and decoding or decoded, that not every rank has received."""
+        ...
+
+    def step_committed(self, job: str) -> None:
+        """Every rank has trained one more step."""
+        ...
+
+    def pack_prepared(self, receipt: PackReceipt) -> None:
+        """A worker has decoded and assembled a pack."""
+        ...
+
+    def work_outstanding(self, worker: str, tokens: float) -> None:
+        """So much decoding, counted in tokens, was ordered from a worker and is not done."""
+        ...
+
+    def worker_lost(self, worker: str) -> None:
+        """A worker is gone; its name is never used again."""
+        ...
+
+    def job_deleted(self, job: str) -> None:
+        """The job is forgotten, and whatever was kept about it with it."""
+        ...
+
+
+class NoMetrics(Metrics):
+    """Nobody watches: every event is dropped."""
+
+
 __all__ = [
     "Catalog",
     "Draw",
+    "Metrics",
+    "NoMetrics",
     "PackHost",
     "SampleDecoder",
     "SampleMeasurer",

@@ -4,7 +4,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context_kernels import inner, kernel
-from dataservice.planning.context_units import Setting, Units, fastest_seconds, unit_seconds
+from dataservice.planning.context_units import (
+    Setting,
+    Units,
+    fastest_seconds,
+    ring_floor,
+    unit_seconds,
+)
 from dataservice.planning.cost import ATTENTION, GROUP, RING_INTER, RING_INTRA
 
 _BISECTIONS = 30
@@ -69,6 +75,8 @@ def _ranks_suffice(
             continue
         degree = max(least[unit], int(units.work[unit] / (tau - base) * (1 - 1e-12)))
         while degree <= setting.ranks and unit_seconds(units, unit, degree, setting) > tau:
+            if ring_floor(units, unit, degree, setting) > tau:
+                return False
             degree += 1
         rate = setting.coefficients[RING_INTRA]
         if degree > setting.ranks_per_node:

@@ -26,8 +26,9 @@ from dataservice.planning.context_units import (
     degree_seconds,
     next_degree,
     padded_sums,
+    ring_floor,
 )
-from dataservice.planning.cost import GROUP, ring_seconds
+from dataservice.planning.cost import GROUP
 from dataservice.planning.kernel_heap import heap_sift_down, heap_sift_up
 
 # Steps above the fluid bound that are tried, as shares of it.
@@ -97,11 +98,7 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
                 and tokens <= setting.memory_tokens * degree
             ):
                 return degree
-            # Once a ring crosses nodes it only slows down as it widens.
-            crosses = degree > setting.ranks_per_node
-            if crosses and budget < ring_seconds(
-                float(units.total[unit]), degree, crosses, setting.coefficients
-            ):
+            if ring_floor(units, unit, degree, setting) > target_s:
                 break
         degree = next_degree(degree, setting)
     return setting.ranks + 1

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dataservice.planning.context_kernels import inner, kernel
 
-_CUTS_A_WAVE = 48  # candidate cuts among one wave's ranks; bounds the programme's size
-_BISECTIONS = 14
+_CUTS_A_WAVE = 32  # candidate cuts among one wave's ranks; bounds the programme's size
+_BISECTIONS = 10
 
 
 @inner

@@ -10,7 +10,7 @@ from dataservice.planning.context_degrees_threshold import member_sums
 from dataservice.planning.context_improve import improve_groups
 from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_place import place_groups
-from dataservice.planning.context_units import Setting, Units
+from dataservice.planning.context_units import Setting, Units, list_groups
 from dataservice.planning.cost import group_seconds
 
 
@@ -181,26 +181,3 @@ def _samples_of(
                 end += 1
         ends[g + 1] = end
     return samples, ends
-
-
-@kernel
-def list_groups(
-    group_of: NDArray[np.int64], groups: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Members int64[u] of every non-empty group end to end, by index, and offsets int64[G+1]."""
-    sizes = np.zeros(groups, np.int64)
-    for group in group_of:
-        sizes[group] += 1
-    start = np.zeros(groups, np.int64)
-    offsets = np.zeros(groups + 1, np.int64)
-    kept = 0
-    for group in range(groups):
-        if sizes[group] > 0:
-            start[group] = offsets[kept]
-            offsets[kept + 1] = offsets[kept] + sizes[group]
-            kept += 1
-    members = np.empty(group_of.size, np.int64)
-    for unit in range(group_of.size):
-        members[start[group_of[unit]]] = unit
-        start[group_of[unit]] += 1
-    return members, offsets[: kept + 1].copy()

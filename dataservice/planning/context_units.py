@@ -10,7 +10,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.context_kernels import inner, kernel
-from dataservice.planning.cost import ATTENTION, LINEAR, ContextCost, group_seconds, sequences
+from dataservice.planning.cost import (
+    ATTENTION,
+    GROUP,
+    LINEAR,
+    ContextCost,
+    group_seconds,
+    ring_seconds,
+    sequences,
+)
 
 Degrees = Literal["any", "power_of_two"]
 
@@ -102,14 +110,34 @@ def least_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
 
 
 @inner
+def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
+    """A time that no degree from `degree` on beats, 0 while the ring may still get no slower: one
+    that crosses nodes only slows down as it widens."""
+    if degree <= setting.ranks_per_node:
+        return 0.0
+    ring = ring_seconds(float(units.total[unit]), degree, True, setting.coefficients)
+    return float(setting.coefficients[GROUP] + ring)
+
+
+@inner
 def fastest_seconds(
     units: Units, unit: int, least: int, enough_s: float, setting: Setting
 ) -> float:
     """min_d T(d) of one unit, or any T(d) ≤ `enough_s` as soon as one is met."""
+    # The degree that would just be enough without ring and padding is the likeliest to be it.
+    budget = enough_s - setting.coefficients[GROUP]
+    if budget > 0 and not setting.power_of_two:
+        likely = max(least, int(units.work[unit] / budget) + 1)
+        if likely <= setting.ranks:
+            seconds = unit_seconds(units, unit, likely, setting)
+            if seconds <= enough_s:
+                return seconds
     best = np.inf
     degree = least
     while degree <= setting.ranks and best > enough_s:
         best = min(best, unit_seconds(units, unit, degree, setting))
+        if ring_floor(units, unit, degree, setting) >= best:
+            break
         degree = next_degree(degree, setting)
     return best
 
@@ -136,6 +164,29 @@ def long_units_s(
             if degree <= setting.ranks:
                 seconds[unit] = min(seconds[unit], unit_seconds(units, unit, degree, setting))
     return seconds
+
+
+@kernel
+def list_groups(
+    group_of: NDArray[np.int64], groups: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Members int64[u] of every non-empty group end to end, by index, and offsets int64[G+1]."""
+    sizes = np.zeros(groups, np.int64)
+    for group in group_of:
+        sizes[group] += 1
+    start = np.zeros(groups, np.int64)
+    offsets = np.zeros(groups + 1, np.int64)
+    kept = 0
+    for group in range(groups):
+        if sizes[group] > 0:
+            start[group] = offsets[kept]
+            offsets[kept + 1] = offsets[kept] + sizes[group]
+            kept += 1
+    members = np.empty(group_of.size, np.int64)
+    for unit in range(group_of.size):
+        members[start[group_of[unit]]] = unit
+        start[group_of[unit]] += 1
+    return members, offsets[: kept + 1].copy()
 
 
 @kernel
@@ -175,9 +226,9 @@ def make_units(
         )
     if count and pack_of.min() < 0:
         raise PlanningError(f"packs has {pack_of.min()}; every sample needs a pack, 0 or above")
-    samples = np.argsort(pack_of, kind="stable")
-    sizes = np.bincount(pack_of) if count else np.zeros(0, np.int64)
-    offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])])
+    if count and pack_of.max() > 16 * count + 1024:
+        pack_of = np.unique(pack_of, return_inverse=True)[1]  # few packs with large names
+    samples, offsets = list_groups(pack_of.astype(np.int64), int(pack_of.max(initial=-1)) + 1)
     return _assemble(samples, lengths[samples], weights[samples], offsets, cost)
 
 

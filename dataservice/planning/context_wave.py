@@ -18,8 +18,8 @@ from dataservice.planning.context_degrees_dp import solve_dp
 from dataservice.planning.context_degrees_threshold import raise_degrees, time_table
 from dataservice.planning.context_improve import improve_groups
 from dataservice.planning.context_kernels import kernel
-from dataservice.planning.context_plan import ContextPlan, list_groups, place_plan
-from dataservice.planning.context_units import Setting, Units
+from dataservice.planning.context_plan import ContextPlan, place_plan
+from dataservice.planning.context_units import Setting, Units, list_groups
 from dataservice.planning.kernel_sort import argsort_descending
 
 Solver = Literal["threshold", "dp"]

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from dataservice.core.errors import PlanningError
 from dataservice.planning.packing import Packing, check_limit, check_pair, to_packing
 from dataservice.planning.packing_bfd import by_falling_need, pack_by_best_fit
+from dataservice.planning.packing_level import level_text
 
 _PAPER_TEXT_SLACK_TOKENS = 128
 
@@ -93,12 +94,14 @@ def pack_isf(
     min_vision: int | None = None,
     iterations: int = 10,
     seed: int = 0,
+    level: bool = True,
 ) -> Packing:
     """Pack samples so that packs are alike in both text and vision tokens.
 
     `text_tokens`, `vision_tokens` [n] lengths. A pack is kept by a round when it holds at least
     `min_text` or at least `min_vision` tokens (by default max_text − 128 and max_vision, the
-    paper's). Only packs of one oversize sample exceed a limit. Packs are numbered kept ones
+    paper's). `level` then swaps samples of equal vision between packs that are full in vision, to
+    even out their text (not in the paper). Only packs of one oversize sample exceed a limit. Packs are numbered kept ones
     first, then the best-fit ones, then oversize ones. Same input and seed, same packs.
     Raises PlanningError on bad input. O(iterations · n).
     """
@@ -130,6 +133,11 @@ def pack_isf(
     packs += pack_by_best_fit(order, text, vision, max_text, max_vision, packs, pack_of)
     alone = np.flatnonzero(~fits)
     pack_of[alone] = packs + np.arange(alone.size)
+    if level:
+        held = np.bincount(pack_of, weights=vision, minlength=packs + alone.size)
+        by_vision = (held >= least_vision) & (held <= max_vision)
+        by_vision[packs:] = False
+        level_text(pack_of, text, vision, by_vision)
     return to_packing(
         pack_of,
         text,
