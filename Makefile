@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check bench protos format clean
+.PHONY: demo test check bench protos reference format clean
 
 demo: $(READY)
 	$(BIN)/python -m demo.run
@@ -18,10 +18,14 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tools.protos --check
+	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m pytest -q tests/architecture
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.planning
+
+reference: $(READY)
+	$(BIN)/python -m tools.reference
 
 protos: $(READY)
 	$(BIN)/python -m tools.protos
@@ -41,4 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[service,dev]'
+	$(BIN)/python -m tools.warm
 	touch $@

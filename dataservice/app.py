@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from pydantic import TypeAdapter
 
@@ -30,9 +31,15 @@ from dataservice.decode.pipeline import Pipeline, PipelineSpec, build_pipeline
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.setup import JobSetup
+from dataservice.observability.metrics import (
+    MetricsEndpoint,
+    PrometheusMetrics,
+    serve_metrics,
+)
+from dataservice.planning.warm import warm_up
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import open_catalog, require_same_index
 from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.reader import SourceReader
@@ -95,7 +102,8 @@ def job_record(spec_yaml: str, base_directory: str) -> JobRecord:
 def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetup:
     """Open a job's index and options. Raises IndexStaleError, SourceError, SpecError."""
     spec = job_from_json(record.spec_json)
-    pipeline = _pipeline_of(_pipeline_json(spec.pipeline), custom_processors)
+    load_pipeline = partial(_pipeline_of, _pipeline_json(spec.pipeline), custom_processors)
+    pipeline = load_pipeline()
     catalog = open_catalog(spec.sources, spec.index, pipeline.fingerprint)
     mixture = Mixture(
         catalog.sizes,
@@ -112,6 +120,9 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
         options=spec.plan,
         pipeline=_worker_pipeline(spec),
         ready_steps=spec.ready_steps,
+        require_current=lambda: require_same_index(
+            spec.sources, spec.index, load_pipeline().fingerprint, catalog.fingerprint
+        ),
         ranks_per_replica=spec.topology.tensor_parallel * spec.topology.pipeline_parallel,
         pipeline_stages=spec.topology.pipeline_parallel,
         replicas_per_node=spec.topology.replicas_per_node,
@@ -177,7 +188,7 @@ def _load_processor(name: str, path: str) -> type[VisionProcessor]:
             f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
             "package in the service's config."
         ) from error
-    if not isinstance(loaded, type) or not issubclass(loaded, _Planner):
+    if not isinstance(loaded, type) or not {"plan_image", "plan_video"} <= set(dir(loaded)):
         raise SpecError(
             f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
             "plan_video. See VisionProcessor in dataservice/decode/processors/base.py."
@@ -259,6 +270,7 @@ class Service:
     coordinator: Coordinator
     pool: WorkerPool
     store: SqliteStateStore
+    metrics: MetricsEndpoint | None
 
     @property
     def address(self) -> str:
@@ -271,16 +283,22 @@ class Service:
         await self.coordinator.stop()
         await self.pool.stop()
         self.store.close()
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.stop)
 
 
 async def start_service(config: ServiceConfig) -> Service:
-    """Open the state, start the workers, restore the jobs, and serve. On an error whatever
-    was started is stopped again."""
+    """Compile the planner, open the state, start the workers, restore the jobs, and serve. On
+    an error whatever was started is stopped again."""
     load_processors(config.custom_processors)
+    await asyncio.to_thread(warm_up)
     store = SqliteStateStore(Path(config.state_dir))
     secret = _secret(config)
     pool = make_pool(config, secret)
+    metrics, endpoint = PrometheusMetrics(), None
     try:
+        if config.metrics_listen is not None:
+            endpoint = serve_metrics(metrics, config.metrics_listen)
         await pool.start()
         coordinator = Coordinator(
             store=store,
@@ -290,14 +308,17 @@ async def start_service(config: ServiceConfig) -> Service:
             open_job=partial(open_job, custom_processors=config.custom_processors),
             ticket_secret=secret,
             attempt_timeout_s=config.attempt_timeout_s,
+            metrics=metrics,
         )
         await coordinator.start()
         server = await serve_coordinator(coordinator, config.listen)
     except BaseException:
         await pool.stop()
         store.close()
+        if endpoint is not None:
+            endpoint.stop()
         raise
-    return Service(server=server, coordinator=coordinator, pool=pool, store=store)
+    return Service(server=server, coordinator=coordinator, pool=pool, store=store, metrics=endpoint)
 
 
 async def serve_until_signal(config: ServiceConfig, *, ready: Callable[[Service], None]) -> None:

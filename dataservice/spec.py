@@ -7,10 +7,10 @@ only joins them, resolves relative paths and turns pydantic's findings into a Sp
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import BatchSize, SourceSpec
@@ -81,16 +81,30 @@ class ServiceConfig(_Strict):
     """Samples that one worker decodes at once; each takes a CPU."""
     worker_host: str = "127.0.0.1"
     """Address under which trainers reach workers on this host."""
-    pool: Annotated[str, Field(pattern="^(ray|local)$")] = "ray"
+    pool: Literal["ray", "local"] = "ray"
     """ray runs workers as Ray actors; local runs them as threads of the coordinator."""
     ray_address: str | None = None
     """An existing Ray cluster to join; by default one is started on this machine."""
     attempt_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long the first ranks of an attempt wait for the last."""
+    metrics_listen: str | None = None
+    """Address where Prometheus scrapes, such as 0.0.0.0:9090; none by default. It tells the
+    names of jobs and sources to whoever asks."""
     secret_file: str | None = None
     """File with the secret shared with workers; by default one is made in state_dir."""
     custom_processors: dict[str, str] = {}
     """Names that jobs may use, each the import path `package.module:Class` of a processor."""
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _listens_somewhere(cls, listen: str | None) -> str | None:
+        # Said here, before workers are started in vain.
+        if listen is None:
+            return None
+        _, colon, port = listen.rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > 65535:
+            raise ValueError("it must be host:port, such as 0.0.0.0:50051")
+        return listen
 
 
 def read_job(text: str, base: Path) -> JobSpec:

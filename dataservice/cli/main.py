@@ -1,7 +1,6 @@
 """The command `dataservice`: index, serve, job, explain, status."""
 
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from dataservice.cli import show
 from dataservice.cli.progress import index_progress
 from dataservice.core.errors import ServiceError
 from dataservice.engine.api import JobStatus
+from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.spec import JobSpec, read_config, read_job, read_text
 
@@ -34,7 +34,10 @@ ServiceAddress = Annotated[
 ]
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's config (YAML).")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", envvar="DATASERVICE_CONFIG", help="The service's config (YAML)."),
+]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -43,20 +46,27 @@ def index(
     job_file: JobFile,
     processes: Annotated[int, typer.Option(help="Files measured at once.", min=1)] = 2,
     config: ConfigFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure every sample of a job's sources, without decoding pixels.
 
-    Interrupted runs are resumed; files that have not changed are kept.
+    Interrupted runs are resumed; files that have not changed are kept. Samples that cannot be
+    used are left out, and named with the reason.
 
     Example: `dataservice index job.yaml --processes 8`
     """
     spec = _read_job_file(job_file)
     custom = read_config(config, {}).custom_processors
-    with index_progress(console) as progress:
+    with index_progress(Console(stderr=True)) as progress:
         summaries = index_job(
             spec, custom_processors=custom, processes=processes, progress=progress
         )
+    if as_json:
+        print(show.index_json(summaries))
+        return
     console.print(show.index_table(summaries))
+    for line in show.bad_samples(summaries, spec.index):
+        console.print(line)
 
 
 @app.command()
@@ -70,14 +80,18 @@ def serve(
     ] = None,
     pool: Annotated[str | None, typer.Option(help="ray, or local (threads here).")] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster.")] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(help="host:port where Prometheus scrapes /metrics.")
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = (
+        False
+    ),
 ) -> None:
     """Run the coordinator and its workers until SIGTERM.
 
     Example: `dataservice serve --state-dir /var/lib/dataservice --workers 8`
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(json=log_json)
     overrides = {
         "listen": listen,
         "state_dir": state_dir,
@@ -85,10 +99,13 @@ def serve(
         "slots_per_worker": slots_per_worker,
         "pool": pool,
         "ray_address": ray_address,
+        "metrics_listen": metrics_listen,
     }
 
     def ready(service: Service) -> None:
         count = len(service.pool.workers())
+        if service.metrics is not None:
+            console.print(f"metrics at http://{service.metrics.address}/metrics", highlight=False)
         console.print(f"serving at {service.address} with {count} workers", highlight=False)
 
     asyncio.run(serve_until_signal(read_config(config, overrides), ready=ready))
@@ -149,9 +166,15 @@ def list_jobs(service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False
 
 @jobs.command("show")
 def show_job(job: str, service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
-    """Show one job. Example: `dataservice job show vlm-sft`"""
+    """Show one job and which samples were masked. Example: `dataservice job show vlm-sft`"""
     with CoordinatorClient(service) as client:
-        _print_jobs([client.job(job)], as_json)
+        status, masked = client.job(job), client.quarantine(job)
+    if as_json:
+        print(show.job_json(status, masked))
+        return
+    console.print(show.job_table([status]))
+    for line in show.masked_samples(masked):
+        console.print(line)
 
 
 @jobs.command()

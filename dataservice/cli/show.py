@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
 from dataservice.core.sample import Modality
 from dataservice.engine.api import JobStatus
@@ -14,6 +16,7 @@ from dataservice.serving.wire import ExplainedStep
 from dataservice.sources.index import IndexSummary
 
 NAMED_SAMPLES = 4  # of one pack, in a table; --json names all
+NAMED_BAD_SAMPLES = 5  # of one source or job; --json names all
 
 
 def index_table(summaries: Sequence[IndexSummary]) -> Table:
@@ -32,6 +35,25 @@ def index_table(summaries: Sequence[IndexSummary]) -> Table:
             f"{summary.rows / max(summary.seconds, 1e-9):.0f}",
         )
     return table
+
+
+def bad_samples(summaries: Sequence[IndexSummary], index_dir: str) -> Iterator[Text]:
+    """Which samples could not be indexed and why, and where all of them are listed."""
+    for summary in summaries:
+        for skipped in summary.skipped[:NAMED_BAD_SAMPLES]:
+            yield Text(f"left out {summary.source}/{skipped.key}: {skipped.reason}", style="yellow")
+        more = len(summary.skipped) - NAMED_BAD_SAMPLES
+        if more > 0:
+            yield Text(
+                f"and {more} more of {summary.source}; all are listed under `skipped` in "
+                f"{index_dir}/{summary.source}/manifest.json",
+                style="yellow",
+            )
+
+
+def index_json(summaries: Sequence[IndexSummary]) -> str:
+    """The same as a list of objects, every bad sample among them."""
+    return json.dumps([asdict(summary) for summary in summaries], indent=2)
 
 
 def job_table(statuses: Sequence[JobStatus]) -> Table:
@@ -55,24 +77,42 @@ def job_table(statuses: Sequence[JobStatus]) -> Table:
 
 def jobs_json(statuses: Sequence[JobStatus]) -> str:
     """The same as a list of objects."""
-    return json.dumps(
-        [
-            {
-                "job": status.record.name,
-                "state": status.record.state,
-                "samples": status.samples,
-                "attempt": status.attempt,
-                "world_size": status.world_size,
-                "planned_step": status.planned_step,
-                "committed_step": status.committed_step,
-                "quarantined": status.quarantined,
-                "index_fingerprint": status.record.index_fingerprint,
-                "created_unix_s": status.record.created_unix_s,
-            }
-            for status in statuses
-        ],
-        indent=2,
-    )
+    return json.dumps([_job_fields(status) for status in statuses], indent=2)
+
+
+def job_json(status: JobStatus, masked: Sequence[QuarantineEntry]) -> str:
+    """One job as a list of one object, with all its masked samples."""
+    quarantine = [asdict(entry) for entry in masked]
+    return json.dumps([{**_job_fields(status), "quarantine": quarantine}], indent=2)
+
+
+def masked_samples(masked: Sequence[QuarantineEntry]) -> Iterator[Text]:
+    """Which samples were masked and why, the newest first; each sample once."""
+    newest = {entry.sample_id: entry for entry in masked}
+    entries = sorted(newest.values(), key=lambda entry: (-entry.attempt, -entry.step))
+    for entry in entries[:NAMED_BAD_SAMPLES]:
+        yield Text(
+            f"quarantined in step {entry.step} of attempt {entry.attempt}: "
+            f"{entry.source}/{entry.key}: {entry.reason}",
+            style="yellow",
+        )
+    if len(entries) > NAMED_BAD_SAMPLES:
+        yield Text(f"and {len(entries) - NAMED_BAD_SAMPLES} more; --json names all", style="yellow")
+
+
+def _job_fields(status: JobStatus) -> dict[str, str | int | float]:
+    return {
+        "job": status.record.name,
+        "state": status.record.state,
+        "samples": status.samples,
+        "attempt": status.attempt,
+        "world_size": status.world_size,
+        "planned_step": status.planned_step,
+        "committed_step": status.committed_step,
+        "quarantined": status.quarantined,
+        "index_fingerprint": status.record.index_fingerprint,
+        "created_unix_s": status.record.created_unix_s,
+    }
 
 
 def explained_json(explained: ExplainedStep) -> str:

@@ -13,6 +13,7 @@ from PIL import (
     JpegImagePlugin,
     PngImagePlugin,
     TiffImagePlugin,
+    UnidentifiedImageError,
     WebPImagePlugin,
 )
 
@@ -100,6 +101,12 @@ def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
         raise SampleError(
             f"image {blob.name!r}: {error} The limit max_image_pixels is "
             f"{limits.max_image_pixels:,}. Make the image smaller before indexing."
+        ) from error
+    except UnidentifiedImageError as error:  # its own text names an object in memory
+        raise SampleError(
+            f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: it has no header "
+            f"of a known format. Replace the file or leave the sample out; readable are "
+            f"{', '.join(FORMATS)}."
         ) from error
     # Damaged bytes make Pillow's readers raise nearly anything (OSError, SyntaxError,
     # struct.error, ValueError, EOFError, zlib.error …), so all of it is this sample's fault.

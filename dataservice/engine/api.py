@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.job import JobRecord, LedgerEntry
+from dataservice.core.job import JobRecord, LedgerEntry, QuarantineEntry
 from dataservice.core.orders import RankShard
 from dataservice.core.plan import StepPlan
 
@@ -70,6 +70,10 @@ class CoordinatorApi(Protocol):
 
     async def delete(self, name: str) -> None:
         """Forget a job; ConflictError while trainers use it."""
+        ...
+
+    async def quarantine(self, name: str) -> list[QuarantineEntry]:
+        """The job's samples that were trained with their labels masked, by attempt and step."""
         ...
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:

@@ -95,6 +95,11 @@ class Attempt:
             )
 
     @property
+    def about(self) -> dict[str, str | int]:
+        """What log records of this attempt carry."""
+        return {"job": self.job, "attempt": self.number}
+
+    @property
     def full(self) -> bool:
         """Every rank has a claim."""
         return len(self.claims) == self.topology.world_size

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -22,7 +22,7 @@ from dataservice.core.errors import (
 from dataservice.core.job import AttemptRecord, JobRecord, QuarantineEntry
 from dataservice.core.orders import PackReceipt, RankShard
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import StateStore, WorkerLink, WorkerPool
+from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
 from dataservice.core.topology import Topology
 from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExplanation
 from dataservice.engine.attempt import Attempt, Claim
@@ -41,13 +41,16 @@ OpenJob = Callable[[JobRecord], JobSetup]
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
-    """A job with its attempts: the one forming, and the one that runs."""
+    """A job with its attempts: the one forming, and the one that runs. `checking` looks
+    whether the index is current, for all ranks that ask meanwhile."""
 
     record: JobRecord
     setup: JobSetup | None = None
     forming: Attempt | None = None
     attempt: Attempt | None = None
     loop: AttemptLoop | None = None
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    checking: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +75,17 @@ class Coordinator:
         open_job: OpenJob,
         ticket_secret: bytes,
         attempt_timeout_s: float = 300.0,
+        metrics: Metrics | None = None,
     ) -> None:
         self._store = store
         self._read_job = read_job
         self._open_job = open_job
         self._secret = ticket_secret
         self._attempt_timeout_s = attempt_timeout_s
-        self._dispatcher = Dispatcher(pool, link, on_receipt=self._note_bad_samples)
+        self._metrics = metrics or NoMetrics()
+        self._dispatcher = Dispatcher(
+            pool, link, on_receipt=self._note_receipt, metrics=self._metrics
+        )
         self._jobs: dict[str, RunningJob] = {}
         self._sessions: dict[str, Session] = {}
 
@@ -86,12 +93,11 @@ class Coordinator:
         """Restore every stored job and the attempt that was running."""
         for record in await asyncio.to_thread(self._store.jobs):
             job = self._jobs[record.name] = RunningJob(record=record)
-            last = await asyncio.to_thread(self._store.last_attempt, record.name)
-            if last is not None:
-                try:
-                    await self._restore(job, last)
-                except ServiceError as error:
-                    log.error("job %s cannot be restored: %s", record.name, error)
+            try:
+                if await asyncio.to_thread(self._store.last_attempt, record.name) is not None:
+                    await self._setup(job)
+            except ServiceError as error:
+                log.error("the job cannot be opened for now: %s", error, extra={"job": record.name})
 
     async def stop(self) -> None:
         """Stop every loop; the store keeps all that is needed to go on."""
@@ -156,6 +162,11 @@ class Coordinator:
             await job.loop.stop()
         await asyncio.to_thread(self._store.delete_job, name)
         del self._jobs[name]
+        self._metrics.job_deleted(name)
+
+    async def quarantine(self, name: str) -> list[QuarantineEntry]:
+        """The job's samples that were masked, and why."""
+        return await asyncio.to_thread(self._store.quarantine, self._job(name).record.name)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again."""
@@ -205,6 +216,7 @@ class Coordinator:
         if rejoin_attempt:
             return self._rejoin(running, rank, world_size, client, rejoin_attempt)
         await asyncio.to_thread(check_fits, setup, topology)
+        await self._require_current(running, setup)
         attempt = self._forming_attempt(running, rank, client, topology, cursor)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         session = self._remember(running, attempt, claim)
@@ -261,9 +273,26 @@ class Coordinator:
         return job
 
     async def _setup(self, job: RunningJob) -> JobSetup:
-        if job.setup is None:
-            job.setup = await asyncio.to_thread(self._open_job, job.record)
+        """The job, opened, and with it the attempt that ran last. A job that could not be
+        opened (its index was stale, say) is tried again each time it is asked for."""
+        async with job.opening:
+            if job.setup is None:
+                setup = await asyncio.to_thread(self._open_job, job.record)
+                last = await asyncio.to_thread(self._store.last_attempt, job.record.name)
+                if last is not None:
+                    await self._restore(job, setup, last)
+                job.setup = setup
         return job.setup
+
+    async def _require_current(self, job: RunningJob, setup: JobSetup) -> None:
+        """The first rank of an attempt has the index compared with its sources."""
+        if job.forming is not None and not job.forming.over:
+            return
+        if job.checking is None or job.checking.done():
+            job.checking = asyncio.create_task(asyncio.to_thread(setup.require_current))
+            # Read the error even if all who wait are gone, or asyncio reports it as lost.
+            job.checking.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(job.checking)
 
     def _session(self, session: str) -> Session:
         known = self._sessions.get(session)
@@ -308,10 +337,18 @@ class Coordinator:
             await asyncio.to_thread(self._store.put_attempt, record)
         except ServiceError as error:
             raise attempt.end(error) from error
+        log.info(
+            "attempt opened by %d ranks at step %d",
+            attempt.topology.world_size,
+            attempt.start.step,
+            extra=attempt.about,
+        )
         older, old_loop = job.attempt, job.loop
         job.attempt, job.forming = attempt, None
-        job.loop = self._make_loop(job, attempt)
+        assert job.setup is not None, "an attempt forms only for a job that is open"
+        job.loop = self._make_loop(job.setup, attempt)
         if older is not None:
+            log.info("fenced by attempt %d", attempt.number, extra=older.about)
             older.end(
                 FencedError(
                     f"attempt {older.number} of job {attempt.job!r} was replaced by attempt "
@@ -323,8 +360,7 @@ class Coordinator:
         job.loop.start(attempt.start)
         attempt.complete_now()
 
-    async def _restore(self, job: RunningJob, last: AttemptRecord) -> None:
-        setup = await self._setup(job)
+    async def _restore(self, job: RunningJob, setup: JobSetup, last: AttemptRecord) -> None:
         attempt = Attempt(
             job=job.record.name,
             number=last.attempt,
@@ -336,17 +372,17 @@ class Coordinator:
         entries = [entry for entry in ledger if entry.attempt == last.attempt]
         cursor = Cursor.from_json(entries[-1].cursor) if entries else attempt.start
         job.attempt = attempt
-        job.loop = self._make_loop(job, attempt)
+        job.loop = self._make_loop(setup, attempt)
         committed = [e.step for e in entries if e.committed_unix_s is not None]
         job.loop.start(cursor, committed_step=max(committed, default=None))
 
-    def _make_loop(self, job: RunningJob, attempt: Attempt) -> AttemptLoop:
-        assert job.setup is not None, "an attempt forms only for a job that is open"
+    def _make_loop(self, setup: JobSetup, attempt: Attempt) -> AttemptLoop:
         return AttemptLoop(
-            job.setup,
+            setup,
             attempt,
             store=self._store,
             dispatcher=self._dispatcher,
+            metrics=self._metrics,
             ticket_secret=self._secret,
         )
 
@@ -377,7 +413,8 @@ class Coordinator:
         assert loop is not None, "a session is open only once its attempt's loop exists"
         return loop
 
-    async def _note_bad_samples(self, receipt: PackReceipt) -> None:
+    async def _note_receipt(self, receipt: PackReceipt) -> None:
+        self._metrics.pack_prepared(receipt)
         if not receipt.bad_samples:
             return
         job = self._jobs.get(receipt.key.job)
@@ -394,6 +431,7 @@ class Coordinator:
             )
             for bad in receipt.bad_samples
         ]
+        about = {"job": receipt.key.job, "attempt": attempt, "step": receipt.key.step}
         for entry in entries:
-            log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason)
+            log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
         await asyncio.to_thread(self._store.add_quarantine, entries)

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt, PackSample
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Catalog, WorkerInfo, WorkerLink, WorkerPool
+from dataservice.core.ports import (
+    Catalog,
+    Metrics,
+    NoMetrics,
+    WorkerInfo,
+    WorkerLink,
+    WorkerPool,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +92,14 @@ class Dispatcher:
         link: WorkerLink,
         *,
         on_receipt: Callable[[PackReceipt], Awaitable[None]],
+        metrics: Metrics | None = None,
     ) -> None:
         self._pool = pool
         self._link = link
         self._on_receipt = on_receipt
+        self._metrics = metrics or NoMetrics()
         self._outstanding: dict[str, float] = {}
+        self._alive: set[str] = set()
         self._replacing: dict[str, asyncio.Task[None]] = {}
 
     async def dispatch(self, plan: StepPlan, orders: list[PackOrder]) -> DispatchedStep:
@@ -107,7 +117,7 @@ class Dispatcher:
         again = [pack for pack, holder in enumerate(step.holder) if holder.worker in lost]
         for pack in again:
             if step.decoding[pack].done():
-                self._outstanding[step.holder[pack].worker] += step.work[pack]
+                self._add_work(step.holder[pack].worker, step.work[pack])
                 self._start(step, pack)
         if again:
             await asyncio.wait([step.decoding[pack] for pack in again])
@@ -129,22 +139,23 @@ class Dispatcher:
 
     async def _prepare(self, step: DispatchedStep, pack: int) -> None:
         order = step.orders[pack]
+        about = {"job": order.key.job, "step": order.key.step}
         for attempt in range(ORDER_TRIES):
             holder = step.holder[pack]
             try:
                 await self._on_receipt(await self._link.prepare(holder, order))
                 return
             except WorkerLostError as error:
-                log.warning("worker %s lost pack %s: %s", holder.worker, order.key, error)
+                log.warning("%s lost pack %d: %s", holder.worker, pack, error, extra=about)
             except ServiceError as error:
-                log.error("pack %s could not be prepared: %s", order.key, error)
+                log.error("pack %d could not be prepared: %s", pack, error, extra=about)
                 return
             finally:
-                self._outstanding[holder.worker] -= step.work[pack]
+                self._add_work(holder.worker, -step.work[pack])
             await self._replace(holder.worker)
             await asyncio.sleep(RETRY_PAUSE_S * min(attempt, 4))
             step.holder[pack] = await self._choose(step.work[pack])
-        log.error("pack %s: no worker could prepare it in %d tries", order.key, ORDER_TRIES)
+        log.error("no worker prepared pack %d in %d tries", pack, ORDER_TRIES, extra=about)
 
     async def _choose(self, work: float) -> WorkerInfo:
         """The worker with the shortest line; waits a while for one to exist."""
@@ -156,10 +167,23 @@ class Dispatcher:
                     "workers, or look in their logs for why they ended."
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
+        self._note_alive({worker.worker for worker in workers})
         line = self._outstanding
         chosen = min(workers, key=lambda w: (line.get(w.worker, 0.0) / w.slots, w.worker))
-        line[chosen.worker] = line.get(chosen.worker, 0.0) + work
+        self._add_work(chosen.worker, work)
         return chosen
+
+    def _note_alive(self, workers: set[str]) -> None:
+        """Whoever has left the pool is lost, whether we or the pool noticed it."""
+        for worker in self._alive - workers:
+            log.warning("%s is lost", worker)
+            self._metrics.worker_lost(worker)
+        self._alive = workers
+
+    def _add_work(self, worker: str, work: float) -> None:
+        self._outstanding[worker] = self._outstanding.get(worker, 0.0) + work
+        if worker in self._alive:
+            self._metrics.work_outstanding(worker, self._outstanding[worker])
 
     async def _replace(self, worker: str) -> None:
         """Replace a worker once, however many packs notice its loss."""

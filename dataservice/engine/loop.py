@@ -22,7 +22,7 @@ from dataservice.core.errors import NotFoundError, ServiceError, StateError
 from dataservice.core.job import LedgerEntry
 from dataservice.core.orders import PackOrder, PartSpec, RankShard, Ticket
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import StateStore
+from dataservice.core.ports import Metrics, StateStore
 from dataservice.core.tickets import sign_ticket
 from dataservice.engine.api import EndOfData
 from dataservice.engine.attempt import Attempt, Claim
@@ -56,12 +56,14 @@ class AttemptLoop:
         *,
         store: StateStore,
         dispatcher: Dispatcher,
+        metrics: Metrics,
         ticket_secret: bytes,
     ) -> None:
         self._setup = setup
         self._attempt = attempt
         self._store = store
         self._dispatcher = dispatcher
+        self._metrics = metrics
         self._secret = ticket_secret
         self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
@@ -97,6 +99,7 @@ class AttemptLoop:
         for task in self._again.values():
             task.cancel()
         steps, self._ready = list(self._ready.values()), {}
+        self._note_ready()
         await asyncio.gather(*(self._dispatcher.release(step.dispatched) for step in steps))
 
     async def shard(
@@ -108,6 +111,8 @@ class AttemptLoop:
         if isinstance(ready, EndOfData):
             return ready
         if failed_workers:
+            about = {**self._attempt.about, "step": step, "rank": claim.rank}
+            log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
             await self._dispatcher.recover(ready.dispatched, failed_workers)
         return self._rank_shard(ready, claim.rank), ready.planned.plan
 
@@ -123,7 +128,9 @@ class AttemptLoop:
                 trained,
                 time.time(),
             )
-            self._committed = max(self._committed, trained)
+            if trained > self._committed:  # else another rank's commit has been here
+                self._committed = trained
+                self._metrics.step_committed(self._attempt.job)
 
     async def _run(self, cursor: Cursor) -> None:
         try:
@@ -137,14 +144,15 @@ class AttemptLoop:
                         self._ready[cursor.step] = ready
                         cursor = ready.planned.next_cursor
                         self._next_step = cursor.step
+                        self._note_ready()
                     self._changed.notify_all()
                 if ready is None:
                     return
         except ServiceError as error:
-            log.error("job %s attempt %d: %s", self._attempt.job, self._attempt.number, error)
+            log.error("the attempt ends: %s", error, extra=self._attempt.about)
             self._attempt.end(error)
         except Exception as error:
-            log.exception("job %s: planning failed", self._attempt.job)
+            log.exception("planning failed", extra=self._attempt.about)
             self._attempt.end(ServiceError(f"planning failed: {error!r}. See the service's log."))
 
     async def _plan(self, cursor: Cursor) -> ReadyStep | None:
@@ -159,7 +167,9 @@ class AttemptLoop:
         self, cursor: Cursor
     ) -> tuple[PlannedStep, str, StepParts, list[PackOrder]] | None:
         attempt = self._attempt
+        started_s = time.perf_counter()
         planned = plan_step(self._setup, cursor, attempt.topology)
+        plan_s = time.perf_counter() - started_s
         if planned is None:
             return None
         digest = planned.plan.digest
@@ -177,6 +187,7 @@ class AttemptLoop:
                     planned_unix_s=time.time(),
                 )
             )
+            self._note_planned(planned.plan, plan_s)
         elif known.plan_digest != digest:
             raise StateError(
                 f"step {cursor.step} of job {attempt.job!r} now plans to {digest}, the ledger "
@@ -192,6 +203,21 @@ class AttemptLoop:
         )
         return planned, digest, cut_step(planned.plan), orders
 
+    def _note_planned(self, plan: StepPlan, plan_s: float) -> None:
+        self._metrics.step_planned(self._attempt.job, plan, plan_s=plan_s)
+        log.info(
+            "planned %d samples as %d packs in %d waves, %.3g s of training, in %.3g s",
+            len(plan.sample_ids),
+            plan.packs,
+            plan.waves,
+            plan.predicted_s,
+            plan_s,
+            extra={**self._attempt.about, "step": plan.step},
+        )
+
+    def _note_ready(self) -> None:
+        self._metrics.ready_steps(self._attempt.job, len(self._ready))
+
     async def _wait_for_room(self) -> None:
         async with self._changed:
             await self._changed.wait_for(
@@ -203,6 +229,7 @@ class AttemptLoop:
         done = self._attempt.received_by_all
         gone = [step for step in self._ready if step <= done]
         released = [self._ready.pop(step) for step in gone]
+        self._note_ready()
         async with self._changed:
             self._changed.notify_all()
         for ready in released:
@@ -238,7 +265,9 @@ class AttemptLoop:
             ready = await asyncio.shield(self._again[step])
         finally:
             self._again.pop(step, None)
-        return self._ready.setdefault(step, ready)
+        kept = self._ready.setdefault(step, ready)
+        self._note_ready()
+        return kept
 
     async def _plan_from_ledger(self, step: int) -> ReadyStep:
         entry = await asyncio.to_thread(

@@ -1,5 +1,6 @@
 """What one job needs at run time, built by the app from its job file."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dataservice.core.job import BatchSize, JobRecord
@@ -14,6 +15,8 @@ class JobSetup:
 
     `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
     `ready_steps` is how far planning and decoding may run ahead of the slowest rank.
+    `require_current` raises IndexStaleError or SourceError once the index no longer describes
+    its sources; it lists files, so it is called once an attempt.
     """
 
     record: JobRecord
@@ -23,6 +26,7 @@ class JobSetup:
     options: PlanOptions
     pipeline: str
     ready_steps: int
+    require_current: Callable[[], None] = lambda: None
     ranks_per_replica: int = 1
     pipeline_stages: int = 1
     replicas_per_node: int | None = None

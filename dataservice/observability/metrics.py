@@ -1,11 +1,12 @@
-"""core.ports.Metrics as Prometheus series, and the endpoint that serves them.
+"""core.ports.Metrics as Prometheus series, and the endpoint where they are scraped.
 
 Labels are job, source, stage, degree and worker: few values each, and none that grows with
-steps, ranks or samples. What is deleted or lost takes its series along.
+steps, ranks or samples. A deleted job and a lost worker take their series along.
 """
 
 import threading
 from dataclasses import dataclass
+from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
 
 import numpy as np
@@ -15,85 +16,68 @@ from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackReceipt
 from dataservice.core.plan import StepPlan
 
-# Planning is meant to take less than a step takes to train: milliseconds to tens of seconds.
-PLAN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+NAMESPACE = "dataservice"
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 class PrometheusMetrics:
-    """core.ports.Metrics over a registry of its own, so that two services may share a process.
+    """core.ports.Metrics over a registry of its own, so that services can share a process.
 
-    Counters begin at zero with the service; a restarted coordinator does not count again what
-    its ledger holds.
+    Counters begin at zero with the service: a restarted coordinator does not count again what
+    its ledger holds. `rate` and `increase` expect that.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._planned_steps = self._counter("planned_steps", "Steps planned.")
-        self._planned_samples = self._counter("planned_samples", "Samples of the planned steps.")
-        self._committed_steps = self._counter(
-            "committed_steps", "Steps that every rank has trained."
+        self._of_jobs: list[Counter | Gauge | Histogram] = []
+        job = self._of_job
+        self._planned_steps = job(Counter, "planned_steps", "Steps planned.")
+        self._planned_samples = job(Counter, "planned_samples", "Samples of the steps planned.")
+        self._committed_steps = job(Counter, "committed_steps", "Steps trained by every rank.")
+        self._ready_steps = job(
+            Gauge, "ready_steps", "Steps decoding or decoded that not every rank has received."
         )
-        self._ready_steps = self._gauge(
-            "ready_steps", "Steps planned, decoding or decoded, that not every rank has received."
+        self._plan_s = job(Histogram, "plan_seconds", "Time to draw and plan a step.")
+        self._plan_gap = job(
+            Gauge, "plan_gap_ratio", "Last plan's cost over its lower bound, minus 1.", "stage"
         )
-        self._plan_s = Histogram(
-            "plan_seconds",
-            "Time to draw and plan one step.",
-            ["job"],
-            namespace="dataservice",
-            registry=self.registry,
-            buckets=PLAN_BUCKETS_S,
+        self._predicted_s = job(
+            Gauge, "predicted_step_seconds", "Training time that the last plan predicts."
         )
-        self._plan_gap = self._gauge(
-            "plan_gap_ratio",
-            "Cost over its lower bound, minus 1, of the step planned last, by planning stage.",
-            "stage",
+        self._groups = job(Counter, "cp_groups", "CP groups of the steps planned.", "degree")
+        self._packs = job(Counter, "decoded_packs", "Packs decoded by workers.")
+        self._decode_s = job(
+            Counter, "decode_seconds", "Time of workers' threads spent reading and decoding."
         )
-        self._predicted_s = self._gauge(
-            "predicted_step_seconds", "Predicted training time of the step planned last."
-        )
-        self._cp_groups = self._counter(
-            "cp_groups", "Context-parallel groups of the planned steps, by degree.", "degree"
-        )
-        self._decoded_packs = self._counter("decoded_packs", "Packs that workers have decoded.")
-        self._decode_s = self._counter(
-            "decode_seconds", "Time that workers' threads spent on reading and decoding."
-        )
-        self._prepared_bytes = self._counter(
-            "prepared_bytes", "Bytes of the packs that workers have decoded."
-        )
-        self._quarantined = self._counter(
-            "quarantined_samples", "Samples that were decoded as masked, by source.", "source"
+        self._bytes = job(Counter, "prepared_bytes", "Size of the packs decoded by workers.")
+        self._quarantined = job(
+            Counter, "quarantined_samples", "Samples decoded as masked.", "source"
         )
         self._outstanding = Gauge(
-            "worker_outstanding_tokens",
-            "Decoding ordered from the worker and not done; a token of an encoder counts as 4.",
+            f"{NAMESPACE}_worker_outstanding_tokens",
+            "Decoding ordered from a worker and not done; encoder tokens weigh 4.",
             ["worker"],
-            namespace="dataservice",
             registry=self.registry,
         )
         self._lost_workers = Counter(
-            "lost_workers",
-            "Workers that were lost and replaced.",
-            namespace="dataservice",
-            registry=self.registry,
+            f"{NAMESPACE}_lost_workers", "Workers lost and replaced.", registry=self.registry
         )
 
-    # ---- core.ports.Metrics ----------------------------------------------------------------
+    # ---- core.ports.Metrics -----------------------------------------------------------------
 
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
-        """A step was planned. O(packs + samples)."""
-        # Made here so that the rate of commits is 0, not missing, until the first one.
-        self._committed_steps.labels(job)
+        """A step was planned. O(samples + packs)."""
+        self._committed_steps.labels(job)  # 0, not missing, until the first commit
         self._planned_steps.labels(job).inc()
         self._planned_samples.labels(job).inc(len(plan.sample_ids))
         self._plan_s.labels(job).observe(plan_s)
         self._predicted_s.labels(job).set(plan.predicted_s)
-        for stage in plan.stages:
-            self._plan_gap.labels(job, stage.stage).set(stage.gap)
-        degrees, groups = np.unique(plan.pack_degree, return_counts=True)
-        for degree, count in zip(degrees.tolist(), groups.tolist(), strict=True):
-            self._cp_groups.labels(job, degree).inc(count)
+        for report in plan.stages:
+            self._plan_gap.labels(job, report.stage).set(report.gap)
+        for degree, groups in enumerate(np.bincount(plan.pack_degree).tolist()):
+            if groups:
+                self._groups.labels(job, degree).inc(groups)
 
     def ready_steps(self, job: str, steps: int) -> None:
         """The size of the ready window now."""
@@ -104,11 +88,11 @@ class PrometheusMetrics:
         self._committed_steps.labels(job).inc()
 
     def pack_prepared(self, receipt: PackReceipt) -> None:
-        """A pack is decoded. One decoded again, because its worker was lost, counts again."""
+        """A pack is decoded. One decoded again, for its worker was lost, counts again."""
         job = receipt.key.job
-        self._decoded_packs.labels(job).inc()
+        self._packs.labels(job).inc()
         self._decode_s.labels(job).inc(receipt.decode_s)
-        self._prepared_bytes.labels(job).inc(receipt.size_bytes)
+        self._bytes.labels(job).inc(receipt.size_bytes)
         for bad in receipt.bad_samples:
             self._quarantined.labels(job, bad.source).inc()
 
@@ -117,18 +101,49 @@ class PrometheusMetrics:
         self._outstanding.labels(worker).set(tokens)
 
     def worker_lost(self, worker: str) -> None:
-        """Count the loss and drop the worker's series."""
+        """Count the loss; drop the worker's series."""
         self._lost_workers.inc()
         self._outstanding.remove(worker)
 
     def job_deleted(self, job: str) -> None:
-        """Drop every series of the job."""
+        """Drop the job's series."""
         for metric in self._of_jobs:
             metric.remove_by_labels({"job": job})
 
-    # ---- inside ----------------------------------------------------------------------------
+    # ---- inside -----------------------------------------------------------------------------
 
-    @property
-    def _of_jobs(self) -> tuple[Counter | Gauge | Histogram, ...]:
-        kept = (each for each in vars(self).values() if isinstance(each, Counter | Gauge | Histogram))
-        return tuple(each for each in kept if each not in (self._outstanding, self._lost_workers))
+    def _of_job(self, kind: type[Metric], name: str, text: str, *labels: str) -> Metric:
+        metric = kind(f"{NAMESPACE}_{name}", text, ("job", *labels), registry=self.registry)
+        self._of_jobs.append(metric)
+        return metric
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsEndpoint:
+    """The HTTP server that a Prometheus scrapes, in a thread of its own."""
+
+    address: str
+    server: WSGIServer
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        """Close the port; takes up to half a second."""
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+def serve_metrics(metrics: PrometheusMetrics, listen: str) -> MetricsEndpoint:
+    """Serve /metrics at `listen` (host:port; port 0 picks a free one). Raises SpecError when
+    that cannot be listened on."""
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = start_http_server(
+            int(port), host.strip("[]") or "0.0.0.0", registry=metrics.registry
+        )
+    except OSError as error:
+        raise SpecError(
+            f"cannot serve metrics at {listen}: {error.strerror}. Stop what uses the port, or "
+            "choose another; port 0 picks a free one."
+        ) from error
+    return MetricsEndpoint(address=f"{host}:{server.server_port}", server=server, thread=thread)

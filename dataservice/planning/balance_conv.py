@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.planning.balance_padded import check_weight, split_for_idle
-from dataservice.planning.kernel_sort import argsort_descending
+from dataservice.planning.kernel_sort import argsort_descending, argsort_rising
 from dataservice.planning.partition import partition
 from dataservice.planning.partition_problem import Partition, as_amounts, check_ranks
 
@@ -146,7 +146,7 @@ def _improve(
         for rank in range(ranks):
             if count[rank] > 0:
                 loads[rank] = total[rank] + count[rank] * squares[first[rank]]
-        rising = np.argsort(loads, kind="mergesort")
+        rising = argsort_rising(loads)
         a = rising[ranks - 1]
         partner = np.zeros(ranks, np.bool_)
         partner[rising[: min(_PARTNERS, ranks - 1)]] = True
@@ -210,7 +210,7 @@ def balance_conv(lengths: ArrayLike, ranks: int, *, alpha: float, lam: float) ->
     input. O(n log n), then bounded work.
     """
     tokens = as_amounts(lengths, "lengths")
-    check_ranks(ranks)
+    ranks = check_ranks(ranks)
     alpha, lam = check_weight(alpha, "alpha"), check_weight(lam, "lam")
     if tokens.size == 0:
         return Partition(rank_of=np.empty(0, np.int32), loads=np.zeros(ranks), lower_bound=0.0)

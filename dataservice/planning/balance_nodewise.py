@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.kernel_sort import group_stable
+from dataservice.planning.kernel_sort import argsort_rising, group_stable
 from dataservice.planning.nodewise import check_nodes
 from dataservice.planning.partition_problem import as_amounts, check_ranks
 from dataservice.planning.partition_segments import partition_segments
@@ -60,7 +60,7 @@ def balance_nodewise(
     amounts = as_amounts(costs, "costs")
     moved = as_amounts(volume, "volume")
     home = np.asarray(home_rank, dtype=np.int64)
-    check_ranks(ranks)
+    ranks = check_ranks(ranks)
     nodes = check_nodes(ranks, ranks_per_node)
     if not amounts.shape == moved.shape == home.shape:
         raise PlanningError(
@@ -136,16 +136,19 @@ def _move_excess(
     loads = np.zeros(nodes)
     for item in range(costs.size):
         loads[node_of[item]] += costs[item]
-    for node in np.argsort(-loads, kind="mergesort"):
+    for node in argsort_rising(-loads):
         if loads[node] <= limit:
             continue
         items = order[begins[node] : begins[node + 1]]
-        items = items[np.argsort(-costs[items], kind="mergesort")]
+        falling = np.empty(items.size)
+        for k in range(items.size):
+            falling[k] = -costs[items[k]]
+        items = items[argsort_rising(falling)]
         density = np.empty(items.size)
         for k in range(items.size):
             free = volume[items[k]] <= 0.0
             density[k] = np.inf if free else costs[items[k]] / volume[items[k]]
-        items = items[np.argsort(-density, kind="mergesort")]
+        items = items[argsort_rising(-density)]
         for item in items:
             cost = costs[item]
             if 0.0 < cost <= loads[node] - limit:

@@ -134,7 +134,7 @@ def balance_padded(
     empty while another holds two items. Raises PlanningError on bad input. O(n log n).
     """
     tokens = as_amounts(lengths, "lengths")
-    check_ranks(ranks)
+    ranks = check_ranks(ranks)
     alpha, beta = check_weight(alpha, "alpha"), check_weight(beta, "beta")
     if tokens.size == 0:
         return Partition(rank_of=np.empty(0, np.int32), loads=np.zeros(ranks), lower_bound=0.0)

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context_bfd import group_by_memory
 from dataservice.planning.context_bound import wave_bound
 from dataservice.planning.context_plan import ContextGroup, ContextPlan
 from dataservice.planning.context_units import (
@@ -19,6 +18,7 @@ from dataservice.planning.context_units import (
 from dataservice.planning.context_wave import Solver, solve_wave, static_wave
 from dataservice.planning.context_waves import (
     cut_static,
+    pack_one_wave,
     pack_static,
     solve_waves,
     wave_units,
@@ -82,7 +82,7 @@ def plan_context_groups(
     _check_solver(solver)
     units = make_units(tokens, full_attention, cost)
     least = fitting_degrees(units, setting)
-    packed = group_by_memory(units, least, setting)
+    packed = pack_one_wave(units, least, setting)
     if packed[1].sum() > ranks:
         raise PlanningError(
             f"{units.total.size} samples of {int(units.total.sum())} tokens need "

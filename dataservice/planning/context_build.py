@@ -33,6 +33,7 @@ from dataservice.planning.kernel_heap import heap_sift_down, heap_sift_up
 
 # Steps above the fluid bound that are tried, as shares of it.
 _STEPS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.06, 0.1, 0.17, 0.28, 0.45, 0.7, 1.2)
+_PLACEMENTS = 1 << 16  # units placed in all builds of a wave; many units need few builds
 _BISECTIONS = 24
 
 
@@ -193,42 +194,63 @@ def build_groups(
     return makespan(into)
 
 
+class Heap(NamedTuple):
+    """A min-heap of groups: `keys` float64 and `ids` int64 [N], and its `size` int64[1]."""
+
+    keys: NDArray[np.float64]
+    ids: NDArray[np.int64]
+    size: NDArray[np.int64]
+
+
+@inner
+def _push(heap: Heap, key: float, group: int) -> None:
+    place = heap.size[0]
+    heap.keys[place] = key
+    heap.ids[place] = group
+    heap.size[0] = place + 1
+    heap_sift_up(heap.keys, heap.ids, place)
+
+
+@inner
+def _pop(heap: Heap) -> int:
+    group = heap.ids[0]
+    last = heap.size[0] - 1
+    heap.size[0] = last
+    heap.keys[0] = heap.keys[last]
+    heap.ids[0] = heap.ids[last]
+    heap_sift_down(heap.keys, heap.ids, last, 0)
+    return int(group)
+
+
 @inner
 def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into: Grouping) -> bool:
-    """Each unit without a group into the fastest group with room; False when one finds none."""
-    size = into.used[0]
-    keys = into.seconds[:size].copy()
-    ids = np.arange(size)
-    stash_keys = np.empty(size, np.float64)
-    stash_ids = np.empty(size, np.int64)
-    for start in range(size // 2 - 1, -1, -1):
-        heap_sift_down(keys, ids, size, start)
+    """Each unit without a group into the fastest group with room; False when one finds none.
+
+    A group found without room waits, ordered by room, until a unit comes that could fit it.
+    """
+    count = into.used[0]
+    ready = Heap(into.seconds[:count].copy(), np.arange(count), np.full(1, count))
+    waiting = Heap(np.empty(count), np.empty(count, np.int64), np.zeros(1, np.int64))
+    for start in range(count // 2 - 1, -1, -1):
+        heap_sift_down(ready.keys, ready.ids, count, start)
     for unit in order:
         if into.group_of[unit] >= 0:
             continue
-        stashed = 0
+        while waiting.size[0] > 0 and -waiting.keys[0] >= units.total[unit]:
+            group = _pop(waiting)
+            _push(ready, into.seconds[group], group)
         placed = False
-        while size > 0:
-            group = ids[0]
+        while ready.size[0] > 0 and not placed:
+            group = ready.ids[0]
             tokens, _ = padded_sums(units, unit, into.degree[group])
-            if into.tokens[group] + tokens <= setting.memory_tokens * into.degree[group]:
+            room = setting.memory_tokens * into.degree[group] - into.tokens[group]
+            if tokens <= room:
                 add_unit(units, unit, group, into, setting)
-                keys[0] = into.seconds[group]
-                heap_sift_down(keys, ids, size, 0)
+                ready.keys[0] = into.seconds[group]
+                heap_sift_down(ready.keys, ready.ids, ready.size[0], 0)
                 placed = True
-                break
-            stash_keys[stashed] = keys[0]
-            stash_ids[stashed] = group
-            stashed += 1
-            size -= 1
-            keys[0] = keys[size]
-            ids[0] = ids[size]
-            heap_sift_down(keys, ids, size, 0)
-        for i in range(stashed):
-            keys[size] = stash_keys[i]
-            ids[size] = stash_ids[i]
-            heap_sift_up(keys, ids, size)
-            size += 1
+            else:
+                _push(waiting, -float(room), _pop(ready))
         if not placed:
             return False
     return True
@@ -249,7 +271,9 @@ def best_groups(
     found = makespan(best) if best.used[0] else np.inf
     target = fluid_target(units, least, bound_s, setting)
     place = 0
-    while place < len(_STEPS):
+    left = _PLACEMENTS
+    while place < len(_STEPS) and left >= 0:
+        left -= units.work.size
         tau = target * (1 + _STEPS[place])
         if found <= tau or found <= bound_s * enough:
             break
@@ -269,9 +293,13 @@ def best_static_groups(
     """The best grouping of one degree into `best`, if it is faster than `below_s`."""
     trial = empty_grouping(units.work.size, setting.ranks)
     found = below_s
+    left = _PLACEMENTS
     for degree in range(1, setting.ranks + 1):
+        if left < 0:
+            break
         if setting.ranks % degree or (setting.power_of_two and degree & (degree - 1)):
             continue
+        left -= units.work.size
         value = static_groups(units, order, degree, setting, trial)
         if value < found:
             found = value

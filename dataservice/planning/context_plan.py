@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from dataservice.planning.context_build import Grouping
 from dataservice.planning.context_degrees_threshold import member_sums
-from dataservice.planning.context_improve import improve_groups
+from dataservice.planning.context_improve import ROUNDS, improve_groups
 from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_place import place_groups
 from dataservice.planning.context_units import Setting, Units, list_groups
@@ -105,7 +105,7 @@ def place_plan(
             crosses=crosses,
             used=np.array([degrees.size]),
         )
-        improve_groups(units, grouping, bound_s, 4 * setting.ranks, setting._replace(placed=True))
+        improve_groups(units, grouping, bound_s, ROUNDS, setting._replace(placed=True))
         members, offsets = list_groups(grouping.group_of, degrees.size)
     samples, sample_offsets = _samples_of(units, members, offsets)
     return ContextPlan(

@@ -16,7 +16,7 @@ from dataservice.planning.context_build import (
 )
 from dataservice.planning.context_degrees_dp import solve_dp
 from dataservice.planning.context_degrees_threshold import raise_degrees, time_table
-from dataservice.planning.context_improve import improve_groups
+from dataservice.planning.context_improve import ROUNDS, improve_groups
 from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_plan import ContextPlan, place_plan
 from dataservice.planning.context_units import Setting, Units, list_groups
@@ -26,6 +26,7 @@ Solver = Literal["threshold", "dp"]
 
 # Groupings this close to the bound are not improved further.
 ENOUGH = 1.001
+NEAR = 1.002  # and beyond this, fixed degrees are tried as another start
 
 
 def solve_wave(
@@ -121,16 +122,15 @@ def _search(
     setting: Setting,
 ) -> tuple[NDArray[np.int64], int, float]:
     """Best grouping found: group of each unit, number of groups, makespan."""
-    rounds = 4 * setting.ranks + 64
     best = empty_grouping(units.total.size, setting.ranks)
     regroup(units, packed_of, packed_degree, setting, best)
     best_groups(units, order, least, bound_s, ENOUGH, setting, best)
-    improve_groups(units, best, bound_s * ENOUGH, rounds, setting)
+    improve_groups(units, best, bound_s * ENOUGH, ROUNDS, setting)
     found = makespan(best)
-    if found > bound_s * ENOUGH:
+    if found > bound_s * NEAR:
         # One degree for all is a better start where rings are cheap and samples few.
         static = empty_grouping(units.total.size, setting.ranks)
         if best_static_groups(units, order, found, setting, static) < found:
-            improve_groups(units, static, bound_s * ENOUGH, rounds, setting)
+            improve_groups(units, static, bound_s * ENOUGH, ROUNDS, setting)
             best = static
     return best.group_of, best.used[0], makespan(best)

@@ -24,7 +24,14 @@ from dataservice.planning.context_units import (
     unit_sums,
 )
 from dataservice.planning.context_wave import Solver, solve_wave
-from dataservice.planning.cost import GROUP
+from dataservice.planning.cost import (
+    ATTENTION,
+    GROUP,
+    LINEAR,
+    RING_HOP,
+    RING_INTER,
+    RING_INTRA,
+)
 from dataservice.planning.kernel_sort import argsort_descending
 
 # Packed groups: group of each unit int64[u], degree of each group int64[G].
@@ -35,7 +42,8 @@ Cut = list[NDArray[np.int64]]
 # Share of a widened unit's spare room that a cut counts as lost.
 _LOST_ROOM = (1.0, 0.15)
 _NEAR = 1.01  # no further candidate once this close to the bound
-_FAR = 1.02  # fixed degrees are tried beyond this
+_FAR = 1.02  # fixed degrees are tried beyond this,
+_MANY = 20_000  # unless there are so many units that short ones fill every gap
 
 
 def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
@@ -101,12 +109,34 @@ def _candidates(
         if ends not in seen:
             seen.append(ends)
             yield 0.0, packing, cut
-    for degree in range(int(least.max()), setting.ranks + 1):
+    if units.total.size > _MANY:
+        return
+    fixed = [
+        (_static_seconds(units, packing, cut, setting), packing, cut)
+        for packing in _static_packings(units, least, setting)
+        for cut in [cut_static(units, packing, setting)]
+    ]
+    if fixed:
+        yield min(fixed, key=lambda candidate: candidate[0])
+
+
+def pack_one_wave(units: Units, least: NDArray[np.int64], setting: Setting) -> Packing:
+    """Groups by memory whose least degrees fit the ranks, if best fit or any one degree finds them;
+    else best fit's."""
+    packing = group_by_memory(units, least, setting)
+    if packing[1].sum() <= setting.ranks:
+        return packing
+    for fixed in _static_packings(units, least, setting):
+        if fixed[1].sum() <= setting.ranks:
+            return fixed
+    return packing
+
+
+def _static_packings(units: Units, least: NDArray[np.int64], setting: Setting) -> Iterator[Packing]:
+    for degree in range(int(least.max(initial=1)), setting.ranks + 1):
         if setting.ranks % degree or (setting.power_of_two and degree & (degree - 1)):
             continue
-        packing = pack_static(units, degree, setting)
-        cut = cut_static(units, packing, setting)
-        yield _static_seconds(units, packing, cut, setting), packing, cut
+        yield pack_static(units, degree, setting)
 
 
 def _cut(
@@ -159,10 +189,18 @@ def cut_static(units: Units, packing: Packing, setting: Setting) -> Cut:
 
 
 def _static_seconds(units: Units, packing: Packing, cut: Cut, setting: Setting) -> float:
-    """Sum over waves of the slowest group; its padding and exposed ring left out."""
-    work = _sums(packing[0], units.work, packing[1].size) / packing[1]
-    base_s = float(setting.coefficients[GROUP])
-    return sum(base_s + float(work[groups].max()) for groups in cut)
+    """Sum over waves of the slowest packed group."""
+    group_of, degrees = packing
+    degree, groups = int(degrees[0]), degrees.size
+    padded = padded_tokens(units.tokens, degree)
+    total, squares = unit_sums(padded, units.weights, units.offsets)
+    tokens = _sums(group_of, total.astype(np.float64), groups)
+    cost = setting.coefficients
+    rate = cost[RING_INTER] if degree > setting.ranks_per_node else cost[RING_INTRA]
+    ring = (rate * tokens / degree + cost[RING_HOP]) * (degree - 1)
+    attention = cost[ATTENTION] * _sums(group_of, squares, groups) / degree
+    seconds = cost[GROUP] + cost[LINEAR] * tokens / degree + np.maximum(attention, ring)
+    return sum(float(seconds[wave].max()) for wave in cut)
 
 
 def wave_units(packing: Packing, groups: NDArray[np.int64]) -> tuple[NDArray[np.int64], Packing]:

@@ -89,8 +89,8 @@ def compose_exchange(
     the group size, by default one more than the largest rank named. Raises PlanningError on
     unequal lengths, ranks out of range or negative tokens. O(n + ranks).
     """
-    source = np.asarray(encoder_rank_of, dtype=np.int64)
-    target = np.asarray(llm_rank_of, dtype=np.int64)
+    source = np.require(encoder_rank_of, np.int64, ("C", "W"))
+    target = np.require(llm_rank_of, np.int64, ("C", "W"))
     amounts = np.asarray(tokens, dtype=np.int64)
     if source.ndim != 1 or source.shape != target.shape or source.shape != amounts.shape:
         raise PlanningError(

@@ -55,6 +55,12 @@ def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 @numba.njit(cache=True, nogil=True)
+def argsort_rising(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Stable argsort for use inside kernels; one function, so that it is compiled once."""
+    return np.argsort(values, kind="mergesort")
+
+
+@numba.njit(cache=True, nogil=True)
 def group_stable(
     keys: NDArray[np.int64], order: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

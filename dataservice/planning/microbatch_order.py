@@ -20,6 +20,8 @@ OrderAlgorithm = Literal["search", "mmscale"]
 # Operations simulated in a search: by microbatch, and at least. Sets its time, not its clock.
 _OPERATIONS_A_MICROBATCH = 24_000
 _LEAST_OPERATIONS = 480_000
+# Trials that one round of the search takes for each pair of microbatches; what is left starts more.
+_TRIALS_A_PAIR = 6
 
 
 def order_microbatches(
@@ -51,7 +53,7 @@ def order_microbatches(
     durations = np.concatenate([forward.ravel(), backward.ravel()])
     operations = max(_LEAST_OPERATIONS, _OPERATIONS_A_MICROBATCH * count)
     starts = _starts(forward, backward, paper)
-    best = _search(durations, starts, program, stages, operations // program.kind.size, seed)
+    best = _search(durations, starts, program, operations // program.kind.size, seed)
     return np.asarray(best).astype(np.int32)
 
 
@@ -120,27 +122,63 @@ def _search(
     durations: NDArray[np.float64],
     starts: NDArray[np.int64],
     program: Program,
-    stages: int,
     trials: int,
     seed: int,
 ) -> NDArray[np.int64]:
-    """Late-acceptance search over swaps and insertions; returns the best order it saw."""
+    """The best order seen in rounds of late-acceptance search: one round from the best start, and,
+    where few microbatches need few trials, more from shuffles of it."""
     count = starts.shape[1]
     chunks = durations.size // (2 * count)
     offsets = _offsets(program, count, chunks)
     ends = np.zeros(offsets.size + 1, np.float64)
-    order = starts[0].copy()
-    value = np.inf
-    for s in range(starts.shape[0]):
-        time = _makespan(durations, offsets, starts[s], chunks, program, ends)
-        if time < value:
-            value = time
-            order[:] = starts[s]
-    best: NDArray[np.int64] = order.copy()
-    best_value = value
-    history = np.full(max(8, min(50, trials // 40)), value)
     state = np.empty(1, np.uint64)
     state[0] = np.uint64(88172645463325252) ^ (np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15))
+    best: NDArray[np.int64] = starts[0].copy()
+    best_value = np.inf
+    for s in range(starts.shape[0]):
+        time = _makespan(durations, offsets, starts[s], chunks, program, ends)
+        if time < best_value:
+            best_value = time
+            best[:] = starts[s]
+    rounds = max(1, trials // (_TRIALS_A_PAIR * count * count))
+    for turn in range(rounds):
+        order = best.copy()
+        if turn > 0:
+            _shuffle(order, state)
+        value = _late_acceptance(
+            durations, offsets, order, chunks, program, ends, trials // rounds, state
+        )
+        if value < best_value:
+            best_value = value
+            best[:] = order
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _shuffle(order: NDArray[np.int64], state: NDArray[np.uint64]) -> None:
+    for i in range(order.size - 1, 0, -1):
+        j = _random(state) % (i + 1)
+        order[i], order[j] = order[j], order[i]
+
+
+@njit(cache=True, nogil=True)
+def _late_acceptance(
+    durations: NDArray[np.float64],
+    offsets: NDArray[np.int64],
+    order: NDArray[np.int64],
+    chunks: int,
+    program: Program,
+    ends: NDArray[np.float64],
+    trials: int,
+    state: NDArray[np.uint64],
+) -> float:
+    """Swaps and insertions, taken when no worse than now or than some trials ago. Leaves the best
+    order of the round in `order` and returns its makespan."""
+    count = order.size
+    value = _makespan(durations, offsets, order, chunks, program, ends)
+    history = np.full(max(4, min(50, trials // 40)), value)
+    best = order.copy()
+    best_value = value
     for trial in range(trials):
         i = _random(state) % count
         j = _random(state) % (count - 1)
@@ -162,4 +200,5 @@ def _search(
         else:
             _rotate(order, j, i)
         history[slot] = min(history[slot], value)
-    return best.copy()
+    order[:] = best
+    return best_value

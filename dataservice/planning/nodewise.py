@@ -19,10 +19,11 @@ from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_array
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.kernel_sort import argsort_rising
 
 _ILP_VARIABLES = 64  # d²/c beyond which branch and bound takes over a tenth of a second
 _ILP_NODES = 200  # a limit in nodes, not seconds: the same answer on every machine
-_WORK_LIMIT = 20_000_000
+_WORK_LIMIT = 20_000_000  # swaps looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ def rearrange_nodewise(
 
 
 def _as_volume(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.float64]:
-    matrix = np.ascontiguousarray(volume, dtype=np.float64)
+    matrix = np.require(volume, np.float64, ("C", "W"))
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise PlanningError(f"volume has shape {matrix.shape}; give [ranks, ranks], not empty")
     if not (matrix.min() >= 0.0 and matrix.max() < np.inf):
@@ -96,14 +97,46 @@ def check_nodes(ranks: int, ranks_per_node: int) -> int:
     return ranks // ranks_per_node
 
 
+@numba.njit(cache=True, nogil=True)
+def _least_sent(matrix: NDArray[np.float64], ranks_per_node: int) -> float:
+    """The most any rank must send out: all but the `ranks_per_node` largest of its volumes."""
+    worst = 0.0
+    for i in range(matrix.shape[0]):
+        kept = np.zeros(ranks_per_node)  # rising
+        total = 0.0
+        for value in matrix[i]:
+            total += value
+            if value <= kept[0]:
+                continue
+            at = 1
+            while at < ranks_per_node and kept[at] < value:
+                kept[at - 1] = kept[at]
+                at += 1
+            kept[at - 1] = value
+        worst = max(worst, total - kept.sum())
+    return worst
+
+
+@numba.njit(cache=True, nogil=True)
+def _sent_out(
+    matrix: NDArray[np.float64], node_of: NDArray[np.int64], ranks_per_node: int
+) -> NDArray[np.float64]:
+    """Volume each rank sends to batches on other nodes, float64[d]."""
+    ranks = matrix.shape[0]
+    sent = np.zeros(ranks)
+    for i in range(ranks):
+        node = i // ranks_per_node
+        for j in range(ranks):
+            if node_of[j] != node:
+                sent[i] += matrix[i, j]
+    return sent
+
+
 def _simple_bound(
     matrix: NDArray[np.float64], received: NDArray[np.float64], ranks_per_node: int
 ) -> float:
-    """A rank keeps at most its `ranks_per_node` largest batches; a batch pulls at least the least
-    of any node."""
-    kept = np.partition(matrix, -ranks_per_node, axis=1)[:, -ranks_per_node:].sum(axis=1)
-    sent = float((matrix.sum(axis=1) - kept).max())
-    return max(sent, float(received.min(axis=0).max()), 0.0)
+    """The larger of what some rank must send and what some batch must receive."""
+    return max(float(_least_sent(matrix, ranks_per_node)), float(received.min(axis=0).max()), 0.0)
 
 
 def _inter_node_max(
@@ -112,10 +145,8 @@ def _inter_node_max(
     node_of: NDArray[np.int64],
     ranks_per_node: int,
 ) -> float:
-    ranks = matrix.shape[0]
-    sender_node = np.arange(ranks) // ranks_per_node
-    sent = np.where(node_of[None, :] != sender_node[:, None], matrix, 0.0).sum(axis=1)
-    return max(float(sent.max()), float(received[node_of, np.arange(ranks)].max()))
+    sent = _sent_out(matrix, node_of, ranks_per_node)
+    return max(float(sent.max()), float(received[node_of, np.arange(node_of.size)].max()))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -133,7 +164,7 @@ def _greedy_nodes(held: NDArray[np.float64], ranks_per_node: int) -> NDArray[np.
         lead[j] = first - second
     room = np.full(nodes, ranks_per_node)
     node_of = np.empty(batches, np.int64)
-    for j in np.argsort(-lead, kind="mergesort"):
+    for j in argsort_rising(-lead):
         best = -1
         for k in range(nodes):
             if room[k] > 0 and (best < 0 or held[k, j] > held[best, j]):
@@ -156,11 +187,7 @@ def _swap_nodes(
     Among swaps that lower the largest volume of the two nodes and both batches, the best is taken.
     """
     ranks = matrix.shape[0]
-    sent = np.zeros(ranks)
-    for i in range(ranks):
-        for j in range(ranks):
-            if node_of[j] != i // ranks_per_node:
-                sent[i] += matrix[i, j]
+    sent = _sent_out(matrix, node_of, ranks_per_node)
     work = 0
     while work < work_limit:
         worst = 0.0

@@ -28,10 +28,11 @@ def order_waves(
     forward = np.repeat(seconds[:, None] * FORWARD_SHARE / stages, stages, axis=1)
     backward = forward * (1.0 / FORWARD_SHARE - 1.0)
     before = simulate_1f1b(forward, backward).makespan_s
-    if algorithm == "as_formed":
-        order = np.arange(len(waves))
-    else:
-        order = order_microbatches(forward, backward, algorithm=algorithm)
+    order = (
+        np.arange(len(waves), dtype=np.int32)
+        if algorithm == "as_formed"
+        else order_microbatches(forward, backward, algorithm=algorithm)
+    )
     after = simulate_1f1b(forward[order], backward[order]).makespan_s
     busiest = float((forward + backward).sum(axis=0).max())
     return tuple(waves[i] for i in order), _report(algorithm, before, after, busiest)

@@ -42,7 +42,8 @@ def as_lengths(values: ArrayLike, name: str) -> NDArray[np.int64]:
             raise PlanningError(f"{name} must hold whole token counts, got {given.dtype} values")
         if not bool(np.isfinite(given).all()):
             raise PlanningError(f"{name} holds an infinite length; mend the index")
-    lengths = np.ascontiguousarray(given, dtype=np.int64)
+    # Writable: kernels are compiled for that, and a read-only array would compile them anew.
+    lengths = np.require(given, np.int64, ("C", "W"))
     if lengths.size and lengths.min() < 0:
         at = int(lengths.argmin())
         raise PlanningError(

@@ -198,8 +198,8 @@ def pack_bfd(
     Raises PlanningError on bad input. O(n log n), about a microsecond a sample.
     """
     text, vision = check_pair(text_tokens, vision_tokens)
-    check_limit(max_text, "max_text", least=1)
-    check_limit(max_vision, "max_vision", least=0)
+    max_text = check_limit(max_text, "max_text", least=1)
+    max_vision = check_limit(max_vision, "max_vision", least=0)
     fits = (text <= max_text) & (vision <= max_vision)
     inside = np.flatnonzero(fits)
     pack_of = np.empty(text.size, np.int64)

@@ -101,19 +101,21 @@ def pack_isf(
     `text_tokens`, `vision_tokens` [n] lengths. A pack is kept by a round when it holds at least
     `min_text` or at least `min_vision` tokens (by default max_text − 128 and max_vision, the
     paper's). `level` then swaps samples of equal vision between packs that are full in vision, to
-    even out their text (not in the paper). Only packs of one oversize sample exceed a limit. Packs are numbered kept ones
-    first, then the best-fit ones, then oversize ones. Same input and seed, same packs.
+    even out their text (not in the paper). Only packs of one oversize sample exceed a limit.
+    Packs are numbered kept ones first, then the best-fit ones, then oversize ones. Same input and
+    seed, same packs.
     Raises PlanningError on bad input. O(iterations · n).
     """
     text, vision = check_pair(text_tokens, vision_tokens)
-    check_limit(max_text, "max_text", least=1)
-    check_limit(max_vision, "max_vision", least=0)
+    max_text = check_limit(max_text, "max_text", least=1)
+    max_vision = check_limit(max_vision, "max_vision", least=0)
     if iterations < 0:
         raise PlanningError(f"iterations is {iterations}; give 0 or more rounds, 10 is usual")
     least_text = max(max_text - _PAPER_TEXT_SLACK_TOKENS, 1) if min_text is None else min_text
     # With no vision allowed, "enough vision" would hold for every pack and mean nothing.
     least_vision = max(max_vision, 1) if min_vision is None else max(min_vision, 1)
-    check_limit(least_text, "min_text", least=0)
+    least_text = check_limit(least_text, "min_text", least=0)
+    least_vision = int(least_vision)
 
     fits = (text <= max_text) & (vision <= max_vision)
     left = np.flatnonzero(fits)

@@ -119,7 +119,7 @@ def _place_by_size(problem: PartitionProblem) -> NDArray[np.int64] | None:
 def _no_room_message(problem: PartitionProblem) -> str:
     """Count the ranks that would do, so that the remedy is a number and not a hint."""
     n = problem.sizes.size
-    falling = np.sort(problem.sizes)[::-1]
+    falling = np.sort(problem.sizes)[::-1].copy()
     at_least = int(np.ceil(falling.sum() / problem.capacity))
     # With one rank an item, first fit always succeeds; the ranks it opened are enough.
     placed_at, _ = first_fit_decreasing(

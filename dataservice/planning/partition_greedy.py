@@ -11,11 +11,29 @@ from numpy.typing import NDArray
 from dataservice.planning.kernel_heap import heap_sift_down, heap_sift_up
 from dataservice.planning.partition_problem import PartitionProblem
 
+_SHIFTS_PER_LOAD = 200  # beyond, sorting by comparison is cheaper than by insertion
+
+
+@numba.njit(cache=True, nogil=True)
+def _heap_sort(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
+    n = loads.size
+    keys, items = loads.copy(), ids.copy()
+    for start in range(n // 2 - 1, -1, -1):
+        heap_sift_down(keys, items, n, start)
+    for at in range(n):
+        loads[at] = keys[0]
+        ids[at] = items[0]
+        last = n - 1 - at
+        keys[0] = keys[last]
+        items[0] = items[last]
+        if last > 0:
+            heap_sift_down(keys, items, last, 0)
+
 
 @numba.njit(cache=True, nogil=True)
 def _sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
     """In place: spread over as many buckets as values, then insertion sort. O(n) for loads
-    that are spread about evenly, which is what a balanced batch leaves behind; a merge sort where
+    that are spread about evenly, which is what a balanced batch leaves behind; a heap sort where
     an outlier crowds the rest into few buckets."""
     n = loads.size
     low, high = loads.min(), loads.max()
@@ -24,10 +42,11 @@ def _sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
         start = np.zeros(n + 1, np.int64)
         for i in range(n):
             start[int((loads[i] - low) * scale) + 1] += 1
-        if start.max() > 32:
-            rising = np.argsort(loads, kind="mergesort")
-            loads[:] = loads[rising]
-            ids[:] = ids[rising]
+        shifts = 0  # what insertion may cost: the square of every bucket
+        for bucket in range(1, n + 1):
+            shifts += start[bucket] * start[bucket]
+        if shifts > _SHIFTS_PER_LOAD * n:
+            _heap_sort(loads, ids)
             return
         for bucket in range(1, n + 1):
             start[bucket] += start[bucket - 1]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernel_heap import heap_sift_down, heap_sift_up
+from dataservice.planning.kernel_sort import argsort_rising
 from dataservice.planning.partition_problem import PartitionProblem
 
 
@@ -21,9 +22,11 @@ from dataservice.planning.partition_problem import PartitionProblem
 def _sort_falling(loads: NDArray[np.float64], heads: NDArray[np.int64], size: int) -> None:
     """Stable, in place. Most merges only append, and insertion then takes one pass."""
     if size > 48:
-        falling = np.argsort(-loads[:size], kind="mergesort")
-        loads[:size] = loads[falling]
-        heads[:size] = heads[falling]
+        falling = argsort_rising(-loads[:size])
+        old_loads, old_heads = loads[:size].copy(), heads[:size].copy()
+        for k in range(size):
+            loads[k] = old_loads[falling[k]]
+            heads[k] = old_heads[falling[k]]
         return
     for i in range(1, size):
         load = loads[i]
@@ -155,7 +158,11 @@ def _compact(
     live[: states.size] = states
     live[states.size] = popped
     used = 0
-    for state in live[np.argsort(start[live])]:
+    begins = np.empty(live.size)
+    for k in range(live.size):
+        begins[k] = start[live[k]]
+    for at in argsort_rising(begins):
+        state = live[at]
         begin = start[state]
         for k in range(length[state]):
             pool_load[used + k] = pool_load[begin + k]
@@ -196,10 +203,11 @@ def _balanced_differencing(costs: NDArray[np.float64], ranks: int) -> NDArray[np
             loads[first, k] += loads[second, ranks - 1 - k]
             next_item[tail_of[heads[first, k]]] = head
             tail_of[heads[first, k]] = tail_of[head]
-        falling = np.argsort(-loads[first], kind="mergesort")
-        loads[second] = loads[first][falling]
-        heads[second] = heads[first][falling]
-        loads[second] -= loads[second, ranks - 1]
+        falling = argsort_rising(-loads[first])
+        least = loads[first, falling[ranks - 1]]
+        for k in range(ranks):
+            loads[second, k] = loads[first, falling[k]] - least
+            heads[second, k] = heads[first, falling[k]]
         keys[0] = -loads[second, 0]
         heap_sift_down(keys, states, live, 0)
     return _labels_from_lists(heads[states[0]], next_item, n)

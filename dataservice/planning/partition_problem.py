@@ -58,7 +58,8 @@ class PartitionProblem:
 
 def as_amounts(values: ArrayLike, name: str) -> NDArray[np.float64]:
     """`values` as float64[n]. Raises PlanningError unless one-dimensional, finite and ≥ 0."""
-    amounts = np.ascontiguousarray(values, dtype=np.float64)
+    # Writable: kernels are compiled for that, and a read-only array would compile them anew.
+    amounts = np.require(values, np.float64, ("C", "W"))
     if amounts.ndim != 1:
         raise PlanningError(f"{name} has {amounts.ndim} axes; give one value per item")
     # min and max carry any NaN along, so two passes find every kind of bad value.
@@ -87,7 +88,7 @@ def build_problem(
     sizes: ArrayLike | None,
 ) -> PartitionProblem:
     """Check the input, sort it once and certify it. Raises PlanningError on bad input."""
-    check_ranks(ranks)
+    ranks = check_ranks(ranks)
     amounts = as_amounts(costs, "costs")
     weights = amounts if sizes is None else as_amounts(sizes, "sizes")
     if weights.size != amounts.size:

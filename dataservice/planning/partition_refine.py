@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernel_sort import argsort_rising
 from dataservice.planning.partition_problem import PartitionProblem
 
 _PAIRING_ROUNDS = 12
@@ -76,9 +77,23 @@ def _fill_pairs(
             sums[k] = costs[places[i]] + costs[places[j]]
             codes[k] = i * count + j
             k += 1
-    rising = np.argsort(sums[:k], kind="mergesort")
-    sums[:k] = sums[:k][rising]
-    codes[:k] = codes[:k][rising]
+    rising = argsort_rising(sums[:k])
+    old_sums = sums[:k].copy()
+    old_codes = codes[:k].copy()
+    for m in range(k):
+        sums[m] = old_sums[rising[m]]
+        codes[m] = old_codes[rising[m]]
+
+
+@numba.njit(cache=True, nogil=True)
+def _rising_costs(
+    places: NDArray[np.int64], costs: NDArray[np.float64], out: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Costs of the items of a rank, rising, written to the front of `out`."""
+    count = places.size
+    for k in range(count):
+        out[k] = costs[places[count - 1 - k]]
+    return out[:count]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -125,8 +140,8 @@ def _best_trade(
     helps = False
     work = 0
     nothing = np.zeros(1)
-    singles_a = costs[places_a][::-1].copy()
-    singles_b = costs[places_b][::-1].copy()
+    singles_a = _rising_costs(places_a, costs, np.empty(places_a.size))
+    singles_b = _rising_costs(places_b, costs, np.empty(places_b.size))
     for out_of_a in range(1, level + 1):
         sums_a = singles_a if out_of_a == 1 else pairs_a
         for out_of_b in range(level + 1):
@@ -225,7 +240,7 @@ def _pairing_rounds(
         before = loads.max()
         if before <= target:
             return
-        rising = np.argsort(loads, kind="mergesort")
+        rising = argsort_rising(loads)
         for k in range(ranks // 2):
             a = rising[ranks - 1 - k]
             b = rising[k]
@@ -274,7 +289,7 @@ def _lighten_heaviest(
     chosen = np.empty(4, np.int64)
     work = 0
     while work < work_limit:
-        rising = np.argsort(loads, kind="mergesort")
+        rising = argsort_rising(loads)
         if loads[rising[ranks - 1]] <= target:
             return
         for k in range(ranks - 1, 0, -1):

@@ -56,5 +56,5 @@ def partition_segments(
     """
     order, begins = group_stable(segment_of, argsort_descending(costs), segments)
     rank_of = np.empty(costs.size, np.int32)
-    _solve_segments(costs, order, begins, ranks, tolerance, rank_of)
+    _solve_segments(costs, order, begins, int(ranks), float(tolerance), rank_of)
     return rank_of

@@ -116,11 +116,7 @@ def _compile(
                 needs = _needs(run_as, kind, position, chunk)
                 if needs == -2:
                     break
-                columns[0, done] = position
-                columns[1, done] = chunk
-                columns[2, done] = kind
-                columns[3, done] = last[device]
-                columns[4, done] = needs
+                columns[:, done] = (position, chunk, kind, last[device], needs)
                 run_as[kind, position, chunk] = done
                 last[device] = done
                 done += 1

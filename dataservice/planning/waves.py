@@ -29,7 +29,7 @@ def assign_packs_to_waves(costs: ArrayLike, *, replicas: int) -> NDArray[np.int3
     the costliest down. Raises PlanningError on bad input. O(packs log packs), then bounded work.
     """
     table = _as_table(costs)
-    check_ranks(replicas)
+    replicas = check_ranks(replicas)
     packs, phases = table.shape
     if packs == 0:
         return np.empty(0, np.int32)

@@ -7,6 +7,7 @@ from types import TracebackType
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
+from dataservice.core.job import QuarantineEntry
 from dataservice.engine.api import JobStatus
 from dataservice.serving import wire
 from dataservice.serving.channels import channel_options
@@ -71,6 +72,13 @@ class CoordinatorClient:
         """Forget a job that no trainer uses."""
         with self._translated():
             self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s)
+
+    def quarantine(self, name: str) -> list[QuarantineEntry]:
+        """The job's samples that were trained with their labels masked."""
+        request = coordinator_pb2.JobRequest(job=name)
+        with self._translated():
+            answers = list(self._stub.ListQuarantine(request, timeout=self._timeout_s))
+        return [wire.quarantine_entry_from_proto(answer, name) for answer in answers]
 
     def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
         """Plan a step of the ledger again; of the newest attempt that has it by default."""

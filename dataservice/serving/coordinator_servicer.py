@@ -7,6 +7,7 @@ stops), `close_session` runs once.
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -79,6 +80,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             await self._api.delete(request.job)
         logger.info("job %s deleted", request.job)
         return coordinator_pb2.DeleteJobResponse()
+
+    async def ListQuarantine(
+        self, request: coordinator_pb2.JobRequest, context: Context
+    ) -> AsyncIterator[coordinator_pb2.QuarantinedSample]:
+        """Samples that were masked."""
+        async with answered(context, "ListQuarantine"):
+            entries = await self._api.quarantine(request.job)
+        for entry in entries:
+            yield wire.quarantine_entry_to_proto(entry)
 
     async def ExplainStep(
         self, request: coordinator_pb2.ExplainStepRequest, context: Context

@@ -152,6 +152,6 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
         return server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise SpecError(
-            f"cannot listen on {listen}: {error}. Stop what uses the port, or choose another; "
-            "port 0 picks a free one."
+            f"cannot listen on {listen}: another process has the port, or the host is not of this "
+            "machine. Stop what uses the port, or choose another; port 0 picks a free one."
         ) from error

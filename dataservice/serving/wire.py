@@ -13,7 +13,7 @@ from dataservice_proto.v1 import coordinator_pb2, worker_pb2
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import JobRecord
+from dataservice.core.job import JobRecord, QuarantineEntry
 from dataservice.core.orders import (
     BadSample,
     FeatureRoutes,
@@ -405,6 +405,33 @@ class ExplainedStep:
     world_size: int
     sample_keys: tuple[str, ...]
     quarantined: tuple[str, ...]
+
+
+def quarantine_entry_to_proto(entry: QuarantineEntry) -> coordinator_pb2.QuarantinedSample:
+    """A masked sample; the job is the caller's own."""
+    return coordinator_pb2.QuarantinedSample(
+        attempt=entry.attempt,
+        step=entry.step,
+        sample_id=entry.sample_id,
+        source=entry.source,
+        key=entry.key,
+        reason=entry.reason,
+    )
+
+
+def quarantine_entry_from_proto(
+    message: coordinator_pb2.QuarantinedSample, job: str
+) -> QuarantineEntry:
+    """A masked sample of `job`."""
+    return QuarantineEntry(
+        job=job,
+        attempt=message.attempt,
+        step=message.step,
+        sample_id=message.sample_id,
+        source=message.source,
+        key=message.key,
+        reason=message.reason,
+    )
 
 
 def explanation_to_proto(explained: StepExplanation) -> coordinator_pb2.ExplainStepResponse:

@@ -35,8 +35,7 @@ class IndexedCatalog:
         self.sources = SourceRanges.of(
             [m.source for m in manifests], [manifest.rows for manifest in manifests]
         )
-        names = [(m.source, m.fingerprint) for m in manifests]
-        self._fingerprint = hashlib.sha256(repr(names).encode()).hexdigest()
+        self._fingerprint = _fingerprint(manifests)
         self._files = tuple((m.source, part.file.path) for m in manifests for part in m.parts)
         rows = [part.rows for manifest in manifests for part in manifest.parts]
         self._file_starts = np.cumsum([0, *rows], dtype=np.int64)
@@ -106,6 +105,28 @@ def open_catalog(
             manifests.append(manifest)
         details = writer.finish()
     return IndexedCatalog(manifests, concatenate(tables), details)
+
+
+def require_same_index(
+    specs: Sequence[SourceSpec], index_dir: str, measurer_fingerprint: str, fingerprint: str
+) -> None:
+    """Raises IndexStaleError or SourceError once a catalog of this `fingerprint` no longer
+    describes its sources. Lists files and reads manifests, no parts."""
+    manifests = []
+    for spec in specs:
+        manifest = _manifest(spec, IndexFolder(index_dir, spec.name))
+        require_current(spec, manifest, measurer_fingerprint)
+        manifests.append(manifest)
+    if _fingerprint(manifests) != fingerprint:
+        raise IndexStaleError(
+            f"the index in {index_dir} was written again after its job was registered, over other "
+            "samples. Delete the job and submit it again, or restore the old sources and index."
+        )
+
+
+def _fingerprint(manifests: Sequence[Manifest]) -> str:
+    names = [(manifest.source, manifest.fingerprint) for manifest in manifests]
+    return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
 def _manifest(spec: SourceSpec, folder: IndexFolder) -> Manifest:

@@ -9,7 +9,7 @@ import numpy as np
 from dataservice.core.errors import WorkerLostError
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
-from dataservice.core.ports import WorkerInfo
+from dataservice.core.ports import Metrics, WorkerInfo
 from dataservice.core.sample import (
     ItemLengths,
     Modality,
@@ -107,7 +107,11 @@ class Books:
 
 
 def make_coordinator(
-    store: MemoryStateStore, books: Books, *setups: JobSetup, timeout_s: float = 5.0
+    store: MemoryStateStore,
+    books: Books,
+    *setups: JobSetup,
+    timeout_s: float = 5.0,
+    metrics: Metrics | None = None,
 ) -> Coordinator:
     """A coordinator that knows how to open these jobs; their job file is their name."""
     known = {setup.record.name: setup for setup in setups}
@@ -119,4 +123,5 @@ def make_coordinator(
         open_job=lambda record: known[record.name],
         ticket_secret=b"secret",
         attempt_timeout_s=timeout_s,
+        metrics=metrics,
     )

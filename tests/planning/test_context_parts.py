@@ -19,6 +19,7 @@ def setting(ranks, memory, node=None, degrees="any"):
     )
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=30), memory=st.integers(50, 900))
 def test_least_degree_is_the_first_whose_padded_share_fits(tokens, memory):
     machine = setting(512, memory)
@@ -30,6 +31,7 @@ def test_least_degree_is_the_first_whose_padded_share_fits(tokens, memory):
         assert least == (fits[0] if fits else 513)
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=60))
 def test_best_fit_groups_hold_what_they_are_given(tokens):
     machine = setting(512, 1024)
@@ -49,6 +51,7 @@ def test_best_fit_fills_the_tightest_room_first():
     assert degree.tolist() == [1, 1]
 
 
+@settings(deadline=None)
 @given(
     degrees=st.lists(st.integers(1, 20), min_size=1, max_size=30),
     spare=st.integers(0, 5),
@@ -93,7 +96,7 @@ def test_every_wave_of_a_cut_fits_the_ranks(units, whole):
     natural = np.array([t for _, t in units])
     order = np.argsort(-natural, kind="stable")
     least, natural = least[order], natural[order]
-    ends = cut_waves(natural, least, natural * least, np.zeros(least.size), 8, 0.5, whole)
+    ends = cut_waves(natural, least, natural * least, np.zeros(least.size), 8, 0.5, whole, 1.0)
     assert ends[-1] == least.size
     for start, end in zip(np.r_[0, ends[:-1]], ends, strict=True):
         assert start < end
@@ -103,7 +106,7 @@ def test_every_wave_of_a_cut_fits_the_ranks(units, whole):
 def test_a_cut_separates_slow_units_from_fast_ones():
     natural = np.array([9.0] * 4 + [1.0] * 4)
     least = np.full(8, 1)
-    ends = cut_waves(natural, least, natural, np.zeros(8), 4, 0.1, True)
+    ends = cut_waves(natural, least, natural, np.zeros(8), 4, 0.1, True, 1.0)
     assert ends.tolist() == [4, 8]
 
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
@@ -27,6 +27,7 @@ def spelled_out(tokens: list[int], degree: int, share: list[float], crosses: boo
     return compute + ring - min(attention, ring)
 
 
+@settings(deadline=None)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 200_000), st.floats(0, 1)), min_size=1, max_size=6),
     degree=st.integers(1, 70),

@@ -92,6 +92,19 @@ def test_the_same_seed_gives_the_same_packs_and_inputs_stay_unchanged():
     assert (other.pack_of != plans[0].pack_of).any()
 
 
+def test_levelling_evens_out_text_and_leaves_vision_alone():
+    text, vision = vlm_sft(20_000)
+    limits = {"max_text": 4600, "max_vision": 9 * TILE}
+    plain = pack_isf(text, vision, **limits, level=False)
+    level = pack_isf(text, vision, **limits)
+    np.testing.assert_array_equal(level.vision_tokens, plain.vision_tokens)
+    np.testing.assert_array_equal(level.satisfied, plain.satisfied)
+    assert level.text_tokens.max() <= 4600
+    assert level.text_tokens.sum() == plain.text_tokens.sum()
+    full = plain.vision_tokens == 9 * TILE
+    assert level.text_tokens[full].std() < 0.6 * plain.text_tokens[full].std()
+
+
 def test_best_fit_fills_text_packs_as_well_as_today_s_trainers_do():
     text = np.minimum(np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int) + 1, 8192)
     packing = pack_bfd(text, np.zeros_like(text), max_text=8192, max_vision=0)

@@ -26,10 +26,13 @@ def make_corpus(home: Path) -> Path:
     for folder in ("images", "clips", "texts"):
         (home / folder).mkdir(parents=True)
     for number in range(2):
-        keys = [f"image-{number}{k}" for k in range(IMAGES // 2)]
+        names = [f"image-{number}{k}.{ext}" for k, ext in enumerate(("jpg", "jpg", "png", "gif"))]
         write_tar(
             home / "images" / f"images-{number}.tar",
-            {key: encode_image(draw_scene(rng), (112, 84), "jpg", rng) for key in keys},
+            {
+                name: encode_image(draw_scene(rng), (112, 84), name[-3:], rng)
+                for name in names[: IMAGES // 2]
+            },
         )
     records = []
     for number in range(CLIPS):
@@ -61,13 +64,11 @@ def talk(shown: str) -> dict[str, Any]:
 
 
 def write_tar(path: Path, images: dict[str, bytes]) -> None:
-    """A WebDataset tar: KEY.jpg and KEY.json."""
+    """A WebDataset tar: each image by its file name, and KEY.json."""
+    record = json.dumps(talk("<image>")).encode()
     with tarfile.open(path, "w") as tar:
-        for key, image in images.items():
-            for name, data in (
-                (f"{key}.jpg", image),
-                (f"{key}.json", json.dumps(talk("<image>")).encode()),
-            ):
+        for image_name, image in images.items():
+            for name, data in ((image_name, image), (f"{image_name[:-4]}.json", record)):
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -88,13 +89,45 @@ def write_job(home: Path, *, job: str = "job", **changes: Any) -> Path:
             {"name": "texts", "format": "jsonl", "url": "texts/*.jsonl"},
         ],
         "index": "index",
-        "pipeline": {"tokenizer": "tokenizer", "vision": {"kind": "qwen2_vl"}},
+        "pipeline": {
+            "tokenizer": "tokenizer",
+            "vision": {"kind": "qwen2_vl", "video_min_pixels": 3136},
+        },
         "batch": {"samples": 6},
         "plan": {"memory_tokens": 512},
     }
     path = home / f"{job}.yaml"
     path.write_text(yaml.safe_dump({**plain, **changes}))
     return path
+
+
+def cut_off(path: Path) -> None:
+    """Keep the first half of a file."""
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def damaged_member(name: str) -> Change:
+    """Overwrites the middle third of a tar's member with zeros."""
+
+    def change(data: bytes) -> bytes:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            member = tar.getmember(name)
+        start = member.offset_data + member.size // 3
+        return data[:start] + bytes(member.size // 3) + data[start + member.size // 3 :]
+
+    return change
+
+
+def beheaded_member(name: str) -> Change:
+    """Overwrites the first 16 bytes of a tar's member with zeros."""
+
+    def change(data: bytes) -> bytes:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            start = tar.getmember(name).offset_data
+        return data[:start] + bytes(16) + data[start + 16 :]
+
+    return change
 
 
 def spoil(path: Path, change: Change) -> None:

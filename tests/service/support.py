@@ -27,6 +27,7 @@ class ServiceProcess:
 
     home: Path
     pool: str = "local"
+    flags: tuple[str, ...] = ()
     address: str = ""
     process: subprocess.Popen[bytes] | None = None
 
@@ -37,9 +38,10 @@ class ServiceProcess:
     def start(self) -> "ServiceProcess":
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--state-dir", str(self.home / "state")]
+        arguments += ["--pool", self.pool, *self.flags]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dataservice.cli.main", *arguments, "--pool", self.pool],
+                [sys.executable, "-m", "dataservice.cli.main", *arguments],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
             )
@@ -85,10 +87,10 @@ def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProc
 
 
 @contextmanager
-def serving(home: Path, pool: str = "local") -> Iterator[ServiceProcess]:
+def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServiceProcess]:
     """A service over a state folder of its own; whatever is left of it is killed."""
     home.mkdir(parents=True, exist_ok=True)
-    service = ServiceProcess(home=home, pool=pool).start()
+    service = ServiceProcess(home=home, pool=pool, flags=flags).start()
     try:
         yield service
     finally:

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from dataservice_proto.v1 import worker_pb2 as dataservice__proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&dataservice_proto/v1/coordinator.proto\x12\x14\x64\x61taservice_proto.v1\x1a!dataservice_proto/v1/worker.proto\"=\n\x10SubmitJobRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61se_directory\x18\x02 \x01(\t\"\xe5\x01\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x19\n\x11index_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x14\n\x0cplanned_step\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\t \x01(\x03\x12\x13\n\x0bquarantined\x18\n \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x0b \x01(\x01\"\x11\n\x0fListJobsRequest\"?\n\x10ListJobsResponse\x12+\n\x04jobs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.JobInfo\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse\"@\n\x12\x45xplainStepRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xcb\x01\n\x13\x45xplainStepResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x1a\n\x12ledger_plan_digest\x18\x04 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x13\n\x0bsample_keys\x18\x08 \x03(\t\x12\x13\n\x0bquarantined\x18\t \x03(\t\"{\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x16\n\x0erejoin_attempt\x18\x06 \x01(\x05\"D\n\x0cSessionEvent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x12\n\nstart_step\x18\x03 \x01(\x03\"_\n\x0fGetShardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x15\n\rreceived_step\x18\x03 \x01(\x03\x12\x16\n\x0e\x66\x61iled_workers\x18\x04 \x03(\t\"\x86\x01\n\x10GetShardResponse\x12\x30\n\x05shard\x18\x01 \x01(\x0b\x32\x1f.dataservice_proto.v1.RankShardH\x00\x12\x36\n\x0b\x65nd_of_data\x18\x02 \x01(\x0b\x32\x1f.dataservice_proto.v1.EndOfDataH\x00\x42\x08\n\x06result\"\x1a\n\tEndOfData\x12\r\n\x05steps\x18\x01 \x01(\x03\"\xb1\x02\n\tRankShard\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07replica\x18\x05 \x01(\x05\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x63ursor_after\x18\x07 \x01(\t\x12\x13\n\x0bloss_tokens\x18\x08 \x01(\x03\x12\x36\n\x0cmicrobatches\x18\t \x03(\x0b\x32 .dataservice_proto.v1.Microbatch\x12-\n\x07tickets\x18\n \x03(\x0b\x32\x1c.dataservice_proto.v1.Ticket\x12\x32\n\x07summary\x18\x0b \x01(\x0b\x32!.dataservice_proto.v1.StepSummary\"\xf1\x01\n\x0bStepSummary\x12\x10\n\x08replicas\x18\x01 \x01(\x05\x12\r\n\x05waves\x18\x02 \x01(\x05\x12\x13\n\x0bpredicted_s\x18\x03 \x01(\x01\x12\x11\n\tpack_wave\x18\x04 \x03(\x05\x12\x13\n\x0bpack_degree\x18\x05 \x03(\x05\x12\x15\n\rpack_replicas\x18\x06 \x03(\x05\x12\x13\n\x0bpack_tokens\x18\x07 \x03(\x03\x12\x14\n\x0cpack_seconds\x18\x08 \x03(\x01\x12\x31\n\x06stages\x18\t \x03(\x0b\x32!.dataservice_proto.v1.StageReport\x12\x0f\n\x07samples\x18\n \x01(\x03\"q\n\x0bStageReport\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x04 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x05 \x01(\x01\x12\x13\n\x0blower_bound\x18\x06 \x01(\x01\"\xc9\x01\n\nMicrobatch\x12\x0c\n\x04wave\x18\x01 \x01(\x05\x12\x0c\n\x04pack\x18\x02 \x01(\x05\x12\x10\n\x08\x63p_group\x18\x03 \x03(\x05\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\x05\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsample_ids\x18\x06 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x07 \x03(\x05\x12\x0f\n\x07lengths\x18\x08 \x03(\x05\x12\x32\n\x06phases\x18\t \x03(\x0b\x32\".dataservice_proto.v1.EncoderPhase\"\xc9\x01\n\x0c\x45ncoderPhase\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.dataservice_proto.v1.Modality\x12\x32\n\x07\x65ncodes\x18\x02 \x03(\x0b\x32!.dataservice_proto.v1.ItemsOfPack\x12\x11\n\tsend_rows\x18\x03 \x03(\x05\x12\x13\n\x0bsend_splits\x18\x04 \x03(\x05\x12\x13\n\x0brecv_splits\x18\x05 \x03(\x05\x12\x16\n\x0erecv_positions\x18\x06 \x03(\x05\"*\n\x0bItemsOfPack\x12\x0c\n\x04pack\x18\x01 \x01(\x05\x12\r\n\x05items\x18\x02 \x03(\x05\"2\n\x11\x43ommitStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x14\n\x12\x43ommitStepResponse*!\n\x08Modality\x12\n\n\x06VISION\x10\x00\x12\t\n\x05\x41UDIO\x10\x01\x32\xab\x06\n\x0b\x43oordinator\x12R\n\tSubmitJob\x12&.dataservice_proto.v1.SubmitJobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12Y\n\x08ListJobs\x12%.dataservice_proto.v1.ListJobsRequest\x1a&.dataservice_proto.v1.ListJobsResponse\x12I\n\x06GetJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12K\n\x08\x44rainJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12V\n\tDeleteJob\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.DeleteJobResponse\x12\x62\n\x0b\x45xplainStep\x12(.dataservice_proto.v1.ExplainStepRequest\x1a).dataservice_proto.v1.ExplainStepResponse\x12]\n\x0bOpenSession\x12(.dataservice_proto.v1.OpenSessionRequest\x1a\".dataservice_proto.v1.SessionEvent0\x01\x12Y\n\x08GetShard\x12%.dataservice_proto.v1.GetShardRequest\x1a&.dataservice_proto.v1.GetShardResponse\x12_\n\nCommitStep\x12\'.dataservice_proto.v1.CommitStepRequest\x1a(.dataservice_proto.v1.CommitStepResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&dataservice_proto/v1/coordinator.proto\x12\x14\x64\x61taservice_proto.v1\x1a!dataservice_proto/v1/worker.proto\"=\n\x10SubmitJobRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61se_directory\x18\x02 \x01(\t\"\xe5\x01\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x19\n\x11index_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x14\n\x0cplanned_step\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\t \x01(\x03\x12\x13\n\x0bquarantined\x18\n \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x0b \x01(\x01\"\x11\n\x0fListJobsRequest\"?\n\x10ListJobsResponse\x12+\n\x04jobs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.JobInfo\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse\"r\n\x11QuarantinedSample\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tsample_id\x18\x03 \x01(\x03\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"@\n\x12\x45xplainStepRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xcb\x01\n\x13\x45xplainStepResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x1a\n\x12ledger_plan_digest\x18\x04 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x13\n\x0bsample_keys\x18\x08 \x03(\t\x12\x13\n\x0bquarantined\x18\t \x03(\t\"{\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x16\n\x0erejoin_attempt\x18\x06 \x01(\x05\"D\n\x0cSessionEvent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x12\n\nstart_step\x18\x03 \x01(\x03\"_\n\x0fGetShardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x15\n\rreceived_step\x18\x03 \x01(\x03\x12\x16\n\x0e\x66\x61iled_workers\x18\x04 \x03(\t\"\x86\x01\n\x10GetShardResponse\x12\x30\n\x05shard\x18\x01 \x01(\x0b\x32\x1f.dataservice_proto.v1.RankShardH\x00\x12\x36\n\x0b\x65nd_of_data\x18\x02 \x01(\x0b\x32\x1f.dataservice_proto.v1.EndOfDataH\x00\x42\x08\n\x06result\"\x1a\n\tEndOfData\x12\r\n\x05steps\x18\x01 \x01(\x03\"\xb1\x02\n\tRankShard\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07replica\x18\x05 \x01(\x05\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x63ursor_after\x18\x07 \x01(\t\x12\x13\n\x0bloss_tokens\x18\x08 \x01(\x03\x12\x36\n\x0cmicrobatches\x18\t \x03(\x0b\x32 .dataservice_proto.v1.Microbatch\x12-\n\x07tickets\x18\n \x03(\x0b\x32\x1c.dataservice_proto.v1.Ticket\x12\x32\n\x07summary\x18\x0b \x01(\x0b\x32!.dataservice_proto.v1.StepSummary\"\xf1\x01\n\x0bStepSummary\x12\x10\n\x08replicas\x18\x01 \x01(\x05\x12\r\n\x05waves\x18\x02 \x01(\x05\x12\x13\n\x0bpredicted_s\x18\x03 \x01(\x01\x12\x11\n\tpack_wave\x18\x04 \x03(\x05\x12\x13\n\x0bpack_degree\x18\x05 \x03(\x05\x12\x15\n\rpack_replicas\x18\x06 \x03(\x05\x12\x13\n\x0bpack_tokens\x18\x07 \x03(\x03\x12\x14\n\x0cpack_seconds\x18\x08 \x03(\x01\x12\x31\n\x06stages\x18\t \x03(\x0b\x32!.dataservice_proto.v1.StageReport\x12\x0f\n\x07samples\x18\n \x01(\x03\"q\n\x0bStageReport\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x04 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x05 \x01(\x01\x12\x13\n\x0blower_bound\x18\x06 \x01(\x01\"\xc9\x01\n\nMicrobatch\x12\x0c\n\x04wave\x18\x01 \x01(\x05\x12\x0c\n\x04pack\x18\x02 \x01(\x05\x12\x10\n\x08\x63p_group\x18\x03 \x03(\x05\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\x05\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsample_ids\x18\x06 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x07 \x03(\x05\x12\x0f\n\x07lengths\x18\x08 \x03(\x05\x12\x32\n\x06phases\x18\t \x03(\x0b\x32\".dataservice_proto.v1.EncoderPhase\"\xc9\x01\n\x0c\x45ncoderPhase\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.dataservice_proto.v1.Modality\x12\x32\n\x07\x65ncodes\x18\x02 \x03(\x0b\x32!.dataservice_proto.v1.ItemsOfPack\x12\x11\n\tsend_rows\x18\x03 \x03(\x05\x12\x13\n\x0bsend_splits\x18\x04 \x03(\x05\x12\x13\n\x0brecv_splits\x18\x05 \x03(\x05\x12\x16\n\x0erecv_positions\x18\x06 \x03(\x05\"*\n\x0bItemsOfPack\x12\x0c\n\x04pack\x18\x01 \x01(\x05\x12\r\n\x05items\x18\x02 \x03(\x05\"2\n\x11\x43ommitStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x14\n\x12\x43ommitStepResponse*!\n\x08Modality\x12\n\n\x06VISION\x10\x00\x12\t\n\x05\x41UDIO\x10\x01\x32\x8a\x07\n\x0b\x43oordinator\x12R\n\tSubmitJob\x12&.dataservice_proto.v1.SubmitJobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12Y\n\x08ListJobs\x12%.dataservice_proto.v1.ListJobsRequest\x1a&.dataservice_proto.v1.ListJobsResponse\x12I\n\x06GetJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12K\n\x08\x44rainJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12V\n\tDeleteJob\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.DeleteJobResponse\x12]\n\x0eListQuarantine\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.QuarantinedSample0\x01\x12\x62\n\x0b\x45xplainStep\x12(.dataservice_proto.v1.ExplainStepRequest\x1a).dataservice_proto.v1.ExplainStepResponse\x12]\n\x0bOpenSession\x12(.dataservice_proto.v1.OpenSessionRequest\x1a\".dataservice_proto.v1.SessionEvent0\x01\x12Y\n\x08GetShard\x12%.dataservice_proto.v1.GetShardRequest\x1a&.dataservice_proto.v1.GetShardResponse\x12_\n\nCommitStep\x12\'.dataservice_proto.v1.CommitStepRequest\x1a(.dataservice_proto.v1.CommitStepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataservice_proto.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=2448
-  _globals['_MODALITY']._serialized_end=2481
+  _globals['_MODALITY']._serialized_start=2564
+  _globals['_MODALITY']._serialized_end=2597
   _globals['_SUBMITJOBREQUEST']._serialized_start=99
   _globals['_SUBMITJOBREQUEST']._serialized_end=160
   _globals['_JOBINFO']._serialized_start=163
@@ -46,36 +46,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBREQUEST']._serialized_end=503
   _globals['_DELETEJOBRESPONSE']._serialized_start=505
   _globals['_DELETEJOBRESPONSE']._serialized_end=524
-  _globals['_EXPLAINSTEPREQUEST']._serialized_start=526
-  _globals['_EXPLAINSTEPREQUEST']._serialized_end=590
-  _globals['_EXPLAINSTEPRESPONSE']._serialized_start=593
-  _globals['_EXPLAINSTEPRESPONSE']._serialized_end=796
-  _globals['_OPENSESSIONREQUEST']._serialized_start=798
-  _globals['_OPENSESSIONREQUEST']._serialized_end=921
-  _globals['_SESSIONEVENT']._serialized_start=923
-  _globals['_SESSIONEVENT']._serialized_end=991
-  _globals['_GETSHARDREQUEST']._serialized_start=993
-  _globals['_GETSHARDREQUEST']._serialized_end=1088
-  _globals['_GETSHARDRESPONSE']._serialized_start=1091
-  _globals['_GETSHARDRESPONSE']._serialized_end=1225
-  _globals['_ENDOFDATA']._serialized_start=1227
-  _globals['_ENDOFDATA']._serialized_end=1253
-  _globals['_RANKSHARD']._serialized_start=1256
-  _globals['_RANKSHARD']._serialized_end=1561
-  _globals['_STEPSUMMARY']._serialized_start=1564
-  _globals['_STEPSUMMARY']._serialized_end=1805
-  _globals['_STAGEREPORT']._serialized_start=1807
-  _globals['_STAGEREPORT']._serialized_end=1920
-  _globals['_MICROBATCH']._serialized_start=1923
-  _globals['_MICROBATCH']._serialized_end=2124
-  _globals['_ENCODERPHASE']._serialized_start=2127
-  _globals['_ENCODERPHASE']._serialized_end=2328
-  _globals['_ITEMSOFPACK']._serialized_start=2330
-  _globals['_ITEMSOFPACK']._serialized_end=2372
-  _globals['_COMMITSTEPREQUEST']._serialized_start=2374
-  _globals['_COMMITSTEPREQUEST']._serialized_end=2424
-  _globals['_COMMITSTEPRESPONSE']._serialized_start=2426
-  _globals['_COMMITSTEPRESPONSE']._serialized_end=2446
-  _globals['_COORDINATOR']._serialized_start=2484
-  _globals['_COORDINATOR']._serialized_end=3295
+  _globals['_QUARANTINEDSAMPLE']._serialized_start=526
+  _globals['_QUARANTINEDSAMPLE']._serialized_end=640
+  _globals['_EXPLAINSTEPREQUEST']._serialized_start=642
+  _globals['_EXPLAINSTEPREQUEST']._serialized_end=706
+  _globals['_EXPLAINSTEPRESPONSE']._serialized_start=709
+  _globals['_EXPLAINSTEPRESPONSE']._serialized_end=912
+  _globals['_OPENSESSIONREQUEST']._serialized_start=914
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1037
+  _globals['_SESSIONEVENT']._serialized_start=1039
+  _globals['_SESSIONEVENT']._serialized_end=1107
+  _globals['_GETSHARDREQUEST']._serialized_start=1109
+  _globals['_GETSHARDREQUEST']._serialized_end=1204
+  _globals['_GETSHARDRESPONSE']._serialized_start=1207
+  _globals['_GETSHARDRESPONSE']._serialized_end=1341
+  _globals['_ENDOFDATA']._serialized_start=1343
+  _globals['_ENDOFDATA']._serialized_end=1369
+  _globals['_RANKSHARD']._serialized_start=1372
+  _globals['_RANKSHARD']._serialized_end=1677
+  _globals['_STEPSUMMARY']._serialized_start=1680
+  _globals['_STEPSUMMARY']._serialized_end=1921
+  _globals['_STAGEREPORT']._serialized_start=1923
+  _globals['_STAGEREPORT']._serialized_end=2036
+  _globals['_MICROBATCH']._serialized_start=2039
+  _globals['_MICROBATCH']._serialized_end=2240
+  _globals['_ENCODERPHASE']._serialized_start=2243
+  _globals['_ENCODERPHASE']._serialized_end=2444
+  _globals['_ITEMSOFPACK']._serialized_start=2446
+  _globals['_ITEMSOFPACK']._serialized_end=2488
+  _globals['_COMMITSTEPREQUEST']._serialized_start=2490
+  _globals['_COMMITSTEPREQUEST']._serialized_end=2540
+  _globals['_COMMITSTEPRESPONSE']._serialized_start=2542
+  _globals['_COMMITSTEPRESPONSE']._serialized_end=2562
+  _globals['_COORDINATOR']._serialized_start=2600
+  _globals['_COORDINATOR']._serialized_end=3506
 # @@protoc_insertion_point(module_scope)

@@ -181,6 +181,40 @@ class DeleteJobResponse(_message.Message):
 Global___DeleteJobResponse: _TypeAlias = DeleteJobResponse  # noqa: Y015
 
 @_typing.final
+class QuarantinedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    step: _builtins.int
+    sample_id: _builtins.int
+    source: _builtins.str
+    key: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        step: _builtins.int = ...,
+        sample_id: _builtins.int = ...,
+        source: _builtins.str = ...,
+        key: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "key", b"key", "reason", b"reason", "sample_id", b"sample_id", "source", b"source", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantinedSample: _TypeAlias = QuarantinedSample  # noqa: Y015
+
+@_typing.final
 class ExplainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

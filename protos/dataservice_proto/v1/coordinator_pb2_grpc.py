@@ -59,6 +59,11 @@ class CoordinatorStub:
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
                 response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.DeleteJobResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantine = channel.unary_stream(
+                '/dataservice_proto.v1.Coordinator/ListQuarantine',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.FromString,
+                _registered_method=True)
         self.ExplainStep = channel.unary_unary(
                 '/dataservice_proto.v1.Coordinator/ExplainStep',
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepRequest.SerializeToString,
@@ -112,6 +117,13 @@ class CoordinatorServicer:
 
     def DeleteJob(self, request, context):
         """Forget a job that no trainer is using.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuarantine(self, request, context):
+        """Every sample of a job that was trained with its labels masked, and why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +185,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.DeleteJob,
                     request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.FromString,
                     response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.DeleteJobResponse.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.SerializeToString,
             ),
             'ExplainStep': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainStep,
@@ -330,6 +347,33 @@ class Coordinator:
             '/dataservice_proto.v1.Coordinator/DeleteJob',
             dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
             dataservice__proto_dot_v1_dot_coordinator__pb2.DeleteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/ListQuarantine',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class CoordinatorStub:
     """Let the attempt that runs finish; refuse new ones."""
     DeleteJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.DeleteJobResponse]
     """Forget a job that no trainer is using."""
+    ListQuarantine: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]
+    """Every sample of a job that was trained with its labels masked, and why."""
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]
     """Plan a step of the ledger again and give the whole plan."""
     OpenSession: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]
@@ -63,6 +65,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Let the attempt that runs finish; refuse new ones."""
     DeleteJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.DeleteJobResponse]  # type: ignore[assignment]
     """Forget a job that no trainer is using."""
+    ListQuarantine: _aio.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]  # type: ignore[assignment]
+    """Every sample of a job that was trained with its labels masked, and why."""
     ExplainStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Plan a step of the ledger again and give the whole plan."""
     OpenSession: _aio.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]  # type: ignore[assignment]
@@ -112,6 +116,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeleteJobResponse, _abc.Awaitable[_coordinator_pb2.DeleteJobResponse]]:
         """Forget a job that no trainer is using."""
+
+    @_abc_1.abstractmethod
+    def ListQuarantine(
+        self,
+        request: _coordinator_pb2.JobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.QuarantinedSample], _abc.AsyncIterator[_coordinator_pb2.QuarantinedSample]]:
+        """Every sample of a job that was trained with its labels masked, and why."""
 
     @_abc_1.abstractmethod
     def ExplainStep(

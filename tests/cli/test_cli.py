@@ -1,0 +1,329 @@
+"""The command line: it explains itself, and a mistake gets a sentence, never a traceback."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+import yaml
+
+from dataservice.cli.main import app
+from tests.cli.support import CommandLine, command_line
+from tests.service.small import IMAGES, SAMPLES, make_corpus, write_job
+from tests.service.support import Ranks, ServiceProcess, serving
+
+# Tiles of one fixed size; made in a module that only the service's operator can name.
+PROCESSOR = """
+from dataservice.decode.processors.base import View, VisionPlan
+
+class Fixed:
+    def __init__(self, side=56):
+        self.side = side
+
+    def plan_image(self, *, width, height):
+        view = View.whole(self.side, self.side)
+        return VisionPlan(encoder_tokens=16, llm_tokens=4, views=(view,))
+
+    def plan_video(self, header):
+        view = View.whole(self.side, self.side)
+        return VisionPlan(encoder_tokens=16, llm_tokens=4, views=(view,), frame_indices=(0,))
+
+def not_a_class():
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[CommandLine]:
+    with command_line() as run:
+        run.service = "127.0.0.1:9"  # nobody's
+        yield run
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, cli: CommandLine) -> Path:
+    """A corpus with its index."""
+    made = make_corpus(tmp_path_factory.mktemp("cli") / "corpus")
+    cli.ok("index", write_job(made), "--processes", "1")
+    (made / "mine").mkdir()
+    (made / "mine" / "fixed_tiles.py").write_text(PROCESSOR)
+    (made / "mine" / "broken_tiles.py").write_text("this is not Python\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with serving(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def talking(cli: CommandLine, service: ServiceProcess) -> Iterator[CommandLine]:
+    """The command with the shared service as its default."""
+    before, cli.service = cli.service, service.address
+    yield cli
+    cli.service = before
+
+
+def says(text: str, *parts: object) -> None:
+    missing = [str(part) for part in parts if str(part) not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+def commands(group: click.Command, *before: str) -> Iterator[tuple[str, ...]]:
+    """Every command, as its words."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*before, name)
+        yield from commands(command, *before, name)
+
+
+def written(path: Path, plain: Any) -> Path:
+    path.write_text(plain if isinstance(plain, str) else yaml.safe_dump(plain))
+    return path
+
+
+# ---- help and usage -----------------------------------------------------------------------
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+def test_help_lists_every_command(cli):
+    said = cli.ok("--help").said
+    says(said, *(words[0] for words in COMMANDS))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_with_an_example(cli, words):
+    said = cli.ok(*words, "--help").said
+    if words != ("job",):
+        says(said, "Example:", f"dataservice {' '.join(words)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("statsu",), "Did you mean 'status'"),
+        (("status", "--jsno"), "--json"),
+        (("index",), "Missing argument"),
+        (("explain", "job"), "Missing option '--step'"),
+        (("explain", "job", "--step", "-1"), "greater than or equal to 0"),
+        (("explain", "job", "--step", "three"), "valid integer"),
+        (("index", "job.yaml", "--processes", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_a_usage_mistake_exits_2_and_says_how(cli, arguments, remedy):
+    says(cli.refused(*arguments, code=2), remedy, "--help")
+
+
+# ---- job files ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("job: [open\nseed: 1\n", ["not YAML: line 2, column 5", "Mend that line"]),
+        ("job: x\n\tseed: 1\n", ["not YAML: line 2, column 1", "'\\t'"]),
+        ("- job\n", ["holds a list", "mapping of keys to values"]),
+        ("", ["job: required, and missing", "plan: required, and missing", "README"]),
+    ],
+    ids=["unclosed", "tab", "list", "empty"],
+)
+def test_a_job_file_that_is_no_mapping_is_refused_with_the_place(cli, tmp_path, text, parts):
+    says(cli.refused("index", written(tmp_path / "job.yaml", text)), *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"epoch": 3}, ["epoch: there is no such key here; did you mean epochs?"]),
+        ({"plan": {"memory_token": 3}}, ["plan.memory_token: ", "did you mean memory_tokens?"]),
+        ({"epochs": "many"}, ["epochs: ", "integer", "'many'"]),
+        ({"epochs": 0}, ["epochs: ", "greater than or equal to 1", "(seen: 0)"]),
+        ({"plan": {"memory_tokens": 0}}, ["memory_tokens is 0; it must be at least 1"]),
+        ({"batch": {"samples": 3, "tokens": 4}}, ["samples=3, tokens=4; give exactly one"]),
+        ({"job": "a/b"}, ["job: ", "'a/b'"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_key_or_value_is_named_with_its_place(cli, home, changes, parts):
+    path = write_job(home, job="wrong")
+    written(path, {**yaml.safe_load(path.read_text()), **changes})
+    says(cli.refused("index", path), "1 mistake", *parts)
+
+
+def test_a_file_that_is_missing_or_no_text_is_named(cli, home, tmp_path):
+    says(cli.refused("index", tmp_path / "no.yaml"), "no.yaml cannot be read", "Check the path")
+    says(cli.refused("job", "submit", tmp_path), "Is a directory", "Check the path")
+    (tmp_path / "tar.yaml").write_bytes(b"\xff\xfe\x00")
+    says(cli.refused("job", "submit", tmp_path / "tar.yaml"), "not text in UTF-8", "Give a YAML")
+    path = write_job(home, job="wrong", pipeline={"tokenizer": "nowhere"})
+    says(cli.refused("index", path), "nowhere' cannot be read", "Give the path of a tokenizer.json")
+
+
+def test_two_mistakes_are_told_at_once(cli, home):
+    says(cli.refused("index", write_job(home, job="wrong", seed="x", epochs=0)), "2 mistakes")
+
+
+# ---- serve --------------------------------------------------------------------------------
+
+
+def test_a_wrong_service_config_is_refused_before_anything_starts(cli, tmp_path):
+    config = tmp_path / "config.yaml"
+    for plain, parts in [
+        ({"worker": 3}, ["worker: there is no such key here; did you mean workers?"]),
+        ({"workers": 0}, ["workers: ", "greater than or equal to 1"]),
+        ({"pool": "threads"}, ["pool: ", "'ray' or 'local'", "'threads'"]),
+        ({"listen": "50051"}, ["listen: ", "host:port", "'50051'"]),
+    ]:
+        says(cli.refused("serve", "--config", written(config, plain)), "service config", *parts)
+    says(cli.refused("serve", "--config", tmp_path / "no.yaml"), "no.yaml cannot be read")
+    assert list(tmp_path.iterdir()) == [config]
+
+
+def serve(cli: CommandLine, state: Path, *arguments: str | Path) -> str:
+    """Start a service that must fail; what it said."""
+    listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
+    return cli.refused("serve", "--pool", "local", "--state-dir", state, *listen, *arguments)
+
+
+def test_a_port_in_use_is_named(cli, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = serve(cli, tmp_path / "state", "--listen", address)
+    says(said, f"cannot listen on {address}", "Stop what uses the port, or choose another")
+
+
+def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
+    said = serve(cli, service.home / "state")
+    says(said, str(service.home / "state"), "held by process", str(service.process.pid))
+
+
+def test_a_state_directory_that_cannot_be_written_is_refused(cli, tmp_path):
+    (tmp_path / "file").touch()
+    for state in (tmp_path / "file", tmp_path / "file" / "state", Path("/proc/state")):
+        says(serve(cli, state), f"{state} cannot be written", "choose another with --state-dir")
+
+
+def test_a_damaged_state_file_is_refused_and_left_as_it_is(cli, tmp_path):
+    damaged = b"not a database" * 100
+    (tmp_path / "state.db").write_bytes(damaged)
+    says(serve(cli, tmp_path), "state.db", "The file is damaged: move it", "restore a backup")
+    assert (tmp_path / "state.db").read_bytes() == damaged
+
+
+# ---- custom processors --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("no.such.module:Fixed", ["cannot be imported", "No module named 'no'"]),
+        ("fixed_tiles:Fixt", ["cannot be imported", "no attribute 'Fixt'"]),
+        ("fixed_tiles", ["cannot be imported", "`package.module:Class`"]),
+        ("broken_tiles:Fixed", ["cannot be imported", "SyntaxError"]),
+        ("fixed_tiles:not_a_class", ["no class with plan_image and plan_video"]),
+    ],
+)
+def test_a_custom_processor_that_cannot_be_loaded_is_named(cli, home, tmp_path, path, parts):
+    config = written(tmp_path / "config.yaml", {"custom_processors": {"tiles": path}})
+    said = cli.refused("serve", "--config", config, path=home / "mine")
+    says(said, f"custom processor 'tiles' is '{path}'", *parts)
+
+
+def test_a_custom_processor_of_the_config_trains_and_no_import_path_of_a_job_does(
+    cli, home, tmp_path, monkeypatch
+):
+    config = {"custom_processors": {"tiles": "fixed_tiles:Fixed"}}
+    monkeypatch.setenv("DATASERVICE_CONFIG", str(written(tmp_path / "config.yaml", config)))
+    monkeypatch.setenv("PYTHONPATH", str(home / "mine"))
+    corpus = shutil.copytree(home, tmp_path / "corpus")
+
+    def job(name: str, **options: int) -> Path:
+        vision = {"kind": "custom", "name": name, "options": options}
+        # The class has no placeholder tokens of its own: those of Qwen2-VL are in the vocabulary.
+        return write_job(corpus, pipeline={"tokenizer": "tokenizer", "vision": vision})
+
+    def index(path: Path) -> tuple[str | Path, ...]:
+        return ("index", path, "--processes", "1", "--config", tmp_path / "config.yaml")
+
+    with serving(tmp_path) as own:
+        for name in ("fixed_tiles:Fixed", "mine.fixed_tiles:Fixed"):
+            refusal = [f"vision processor {name!r} is not in the service's config", "has: tiles"]
+            says(cli.refused(*index(job(name)), path=corpus / "mine"), *refusal)
+            says(own.cli("job", "submit", str(job(name)), check=False).stderr, *refusal)
+        path = job("tiles", sides=3)
+        says(cli.refused(*index(path), path=corpus / "mine"), "cannot be made with options")
+        path = job("tiles", side=28)
+        cli.ok(*index(path), path=corpus / "mine")
+        own.cli("job", "submit", str(path))
+        ranks = Ranks(own.address, 2).start().join()
+    assert ranks.visits == dict.fromkeys(range(SAMPLES), 1)
+    shapes = [
+        tuple(item.shape)
+        for shards in ranks.shards.values()
+        for shard in shards
+        for microbatch in shard.microbatches
+        if microbatch.vision is not None
+        for item in microbatch.vision.items
+    ]
+    assert shapes.count((1, 28, 28, 3)) == len(shapes) > IMAGES
+
+
+def test_a_custom_processor_that_the_service_lacks_is_refused_with_those_it_has(talking, home):
+    vision = {"kind": "custom", "name": "tiles"}
+    path = write_job(home, job="lacks", pipeline={"tokenizer": "tokenizer", "vision": vision})
+    said = talking.refused("job", "submit", path)
+    says(said, "vision processor 'tiles' is not in the service's config, which has: none", "Ask")
+
+
+# ---- jobs and answers ---------------------------------------------------------------------
+
+
+def test_a_job_without_an_index_is_refused_with_the_command_that_makes_it(talking, home):
+    said = talking.refused("job", "submit", write_job(home, job="early", index="not-yet"))
+    says(said, "no complete index", "not-yet/images", "dataservice index")
+    assert "early" not in talking.ok("job", "list").out
+
+
+def test_every_answer_is_also_json(talking, home):
+    path = write_job(home)
+    (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
+    assert (status["job"], status["samples"], status["state"]) == ("job", SAMPLES, "active")
+    Ranks(talking.service, 2).start().join()
+    for words in (("status",), ("job", "list"), ("job", "show", "job")):
+        (status, *_) = json.loads(talking.ok(*words, "--json").out)
+        assert status["attempt"] == 1
+    assert json.loads(talking.ok("explain", "job", "--step", "0", "--json").out)["step"] == 0
+    assert [each["source"] for each in json.loads(talking.ok("index", path, "--json").out)] == [
+        "images",
+        "clips",
+        "texts",
+    ]
+    (status,) = json.loads(talking.ok("job", "drain", "job", "--json").out)
+    assert status["state"] == "draining"
+    talking.ok("job", "delete", "job")
+    assert json.loads(talking.ok("job", "list", "--json").out) == []
+
+
+def test_what_does_not_exist_is_named_with_the_next_step(talking, home):
+    talking.ok("job", "submit", write_job(home, job="known"))
+    for words in (("job", "show"), ("job", "drain"), ("job", "delete")):
+        says(talking.refused(*words, "nobody"), "no job 'nobody'; registered: known", "job submit")
+    said = talking.refused("explain", "known", "--step", "3")
+    says(said, "step 3 of job 'known' has not been planned", "dataservice job show known")
+    said = talking.refused("job", "submit", write_job(home, job="known", seed=9))
+    says(said, "'known' is registered with another job file", "dataservice job delete known")
+    talking.ok("job", "delete", "known")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
+def test_a_service_that_does_not_answer_is_named(cli, address):
+    said = cli.refused("status", "--service", address)
+    says(said, f"no service answers at {address}", "Check that `dataservice serve` runs there")

@@ -1,0 +1,458 @@
+"""What goes wrong with inputs is said once, plainly, and costs nothing but the repair.
+
+Each error names the value seen, the limit and the remedy; once the cause is mended, the same
+command or the same start of the trainers works, and an epoch visits each sample exactly once.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from tests.cli.support import CommandLine, Done, command_line
+from tests.service.small import (
+    CLIPS,
+    IMAGES,
+    LONG_TEXT,
+    SAMPLES,
+    TEXTS,
+    beheaded_member,
+    cut_off,
+    damaged_member,
+    make_corpus,
+    spoil,
+    write_job,
+    write_jsonl,
+)
+from tests.service.support import Ranks, ServiceProcess, serving
+from trainer_client import (
+    ClientError,
+    RankAlreadyClaimed,
+    RankOutOfRange,
+    RequestRefused,
+    ServiceUnreachable,
+    Shard,
+    ShardDataset,
+    UnknownJob,
+    WrongWorldSize,
+)
+
+
+@dataclass
+class Job:
+    """A job over a corpus of its own, on the service that the module shares."""
+
+    home: Path
+    name: str
+    cli: CommandLine
+    service: ServiceProcess
+
+    def write(self, **changes: Any) -> Path:
+        return write_job(self.home, job=self.name, **changes)
+
+    @property
+    def file(self) -> Path:
+        return self.home / f"{self.name}.yaml"
+
+    def index(self) -> Done:
+        return self.cli.ok("index", self.file, "--processes", "1")
+
+    def register(self) -> None:
+        self.index()
+        self.cli.ok("job", "submit", self.file)
+
+    def refused(self, *command: str) -> str:
+        return self.cli.refused(*command, self.file)
+
+    def train(self, world_size: int = 2) -> Ranks:
+        return Ranks(self.service.address, world_size, job=self.name).start().join()
+
+    def refuses(self, world_size: int = 2) -> list[Exception]:
+        """Start ranks that must all fail, and how each did."""
+        ranks = Ranks(self.service.address, world_size, job=self.name).start()
+        with pytest.raises(ClientError):
+            ranks.join()
+        assert len(ranks.errors) == world_size
+        return list(ranks.errors.values())
+
+    def visits_each_once(self, samples: int = SAMPLES) -> None:
+        """Train an epoch and audit it."""
+        assert self.train().visits == dict.fromkeys(range(samples), 1)
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[CommandLine]:
+    with command_line() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("pristine") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with serving(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def job(tmp_path: Path, pristine: Path, cli: CommandLine, service: ServiceProcess) -> Job:
+    cli.service = service.address
+    home = shutil.copytree(pristine, tmp_path / "corpus")
+    made = Job(home=home, name=tmp_path.name, cli=cli, service=service)
+    made.write()
+    return made
+
+
+def says(text: object, *parts: object) -> None:
+    """The message holds each of these."""
+    missing = [str(part) for part in parts if str(part) not in str(text)]
+    assert not missing, f"{missing} not in: {text}"
+
+
+# ---- sources ------------------------------------------------------------------------------
+
+
+def test_a_missing_source_is_named_and_nothing_is_lost_once_it_is_there(job):
+    tar = job.home / "images" / "images-0.tar"
+    job.write(
+        sources=[{"name": "images", "format": "webdataset", "url": "images/images-{0..1}.tar"}]
+    )
+    away = tar.rename(job.home / "away.tar")
+    says(job.refused("index"), "source 'images'", tar, "Correct the source's url or restore")
+    away.rename(tar)
+    job.register()
+    job.visits_each_once(IMAGES)
+
+
+def test_a_pattern_that_matches_nothing_is_named(job):
+    job.write(sources=[{"name": "texts", "format": "jsonl", "url": "nowhere/*.jsonl"}])
+    says(job.refused("index"), "source 'texts' is empty", "nowhere/*.jsonl", "Correct the source's")
+
+
+def test_an_unreadable_source_is_named_and_finished_files_are_kept(job):
+    tar = job.home / "images" / "images-1.tar"
+    whole = tar.read_bytes()
+    cut_off(tar)
+    says(job.refused("index"), "source 'images'", tar, "truncated", "Copy the file again")
+    tar.write_bytes(whole)
+    (images, *_) = json.loads(job.cli.ok("index", job.file, "--processes", "1", "--json").out)
+    assert images["files_reused"] == 1
+    job.register()
+    job.visits_each_once()
+
+
+def test_a_source_of_another_format_is_named(job):
+    job.write(sources=[{"name": "texts", "format": "parquet", "url": "texts/texts.jsonl"}])
+    says(job.refused("index"), "texts.jsonl is not a Parquet file", "correct the source's format")
+
+
+# ---- stale index --------------------------------------------------------------------------
+
+
+def add_a_line(home: Path) -> int:
+    with (home / "texts" / "texts.jsonl").open("a") as stream:
+        stream.write(json.dumps({"id": "one-more", "text": "one more"}) + "\n")
+    return SAMPLES + 1
+
+
+def add_a_file(home: Path) -> int:
+    write_jsonl(home / "texts" / "zz.jsonl", [{"id": "one-more", "text": "one more"}])
+    return SAMPLES + 1
+
+
+def remove_a_file(home: Path) -> int:
+    (home / "images" / "images-1.tar").unlink()
+    return SAMPLES - IMAGES // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "which"),
+    [
+        (add_a_line, "1 file changed", "texts.jsonl"),
+        (add_a_file, "1 file added", "zz.jsonl"),
+        (remove_a_file, "1 file removed", "images-1.tar"),
+    ],
+)
+def test_a_stale_index_is_refused_and_indexing_again_mends_it(job, change, what, which):
+    job.index()
+    samples = change(job.home)
+    says(job.refused("job", "submit"), "stale", what, which, "dataservice index")
+    job.register()
+    job.visits_each_once(samples)
+
+
+def other_processor(job: Job) -> None:
+    job.write(pipeline={"tokenizer": "tokenizer", "vision": {"kind": "llava"}})
+
+
+def other_tokenizer(job: Job) -> None:
+    path = job.home / "tokenizer" / "tokenizer.json"
+    plain = json.loads(path.read_text())
+    plain["model"]["merges"] = plain["model"]["merges"][:-40]
+    path.write_text(json.dumps(plain))
+
+
+@pytest.mark.parametrize("change", [other_processor, other_tokenizer])
+def test_an_index_of_another_processor_or_tokenizer_is_refused(job, change):
+    job.index()
+    change(job)
+    says(job.refused("job", "submit"), "processor", "tokenizer differs", "dataservice index")
+    job.register()
+
+
+def test_trainers_are_refused_when_data_changed_after_the_job_was_registered(job):
+    texts = job.home / "texts" / "texts.jsonl"
+    job.register()
+    kept = job.home / "kept.jsonl"
+    shutil.copy2(texts, kept)
+    add_a_line(job.home)
+    for error in job.refuses():
+        says(error, "stale", "1 file changed", texts, "dataservice index")
+    kept.replace(texts)  # with its time of change: the file that was indexed
+    job.visits_each_once()
+
+
+def test_a_job_registered_over_an_older_index_is_submitted_anew(job):
+    job.register()
+    samples = add_a_line(job.home)
+    job.index()
+    for error in job.refuses():
+        says(error, "written again", "Delete the job and submit it again")
+    job.cli.ok("job", "delete", job.name)
+    job.register()
+    job.visits_each_once(samples)
+
+
+# ---- job files that ask for the impossible ------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["index", "job submit"])
+def test_an_unknown_processor_is_refused_with_those_that_are_known(job, command):
+    job.write(pipeline={"tokenizer": "tokenizer", "vision": {"kind": "clip_l"}})
+    said = job.refused(*command.split())
+    says(said, "pipeline.vision", "clip_l", "'qwen2_vl', 'internvl', 'llava'")
+    assert job.name not in job.cli.ok("job", "list").out
+
+
+def test_a_sample_longer_than_all_replicas_hold_is_named_and_fits_with_more_ranks(job):
+    job.register()
+    (error,) = job.refuses(world_size=1)
+    assert isinstance(error, RequestRefused)
+    says(error, f"texts/{LONG_TEXT}", "1 replicas of 512", "hold at most 512", "Start more ranks")
+    job.visits_each_once()
+
+
+def test_max_sample_tokens_leaves_long_samples_out_by_name(job):
+    vision = {"kind": "qwen2_vl", "video_min_pixels": 3136}
+    job.write(pipeline={"tokenizer": "tokenizer", "vision": vision, "max_sample_tokens": 512})
+    says(job.index().said, f"left out texts/{LONG_TEXT}", "max_sample_tokens is 512")
+    job.register()
+    assert job.train(world_size=1).visits == dict.fromkeys(range(SAMPLES - 1), 1)
+
+
+# ---- bad samples --------------------------------------------------------------------------
+
+
+def test_samples_that_are_bad_when_indexed_are_left_out_by_name(job):
+    spoil(job.home / "images" / "images-0.tar", beheaded_member("image-00.jpg"))
+    cut_off(job.home / "clips" / "clip-1.mp4")
+    write_jsonl(
+        job.home / "texts" / "bad.jsonl",
+        [{"id": "no-text", "text": ""}, {"id": "no-turns", "conversations": []}],
+    )
+    with (job.home / "texts" / "bad.jsonl").open("a") as stream:
+        stream.write("{broken\n")
+    said = job.index().said
+    says(said, "left out images/image-00: image 'image-00.jpg'", "no header of a known format")
+    says(said, "left out clips/clip-1: video 'clip-1.mp4'", "damaged or truncated; replace it")
+    says(said, "left out texts/no-text", "left out texts/no-turns", "is not valid JSON")
+    listed = json.loads(job.cli.ok("index", job.file, "--json").out)
+    assert [(each["rows"], len(each["skipped"])) for each in listed] == [
+        (IMAGES - 1, 1),
+        (CLIPS - 1, 1),
+        (TEXTS, 3),
+    ]
+    job.cli.ok("job", "submit", job.file)
+    job.visits_each_once(SAMPLES - 2)
+
+
+def test_all_bad_samples_of_a_source_are_in_the_manifest_that_is_named(job):
+    records = [{"id": f"empty-{k}", "text": ""} for k in range(8)]
+    write_jsonl(job.home / "texts" / "bad.jsonl", records)
+    said = job.index().said
+    (manifest,) = re.findall(r"and 3 more of texts; .* in (\S+/manifest\.json)", said)
+    skipped = json.loads(Path(manifest).read_text())["skipped"]
+    assert [each["key"] for each in skipped] == [f"empty-{k}" for k in range(8)]
+
+
+def test_a_source_without_one_usable_sample_is_refused(job):
+    write_jsonl(job.home / "texts" / "texts.jsonl", [{"id": "empty", "text": ""}])
+    says(job.refused("index"), "source 'texts': not one of its 1 samples", "empty:", "Correct")
+    write_jsonl(job.home / "texts" / "texts.jsonl", [])
+    says(job.refused("index"), "source 'texts' is empty", "hold no jsonl sample", "Correct")
+
+
+BAD = {
+    "images/image-00": "no header of a known format",
+    "images/image-12": "cannot be decoded",
+    "clips/clip-0": "damaged or truncated",
+}
+
+
+def test_samples_that_went_bad_after_indexing_are_masked_and_the_rest_is_untouched(job):
+    job.register()
+    before = job.train()
+    spoil(job.home / "images" / "images-0.tar", beheaded_member("image-00.jpg"))
+    spoil(job.home / "images" / "images-1.tar", damaged_member("image-12.png"))
+    cut_off(job.home / "clips" / "clip-0.mp4")
+    after = job.train()
+    assert after.digests == before.digests
+    assert after.visits == dict.fromkeys(range(SAMPLES), 1)
+    (status,) = json.loads(job.cli.ok("job", "show", job.name, "--json").out)
+    masked = {entry["sample_id"]: entry for entry in status["quarantine"]}
+    assert {f"{e['source']}/{e['key']}" for e in masked.values()} == set(BAD)
+    assert status["quarantined"] == len(BAD)
+    for rank, shards in after.shards.items():
+        for shard, same in zip(shards, before.shards[rank], strict=True):
+            assert_masked_alone(shard, same, set(masked))
+    said = job.cli.ok("job", "show", job.name).said
+    for entry in masked.values():
+        key = f"{entry['source']}/{entry['key']}"
+        says(entry["reason"], BAD[key])
+        says(said, f"quarantined in step {entry['step']} of attempt 2: {key}: ")
+        explained = job.cli.ok("explain", job.name, "--step", str(entry["step"])).said
+        says(explained, f"quarantined {key}: {' '.join(entry['reason'].split()[:4])}")
+
+
+def assert_masked_alone(shard: Shard, same: Shard, bad: set[int]) -> None:
+    """`shard` is `same` but for the samples in `bad`, whose labels are masked and media blank."""
+    assert shard.plan.loss_tokens == same.plan.loss_tokens
+    for now, then in zip(shard.microbatches, same.microbatches, strict=True):
+        assert now.sample_ids.tolist() == then.sample_ids.tolist()
+        assert now.cu_seqlens.tolist() == then.cu_seqlens.tolist()
+        bounds = now.cu_seqlens.numpy() // len(now.cp_group)
+        for place, sample in enumerate(now.sample_ids.tolist()):
+            mine = slice(bounds[place], bounds[place + 1])
+            if sample in bad:
+                assert (now.labels[mine] == -100).all()
+            else:
+                assert now.labels[mine].tolist() == then.labels[mine].tolist()
+                assert now.input_ids[mine].tolist() == then.input_ids[mine].tolist()
+        for seen, wanted in ((now.vision, then.vision), (now.audio, then.audio)):
+            items = zip(seen.items, wanted.items, strict=True) if seen and wanted else ()
+            for item, whole in items:
+                assert item.shape == whole.shape
+                assert np.array_equal(item, whole) or not item.any()
+
+
+# ---- ranks --------------------------------------------------------------------------------
+
+
+def first_shard(job: Job, rank: int, world_size: int) -> Shard:
+    with ShardDataset(
+        job.service.address, job=job.name, rank=rank, world_size=world_size, timeout_s=20.0
+    ) as dataset:
+        return next(iter(dataset))
+
+
+def open_ranks(job: Job, *ranks: tuple[int, int]) -> list[BaseException | None]:
+    """Open (rank, world size) pairs at once; the errors they end with."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        opened = [threads.submit(first_shard, job, *each) for each in ranks]
+        return [each.exception(60.0) for each in opened]
+
+
+def test_ranks_that_disagree_on_the_world_size_are_all_told_both_numbers(job):
+    job.register()
+    errors = open_ranks(job, (0, 2), (1, 3))
+    assert [type(error) for error in errors] == [WrongWorldSize, WrongWorldSize]
+    for error in errors:
+        assert set(re.findall(r"opened with (?:world size )?(\d)", str(error))) == {"2", "3"}
+        says(error, "Start all ranks with one world size")
+    job.visits_each_once()
+
+
+def test_a_world_size_that_replicas_do_not_divide_is_refused(job):
+    job.write(topology={"tensor_parallel": 2})
+    job.register()
+    for error in job.refuses(world_size=3):
+        assert isinstance(error, WrongWorldSize)
+        says(error, "world size 3 is not a multiple of 2", "change the job's topology")
+    assert job.train(world_size=4).visits == dict.fromkeys(range(SAMPLES), 2)  # on both of a pair
+
+
+def test_a_rank_out_of_range_is_refused_by_the_client_and_by_the_service(job):
+    with pytest.raises(RankOutOfRange, match=r"rank 2 is outside 0\.\.1.*RANK and WORLD_SIZE"):
+        ShardDataset(job.service.address, job=job.name, rank=2, world_size=2)
+    job.register()
+    with grpc.insecure_channel(job.service.address) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        request = coordinator_pb2.OpenSessionRequest(job=job.name, rank=2, world_size=2)
+        with pytest.raises(grpc.RpcError, match=r"rank 2 is outside 0\.\.1"):
+            next(stub.OpenSession(request))
+    job.visits_each_once()
+
+
+def test_a_second_client_of_a_rank_is_refused_and_the_first_goes_on(job):
+    job.write(plan={"memory_tokens": 1024})
+    job.register()
+    with ShardDataset(job.service.address, job=job.name, rank=0, world_size=1) as first:
+        mine = iter(first)
+        assert next(mine).step == 0
+        with pytest.raises(RankAlreadyClaimed, match=r"rank 0 .* is held by .*its own RANK"):
+            first_shard(job, 0, 1)
+        assert next(mine).step == 1
+    job.visits_each_once()
+
+
+# ---- names and addresses ------------------------------------------------------------------
+
+
+def test_an_unknown_job_is_refused_with_those_that_are_known(job):
+    job.register()
+    nobody = replace(job, name="nobody")
+    (error,) = nobody.refuses(world_size=1)
+    assert isinstance(error, UnknownJob)
+    says(error, "no job 'nobody'", job.name, "dataservice job submit")
+    said = job.cli.refused("job", "show", "nobody")
+    says(said, "no job 'nobody'", job.name, "dataservice job submit")
+
+
+def test_an_unreachable_service_is_named_with_what_to_check(job):
+    nowhere = ShardDataset("127.0.0.1:9", job="job", rank=0, world_size=1, connect_timeout_s=0.5)
+    with pytest.raises(ServiceUnreachable, match=r"127\.0\.0\.1:9 after 0\.5 s.*Check that"):
+        next(iter(nowhere))
+    said = job.cli.refused("status", "--service", "127.0.0.1:9")
+    says(said, "no service answers at 127.0.0.1:9", "Check that")
+
+
+def test_what_broke_while_the_service_was_down_is_mended_while_it_runs(job, tmp_path):
+    """The service starts over data that changed, refuses that job alone, and takes it up again."""
+    texts = job.home / "texts" / "texts.jsonl"
+    with serving(tmp_path / "own") as service:
+        service.cli("job", "submit", str(job.index() and job.file))
+        first = Ranks(service.address, 2, job=job.name).start(stop_after=2).join()
+        service.stop()
+        kept = job.home / "kept.jsonl"
+        shutil.copy2(texts, kept)
+        add_a_line(job.home)
+        service.start()
+        mine = replace(job, service=service)
+        for error in mine.refuses():
+            says(error, "stale", texts)
+        assert job.name in service.cli("job", "list").stdout
+        kept.replace(texts)
+        second = Ranks(service.address, 2, job=job.name).start(state=first.state).join()
+    assert first.visits + second.visits == dict.fromkeys(range(SAMPLES), 1)
