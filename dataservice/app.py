@@ -10,6 +10,7 @@ A newcomer's path: this file → engine/loop.py → planning/compose.py.
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -267,10 +268,9 @@ class Service:
     """A running service. `address` is where trainers connect."""
 
     server: ServerHandle
-    coordinator: Coordinator
     pool: WorkerPool
-    store: SqliteStateStore
     metrics: MetricsEndpoint | None
+    started: contextlib.AsyncExitStack
 
     @property
     def address(self) -> str:
@@ -278,13 +278,9 @@ class Service:
         return self.server.address
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new calls, let open ones end, stop the workers, close the store."""
+        """Refuse new calls, let open ones end, then stop what was started, last first."""
         await self.server.stop(grace_s)
-        await self.coordinator.stop()
-        await self.pool.stop()
-        self.store.close()
-        if self.metrics is not None:
-            await asyncio.to_thread(self.metrics.stop)
+        await self.started.aclose()
 
 
 async def start_service(config: ServiceConfig) -> Service:
@@ -292,13 +288,16 @@ async def start_service(config: ServiceConfig) -> Service:
     an error whatever was started is stopped again."""
     load_processors(config.custom_processors)
     await asyncio.to_thread(warm_up)
-    store = SqliteStateStore(Path(config.state_dir))
-    secret = _secret(config)
-    pool = make_pool(config, secret)
-    metrics, endpoint = PrometheusMetrics(), None
-    try:
+    async with contextlib.AsyncExitStack() as started:
+        metrics, endpoint = PrometheusMetrics(), None
         if config.metrics_listen is not None:
             endpoint = serve_metrics(metrics, config.metrics_listen)
+            started.push_async_callback(asyncio.to_thread, endpoint.stop)
+        store = SqliteStateStore(Path(config.state_dir))
+        started.callback(store.close)
+        secret = _secret(config)
+        pool = make_pool(config, secret)
+        started.push_async_callback(pool.stop)
         await pool.start()
         coordinator = Coordinator(
             store=store,
@@ -310,15 +309,10 @@ async def start_service(config: ServiceConfig) -> Service:
             attempt_timeout_s=config.attempt_timeout_s,
             metrics=metrics,
         )
+        started.push_async_callback(coordinator.stop)
         await coordinator.start()
         server = await serve_coordinator(coordinator, config.listen)
-    except BaseException:
-        await pool.stop()
-        store.close()
-        if endpoint is not None:
-            endpoint.stop()
-        raise
-    return Service(server=server, coordinator=coordinator, pool=pool, store=store, metrics=endpoint)
+        return Service(server=server, pool=pool, metrics=endpoint, started=started.pop_all())
 
 
 async def serve_until_signal(config: ServiceConfig, *, ready: Callable[[Service], None]) -> None:

@@ -23,6 +23,7 @@ from trainer_client.runtime.step import Features
 
 PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2  # as the qwen2_vl processor counts
 MEL_BINS = 80
+ROW_SAMPLES = 320  # of sound in one row behind the stem
 # What CLIP's and Qwen2-VL's encoders are fed with.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -78,10 +79,14 @@ class DemoModel(nn.Module):
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
         """Feature rows of the items, end to end: [LLM tokens of the items, width]."""
-        if not batch.items:
-            return self.tokens.weight.new_empty(0, self.config.width)
         features: Tensor = self.encoders[modality](batch.items)
         return features
+
+    def dummy_item(self, modality: str) -> Tensor:
+        """An item of one LLM token."""
+        if modality == "vision":
+            return torch.zeros(1, MERGE * PATCH, MERGE * PATCH, 3, dtype=torch.uint8)
+        return torch.zeros(ROW_SAMPLES * self.config.audio_pool)
 
     def encoder_trains(self, modality: str) -> bool:
         """Whether gradients flow into this encoder."""

@@ -43,7 +43,7 @@ def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace)
             began_s = time.perf_counter()
             optimizer.zero_grad()
             # Compares plan digests, encodes, exchanges, attends over CP groups, sums gradients.
-            result = run_step(model, shard, groups, sum_into=model)
+            result = run_step(model, shard, groups)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             dataset.commit(shard.step)

@@ -34,10 +34,7 @@ ServiceAddress = Annotated[
 ]
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", envvar="DATASERVICE_CONFIG", help="The service's config (YAML)."),
-]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's config (YAML).")]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import Modality, SampleLengths, SampleRef
 
+TOKEN_TENSORS = ("input_ids", "position_ids")
+LABEL_TENSORS = ("labels",)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackKey:
@@ -66,16 +69,40 @@ class PackReceipt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WantedParts:
+    """Which bytes of its microbatches a rank asks for; the numbers of the plan always come.
+
+    A rank that computes a whole replica needs all. Of a pipeline, the first stage needs
+    `tokens` and `media`, the last `labels`, those between nothing; a tensor-parallel peer that
+    is sent encoded features needs no `media`.
+    """
+
+    tokens: bool = True
+    media: bool = True
+    labels: bool = True
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """Names of the sequence tensors to stream."""
+        return TOKEN_TENSORS * self.tokens + LABEL_TENSORS * self.labels
+
+
+EVERYTHING = WantedParts()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PartSpec:
     """One part of a pack that a rank may fetch.
 
     The sequence part of group member `cp_rank` when `items` is empty, else those encoder
-    items (places in the pack's list of items).
+    items (places in the pack's list of items). Of a sequence only the `tensors` named are
+    streamed, in the pack's order; all of them when none is named.
     """
 
     key: PackKey
     cp_rank: int = -1
     items: tuple[int, ...] = ()
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataservice.core.orders import Ticket
 
 def _message(ticket: Ticket) -> bytes:
     parts = [
-        (p.key.job, p.key.step, p.key.plan_digest, p.key.pack, p.cp_rank, p.items)
+        (p.key.job, p.key.step, p.key.plan_digest, p.key.pack, p.cp_rank, p.items, p.tensors)
         for p in ticket.parts
     ]
     return repr((ticket.worker, ticket.rank, ticket.expires_unix_s, parts)).encode()

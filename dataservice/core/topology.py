@@ -1,4 +1,16 @@
-"""The trainer's ranks, seen as replicas on nodes."""
+"""The trainer's ranks, seen as replicas on nodes, and each replica's ranks as stages.
+
+    rank = (replica · pipeline_stages + stage) · tensor_ranks + tensor rank
+
+    2 replicas, 2 stages, 2 tensor ranks
+    rank       0   1   2   3 │ 4   5   6   7
+    replica    ──────0────── │ ──────1──────
+    stage      ──0──   ──1── │ ──0──   ──1──
+    tensor     0   1   0   1 │ 0   1   0   1
+
+Tensor-parallel peers, who talk most, are neighbours; then stages; then replicas. It is the
+layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ranks).
+"""
 
 from dataclasses import dataclass
 
@@ -8,9 +20,7 @@ from dataservice.core.errors import WorldSizeError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel), each
-    replica cut into `pipeline_stages`.
-
-    Ranks of one replica are neighbours: replica = rank // ranks_per_replica.
+    replica cut into `pipeline_stages`. All ranks of a replica get the same microbatches.
     """
 
     world_size: int
@@ -30,11 +40,22 @@ class Topology:
                 "the ranks of one replica (tensor × pipeline parallel in the job's topology). "
                 "Start a multiple, or change the job's topology."
             )
+        if self.ranks_per_replica % self.pipeline_stages:
+            raise WorldSizeError(
+                f"{self.ranks_per_replica} ranks of a replica cannot be cut into "
+                f"{self.pipeline_stages} pipeline stages. Make the ranks per replica tensor × "
+                "pipeline parallel."
+            )
 
     @property
     def replicas(self) -> int:
         """N, the number of model replicas."""
         return self.world_size // self.ranks_per_replica
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Tensor-parallel ranks of each stage of each replica."""
+        return self.ranks_per_replica // self.pipeline_stages
 
     def replica_of(self, rank: int) -> int:
         """The replica that a rank belongs to."""
@@ -44,3 +65,11 @@ class Topology:
                 f"{self.world_size}. Pass the rank that torchrun sets in RANK."
             )
         return rank // self.ranks_per_replica
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage that a rank computes, 0 .. pipeline_stages-1."""
+        return (rank - self.replica_of(rank) * self.ranks_per_replica) // self.tensor_ranks
+
+    def tensor_rank_of(self, rank: int) -> int:
+        """A rank's place among the tensor-parallel peers of its stage."""
+        return (rank - self.replica_of(rank) * self.ranks_per_replica) % self.tensor_ranks

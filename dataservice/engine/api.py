@@ -6,7 +6,7 @@ from typing import Protocol
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import JobRecord, LedgerEntry, QuarantineEntry
-from dataservice.core.orders import RankShard
+from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 
 
@@ -103,9 +103,16 @@ class CoordinatorApi(Protocol):
         ...
 
     async def shard(
-        self, session: str, step: int, *, received_step: int, failed_workers: Sequence[str]
+        self,
+        session: str,
+        step: int,
+        *,
+        received_step: int,
+        failed_workers: Sequence[str],
+        wanted: WantedParts = EVERYTHING,
     ) -> tuple[RankShard, StepPlan] | EndOfData:
-        """This session's part of a step; waits until it is planned."""
+        """This session's part of a step, with tickets for what is `wanted` of it; waits until
+        the step is planned."""
         ...
 
     async def commit(self, session: str, step: int) -> None:

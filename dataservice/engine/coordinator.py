@@ -20,7 +20,7 @@ from dataservice.core.errors import (
     ServiceError,
 )
 from dataservice.core.job import AttemptRecord, JobRecord, QuarantineEntry
-from dataservice.core.orders import PackReceipt, RankShard
+from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
 from dataservice.core.topology import Topology
@@ -245,13 +245,23 @@ class Coordinator:
                 known.job.forming = None
 
     async def shard(
-        self, session: str, step: int, *, received_step: int, failed_workers: Sequence[str]
+        self,
+        session: str,
+        step: int,
+        *,
+        received_step: int,
+        failed_workers: Sequence[str],
+        wanted: WantedParts = EVERYTHING,
     ) -> tuple[RankShard, StepPlan] | EndOfData:
         """The session's part of a step."""
         known = self._session(session)
         loop = await self._loop_of(known)
         return await loop.shard(
-            known.claim, step, received_step=received_step, failed_workers=failed_workers
+            known.claim,
+            step,
+            received_step=received_step,
+            failed_workers=failed_workers,
+            wanted=wanted,
         )
 
     async def commit(self, session: str, step: int) -> None:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 ORDER_TRIES = 8
 RETRY_PAUSE_S = 0.5
 NO_WORKER_WAIT_S = 120.0
+RECEIPT_WAIT_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,20 +123,31 @@ class Dispatcher:
         if again:
             await asyncio.wait([step.decoding[pack] for pack in again])
 
-    async def release(self, step: DispatchedStep) -> None:
-        """Every rank has the step's bytes, or nobody wants them: free the workers' memory."""
-        for task in step.decoding.values():
+    async def release(self, step: DispatchedStep, *, received: bool) -> None:
+        """Free the workers' memory: every rank has `received` the step, or nobody wants it.
+
+        A rank may have its bytes before we have the receipt, and the receipt names bad samples,
+        so a received step's receipts are waited for.
+        """
+        tasks = list(step.decoding.values())
+        if received:
+            await asyncio.wait(tasks, timeout=RECEIPT_WAIT_S)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         packs: dict[WorkerInfo, list[PackKey]] = {}
         for order, holder in zip(step.orders, step.holder, strict=True):
             packs.setdefault(holder, []).append(order.key)
-        job = step.orders[0].key.job if step.orders else ""
+        job = step.orders[0].key.job
         await asyncio.gather(
             *(self._link.release(worker, job, keys) for worker, keys in packs.items())
         )
 
     def _start(self, step: DispatchedStep, pack: int) -> None:
-        step.decoding[pack] = asyncio.create_task(self._prepare(step, pack))
+        task = asyncio.create_task(self._prepare(step, pack))
+        # Not in the task: one that is cancelled before its first turn runs no line of its own.
+        task.add_done_callback(lambda _: self._add_work(step.holder[pack].worker, -step.work[pack]))
+        step.decoding[pack] = task
 
     async def _prepare(self, step: DispatchedStep, pack: int) -> None:
         order = step.orders[pack]
@@ -150,11 +162,10 @@ class Dispatcher:
             except ServiceError as error:
                 log.error("pack %d could not be prepared: %s", pack, error, extra=about)
                 return
-            finally:
-                self._add_work(holder.worker, -step.work[pack])
             await self._replace(holder.worker)
             await asyncio.sleep(RETRY_PAUSE_S * min(attempt, 4))
             step.holder[pack] = await self._choose(step.work[pack])
+            self._add_work(holder.worker, -step.work[pack])
         log.error("no worker prepared pack %d in %d tries", pack, ORDER_TRIES, extra=about)
 
     async def _choose(self, work: float) -> WorkerInfo:

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, ServiceError, StateError
 from dataservice.core.job import LedgerEntry
-from dataservice.core.orders import PackOrder, PartSpec, RankShard, Ticket
+from dataservice.core.orders import (
+    EVERYTHING,
+    PackOrder,
+    PartSpec,
+    RankShard,
+    Ticket,
+    WantedParts,
+)
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, StateStore
 from dataservice.core.tickets import sign_ticket
@@ -29,11 +36,14 @@ from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.dispatch import DispatchedStep, Dispatcher, pack_orders
 from dataservice.engine.planner import PlannedStep, plan_step
 from dataservice.engine.setup import JobSetup
-from dataservice.engine.shards import StepParts, cut_step, microbatches_of
+from dataservice.engine.shards import StepParts, cut_step, microbatches_of, part_specs
 
 log = logging.getLogger(__name__)
 
 TICKET_LIFE_S = 900
+
+Made = tuple[PlannedStep, str, StepParts, list[PackOrder]]
+"""A plan, its digest, its parts, and the orders of its packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +77,7 @@ class AttemptLoop:
         self._secret = ticket_secret
         self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
+        self._planning: set[asyncio.Task[Made | None]] = set()
         self._next_step = attempt.start.step
         self._first_step = attempt.start.step
         self._committed = attempt.start.step - 1
@@ -100,12 +111,23 @@ class AttemptLoop:
             task.cancel()
         steps, self._ready = list(self._ready.values()), {}
         self._note_ready()
-        await asyncio.gather(*(self._dispatcher.release(step.dispatched) for step in steps))
+        # A plan that a thread is at cannot be cancelled; it must not outlive the store.
+        await asyncio.gather(*self._planning, return_exceptions=True)
+        await asyncio.gather(
+            *(self._dispatcher.release(step.dispatched, received=False) for step in steps)
+        )
 
     async def shard(
-        self, claim: Claim, step: int, *, received_step: int, failed_workers: Sequence[str]
+        self,
+        claim: Claim,
+        step: int,
+        *,
+        received_step: int,
+        failed_workers: Sequence[str],
+        wanted: WantedParts = EVERYTHING,
     ) -> tuple[RankShard, StepPlan] | EndOfData:
-        """This rank's part of a step, as soon as it is planned."""
+        """This rank's part of a step, as soon as it is planned, with tickets for the `wanted`
+        bytes."""
         await self._note_received(claim, received_step)
         ready = await self._wait_for(step)
         if isinstance(ready, EndOfData):
@@ -114,7 +136,7 @@ class AttemptLoop:
             about = {**self._attempt.about, "step": step, "rank": claim.rank}
             log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
             await self._dispatcher.recover(ready.dispatched, failed_workers)
-        return self._rank_shard(ready, claim.rank), ready.planned.plan
+        return self._rank_shard(ready, claim.rank, wanted), ready.planned.plan
 
     async def commit(self, claim: Claim, step: int) -> None:
         """Record the steps that have now been trained by every rank."""
@@ -156,16 +178,17 @@ class AttemptLoop:
             self._attempt.end(ServiceError(f"planning failed: {error!r}. See the service's log."))
 
     async def _plan(self, cursor: Cursor) -> ReadyStep | None:
-        made = await asyncio.to_thread(self._plan_and_record, cursor)
+        planning = asyncio.create_task(asyncio.to_thread(self._plan_and_record, cursor))
+        self._planning.add(planning)
+        planning.add_done_callback(self._planning.discard)
+        made = await asyncio.shield(planning)
         if made is None:
             return None
         planned, digest, parts, orders = made
         dispatched = await self._dispatcher.dispatch(planned.plan, orders)
         return ReadyStep(planned=planned, digest=digest, parts=parts, dispatched=dispatched)
 
-    def _plan_and_record(
-        self, cursor: Cursor
-    ) -> tuple[PlannedStep, str, StepParts, list[PackOrder]] | None:
+    def _plan_and_record(self, cursor: Cursor) -> Made | None:
         attempt = self._attempt
         started_s = time.perf_counter()
         planned = plan_step(self._setup, cursor, attempt.topology)
@@ -233,7 +256,7 @@ class AttemptLoop:
         async with self._changed:
             self._changed.notify_all()
         for ready in released:
-            await self._dispatcher.release(ready.dispatched)
+            await self._dispatcher.release(ready.dispatched, received=True)
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
         if step < self._next_step and step not in self._ready:
@@ -282,21 +305,11 @@ class AttemptLoop:
         assert ready is not None, "a step of the ledger is never past the end"
         return ready
 
-    def _rank_shard(self, ready: ReadyStep, rank: int) -> RankShard:
+    def _rank_shard(self, ready: ReadyStep, rank: int, wanted: WantedParts) -> RankShard:
         attempt, plan = self._attempt, ready.planned.plan
         replica = attempt.topology.replica_of(rank)
-        microbatches = microbatches_of(ready.parts, replica)
-        parts: dict[int, list[PartSpec]] = {}
-        for microbatch in microbatches:
-            if microbatch.pack >= 0:
-                key = ready.dispatched.orders[microbatch.pack].key
-                parts.setdefault(microbatch.pack, []).append(
-                    PartSpec(key=key, cp_rank=microbatch.cp_rank)
-                )
-            for encodes in microbatch.encodes.values():
-                for chosen in encodes:
-                    key = ready.dispatched.orders[chosen.pack].key
-                    parts.setdefault(chosen.pack, []).append(PartSpec(key=key, items=chosen.items))
+        microbatches = microbatches_of(ready.parts, replica, wanted)
+        keys = [order.key for order in ready.dispatched.orders]
         return RankShard(
             job=attempt.job,
             attempt=attempt.number,
@@ -307,7 +320,9 @@ class AttemptLoop:
             cursor_after=ready.planned.next_cursor.to_json(),
             loss_tokens=int(plan.sample_loss_tokens.sum()),
             microbatches=microbatches,
-            tickets=self._tickets(ready.dispatched, parts, rank),
+            tickets=self._tickets(
+                ready.dispatched, part_specs(microbatches, keys, wanted), rank
+            ),
         )
 
     def _tickets(

@@ -1,15 +1,25 @@
 """Cut a step plan into the parts of its ranks.
 
-The routes of the whole step are computed once and sliced for each replica.
+The routes of the whole step are computed once and sliced for each replica. Ranks of one
+replica get the same microbatches; what differs is which of their bytes each may fetch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.layout import sample_starts
-from dataservice.core.orders import FeatureRoutes, ItemsOfPack, Microbatch
+from dataservice.core.orders import (
+    EVERYTHING,
+    FeatureRoutes,
+    ItemsOfPack,
+    Microbatch,
+    PackKey,
+    PartSpec,
+    WantedParts,
+)
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
 from dataservice.planning.routes import Runs, encode_order, feature_runs, item_places
@@ -58,8 +68,14 @@ def cut_step(plan: StepPlan) -> StepParts:
     )
 
 
-def microbatches_of(parts: StepParts, replica: int) -> tuple[Microbatch, ...]:
-    """One replica's microbatches, wave by wave; idle waves included."""
+def microbatches_of(
+    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
+) -> tuple[Microbatch, ...]:
+    """One replica's microbatches, wave by wave; idle waves included.
+
+    A rank that wants neither tokens nor media has no part in the encoders and their exchange:
+    its microbatches leave them out.
+    """
     plan = parts.plan
     seat = np.flatnonzero(plan.pack_replicas == replica)
     pack_of_seat = np.searchsorted(plan.replica_offsets, seat, side="right") - 1
@@ -68,16 +84,48 @@ def microbatches_of(parts: StepParts, replica: int) -> tuple[Microbatch, ...]:
     )
     padded_starts = sample_starts(plan.padded_sample_tokens)
     return tuple(
-        _microbatch(parts, replica, wave, pack_of_wave.get(wave, -1), padded_starts)
+        _microbatch(
+            parts,
+            replica,
+            wave,
+            pack_of_wave.get(wave, -1),
+            padded_starts,
+            sorted(parts.modalities[wave]) if wanted.tokens or wanted.media else [],
+        )
         for wave in range(plan.waves)
     )
 
 
+def part_specs(
+    microbatches: Sequence[Microbatch], keys: Sequence[PackKey], wanted: WantedParts
+) -> dict[int, list[PartSpec]]:
+    """What a rank is to fetch, by pack: its sequences' tensors, and the items it encodes.
+
+    `keys[p]` names pack p. Empty when nothing is wanted.
+    """
+    tensors = () if wanted.tokens and wanted.labels else wanted.sequence
+    parts: dict[int, list[PartSpec]] = {}
+    for microbatch in microbatches:
+        if microbatch.pack >= 0 and wanted.sequence:
+            pack = microbatch.pack
+            spec = PartSpec(key=keys[pack], cp_rank=microbatch.cp_rank, tensors=tensors)
+            parts.setdefault(pack, []).append(spec)
+        for encodes in microbatch.encodes.values() if wanted.media else ():
+            for chosen in encodes:
+                spec = PartSpec(key=keys[chosen.pack], items=chosen.items)
+                parts.setdefault(chosen.pack, []).append(spec)
+    return parts
+
+
 def _microbatch(
-    parts: StepParts, replica: int, wave: int, pack: int, padded_starts: NDArray[np.int64]
+    parts: StepParts,
+    replica: int,
+    wave: int,
+    pack: int,
+    padded_starts: NDArray[np.int64],
+    modalities: Sequence[Modality],
 ) -> Microbatch:
     plan = parts.plan
-    modalities = sorted(parts.modalities[wave])
     group = plan.replicas_of(pack) if pack >= 0 else (replica,)
     samples = plan.samples_of(pack) if pack >= 0 else np.zeros(0, dtype=np.int32)
     bounds = np.zeros(1, dtype=np.int64)

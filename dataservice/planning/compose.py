@@ -166,14 +166,15 @@ def _group(
 def _pack_report(
     lengths: LengthTable, waves: tuple[ContextPlan, ...], algorithm: str, options: PlanOptions
 ) -> StageReport:
-    tokens = int(lengths.llm_tokens.sum())
+    """In replicas that compute for a wave. Before: every sample alone, where it fits."""
+    alone = np.maximum(-(-lengths.llm_tokens // options.memory_tokens), 1)
     return StageReport(
         stage="pack",
         algorithm=algorithm,
-        unit="packs",
-        before=float(len(lengths)),
-        after=float(sum(len(wave.time_s) for wave in waves)),
-        lower_bound=float(-(-tokens // options.memory_tokens)),
+        unit="replicas",
+        before=float(alone.sum()),
+        after=float(sum(int(wave.degrees.sum()) for wave in waves)),
+        lower_bound=float(-(-int(lengths.llm_tokens.sum()) // options.memory_tokens)),
     )
 
 
@@ -187,26 +188,17 @@ def _group_report(
     """Before: every sample alone, in draw order, at the static degree that holds the longest."""
     tokens = lengths.llm_tokens.astype(np.int64)
     degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
-    alone = _seconds_alone(tokens, degree, options)
+    alone = options.cost.llm.alone_s(tokens, degree)
     per_wave = replicas // degree
-    slowest = [alone[i : i + per_wave].max() for i in range(0, len(alone), per_wave)]
+    slowest = np.maximum.reduceat(alone, np.arange(0, len(alone), per_wave))
     return StageReport(
         stage="group",
         algorithm=options.stages.context,
         unit="s",
-        before=float(sum(slowest)),
+        before=float(slowest.sum()),
         after=sum(wave.makespan_s for wave in waves),
         lower_bound=bound_s,
     )
-
-
-def _seconds_alone(
-    tokens: NDArray[np.int64], degree: int, options: PlanOptions
-) -> NDArray[np.float64]:
-    """Seconds of each sample alone at one degree: float64[n]."""
-    lengths, inverse = np.unique(tokens, return_inverse=True)
-    cost = options.cost.llm
-    return np.array([cost.time_s(lengths[i : i + 1], degree) for i in range(len(lengths))])[inverse]
 
 
 def _grouped_plan(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_units import Setting, Units, padded_sums
 from dataservice.planning.kernel_sort import argsort_descending
 
@@ -75,7 +75,7 @@ def _best_fit(
     return group_of, degree[:groups].copy()
 
 
-@inner
+@kernel
 def _take(
     units: Units,
     unit: int,
@@ -107,14 +107,14 @@ def _take(
     return none
 
 
-@inner
+@kernel
 def _mark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] |= np.uint64(1) << np.uint64(bucket % _BITS)
     filled[_WORDS] |= np.uint64(1) << np.uint64(word)
 
 
-@inner
+@kernel
 def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] &= ~(np.uint64(1) << np.uint64(bucket % _BITS))
@@ -122,7 +122,7 @@ def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
         filled[_WORDS] &= ~(np.uint64(1) << np.uint64(word))
 
 
-@inner
+@kernel
 def _next_filled(filled: NDArray[np.uint64], bucket: int) -> int:
     """The first bucket from `bucket` on with a group in it; _BUCKETS if none."""
     if bucket >= _BUCKETS:
@@ -140,7 +140,7 @@ def _next_filled(filled: NDArray[np.uint64], bucket: int) -> int:
     return word * _BITS + _lowest(filled[word])
 
 
-@inner
+@kernel
 def _lowest(bits: np.uint64) -> int:
     """Place of the lowest set bit, by halving."""
     place = 0

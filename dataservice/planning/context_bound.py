@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_units import (
     Setting,
     Units,
@@ -43,7 +43,7 @@ def _bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
     return low
 
 
-@inner
+@kernel
 def _intensity(units: Units, setting: Setting) -> float:
     """Most attention seconds a token of any sequence brings to hide the ring behind."""
     most = 0.0
@@ -52,7 +52,7 @@ def _intensity(units: Units, setting: Setting) -> float:
     return float(setting.coefficients[ATTENTION] * most)
 
 
-@inner
+@kernel
 def _ranks_suffice(
     units: Units,
     least: NDArray[np.int64],

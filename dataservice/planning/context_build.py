@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_units import (
     Setting,
     Units,
@@ -74,7 +74,7 @@ def copy_grouping(source: Grouping, target: Grouping) -> None:
     target.used[:] = source.used
 
 
-@inner
+@kernel
 def makespan(grouping: Grouping) -> float:
     slowest = 0.0
     for g in range(grouping.used[0]):
@@ -82,7 +82,7 @@ def makespan(grouping: Grouping) -> float:
     return slowest
 
 
-@inner
+@kernel
 def degree_within(units: Units, unit: int, least: int, target_s: float, setting: Setting) -> int:
     """Least degree ≥ `least` at which the unit alone meets the target; ranks+1 if none does."""
     budget = target_s - setting.coefficients[GROUP]
@@ -105,7 +105,7 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
     return setting.ranks + 1
 
 
-@inner
+@kernel
 def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting: Setting) -> bool:
     """Do the anchors of τ and the rest, taken as a fluid, fit the ranks in time and memory?"""
     base = setting.coefficients[GROUP]
@@ -123,7 +123,7 @@ def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting
     return bool(anchored_work + rest_work <= (target_s - base) * setting.ranks * (1 + 1e-12))
 
 
-@inner
+@kernel
 def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting: Setting) -> float:
     """The least τ ≥ bound (to within its bisection) at which the fluid fits."""
     if _fluid_fits(units, least, bound_s, setting):
@@ -146,7 +146,7 @@ def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting
     return high
 
 
-@inner
+@kernel
 def add_unit(units: Units, unit: int, group: int, into: Grouping, setting: Setting) -> None:
     tokens, squares = padded_sums(units, unit, into.degree[group])
     into.group_of[unit] = group
@@ -157,7 +157,7 @@ def add_unit(units: Units, unit: int, group: int, into: Grouping, setting: Setti
     )
 
 
-@inner
+@kernel
 def build_groups(
     units: Units,
     order: NDArray[np.int64],
@@ -202,7 +202,7 @@ class Heap(NamedTuple):
     size: NDArray[np.int64]
 
 
-@inner
+@kernel
 def _push(heap: Heap, key: float, group: int) -> None:
     place = heap.size[0]
     heap.keys[place] = key
@@ -211,7 +211,7 @@ def _push(heap: Heap, key: float, group: int) -> None:
     heap_sift_up(heap.keys, heap.ids, place)
 
 
-@inner
+@kernel
 def _pop(heap: Heap) -> int:
     group = heap.ids[0]
     last = heap.size[0] - 1
@@ -222,7 +222,7 @@ def _pop(heap: Heap) -> int:
     return int(group)
 
 
-@inner
+@kernel
 def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into: Grouping) -> bool:
     """Each unit without a group into the fastest group with room; False when one finds none.
 
@@ -256,7 +256,7 @@ def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into
     return True
 
 
-@inner
+@kernel
 def best_groups(
     units: Units,
     order: NDArray[np.int64],
@@ -286,7 +286,7 @@ def best_groups(
     return found
 
 
-@inner
+@kernel
 def best_static_groups(
     units: Units, order: NDArray[np.int64], below_s: float, setting: Setting, best: Grouping
 ) -> float:
@@ -323,7 +323,7 @@ def static_groups(
     return makespan(into)
 
 
-@inner
+@kernel
 def regroup(
     units: Units,
     group_of: NDArray[np.int64],

@@ -14,13 +14,13 @@ minimises the sum of the waves' times, each taken from the least τ with
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 
 _CUTS_A_WAVE = 32  # candidate cuts among one wave's ranks; bounds the programme's size
 _BISECTIONS = 10
 
 
-@inner
+@kernel
 def _first_not_above(natural: NDArray[np.float64], start: int, end: int, limit: float) -> int:
     """First place in start:end whose natural time is ≤ limit (they fall)."""
     while start < end:
@@ -32,7 +32,7 @@ def _first_not_above(natural: NDArray[np.float64], start: int, end: int, limit: 
     return start
 
 
-@inner
+@kernel
 def _ranks_at(
     tau: float,
     start: int,
@@ -115,7 +115,7 @@ def cut_waves(
     return _ends(cuts, origin)
 
 
-@inner
+@kernel
 def _least_tau(
     low: float,
     start: int,
@@ -143,7 +143,7 @@ def _least_tau(
     return high
 
 
-@inner
+@kernel
 def _cut_points(slots: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Places where a wave may end: every unit, or about _CUTS_A_WAVE for each N ranks."""
     spacing = max(1, ranks // _CUTS_A_WAVE)
@@ -159,7 +159,7 @@ def _cut_points(slots: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     return cuts[:count].copy()
 
 
-@inner
+@kernel
 def _ends(cuts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.int64]:
     ends = np.empty(cuts.size, np.int64)
     count = 0

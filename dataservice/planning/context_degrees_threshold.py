@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_units import (
     Setting,
     Units,
@@ -82,7 +82,7 @@ def _raise_from_table(times: NDArray[np.float64], ranks: int) -> NDArray[np.int6
     return degree
 
 
-@inner
+@kernel
 def member_sums(
     units: Units, members: NDArray[np.int64], start: int, end: int, degree: int
 ) -> tuple[int, float]:

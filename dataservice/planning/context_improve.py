@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context_build import Grouping
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_moves import (
     MERGE,
     NONE,
@@ -39,7 +39,7 @@ _MERGES = 6  # fastest partners that are tried for a merge
 ROUNDS = 192  # changes made in one improvement
 
 
-@inner
+@kernel
 def _partners(grouping: Grouping, slowest: int) -> NDArray[np.int64]:
     """The fastest groups but the slowest, fastest first: an insertion into a short list."""
     chosen = np.empty(_PARTNERS, np.int64)
@@ -58,7 +58,7 @@ def _partners(grouping: Grouping, slowest: int) -> NDArray[np.int64]:
     return chosen[:held]
 
 
-@inner
+@kernel
 def _seconds_at(
     units: Units, grouping: Grouping, members: Members, group: int, degree: int, setting: Setting
 ) -> float:
@@ -66,7 +66,7 @@ def _seconds_at(
     return time_of(tokens, squares, degree, False, setting)
 
 
-@inner
+@kernel
 def _merged_seconds(
     units: Units, grouping: Grouping, members: Members, g: int, h: int, setting: Setting
 ) -> float:
@@ -81,7 +81,7 @@ def _merged_seconds(
     return time_of(tokens_g + tokens_h, squares_g + squares_h, degree, False, setting)
 
 
-@inner
+@kernel
 def _resize(
     units: Units,
     grouping: Grouping,
@@ -97,7 +97,7 @@ def _resize(
     grouping.seconds[group] = time_of(tokens, squares, degree, grouping.crosses[group], setting)
 
 
-@inner
+@kernel
 def _absorb(
     units: Units, grouping: Grouping, members: Members, g: int, h: int, setting: Setting
 ) -> None:
@@ -121,7 +121,7 @@ def _absorb(
     _resize(units, grouping, members, h, grouping.degree[last], setting)
 
 
-@inner
+@kernel
 def _shift(
     units: Units,
     grouping: Grouping,
@@ -138,7 +138,7 @@ def _shift(
     _resize(units, grouping, members, target, grouping.degree[target], setting)
 
 
-@inner
+@kernel
 def _find_change(
     units: Units,
     grouping: Grouping,
@@ -176,7 +176,7 @@ def _find_change(
     return change if setting.placed else _try_ranks(units, grouping, members, g, change, setting)
 
 
-@inner
+@kernel
 def _try_ranks(
     units: Units,
     grouping: Grouping,
@@ -211,12 +211,12 @@ def _try_ranks(
     return found if partner == g else Change(best, RANK, partner, g, g)
 
 
-@inner
+@kernel
 def _narrower(degree: int, setting: Setting) -> int:
     return degree // 2 if setting.power_of_two else degree - 1
 
 
-@inner
+@kernel
 def _apply_change(
     units: Units,
     grouping: Grouping,
@@ -246,7 +246,7 @@ def _apply_change(
             sizes[h] += 1
 
 
-@inner
+@kernel
 def _slowest(grouping: Grouping) -> int:
     return int(np.argmax(grouping.seconds[: grouping.used[0]]))
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context_build import Grouping
-from dataservice.planning.context_kernels import inner
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.context_units import Setting, Units, padded_sums
 from dataservice.planning.cost import (
     ATTENTION,
@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
     budget: NDArray[np.int64]
 
 
-@inner
+@kernel
 def link(members: Members, unit: int, group: int) -> None:
     old = members.first[group]
     members.after[unit] = old
@@ -74,7 +74,7 @@ def link(members: Members, unit: int, group: int) -> None:
     members.first[group] = unit
 
 
-@inner
+@kernel
 def unlink(members: Members, unit: int, group: int) -> None:
     after = members.after[unit]
     before = members.before[unit]
@@ -86,7 +86,7 @@ def unlink(members: Members, unit: int, group: int) -> None:
         members.before[after] = before
 
 
-@inner
+@kernel
 def list_members(grouping: Grouping) -> Members:
     units = grouping.group_of.size
     members = Members(
@@ -99,7 +99,7 @@ def list_members(grouping: Grouping) -> Members:
     return members
 
 
-@inner
+@kernel
 def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[int, float]:
     tokens = 0
     squares = 0.0
@@ -112,7 +112,7 @@ def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[in
     return tokens, squares
 
 
-@inner
+@kernel
 def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Setting) -> float:
     """Time of a group, infinity when its ranks cannot hold it."""
     if tokens > setting.memory_tokens * degree:
@@ -121,7 +121,7 @@ def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Se
     return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
 
 
-@inner
+@kernel
 def _rates(degree: int, crosses: bool, setting: Setting) -> Rates:
     cost = setting.coefficients
     if degree == 1:
@@ -140,7 +140,7 @@ def _rates(degree: int, crosses: bool, setting: Setting) -> Rates:
     )
 
 
-@inner
+@kernel
 def _timed(rates: Rates, tokens: int, squares: float) -> float:
     """`group_seconds` with its divisions done; infinity when the ranks cannot hold the tokens."""
     if tokens > rates.room:
@@ -149,7 +149,7 @@ def _timed(rates: Rates, tokens: int, squares: float) -> float:
     return float(rates.linear * tokens + rates.fixed + covered)
 
 
-@inner
+@kernel
 def _read_group(units: Units, members: Members, h: int, dg: int, dh: int, scratch: Scratch) -> int:
     """Write the sums of h's units at both degrees to the scratch; how many there are."""
     count = 0
@@ -163,7 +163,7 @@ def _read_group(units: Units, members: Members, h: int, dg: int, dh: int, scratc
     return count
 
 
-@inner
+@kernel
 def try_moves(
     units: Units,
     grouping: Grouping,

@@ -10,7 +10,7 @@ until the others are placed and then takes what is left, crossing nodes.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 
 
 def place_groups(
@@ -75,7 +75,7 @@ def _place(
     return placed, crosses
 
 
-@inner
+@kernel
 def _tightest(free: NDArray[np.int64], least: int) -> int:
     """The node with the least room that is at least `least`; −1 if none."""
     best = -1
@@ -85,7 +85,7 @@ def _tightest(free: NDArray[np.int64], least: int) -> int:
     return best
 
 
-@inner
+@kernel
 def _fill(
     placed: NDArray[np.int32],
     end: int,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context_kernels import inner, kernel
+from dataservice.planning.context_kernels import kernel
 from dataservice.planning.cost import (
     ATTENTION,
     GROUP,
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     placed: bool = False
 
 
-@inner
+@kernel
 def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
     """Σs and Σ(1+η)s² of a unit once each sequence is padded to a multiple of 2d."""
     if degree == 1:
@@ -67,21 +67,21 @@ def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
     return tokens, squares
 
 
-@inner
+@kernel
 def degree_seconds(tokens: int, squares: float, degree: int, setting: Setting) -> float:
     """Time of a group; it crosses nodes when it cannot do otherwise."""
     crosses = degree > setting.ranks_per_node
     return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
 
 
-@inner
+@kernel
 def unit_seconds(units: Units, unit: int, degree: int, setting: Setting) -> float:
     """Time of a group that holds this unit alone."""
     tokens, squares = padded_sums(units, unit, degree)
     return degree_seconds(tokens, squares, degree, setting)
 
 
-@inner
+@kernel
 def next_degree(degree: int, setting: Setting) -> int:
     return 2 * degree if setting.power_of_two else degree + 1
 
@@ -109,7 +109,7 @@ def least_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
     return least
 
 
-@inner
+@kernel
 def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
     """A time that no degree from `degree` on beats, 0 while the ring may still get no slower: one
     that crosses nodes only slows down as it widens."""
@@ -119,7 +119,7 @@ def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
     return float(setting.coefficients[GROUP] + ring)
 
 
-@inner
+@kernel
 def fastest_seconds(
     units: Units, unit: int, least: int, enough_s: float, setting: Setting
 ) -> float:

@@ -153,7 +153,9 @@ def _cut(
     # Only a unit of at least a rank's share of the step can be what a wave waits for.
     share_s = float(units.work.sum()) / setting.ranks
     fastest = np.zeros(packed_degree.size)
-    np.maximum.at(fastest, packed_of, long_units_s(units, least, share_s, setting) - base_s)
+    seconds = long_units_s(units, least, share_s, setting)
+    long = np.flatnonzero(seconds)
+    np.maximum.at(fastest, packed_of[long], seconds[long] - base_s)
     natural = work / packed_degree
     order = argsort_descending(natural)
     ends = cut_waves(

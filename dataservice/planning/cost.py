@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.job import STRICT
 from dataservice.core.layout import padded_tokens
 
 # Places of the coefficients in the array that the kernels take.
@@ -58,12 +59,20 @@ class ContextCost:
     multiple of 2d; the padding costs compute and bandwidth here, and memory in the planner.
     """
 
-    attention_s_per_token2: float  # α₁, causal; a fully attended sequence costs twice that
-    linear_s_per_token: float  # α₂
-    group_s: float = 0.0  # β₁, once a group and wave: launch, gather of sharded weights
-    ring_intra_s_per_token: float = 0.0  # α₃ / v inside a node
-    ring_inter_s_per_token: float = 0.0  # α₃ / v of a ring that crosses nodes
-    ring_hop_s: float = 0.0  # β₂, latency of one hop; a ring of degree d makes d−1
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    attention_s_per_token2: float
+    """α₁, causal; a fully attended sequence costs twice that."""
+    linear_s_per_token: float
+    """α₂: all work that grows with the tokens."""
+    group_s: float = 0.0
+    """β₁, once a group and wave: launches, gathering sharded weights."""
+    ring_intra_s_per_token: float = 0.0
+    """α₃ / v inside a node: keys and values of one token passed on."""
+    ring_inter_s_per_token: float = 0.0
+    """α₃ / v of a ring that crosses nodes."""
+    ring_hop_s: float = 0.0
+    """β₂, latency of one hop; a ring of degree d makes d-1."""
 
     def __post_init__(self) -> None:
         _require_coefficients(self)
@@ -135,6 +144,17 @@ class ContextCost:
         seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
         return seconds
 
+    def alone_s(self, tokens: npt.ArrayLike, degree: int) -> npt.NDArray[np.float64]:
+        """Seconds [n] of each sequence in a group of its own, inside a node."""
+        lengths, _ = sequences(tokens, None)
+        padded = padded_tokens(lengths, degree).astype(np.float64)
+        attention = self.attention_s_per_token2 * padded * padded / degree
+        ring = self.ring_intra_s_per_token * padded * (degree - 1) / degree
+        ring += self.ring_hop_s * (degree - 1)
+        linear = self.linear_s_per_token * padded / degree
+        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
+        return seconds
+
     def work_s(
         self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None
     ) -> npt.NDArray[np.float64]:
@@ -159,9 +179,14 @@ class ContextCost:
 class PhaseCost:
     """Seconds of one encoder item on one replica: a·tokens + b·tokens² + c."""
 
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
     linear_s_per_token: float
+    """Seconds of each encoder token."""
     quadratic_s_per_token2: float = 0.0
+    """Seconds of each pair of tokens, for attention over the whole item."""
     item_s: float = 0.0
+    """Seconds of every item, whatever its length."""
 
     def __post_init__(self) -> None:
         _require_coefficients(self)

@@ -13,7 +13,7 @@ _BUCKETS = 1 << _DIGIT_BITS
 
 
 @numba.njit(cache=True, nogil=True)
-def _radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Ascending stable argsort; digits that all keys share cost one counting pass only."""
     n = keys.size
     order = np.arange(n)
@@ -51,7 +51,7 @@ def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.argsort(-costs, kind="stable").astype(np.int64)
     # The bits of non-negative floats order as the floats do; +0.0 turns a negative zero around.
     bits = (costs + 0.0).view(np.uint64)
-    return _radix_argsort(~bits)
+    return radix_argsort(~bits)
 
 
 @numba.njit(cache=True, nogil=True)

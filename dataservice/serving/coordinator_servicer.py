@@ -14,6 +14,7 @@ import grpc.aio
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.orders import EVERYTHING
 from dataservice.core.plan import StepPlan
 from dataservice.engine.api import CoordinatorApi, EndOfData, SessionOpened
 from dataservice.serving import wire
@@ -133,6 +134,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 request.step,
                 received_step=request.received_step,
                 failed_workers=tuple(request.failed_workers),
+                wanted=(
+                    wire.wanted_parts_from_proto(request.wanted)
+                    if request.HasField("wanted")
+                    else EVERYTHING
+                ),
             )
         if isinstance(answer, EndOfData):
             return coordinator_pb2.GetShardResponse(

@@ -26,6 +26,7 @@ from dataservice.core.orders import (
     PartSpec,
     RankShard,
     Ticket,
+    WantedParts,
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
@@ -187,7 +188,10 @@ def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
         expires_unix_s=ticket.expires_unix_s,
         parts=[
             worker_pb2.PartSpec(
-                key=pack_key_to_proto(part.key), cp_rank=part.cp_rank, items=part.items
+                key=pack_key_to_proto(part.key),
+                cp_rank=part.cp_rank,
+                items=part.items,
+                tensors=part.tensors,
             )
             for part in ticket.parts
         ],
@@ -204,7 +208,10 @@ def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
         expires_unix_s=message.expires_unix_s,
         parts=tuple(
             PartSpec(
-                key=pack_key_from_proto(part.key), cp_rank=part.cp_rank, items=tuple(part.items)
+                key=pack_key_from_proto(part.key),
+                cp_rank=part.cp_rank,
+                items=tuple(part.items),
+                tensors=tuple(part.tensors),
             )
             for part in message.parts
         ),
@@ -213,6 +220,18 @@ def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
 
 
 # ---- shards: coordinator and rank ---------------------------------------------------------
+
+
+def wanted_parts_to_proto(wanted: WantedParts) -> coordinator_pb2.WantedParts:
+    """Which bytes a rank asks for."""
+    return coordinator_pb2.WantedParts(
+        tokens=wanted.tokens, media=wanted.media, labels=wanted.labels
+    )
+
+
+def wanted_parts_from_proto(message: coordinator_pb2.WantedParts) -> WantedParts:
+    """Which bytes a rank asks for."""
+    return WantedParts(tokens=message.tokens, media=message.media, labels=message.labels)
 
 
 def rank_shard_to_proto(

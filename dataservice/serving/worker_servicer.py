@@ -91,4 +91,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def _tensors(self, spec: PartSpec) -> Sequence[tuple[str, Tensor]]:
         if spec.items:
             return [("item", item) for item in await self._host.items(spec.key, spec.items)]
-        return list((await self._host.sequence(spec.key, spec.cp_rank)).items())
+        held = await self._host.sequence(spec.key, spec.cp_rank)
+        if unknown := set(spec.tensors) - held.keys():
+            raise TicketError(
+                f"the ticket names {', '.join(sorted(unknown))}; a sequence has "
+                f"{', '.join(held)}. Run one release of coordinator and workers."
+            )
+        return [(name, held[name]) for name in held if not spec.tensors or name in spec.tensors]

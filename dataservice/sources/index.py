@@ -29,7 +29,7 @@ MakeMeasurer = Callable[[], SampleMeasurer]
 Progress = Callable[[int, int, int], None]  # rows done, bytes done, bytes in all
 
 _POLL_S = 0.2
-# Below this, starting processes (seconds, as each loads its own tokenizer) costs more than it saves.
+# Below this, starting processes costs more than it saves: each loads a tokenizer of its own.
 _SMALLEST_POOLED_BYTES = 32 * 2**20
 _SHOWN_REASONS = 5
 

@@ -1,7 +1,7 @@
 """`dataservice ARGUMENTS` in a process of its own, without paying for its imports each time.
 
 A server process imports the command once and forks for every call, before any thread of gRPC
-or of a service exists. The child is the command: its own output, exit status and traceback.
+or of a service exists; what it has imported is frozen, lest each child's end walks all of it. The child is the command: its own output, exit status and traceback.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SERVER = """
-import json, os, sys
+import gc, json, os, sys
 import dataservice.cli.main as command
 
 def become(order):
@@ -27,6 +27,7 @@ def become(order):
     sys.argv = ["dataservice", *order["arguments"]]
     command.main()
 
+gc.freeze()
 for line in sys.stdin:
     child = os.fork()
     if not child:

@@ -52,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, cli: CommandLine) -> Path:
     cli.ok("index", write_job(made), "--processes", "1")
     (made / "mine").mkdir()
     (made / "mine" / "fixed_tiles.py").write_text(PROCESSOR)
-    (made / "mine" / "broken_tiles.py").write_text("this is not Python\n")
+    (made / "mine" / "broken_tiles.py").write_text("class Fixed(\n")
     return made
 
 
@@ -141,7 +141,10 @@ def test_a_job_file_that_is_no_mapping_is_refused_with_the_place(cli, tmp_path, 
     ("changes", "parts"),
     [
         ({"epoch": 3}, ["epoch: there is no such key here; did you mean epochs?"]),
-        ({"plan": {"memory_token": 3}}, ["plan.memory_token: ", "did you mean memory_tokens?"]),
+        (
+            {"plan": {"memory_tokens": 9, "memory_token": 3}},
+            ["plan.memory_token: ", "did you mean memory_tokens?"],
+        ),
         ({"epochs": "many"}, ["epochs: ", "integer", "'many'"]),
         ({"epochs": 0}, ["epochs: ", "greater than or equal to 1", "(seen: 0)"]),
         ({"plan": {"memory_tokens": 0}}, ["memory_tokens is 0; it must be at least 1"]),
@@ -202,7 +205,12 @@ def test_a_port_in_use_is_named(cli, tmp_path):
 
 def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
     said = serve(cli, service.home / "state")
-    says(said, str(service.home / "state"), "held by process", str(service.process.pid))
+    says(
+        said,
+        str(service.home / "state"),
+        "held by another service",
+        f"process {service.process.pid}",
+    )
 
 
 def test_a_state_directory_that_cannot_be_written_is_refused(cli, tmp_path):
@@ -240,29 +248,30 @@ def test_a_custom_processor_that_cannot_be_loaded_is_named(cli, home, tmp_path, 
 def test_a_custom_processor_of_the_config_trains_and_no_import_path_of_a_job_does(
     cli, home, tmp_path, monkeypatch
 ):
-    config = {"custom_processors": {"tiles": "fixed_tiles:Fixed"}}
-    monkeypatch.setenv("DATASERVICE_CONFIG", str(written(tmp_path / "config.yaml", config)))
-    monkeypatch.setenv("PYTHONPATH", str(home / "mine"))
+    config = written(
+        tmp_path / "config.yaml", {"custom_processors": {"tiles": "fixed_tiles:Fixed"}}
+    )
     corpus = shutil.copytree(home, tmp_path / "corpus")
+    monkeypatch.setenv("PYTHONPATH", str(home / "mine"))  # of the service's process
 
     def job(name: str, **options: int) -> Path:
         vision = {"kind": "custom", "name": name, "options": options}
-        # The class has no placeholder tokens of its own: those of Qwen2-VL are in the vocabulary.
         return write_job(corpus, pipeline={"tokenizer": "tokenizer", "vision": vision})
 
     def index(path: Path) -> tuple[str | Path, ...]:
-        return ("index", path, "--processes", "1", "--config", tmp_path / "config.yaml")
+        return ("index", path, "--processes", "1", "--config", config)
 
-    with serving(tmp_path) as own:
-        for name in ("fixed_tiles:Fixed", "mine.fixed_tiles:Fixed"):
+    with serving(tmp_path, "local", "--config", str(config)) as own:
+        submit = ("job", "submit", "--service", own.address)
+        for name in ("fixed_tiles:Fixed", "fixed_tiles"):
             refusal = [f"vision processor {name!r} is not in the service's config", "has: tiles"]
             says(cli.refused(*index(job(name)), path=corpus / "mine"), *refusal)
-            says(own.cli("job", "submit", str(job(name)), check=False).stderr, *refusal)
+            says(cli.refused(*submit, job(name)), *refusal)
         path = job("tiles", sides=3)
         says(cli.refused(*index(path), path=corpus / "mine"), "cannot be made with options")
         path = job("tiles", side=28)
         cli.ok(*index(path), path=corpus / "mine")
-        own.cli("job", "submit", str(path))
+        cli.ok(*submit, path)
         ranks = Ranks(own.address, 2).start().join()
     assert ranks.visits == dict.fromkeys(range(SAMPLES), 1)
     shapes = [

@@ -31,6 +31,7 @@ def test_a_signed_ticket_opens_its_worker_until_it_expires():
         replace(SIGNED, expires_unix_s=10_000),
         replace(SIGNED, parts=(PartSpec(key=KEY, cp_rank=1),)),
         replace(SIGNED, parts=(PartSpec(key=replace(KEY, job="other"), cp_rank=0),)),
+        replace(SIGNED, parts=(replace(SIGNED.parts[0], tensors=("labels",)), SIGNED.parts[1])),
         replace(SIGNED, signature=b""),
     ],
 )

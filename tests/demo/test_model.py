@@ -367,7 +367,7 @@ def test_one_replica_gets_the_gradients_of_a_plain_loop_in_every_weight():
     model = small_model()
     with GroupPool() as groups:
         shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
-        result = run_step(model, shard, groups, sum_into=model)
+        result = run_step(model, shard, groups)
     reference = small_model()
     assert result.loss == pytest.approx(plain_loop(reference, samples), rel=1e-12)
     assert_same_gradients(gradients(model), gradients(reference))
@@ -405,7 +405,7 @@ def replica_main(replica, port, folder):
     dist.init_process_group("gloo", store=store, rank=replica, world_size=2)
     model = small_model()
     with GroupPool(timeout_s=60) as groups:
-        result = run_step(model, two_replica_shard(replica), groups, sum_into=model)
+        result = run_step(model, two_replica_shard(replica), groups)
         torch.save(
             {"loss": result.loss, "gradients": gradients(model)}, folder / f"replica{replica}.pt"
         )

@@ -1,7 +1,7 @@
 import numpy as np
 
 from dataservice.planning.balance_conv import _improve
-from dataservice.planning.kernel_sort import _radix_argsort, group_stable
+from dataservice.planning.kernel_sort import group_stable, radix_argsort
 from dataservice.planning.kernels import warm_kernels
 from dataservice.planning.nodewise import _swap_nodes
 from dataservice.planning.packing_bfd import _best_fit
@@ -18,7 +18,7 @@ KERNELS = (
     _branch_and_bound,
     _improve,
     _karmarkar_karp,
-    _radix_argsort,
+    radix_argsort,
     _swap_nodes,
     first_fit_decreasing,
     group_stable,

@@ -257,8 +257,9 @@ class CoordinatorInMemory:
         self.closed.append(session)
         del self.claims[int(session.split("/")[1])]
 
-    async def shard(self, session, step, *, received_step, failed_workers):
+    async def shard(self, session, step, *, received_step, failed_workers, wanted):
         self.failed_workers.append(failed_workers)
+        self.wanted.append(wanted)
         if step >= 10:
             return EndOfData(steps=10)
         return make_shard(rank=int(session.split("/")[1]), step=step), make_plan(step)

@@ -9,6 +9,7 @@ from trainer_client.runtime.errors import (
     RuntimeFault,
 )
 from trainer_client.runtime.exchange import exchange_features, scatter_rows
+from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
 from trainer_client.runtime.peers import PeerGroup
@@ -24,6 +25,8 @@ from trainer_client.runtime.step import (
 
 __all__ = [
     "Features",
+    "FsdpReduction",
+    "GradientReduction",
     "GroupFormationError",
     "GroupPool",
     "GroupPoolError",

@@ -1,27 +1,31 @@
 """One optimizer step of one replica, as its rank shard says.
 
 For every microbatch, in the plan's order: encode the items this replica was given, exchange
-the features, run the decoder with the pack's attention, take the loss, go backward. Then sum
-the gradients over replicas. All replicas go through the same waves, so every collective meets
-its partners.
+the features, run the decoder with the pack's attention, take the loss, go backward. The
+gradients are summed over replicas at the end. All replicas go through the same waves and run
+the same modules in each, so every collective meets its partners.
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.errors import LayoutError, PlanMismatchError
 from trainer_client.runtime.exchange import exchange_features
+from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import (
+    IGNORED,
     count_loss_tokens,
     global_loss_tokens,
-    sum_gradients,
     token_weighted_loss,
 )
 from trainer_client.runtime.peers import PeerGroup
@@ -44,13 +48,21 @@ class Features:
 
 
 class MultimodalModel(Protocol):
-    """What ``run_step`` asks of a model."""
+    """What ``run_step`` asks of a model, which is a ``torch.nn.Module``.
+
+    To be wrapped in DDP or FSDP2 it also needs a ``forward(microbatch, groups)`` that returns
+    ``forward_microbatch(self, microbatch, groups)``, since both hook into ``forward``.
+    """
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
-        """Feature rows [rows, width] of ``batch.items`` joined end to end; [0, width] if none.
+        """Feature rows [rows, width] of ``batch.items`` joined end to end."""
+        ...
 
-        Sharded encoders (FSDP) must run their layers even then, on a dummy item: their own
-        collectives need every replica.
+    def dummy_item(self, modality: str) -> Tensor:
+        """Any small item that this encoder takes, on the device where items arrive.
+
+        It is encoded where the plan gives this replica no item of a modality that others
+        encode, and none of its rows are used: see ``forward_microbatch``.
         """
         ...
 
@@ -64,7 +76,7 @@ class MultimodalModel(Protocol):
         features: Mapping[str, Features],
         attention: PackedAttention,
     ) -> Tensor:
-        """Logits [local rows, vocabulary]."""
+        """Logits [local rows, vocabulary]; there is at least one row."""
         ...
 
 
@@ -80,45 +92,44 @@ class StepResult:
 
 
 def run_step(
-    model: MultimodalModel,
+    model: Module,
     shard: Shard,
     groups: GroupPool,
     *,
-    sum_into: Module | None,
-    gradient_scale: float = 1.0,
+    gradients: GradientReduction | None = None,
     upcoming: Shard | None = None,
 ) -> StepResult:
-    """Forward and backward of a whole step; gradients are left in ``.grad``.
+    """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
     Parameters
     ----------
-    sum_into: the module whose gradients are summed over replicas afterwards; None where DDP or
-        FSDP reduces them, with ``gradient_scale`` the number of replicas it averages over.
-    upcoming: the next step's shard, given on every replica or on none: its groups are
-        connected in the background while this step computes.
+    model: a ``MultimodalModel``, plain, in ``DistributedDataParallel``, or sharded by
+        ``fully_shard``.
+    gradients: how gradients are summed over replicas; by default what the model is wrapped for.
+    upcoming: the next step's shard where it has arrived (``dataset.peek(wait=False)``). Once
+        all replicas have it, its groups are connected while this step computes.
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     started = time.perf_counter()
     everyone = groups.everyone
-    check_same_plan(shard.plan.digest, everyone)
-    for step in (shard, upcoming):
-        if step is not None:
-            groups.prewarm(group.replicas for group in step.plan.groups)
+    reduction = gradients or reduction_of(model, everyone)
+    forward = _forward_of(model)
+    _prewarm(shard, upcoming, groups)
     own_tokens = count_loss_tokens(microbatch.labels for microbatch in shard.microbatches)
     loss_tokens = global_loss_tokens(own_tokens, everyone)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.device)
     microbatch_seconds = []
-    for microbatch in shard.microbatches:
+    for number, microbatch in enumerate(shard.microbatches, start=1):
         microbatch_started = time.perf_counter()
-        logits = forward_microbatch(model, microbatch, groups)
-        loss = token_weighted_loss(logits, microbatch.labels.to(logits.device), loss_tokens)
-        (loss * gradient_scale).backward()  # type: ignore[no-untyped-call]
+        with reduction.microbatch(last=number == len(shard.microbatches)):
+            logits = forward(microbatch, groups)
+            loss = token_weighted_loss(logits, microbatch.labels.to(logits.device), loss_tokens)
+            (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach().to(loss_sum.device)
         microbatch_seconds.append(time.perf_counter() - microbatch_started)
     sum_started = time.perf_counter()
-    if sum_into is not None:
-        sum_gradients(sum_into, everyone)
+    reduction.finish()
     everyone.post_sum(loss_sum, action="summing the loss").wait()
     ended = time.perf_counter()
     return StepResult(
@@ -130,8 +141,29 @@ def run_step(
     )
 
 
+def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
+    """A wrapped model is called, so that its wrapper's hooks run."""
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        return cast(Callable[[Microbatch, GroupPool], Tensor], model)
+    return partial(forward_microbatch, cast(MultimodalModel, model))
+
+
+def _prewarm(shard: Shard, upcoming: Shard | None, groups: GroupPool) -> None:
+    """Connect this step's groups, and the next one's if every replica can name them."""
+    following = upcoming.plan.digest if upcoming is not None else ""
+    agreed = check_same_plan(shard.plan.digest, groups.everyone, upcoming=following)
+    for step in (shard, upcoming if agreed else None):
+        if step is not None:
+            groups.prewarm(group.replicas for group in step.plan.groups)
+
+
 def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: GroupPool) -> Tensor:
-    """Encode, exchange, decode; logits [local rows, vocabulary]. Collective over all replicas."""
+    """Encode, exchange, decode; logits [local rows, vocabulary]. Collective over all replicas.
+
+    Every replica runs the same modules: an encoder that others need runs on a dummy item here,
+    and the decoder of an idle replica on one token, neither of which the loss sees. So the
+    collectives of sharded modules, forward and backward, are the same everywhere.
+    """
     features: dict[str, Features] = {}
     previous: Tensor | None = None
     for modality in MODALITIES:
@@ -140,9 +172,8 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             continue
         trains = model.encoder_trains(modality)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-            encoded = model.encode(modality, batch)
+            encoded = _encode(model, modality, batch)
         plan = batch.exchange
-        _check_rows(modality, batch, encoded)
         rows = exchange_features(
             encoded.index_select(0, plan.send_rows.to(encoded.device)),
             plan.send_splits,
@@ -153,15 +184,23 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
         )
         previous = rows if trains else previous
         features[modality] = Features(rows=rows, positions=plan.recv_positions)
+    if microbatch.idle:
+        one_token = _one_token(microbatch)
+        logits = model.decode(one_token, features, PackedAttention([0, 1]))
+        return logits[:0].clone()  # FSDP's hooks want no views
     attention = PackedAttention(
         microbatch.cu_seqlens,
-        group=None if microbatch.idle else groups.get(microbatch.cp_group),
+        group=groups.get(microbatch.cp_group),
         lengths=microbatch.lengths,
     )
     return model.decode(microbatch, features, attention)
 
 
-def _check_rows(modality: str, batch: ModalityBatch, encoded: Tensor) -> None:
+def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tensor:
+    """Feature rows of the batch's items; of a dummy item, none."""
+    if not batch.items:
+        return model.encode(modality, replace(batch, items=[model.dummy_item(modality)]))[:0]
+    encoded = model.encode(modality, batch)
     planned = len(batch.exchange.send_rows)
     if encoded.shape[0] != planned:
         raise LayoutError(
@@ -169,19 +208,38 @@ def _check_rows(modality: str, batch: ModalityBatch, encoded: Tensor) -> None:
             f"whose tokens the plan counts as {planned}; check that the model's patch and merge "
             "sizes are those of the job's processor"
         )
+    return encoded
 
 
-def check_same_plan(digest: str, group: PeerGroup) -> None:
+def _one_token(idle: Microbatch) -> Microbatch:
+    """An idle microbatch with a token that has no label."""
+    token = idle.input_ids.new_zeros(1)
+    return replace(
+        idle,
+        input_ids=token,
+        labels=torch.full_like(token, IGNORED),
+        position_ids=token,
+        cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
+        lengths=idle.cu_seqlens.new_tensor([1]),
+    )
+
+
+def check_same_plan(digest: str, group: PeerGroup, *, upcoming: str = "") -> bool:
     """Compare the plan digest of all replicas, once a step before its first collective.
 
-    ``digest``: a text of one length everywhere, such as hexadecimal SHA-256.
+    ``digest``: a text of one length everywhere, such as hexadecimal SHA-256. ``upcoming``: that
+    of the next step, or nothing where it is not known yet. Returns whether all replicas gave
+    the same ``upcoming``, so that they can act on it together.
 
     Raises PlanMismatchError, on every replica, naming the digests and who holds them.
     """
-    own = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8).to(group.device)
+    message = digest.encode() + upcoming.encode().ljust(len(digest), b"-")[: len(digest)]
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(group.device)
     gathered = group.gather(own, action="comparing plan digests")
+    texts = [bytes(theirs.tolist()).decode() for theirs in gathered]
     replicas_of: dict[str, list[int]] = {}
-    for replica, theirs in zip(group.members, gathered, strict=True):
-        replicas_of.setdefault(bytes(theirs.tolist()).decode(), []).append(replica)
+    for replica, text in zip(group.members, texts, strict=True):
+        replicas_of.setdefault(text[: len(digest)], []).append(replica)
     if len(replicas_of) > 1:
         raise PlanMismatchError(replicas_of)
+    return bool(upcoming) and len(set(texts)) == 1

@@ -362,6 +362,7 @@ class GetShardRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     RECEIVED_STEP_FIELD_NUMBER: _builtins.int
     FAILED_WORKERS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     received_step: _builtins.int
@@ -370,6 +371,10 @@ class GetShardRequest(_message.Message):
     def failed_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """workers that did not deliver this step's tickets"""
 
+    @_builtins.property
+    def wanted(self) -> Global___WantedParts:
+        """absent: everything"""
+
     def __init__(
         self,
         *,
@@ -377,14 +382,46 @@ class GetShardRequest(_message.Message):
         step: _builtins.int = ...,
         received_step: _builtins.int = ...,
         failed_workers: _abc.Iterable[_builtins.str] | None = ...,
+        wanted: Global___WantedParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetShardRequest: _TypeAlias = GetShardRequest  # noqa: Y015
+
+@_typing.final
+class WantedParts(_message.Message):
+    """Which bytes of its microbatches a rank asks for. Groups, lengths and sample ids always come;
+    encoder phases with tokens or media.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bool
+    """input_ids and position_ids"""
+    media: _builtins.bool
+    """encoder items"""
+    labels: _builtins.bool
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bool = ...,
+        media: _builtins.bool = ...,
+        labels: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "media", b"media", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedParts: _TypeAlias = WantedParts  # noqa: Y015
 
 @_typing.final
 class GetShardResponse(_message.Message):

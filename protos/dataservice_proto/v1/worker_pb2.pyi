@@ -338,6 +338,7 @@ class PartSpec(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     CP_RANK_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     cp_rank: _builtins.int
     """-1 when items are meant"""
     @_builtins.property
@@ -346,16 +347,21 @@ class PartSpec(_message.Message):
     def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """places in the pack's list of items"""
 
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of a sequence, the ones to stream; all when empty"""
+
     def __init__(
         self,
         *,
         key: Global___PackKey | None = ...,
         cp_rank: _builtins.int = ...,
         items: _abc.Iterable[_builtins.int] | None = ...,
+        tensors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,10 +68,10 @@ class Model(nn.Module):
             self.encoders[name].requires_grad_(False)
 
     def encode(self, modality, batch):
-        empty = torch.empty(0, ITEM_WIDTH[modality], dtype=torch.float64)
-        if not batch.items:
-            return empty.new_empty(0, WIDTH)
         return self.encoders[modality](torch.cat(batch.items))
+
+    def dummy_item(self, modality):
+        return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64)
 
     def encoder_trains(self, modality):
         return modality not in self.frozen
@@ -300,7 +300,7 @@ def parity_cases(rank, size, cases):
             waves = random_plan(samples, replicas, degrees, seed)
             shard = make_shard(samples, waves, replicas, rank, seed)
             model = make_model(frozen)
-            result = run_step(model, shard, pool, sum_into=model, upcoming=shard)
+            result = run_step(model, shard, pool, upcoming=shard)
             loss, grads = single_process(make_model(frozen), samples)
             used = {len(members) for wave in waves for members, _ in wave}
             answer[case] = (*worst_difference(result, model, loss, grads), used, result.loss)
@@ -346,7 +346,7 @@ def test_an_encoder_whose_rows_differ_from_the_plan_is_refused():
     samples = random_samples(3)
     shard = make_shard(samples, random_plan(samples, 1, (1,), 3), 1, 0, 3)
     with GroupPool() as pool, pytest.raises(LayoutError, match="patch and merge sizes"):
-        run_step(Doubling().double(), shard, pool, sum_into=None)
+        run_step(Doubling().double(), shard, pool)
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "audio")])
@@ -355,7 +355,7 @@ def test_a_single_replica_needs_no_torch_distributed(frozen):
     waves = random_plan(samples, 1, (1,), 3)
     model = make_model(frozen)
     with GroupPool() as pool:
-        result = run_step(model, make_shard(samples, waves, 1, 0, 3), pool, sum_into=model)
+        result = run_step(model, make_shard(samples, waves, 1, 0, 3), pool)
     loss, grads = single_process(make_model(frozen), samples)
     assert worst_difference(result, model, loss, grads)[1] <= 1e-10
     assert result.loss_tokens == sum(int((s.labels != -100).sum()) for s in samples)

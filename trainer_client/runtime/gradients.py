@@ -1,0 +1,141 @@
+"""How gradients become sums over replicas: by this package, by DDP, or by FSDP2.
+
+Whatever reduces them, three things hold for a step. The reduction happens once, in the
+backward pass of the last microbatch or after it. It gives sums, not averages: DDP and FSDP
+divide by the number of replicas, so the loss is multiplied by it. And every replica runs the
+same modules in every wave (``forward_microbatch`` sees to it), because a sharded module
+gathers its weights, and a wrapped one starts its reduction, when it runs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.loss import sum_gradients
+from trainer_client.runtime.peers import PeerGroup
+
+
+class GradientReduction(Protocol):
+    """What ``run_step`` asks of whoever reduces the gradients.
+
+    ``averaged_over``: by how many replicas the reduction divides; 1 when it sums.
+    """
+
+    averaged_over: int
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch, ``last`` for the step's last one."""
+        ...
+
+    def finish(self) -> None:
+        """After the last backward: gradients must be sums when it returns."""
+        ...
+
+
+def reduction_of(model: Module, everyone: PeerGroup) -> GradientReduction:
+    """The reduction that a model is wrapped for.
+
+    Raises LayoutError for a model that is wrapped in part, without a forward of its own, or
+    over other ranks than the replicas.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return DdpReduction(model, everyone)
+    if isinstance(model, FSDPModule):
+        return FsdpReduction(model, everyone)
+    parts = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    if parts:
+        raise LayoutError(
+            f"{type(model).__name__} has sharded parts ({', '.join(parts[:3])}) but is not "
+            "sharded itself, so its other gradients would stay local; call fully_shard(model) "
+            "last, on the whole model"
+        )
+    return SumReduction(model, everyone)
+
+
+class SumReduction:
+    """For a model that nobody wrapped: one sum after the last backward."""
+
+    averaged_over = 1
+
+    def __init__(self, model: Module, everyone: PeerGroup) -> None:
+        self._model = model
+        self._everyone = everyone
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        sum_gradients(self._model, self._everyone)
+
+
+class DdpReduction:
+    """For ``DistributedDataParallel``: its buckets are reduced during the last backward.
+
+    Wrap with ``find_unused_parameters=True``: a step's last wave may lack a modality.
+    """
+
+    def __init__(self, model: DistributedDataParallel, everyone: PeerGroup) -> None:
+        _check_forward(model.module)
+        _check_ranks(model.process_group.size(), everyone)
+        self.averaged_over = everyone.size
+        self._model = model
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self._model.no_sync():
+            yield
+
+    def finish(self) -> None:
+        pass
+
+
+class FsdpReduction:
+    """For FSDP2's ``fully_shard``, on a mesh of all replicas; also sharded in nodes (HSDP).
+
+    ``every_microbatch``: reduce after each microbatch. It costs a reduction each but keeps no
+    unsharded gradients between microbatches, which large models have no room for.
+    """
+
+    def __init__(
+        self, model: Module, everyone: PeerGroup, *, every_microbatch: bool = False
+    ) -> None:
+        _check_forward(model)
+        if not isinstance(model, FSDPModule):
+            raise LayoutError(f"{type(model).__name__} is not sharded; call fully_shard on it")
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        for size in {parameter.device_mesh.size() for parameter in sharded}:
+            _check_ranks(size, everyone)
+        self.averaged_over = everyone.size
+        self._every_microbatch = every_microbatch
+        self._set_sync: Callable[[bool], None] = model.set_requires_gradient_sync
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        self._set_sync(last or self._every_microbatch)
+        yield
+
+    def finish(self) -> None:
+        pass
+
+
+def _check_forward(model: Module) -> None:
+    if type(model).forward is Module.forward:
+        raise LayoutError(
+            f"{type(model).__name__} has no forward, which DDP and FSDP hook into; define "
+            "forward(self, microbatch, groups) as forward_microbatch(self, microbatch, groups)"
+        )
+
+
+def _check_ranks(ranks: int, everyone: PeerGroup) -> None:
+    # A mesh with tensor parallel dimensions is a multiple of the replicas.
+    if ranks % everyone.size:
+        raise LayoutError(
+            f"the model is reduced over {ranks} ranks, but gradients are summed over "
+            f"{everyone.size} replicas; wrap it over the group of all replicas"
+        )
