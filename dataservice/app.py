@@ -17,12 +17,13 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from dataservice.core.errors import SpecError, StateError
@@ -37,10 +38,13 @@ from dataservice.observability.metrics import (
     PrometheusMetrics,
     serve_metrics,
 )
+from dataservice.planning.compose import step_limits
+from dataservice.planning.options import PlanOptions
+from dataservice.planning.packing_limits import IsfLimits
 from dataservice.planning.warm import warm_up
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
-from dataservice.sources.catalog import open_catalog, require_same_index
+from dataservice.sources.catalog import IndexedCatalog, open_catalog, require_same_index
 from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.reader import SourceReader
@@ -106,6 +110,7 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
     load_pipeline = partial(_pipeline_of, _pipeline_json(spec.pipeline), custom_processors)
     pipeline = load_pipeline()
     catalog = open_catalog(spec.sources, spec.index, pipeline.fingerprint)
+    _require_drawn(spec, catalog.sizes)
     mixture = Mixture(
         catalog.sizes,
         [source.weight for source in spec.sources],
@@ -121,6 +126,7 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
         options=spec.plan,
         pipeline=_worker_pipeline(spec),
         ready_steps=spec.ready_steps,
+        limits=_isf_limits(catalog, spec.plan),
         require_current=lambda: require_same_index(
             spec.sources, spec.index, load_pipeline().fingerprint, catalog.fingerprint
         ),
@@ -128,6 +134,25 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
         pipeline_stages=spec.topology.pipeline_parallel,
         replicas_per_node=spec.topology.replicas_per_node,
     )
+
+
+def _isf_limits(catalog: IndexedCatalog, options: PlanOptions) -> IsfLimits | None:
+    """Found once, over every sample of the job, where the plan packs by ISF."""
+    if options.window_steps == 1 and options.stages.pack != "isf":
+        return None
+    return step_limits(catalog.lengths(np.arange(catalog.samples)), options, method="search")
+
+
+def _require_drawn(spec: JobSpec, sizes: Sequence[int]) -> None:
+    """A source whose weight rounds to no sample would be left out without a word."""
+    for source, size in zip(spec.sources, sizes, strict=True):
+        drawn = source.weight * size * spec.epochs
+        if drawn < 0.5:
+            raise SpecError(
+                f"source {source.name!r} gives no sample: weight {source.weight:g} of its {size} "
+                f"samples over {spec.epochs} epochs is {drawn:.2g}. Raise its weight to "
+                f"{1 / (size * spec.epochs):.2g} or more, or leave the source out."
+            )
 
 
 def _with_fingerprint(record: JobRecord, fingerprint: str) -> JobRecord:

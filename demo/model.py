@@ -5,9 +5,9 @@
     token ids ─ embedding ◀──── put in place of ───┘
                     └─ decoder blocks (attention over the pack's CP group) ─▶ logits
 
-It has what `trainer_client.runtime.run_step` asks of a model: `encode`, `encoder_trains`,
-`decode`. Rows are tokens laid end to end, without a batch axis and without padding; encoders
-hold whole items, the decoder holds this rank's part of a pack.
+It has what `trainer_client.runtime.run_step` asks of a model: `encode`, `dummy_item`,
+`encoder_trains`, `decode`. Rows are tokens laid end to end, without a batch axis and without
+padding; encoders hold whole items, the decoder holds this rank's part of a pack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_client import Microbatch, ModalityBatch, log_mel, normalize_pixels, patchify
-from trainer_client.runtime import PackedAttention, scatter_rows
-from trainer_client.runtime.step import Features
+from trainer_client.runtime import (
+    Features,
+    GroupPool,
+    PackedAttention,
+    forward_microbatch,
+    scatter_rows,
+)
 
 PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2  # as the qwen2_vl processor counts
 MEL_BINS = 80
@@ -77,6 +82,10 @@ class DemoModel(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
+    def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
+        """What DDP and FSDP2 hook into: logits [local tokens, vocabulary] of a microbatch."""
+        return forward_microbatch(self, microbatch, groups)
+
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
         """Feature rows of the items, end to end: [LLM tokens of the items, width]."""
         features: Tensor = self.encoders[modality](batch.items)
@@ -84,9 +93,10 @@ class DemoModel(nn.Module):
 
     def dummy_item(self, modality: str) -> Tensor:
         """An item of one LLM token."""
+        device, side = self.tokens.weight.device, MERGE * PATCH
         if modality == "vision":
-            return torch.zeros(1, MERGE * PATCH, MERGE * PATCH, 3, dtype=torch.uint8)
-        return torch.zeros(ROW_SAMPLES * self.config.audio_pool)
+            return torch.zeros(1, side, side, 3, dtype=torch.uint8, device=device)
+        return torch.zeros(ROW_SAMPLES * self.config.audio_pool, device=device)
 
     def encoder_trains(self, modality: str) -> bool:
         """Whether gradients flow into this encoder."""
@@ -198,7 +208,7 @@ class VisionEncoder(nn.Module):
             places.append(patch_places(h, w).repeat(t, 1))
             spans.append((t, h * w))
         x = torch.cat(patches)
-        angles = rotary_angles(torch.cat(places), self.head_dim, dtype)
+        angles = rotary_angles(torch.cat(places).to(x.device), self.head_dim, dtype)
         for block in self.blocks:
             x = block(x, angles, spans)
         # [patches, width] → [LLM tokens, merge² · width]: neighbours are adjacent rows
@@ -231,7 +241,7 @@ class AudioEncoder(nn.Module):
         dtype = self.project.weight.dtype
         stems = [self.stem(log_mel(audio, n_mels=MEL_BINS).to(dtype)[None])[0].T for audio in items]
         lengths = [len(stem) for stem in stems]
-        places = torch.cat([torch.arange(length) for length in lengths])
+        places = torch.cat([torch.arange(length, device=stems[0].device) for length in lengths])
         angles = rotary_angles(places[:, None], self.head_dim, dtype)
         x = torch.cat(stems)
         for block in self.blocks:

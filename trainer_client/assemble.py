@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 from dataservice_proto.v1 import coordinator_pb2
+from numpy.typing import NDArray
 
 from trainer_client.errors import MalformedShard
 from trainer_client.fetch import Part, PartId
+from trainer_client.parts import WantedParts
 from trainer_client.shard import (
     FeatureExchange,
     Group,
@@ -23,12 +25,17 @@ Parts = Mapping[PartId, Part]
 ItemOf = Callable[[int, int], torch.Tensor]
 
 _EMPTY = torch.empty(0, dtype=torch.int64)
+_ALL = WantedParts()
 
 
-def assemble_shard(shard: coordinator_pb2.RankShard, parts: Parts) -> Shard:
+def assemble_shard(
+    shard: coordinator_pb2.RankShard, parts: Parts, wanted: WantedParts = _ALL
+) -> Shard:
     """Join plan and bytes. Raises MalformedShard where they contradict each other."""
-    item_of = _item_index(parts)
-    microbatches = tuple(_microbatch(shard, mb, parts, item_of) for mb in shard.microbatches)
+    item_of = _item_index(parts) if wanted.media else None
+    microbatches = tuple(
+        _microbatch(shard, mb, parts, item_of, wanted) for mb in shard.microbatches
+    )
     waves = [mb.wave for mb in microbatches]
     if waves != sorted(set(waves)):
         raise MalformedShard(f"step {shard.step}: waves come in the order {waves}")
@@ -102,11 +109,13 @@ def _microbatch(
     shard: coordinator_pb2.RankShard,
     mb: coordinator_pb2.Microbatch,
     parts: Parts,
-    item_of: ItemOf,
+    item_of: ItemOf | None,
+    wanted: WantedParts,
 ) -> Microbatch:
-    sequence = _sequence(shard.step, mb, parts)
+    sequence = _sequence(shard.step, mb, parts, wanted)
+    local_tokens = _local_tokens(mb)
     phases = {
-        phase.modality: _modality(shard, mb.wave, phase, len(sequence["input_ids"]), item_of)
+        phase.modality: _modality(shard, mb.wave, phase, local_tokens, item_of)
         for phase in mb.phases
     }
     return Microbatch(
@@ -115,9 +124,9 @@ def _microbatch(
         cp_group=tuple(mb.cp_group),
         cp_rank=mb.cp_rank,
         predicted_s=mb.seconds,
-        input_ids=sequence["input_ids"],
-        labels=sequence["labels"],
-        position_ids=sequence["position_ids"],
+        input_ids=sequence.get("input_ids"),
+        labels=sequence.get("labels"),
+        position_ids=sequence["position_ids"] if wanted.tokens else _positions(mb),
         cu_seqlens=_tensor(mb.cu_seqlens, np.int32),
         lengths=_tensor(mb.lengths, np.int32),
         sample_ids=_tensor(mb.sample_ids, np.int64),
@@ -126,14 +135,22 @@ def _microbatch(
     )
 
 
-def _sequence(step: int, mb: coordinator_pb2.Microbatch, parts: Parts) -> dict[str, torch.Tensor]:
+def _local_tokens(mb: coordinator_pb2.Microbatch) -> int:
+    if mb.pack < 0 or not mb.cu_seqlens:
+        return 0
+    return mb.cu_seqlens[-1] // max(1, len(mb.cp_group))
+
+
+def _sequence(
+    step: int, mb: coordinator_pb2.Microbatch, parts: Parts, wanted: WantedParts
+) -> dict[str, torch.Tensor]:
     """This rank's tokens of a pack, widened from the wire's int32 to torch's index type."""
-    names = ("input_ids", "labels", "position_ids")
+    names = tuple(sorted(wanted.sequence))
     if mb.pack < 0:
         return dict.fromkeys(names, _EMPTY)
     part = parts.get(PartId(mb.pack, mb.cp_rank, ()))
     tensors = dict(part.tensors) if part else {}
-    local_tokens = (mb.cu_seqlens[-1] if mb.cu_seqlens else 0) // max(1, len(mb.cp_group))
+    local_tokens = _local_tokens(mb)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != dict.fromkeys(names, (local_tokens,)):
         raise MalformedShard(
@@ -143,12 +160,25 @@ def _sequence(step: int, mb: coordinator_pb2.Microbatch, parts: Parts) -> dict[s
     return {name: tensors[name].to(torch.int64) for name in names}
 
 
+def _positions(mb: coordinator_pb2.Microbatch) -> torch.Tensor:
+    """What the worker would send as position_ids: they restart with each sample, and a member
+    of a group of d holds chunks i and 2d-1-i of every sample. int64[local tokens]."""
+    padded: NDArray[np.int64] = np.diff(np.array(list(mb.cu_seqlens) or [0], dtype=np.int64))
+    degree = max(1, len(mb.cp_group))
+    held = np.array([0] if degree == 1 else [mb.cp_rank, 2 * degree - 1 - mb.cp_rank])
+    chunk_tokens = padded // (2 * degree) if degree > 1 else padded
+    first = (chunk_tokens[:, None] * held).ravel()  # [sample, chunk] → [sample · chunk]
+    tokens = np.repeat(chunk_tokens, len(held))
+    before = np.cumsum(tokens) - tokens
+    return torch.from_numpy(np.arange(tokens.sum()) + np.repeat(first - before, tokens))
+
+
 def _modality(
     shard: coordinator_pb2.RankShard,
     wave: int,
     phase: coordinator_pb2.EncoderPhase,
     local_tokens: int,
-    item_of: ItemOf,
+    item_of: ItemOf | None,
 ) -> ModalityBatch:
     replicas = shard.summary.replicas
     positions = _tensor(phase.recv_positions, np.int64)
@@ -164,7 +194,7 @@ def _modality(
             f"{local_tokens} local tokens"
         )
     return ModalityBatch(
-        items=[item_of(of.pack, item) for of in phase.encodes for item in of.items],
+        items=item_of and [item_of(of.pack, item) for of in phase.encodes for item in of.items],
         exchange=FeatureExchange(
             send_rows=rows,
             send_splits=list(phase.send_splits),

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -24,6 +24,7 @@ from trainer_client.errors import (
     ServiceTimeout,
     StateMismatch,
 )
+from trainer_client.parts import EVERYTHING, WantedParts
 from trainer_client.run import Position, Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
@@ -39,6 +40,7 @@ class ShardDataset(IterableDataset[Shard]):
 
     `rank` and `world_size` default to RANK and WORLD_SIZE, as torchrun sets them. `token` is
     the team's bearer token; `tls` is True for the system's certificates, or a `Tls`.
+    `parts` are what this rank reads of its microbatches, all by default: see `parts.py`.
     `prefetch_steps` shards are kept ready or on their way; their bytes are what this costs.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other
     wait: for the other ranks to open, for a step, for a broken connection or a lost worker to
@@ -63,6 +65,7 @@ class ShardDataset(IterableDataset[Shard]):
         job: str,
         rank: int | None = None,
         world_size: int | None = None,
+        parts: Collection[str] = EVERYTHING,
         token: str | None = None,
         tls: Tls | bool | None = None,
         prefetch_steps: int = 2,
@@ -77,6 +80,7 @@ class ShardDataset(IterableDataset[Shard]):
             job=job,
             rank=_from_environment("rank", rank),
             world_size=_from_environment("world_size", world_size),
+            wanted=WantedParts.named(parts),
             prefetch_steps=prefetch_steps,
             parallel_streams=parallel_streams,
             connect_timeout_s=connect_timeout_s,

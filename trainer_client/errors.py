@@ -5,6 +5,7 @@
     │   ├── RankOutOfRange                   rank is not in 0 .. world_size-1
     │   └── StateMismatch                    a state_dict of another job, shape or version
     ├── MisuseError (RuntimeError)           a method was called at a time when it means nothing
+    │   └── NotFetched (AttributeError)      a tensor was read that this rank did not ask for
     ├── ServiceUnreachable (ConnectionError) nothing answers at the coordinator's address
     │   └── WorkerUnreachable                workers did not deliver a step's bytes
     ├── ServiceTimeout (TimeoutError)        the service answers, but what was asked did not come
@@ -51,6 +52,10 @@ class StateMismatch(BadArgument):
 
 class MisuseError(ClientError, RuntimeError):
     """A method was called at a time when it means nothing."""
+
+
+class NotFetched(MisuseError, AttributeError):
+    """A tensor was read that this rank did not ask for."""
 
 
 class ServiceUnreachable(ClientError, ConnectionError):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
+from trainer_client.parts import WantedParts
 from trainer_client.prefetch import Committer, Prefetcher
 from trainer_client.session import Claim, Session
 from trainer_client.shard import Shard
@@ -43,6 +44,7 @@ class RunOptions:
     job: str
     rank: int
     world_size: int
+    wanted: WantedParts
     prefetch_steps: int
     parallel_streams: int
     connect_timeout_s: float
@@ -141,6 +143,7 @@ class Run:
             self._channel,
             self._session,
             self._fetcher,
+            wanted=options.wanted,
             stop=self._stop,
             timeout_s=options.timeout_s,
         )

@@ -10,8 +10,43 @@ whole pack at degree 1, two zigzag chunks of every sample at higher degrees.
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+
+from trainer_client.errors import NotFetched
+
+Value = TypeVar("Value")
+
+
+class Fetched(Generic[Value]):
+    """A field whose bytes only those ranks have that asked for them (`parts=`).
+
+    Reading it elsewhere raises NotFetched, which says what to ask for; `hasattr` tells without
+    raising. It lives in the instance's dictionary, so its dataclass has no slots.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._name = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: object, owner: type | None = None) -> Value:
+        if holder is None:
+            raise AttributeError(self._name)  # so dataclasses see a field without a default
+        value: Value | None = holder.__dict__[self._name]
+        if value is None:
+            raise NotFetched(
+                f"{self._name} did not come to this rank: the parts it asked for leave out "
+                f"{self._part!r}. Name it in ShardDataset(parts=...), or leave {self._name} to "
+                "the rank that computes with it."
+            )
+        return value
+
+    def __set__(self, holder: object, value: Value | None) -> None:
+        holder.__dict__[self._name] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +134,16 @@ class FeatureExchange:
     recv_positions: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModalityBatch:
     """What this rank encodes in a wave for one encoder, whoever needs the features.
 
     `items` are uint8 [frames, height, width, 3] for vision and float32 [samples] at 16 kHz
-    for audio; they are views into the buffers that the bytes arrived in. May be empty.
+    for audio; they are views into the buffers that the bytes arrived in. May be empty; raises
+    NotFetched where `parts=` leaves out media.
     """
 
-    items: list[torch.Tensor]
+    items: Fetched[list[torch.Tensor]] = Fetched("media")
     exchange: FeatureExchange
 
     @property
@@ -116,16 +152,19 @@ class ModalityBatch:
         return [tuple(item.shape) for item in self.items]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Microbatch:
     """This rank's part of one wave. `pack` is -1 and the token tensors are empty when idle.
 
     `input_ids`, `labels`, `position_ids` int64[local tokens]: labels are already shifted
-    (`labels[i]` is the target at i, -100 for none). `cu_seqlens` int32[S+1] are the padded
+    (`labels[i]` is the target at i, -100 for none). A rank that did not ask for tokens or
+    labels (`parts=`) has no `input_ids` or `labels`: reading them raises NotFetched, and
+    `position_ids` are worked out from the plan. `cu_seqlens` int32[S+1] are the padded
     sample offsets of the *whole* pack, `lengths` int32[S] the true lengths, `sample_ids`
     int64[S]. `cp_group` are the replicas that share the pack in ring order and `cp_rank` this
     replica's place among them. `vision` and `audio` are None only in a wave in which no
-    replica has such an item: an idle replica, too, may encode and must join the exchange.
+    replica has such an item (an idle replica, too, may encode and must join the exchange), and
+    on ranks that asked neither for tokens nor for media.
     """
 
     wave: int
@@ -133,8 +172,8 @@ class Microbatch:
     cp_group: tuple[int, ...]
     cp_rank: int
     predicted_s: float
-    input_ids: torch.Tensor
-    labels: torch.Tensor
+    input_ids: Fetched[torch.Tensor] = Fetched("tokens")
+    labels: Fetched[torch.Tensor] = Fetched("labels")
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     lengths: torch.Tensor
@@ -146,6 +185,17 @@ class Microbatch:
     def idle(self) -> bool:
         """True when this replica has no tokens in the wave."""
         return self.pack < 0
+
+    @property
+    def local_tokens(self) -> int:
+        """Rows of this rank's token tensors, known without them."""
+        return 0 if self.idle else int(self.cu_seqlens[-1]) // len(self.cp_group)
+
+    def __repr__(self) -> str:
+        return (
+            f"Microbatch(wave={self.wave}, pack={self.pack}, cp_rank={self.cp_rank} of "
+            f"{list(self.cp_group)}, local_tokens={self.local_tokens})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

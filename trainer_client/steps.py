@@ -23,6 +23,7 @@ from trainer_client.errors import (
     WorkerUnreachable,
 )
 from trainer_client.fetch import Part, PartFetcher, PartId, TicketFailure
+from trainer_client.parts import WantedParts
 from trainer_client.session import Session
 from trainer_client.shard import Shard
 
@@ -41,12 +42,14 @@ class StepLoader:
         session: Session,
         fetcher: PartFetcher,
         *,
+        wanted: WantedParts,
         stop: threading.Event,
         timeout_s: float,
     ) -> None:
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._session = session
         self._fetcher = fetcher
+        self._wanted = wanted
         self._stop = stop
         self._timeout_s = timeout_s
 
@@ -70,7 +73,7 @@ class StepLoader:
             fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys())
             held |= fetched.parts
             if not fetched.failures:
-                return assemble_shard(shard, held)
+                return assemble_shard(shard, held, self._wanted)
             failed_workers = troubles.judge(fetched.failures)
             if not retry.wait():
                 raise troubles.verdict(retry, missing=len(wanted - held.keys()))
@@ -91,6 +94,7 @@ class StepLoader:
                 step=step,
                 received_step=step - 1,
                 failed_workers=failed_workers,
+                wanted=self._wanted.to_proto(),
             )
             return self._stub.GetShard(request, timeout=POLL_S)
 

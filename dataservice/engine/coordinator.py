@@ -108,8 +108,8 @@ class Coordinator:
     # ---- jobs -----------------------------------------------------------------------------
 
     async def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
-        """Register a job. The same file again changes nothing; another under its name is
-        refused."""
+        """Register a job. The same file again changes nothing but is checked again; another
+        under its name is refused."""
         record = await asyncio.to_thread(self._read_job, spec_yaml, base_directory)
         known = self._jobs.get(record.name)
         if known is not None:
@@ -118,6 +118,8 @@ class Coordinator:
                     f"job {record.name!r} is registered with another job file. Delete it with "
                     f"`dataservice job delete {record.name}`, or give this one another name."
                 )
+            setup = await self._setup(known)
+            await asyncio.to_thread(setup.require_current)
             return await self.job(record.name)
         setup = await asyncio.to_thread(self._open_job, record)
         await asyncio.to_thread(self._store.put_job, setup.record)

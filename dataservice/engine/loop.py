@@ -14,8 +14,9 @@ A planning or state error ends the attempt with that error; ranks that wait are 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, ServiceError, StateError
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TICKET_LIFE_S = 900
 
+Result = TypeVar("Result")
 Made = tuple[PlannedStep, str, StepParts, list[PackOrder]]
 """A plan, its digest, its parts, and the orders of its packs."""
 
@@ -77,7 +79,7 @@ class AttemptLoop:
         self._secret = ticket_secret
         self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
-        self._planning: set[asyncio.Task[Made | None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._next_step = attempt.start.step
         self._first_step = attempt.start.step
         self._committed = attempt.start.step - 1
@@ -112,7 +114,7 @@ class AttemptLoop:
         steps, self._ready = list(self._ready.values()), {}
         self._note_ready()
         # A plan that a thread is at cannot be cancelled; it must not outlive the store.
-        await asyncio.gather(*self._planning, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         await asyncio.gather(
             *(self._dispatcher.release(step.dispatched, received=False) for step in steps)
         )
@@ -177,10 +179,15 @@ class AttemptLoop:
             log.exception("planning failed", extra=self._attempt.about)
             self._attempt.end(ServiceError(f"planning failed: {error!r}. See the service's log."))
 
+    def _background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Work that `stop` waits for."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
     async def _plan(self, cursor: Cursor) -> ReadyStep | None:
-        planning = asyncio.create_task(asyncio.to_thread(self._plan_and_record, cursor))
-        self._planning.add(planning)
-        planning.add_done_callback(self._planning.discard)
+        planning = self._background(asyncio.to_thread(self._plan_and_record, cursor))
         made = await asyncio.shield(planning)
         if made is None:
             return None
@@ -256,7 +263,7 @@ class AttemptLoop:
         async with self._changed:
             self._changed.notify_all()
         for ready in released:
-            await self._dispatcher.release(ready.dispatched, received=True)
+            self._background(self._dispatcher.release(ready.dispatched, received=True))
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
         if step < self._next_step and step not in self._ready:
@@ -320,9 +327,7 @@ class AttemptLoop:
             cursor_after=ready.planned.next_cursor.to_json(),
             loss_tokens=int(plan.sample_loss_tokens.sum()),
             microbatches=microbatches,
-            tickets=self._tickets(
-                ready.dispatched, part_specs(microbatches, keys, wanted), rank
-            ),
+            tickets=self._tickets(ready.dispatched, part_specs(microbatches, keys, wanted), rank),
         )
 
     def _tickets(

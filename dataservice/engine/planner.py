@@ -44,6 +44,7 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
         step=cursor.step,
         topology=topology,
         options=setup.options,
+        limits=setup.limits,
     )
     if cursor.step % VALIDATE_EVERY == 0:
         validate_plan(
@@ -62,7 +63,7 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     ids = np.concatenate([draw.sample_ids for draw in draws])
     epoch = np.concatenate([draw.epoch for draw in draws])
     lengths = setup.catalog.lengths(ids)
-    step_of = split_window(lengths, steps=len(draws), options=setup.options)
+    step_of = split_window(lengths, steps=len(draws), options=setup.options, limits=setup.limits)
     mine = np.flatnonzero(step_of == cursor.step_in_window)
     samples = StepSamples(sample_ids=ids[mine], epoch=epoch[mine], lengths=lengths.take(mine))
     if cursor.step_in_window + 1 < len(draws):

@@ -7,6 +7,7 @@ from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.topology import Topology
 from dataservice.planning.options import PlanOptions
+from dataservice.planning.packing_limits import IsfLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +15,8 @@ class JobSetup:
     """A job, opened: its stored record, its data and its options.
 
     `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
-    `ready_steps` is how far planning and decoding may run ahead of the slowest rank.
+    `ready_steps` is how far planning and decoding may run ahead of the slowest rank; `limits`
+    are of all the job's samples, where its options pack by ISF.
     `require_current` raises IndexStaleError or SourceError once the index no longer describes
     its sources; it lists files, so it is called once an attempt.
     """
@@ -26,6 +28,7 @@ class JobSetup:
     options: PlanOptions
     pipeline: str
     ready_steps: int
+    limits: IsfLimits | None = None
     require_current: Callable[[], None] = lambda: None
     ranks_per_replica: int = 1
     pipeline_stages: int = 1

@@ -20,7 +20,7 @@ from dataservice.planning.options import PlanOptions
 from dataservice.planning.order_waves import order_waves
 from dataservice.planning.packing_bfd import pack_bfd
 from dataservice.planning.packing_isf import pack_isf
-from dataservice.planning.packing_limits import isf_limits
+from dataservice.planning.packing_limits import IsfLimits, isf_limits
 from dataservice.planning.packing_padded import pack_padded, padded_to_longest
 from dataservice.planning.partition import partition
 from dataservice.planning.seats import seat_packs
@@ -38,7 +38,9 @@ class StepSamples:
     lengths: LengthTable
 
 
-def split_window(lengths: LengthTable, *, steps: int, options: PlanOptions) -> NDArray[np.int32]:
+def split_window(
+    lengths: LengthTable, *, steps: int, options: PlanOptions, limits: IsfLimits | None = None
+) -> NDArray[np.int32]:
     """Which step of a window each drawn sample is trained in: int32[n].
 
     Packs of the whole window are spread over its steps by tokens, so that steps cost alike
@@ -46,7 +48,7 @@ def split_window(lengths: LengthTable, *, steps: int, options: PlanOptions) -> N
     """
     if steps <= 1 or len(lengths) == 0:
         return np.zeros(len(lengths), dtype=np.int32)
-    pack_of = _pack_isf(lengths, options)
+    pack_of = _pack_isf(lengths, limits or step_limits(lengths, options))
     pack_tokens = np.bincount(pack_of, weights=lengths.llm_tokens)
     return partition(pack_tokens, steps).rank_of[pack_of]
 
@@ -57,12 +59,17 @@ def compose_step(
     step: int,
     topology: Topology,
     options: PlanOptions,
+    limits: IsfLimits | None = None,
 ) -> StepPlan:
-    """Plan one step. Pure; raises PlanningError where a sample cannot fit."""
+    """Plan one step. Pure; raises PlanningError where a sample cannot fit.
+
+    `limits` for ISF are found once a job, over all its samples; without them the paper's rule
+    is applied to the step's own.
+    """
     lengths, stages = samples.lengths, options.stages
     replicas, replicas_per_node = topology.replicas, topology.replicas_per_node
     degree = _static_degree(lengths, replicas, options)
-    pack_of, charged = _pack(lengths, degree, options)
+    pack_of, charged = _pack(lengths, degree, options, limits)
     waves, bound_s = _group(lengths, pack_of, charged, degree, replicas, replicas_per_node, options)
     reports = [
         _pack_report(lengths, waves, stages.pack, options),
@@ -95,7 +102,7 @@ def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) ->
 
 
 def _pack(
-    lengths: LengthTable, degree: int, options: PlanOptions
+    lengths: LengthTable, degree: int, options: PlanOptions, limits: IsfLimits | None
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.int64]]:
     """Packs (None: left to the group stage) and the lengths that are paid for, int64[n].
 
@@ -107,7 +114,7 @@ def _pack(
         case "joint":
             return None, tokens
         case "isf":
-            return _pack_isf(lengths, options), tokens
+            return _pack_isf(lengths, limits or step_limits(lengths, options)), tokens
         case "bfd":
             no_vision = np.zeros_like(tokens)
             packing = pack_bfd(tokens, no_vision, max_text=room_tokens, max_vision=1)
@@ -120,12 +127,20 @@ def _pack(
             return pack_of, padded_to_longest(tokens, pack_of)
 
 
-def _pack_isf(lengths: LengthTable, options: PlanOptions) -> NDArray[np.int32]:
-    tokens, vision = lengths.llm_tokens, lengths.encoder_tokens(Modality.VISION)
-    limits = isf_limits(tokens, vision, cap_text=options.memory_tokens)
+def step_limits(lengths: LengthTable, options: PlanOptions, method: str = "paper") -> IsfLimits:
+    """ISF limits within a replica's memory: `search` is worth its tenths of a second once a job."""
+    return isf_limits(
+        lengths.llm_tokens,
+        lengths.encoder_tokens(Modality.VISION),
+        method=method,
+        cap_text=options.memory_tokens,
+    )
+
+
+def _pack_isf(lengths: LengthTable, limits: IsfLimits) -> NDArray[np.int32]:
     return pack_isf(
-        tokens,
-        vision,
+        lengths.llm_tokens,
+        lengths.encoder_tokens(Modality.VISION),
         max_text=limits.max_text,
         max_vision=limits.max_vision,
         min_text=limits.min_text,

@@ -25,8 +25,10 @@ def wave_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> floa
 @kernel
 def _bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
     low = float(setting.coefficients[GROUP] + units.work.sum() / setting.ranks)
+    base = setting.coefficients[GROUP]
     for unit in range(units.total.size):
-        low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
+        if least[unit] > 1 or units.work[unit] + base > low:
+            low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
     intensity = _intensity(units, setting)
     if _ranks_suffice(units, least, intensity, low, setting):
         return low

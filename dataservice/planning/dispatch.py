@@ -15,6 +15,9 @@ from dataservice.planning.balance_nodewise import balance_nodewise
 from dataservice.planning.options import CostModel
 from dataservice.planning.partition import partition
 
+# A balance this close to its bound is worth more than the milliseconds that a closer one takes.
+TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderItems:
@@ -44,7 +47,9 @@ def dispatch_items(
     for chosen in _phases(items):
         if replicas_per_node is None or replicas_per_node >= replicas:
             replica_of[chosen] = _near_home(
-                partition(seconds[chosen], replicas).rank_of, items.home[chosen], replicas
+                partition(seconds[chosen], replicas, tolerance=TOLERANCE).rank_of,
+                items.home[chosen],
+                replicas,
             )
         else:
             replica_of[chosen] = balance_nodewise(

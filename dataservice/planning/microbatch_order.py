@@ -19,9 +19,9 @@ OrderAlgorithm = Literal["search", "mmscale"]
 
 # Operations simulated in a search: by microbatch, and at least. Sets its time, not its clock.
 _OPERATIONS_A_MICROBATCH = 24_000
-_LEAST_OPERATIONS = 480_000
+_LEAST_OPERATIONS = 600_000
 # Trials that one round of the search takes for each pair of microbatches; what is left starts more.
-_TRIALS_A_PAIR = 6
+_TRIALS_A_PAIR = 4
 
 
 def order_microbatches(
@@ -31,14 +31,16 @@ def order_microbatches(
     virtual_stages: int = 1,
     algorithm: OrderAlgorithm = "search",
     activation_limit: ArrayLike | None = None,
+    operations: int | None = None,
     seed: int = 0,
 ) -> NDArray[np.int32]:
     """Order int32[microbatches] that keeps 1F1B, or interleaved 1F1B, short.
 
     Arguments as for `simulate_1f1b`. "mmscale" is Alg. 3, on the sum of a device's chunks where
     stages are virtual; "search" starts from the best of it and of a few simple orders and moves
-    microbatches against the exact simulator, so it is never worse than any of them. The work of
-    the search is fixed by the input's size. Raises PlanningError on bad input.
+    microbatches against the exact simulator, so it is never worse than any of them. `operations`
+    is what the search may simulate, about 2.5 ns each; by default it follows the input's size.
+    Raises PlanningError on bad input.
     """
     if algorithm not in ("search", "mmscale"):
         raise PlanningError(f"algorithm is {algorithm!r}; choose 'search' or 'mmscale'")
@@ -51,7 +53,8 @@ def order_microbatches(
         return paper.astype(np.int32)
     program = make_program(count, stages, virtual_stages, activation_limit)
     durations = np.concatenate([forward.ravel(), backward.ravel()])
-    operations = max(_LEAST_OPERATIONS, _OPERATIONS_A_MICROBATCH * count)
+    if operations is None:
+        operations = max(_LEAST_OPERATIONS, _OPERATIONS_A_MICROBATCH * count)
     starts = _starts(forward, backward, paper)
     best = _search(durations, starts, program, operations // program.kind.size, seed)
     return np.asarray(best).astype(np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
+from dataservice.planning.kernels import warm_kernels
 from dataservice.planning.options import STRATEGIES, PlanOptions
 from dataservice.planning.validate import validate_plan
 
@@ -17,7 +18,8 @@ MEMORY_TOKENS = 1024
 
 
 def warm_up() -> None:
-    """Plan a small made-up step by every strategy, on one node and on several."""
+    """Call every algorithm, and plan a small step by every strategy, on one node and several."""
+    warm_kernels()
     samples = _samples()
     for strategy in STRATEGIES:
         options = PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=strategy, window_steps=2)

@@ -1,7 +1,8 @@
 """`dataservice ARGUMENTS` in a process of its own, without paying for its imports each time.
 
 A server process imports the command once and forks for every call, before any thread of gRPC
-or of a service exists; what it has imported is frozen, lest each child's end walks all of it. The child is the command: its own output, exit status and traceback.
+or of a service exists. The child is the command: its own output, exit status and traceback.
+What was imported is frozen, or the end of every child would walk all of it.
 """
 
 import json

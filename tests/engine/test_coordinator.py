@@ -13,7 +13,7 @@ from dataservice.core.errors import (
     RankClaimedError,
     WorldSizeError,
 )
-from dataservice.core.orders import RankShard
+from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.tickets import check_ticket
 from dataservice.engine.api import EndOfData, SessionOpened
 from dataservice.engine.coordinator import Coordinator
@@ -47,10 +47,14 @@ async def open_all(
 
 
 async def shard_of(
-    coordinator: Coordinator, opened: SessionOpened, step: int, failed: tuple[str, ...] = ()
+    coordinator: Coordinator,
+    opened: SessionOpened,
+    step: int,
+    failed: tuple[str, ...] = (),
+    wanted: WantedParts = EVERYTHING,
 ) -> RankShard | EndOfData:
     got = await coordinator.shard(
-        opened.session, step, received_step=step - 1, failed_workers=failed
+        opened.session, step, received_step=step - 1, failed_workers=failed, wanted=wanted
     )
     return got if isinstance(got, EndOfData) else got[0]
 
@@ -117,6 +121,41 @@ async def test_tickets_are_signed_for_the_worker_that_holds_the_pack(store, book
     wanted = {m.pack for m in shard.microbatches if m.pack >= 0}
     assert {p.key.pack for t in shard.tickets for p in t.parts if p.cp_rank >= 0} == wanted
     await coordinator.stop()
+
+
+async def test_ranks_of_a_replica_share_microbatches_and_get_tickets_for_what_they_want(
+    store, books
+):
+    setup = replace(make_setup(), ranks_per_replica=4, pipeline_stages=2)
+    coordinator = make_coordinator(store, books, setup)
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator, world=8)
+    nothing = WantedParts(tokens=False, media=False, labels=False)
+    inputs, labels = replace(nothing, tokens=True, media=True), replace(nothing, labels=True)
+    tokens = replace(nothing, tokens=True)
+    shards = [
+        await shard_of(coordinator, opened, 0, wanted=wanted)
+        for opened, wanted in zip(sessions, (inputs, tokens, labels, nothing) * 2, strict=True)
+    ]
+    for rank, shard in enumerate(shards):
+        assert (shard.rank, shard.replica) == (rank, rank // 4)
+        numbers = [(m.wave, m.pack, m.cp_group, m.sample_ids.tolist()) for m in shard.microbatches]
+        first = shards[rank // 4 * 4].microbatches
+        assert numbers == [(m.wave, m.pack, m.cp_group, m.sample_ids.tolist()) for m in first]
+    for replica in (0, 4):
+        named = [_named(shard) for shard in shards[replica : replica + 4]]
+        sequences = [{("input_ids", "position_ids")}] * 2 + [{("labels",)}, set()]
+        assert [tensors for tensors, _ in named] == sequences
+        assert [items > 0 for _, items in named] == [True, False, False, False]
+        present = [any(m.routes for m in s.microbatches) for s in shards[replica : replica + 4]]
+        assert present == [True, True, False, False]
+    await coordinator.stop()
+
+
+def _named(shard: RankShard) -> tuple[set[tuple[str, ...]], int]:
+    """Tensors that a shard's tickets name of sequences, and how many items they give."""
+    parts = [part for ticket in shard.tickets for part in ticket.parts]
+    return {p.tensors for p in parts if not p.items}, sum(len(p.items) for p in parts)
 
 
 async def test_a_restarted_coordinator_gives_the_same_plans(store, books):

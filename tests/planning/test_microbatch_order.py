@@ -107,3 +107,10 @@ def test_the_same_input_and_seed_give_the_same_order():
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(PlanningError, match="'best'"):
         order_microbatches(np.ones((2, 2)), np.ones((2, 2)), algorithm="best")
+
+
+def test_a_search_without_operations_keeps_its_best_start():
+    forward, backward = unequal(2, 16, 4)
+    order = order_microbatches(forward, backward, operations=0)
+    paper = order_microbatches(forward, backward, algorithm="mmscale")
+    assert makespan(forward, backward, order) <= makespan(forward, backward, paper)

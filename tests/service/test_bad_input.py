@@ -228,8 +228,8 @@ def test_a_job_registered_over_an_older_index_is_submitted_anew(job):
     job.register()
     samples = add_a_line(job.home)
     job.index()
-    for error in job.refuses():
-        says(error, "written again", "Delete the job and submit it again")
+    for said in (*job.refuses(), job.refused("job", "submit")):
+        says(said, "written again", "Delete the job and submit it again")
     job.cli.ok("job", "delete", job.name)
     job.register()
     job.visits_each_once(samples)
@@ -252,6 +252,20 @@ def test_a_sample_longer_than_all_replicas_hold_is_named_and_fits_with_more_rank
     assert isinstance(error, RequestRefused)
     says(error, f"texts/{LONG_TEXT}", "1 replicas of 512", "hold at most 512", "Start more ranks")
     job.visits_each_once()
+
+
+def test_a_source_whose_weight_gives_no_sample_is_refused_with_the_least_that_does(job):
+    def sources(weight: float) -> list[dict[str, Any]]:
+        url = "clips/clips.jsonl"
+        return [{"name": "clips", "format": "jsonl", "url": url, "weight": weight}]
+
+    job.write(sources=sources(0.1))
+    job.index()
+    said = job.refused("job", "submit")
+    says(said, "source 'clips' gives no sample: weight 0.1 of its 3 samples", "Raise its weight to")
+    job.write(sources=sources(0.34))
+    job.register()
+    assert job.train().visits.total() == 1
 
 
 def test_max_sample_tokens_leaves_long_samples_out_by_name(job):
@@ -442,17 +456,18 @@ def test_what_broke_while_the_service_was_down_is_mended_while_it_runs(job, tmp_
     """The service starts over data that changed, refuses that job alone, and takes it up again."""
     texts = job.home / "texts" / "texts.jsonl"
     with serving(tmp_path / "own") as service:
-        service.cli("job", "submit", str(job.index() and job.file))
+        mine = replace(job, service=service)
+        mine.index()
+        mine.cli.ok("job", "submit", job.file, "--service", service.address)
         first = Ranks(service.address, 2, job=job.name).start(stop_after=2).join()
         service.stop()
         kept = job.home / "kept.jsonl"
         shutil.copy2(texts, kept)
         add_a_line(job.home)
         service.start()
-        mine = replace(job, service=service)
         for error in mine.refuses():
             says(error, "stale", texts)
-        assert job.name in service.cli("job", "list").stdout
+        says(job.cli.ok("job", "list", "--service", service.address).said, job.name)
         kept.replace(texts)
         second = Ranks(service.address, 2, job=job.name).start(state=first.state).join()
     assert first.visits + second.visits == dict.fromkeys(range(SAMPLES), 1)

@@ -183,6 +183,7 @@ class CoordinatorInMemory:
         self.closed = []
         self.committed = []
         self.failed_workers = []
+        self.wanted = []
         self.ended = {}
         self.world_complete = asyncio.Event()
         self.world_complete.set()

@@ -10,6 +10,7 @@ import pytest
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.orders import WantedParts
 from dataservice.serving import wire
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
@@ -193,7 +194,21 @@ async def test_a_shard_comes_with_the_summary_of_its_step(stub, api, make):
     assert wire.rank_shard_from_proto(answer.shard).rank == 1
     assert answer.shard.summary == wire.step_summary_to_proto(make.plan(5))
     assert api.failed_workers == [("worker-0.1",)]
+    assert api.wanted == [WantedParts()]
     session.cancel()
+
+
+async def test_a_rank_may_ask_for_some_parts_or_for_none(stub, api):
+    for wanted in (
+        WantedParts(tokens=False, media=False),
+        WantedParts(tokens=False, media=False, labels=False),
+    ):
+        await stub.GetShard(
+            coordinator_pb2.GetShardRequest(
+                session="vlm/0", step=5, wanted=wire.wanted_parts_to_proto(wanted)
+            )
+        )
+        assert api.wanted.pop() == wanted
 
 
 async def test_the_summary_follows_the_step(stub, make):

@@ -22,6 +22,7 @@ from dataservice.core.orders import (
     PartSpec,
     RankShard,
     Ticket,
+    WantedParts,
 )
 from dataservice.core.sample import (
     ByteSpan,
@@ -97,7 +98,15 @@ tickets = st.builds(
     address=words,
     rank=int32s,
     expires_unix_s=int64s,
-    parts=several(st.builds(PartSpec, key=pack_keys, cp_rank=int32s, items=several(int32s))),
+    parts=several(
+        st.builds(
+            PartSpec,
+            key=pack_keys,
+            cp_rank=int32s,
+            items=several(int32s),
+            tensors=several(words),
+        )
+    ),
     signature=st.binary(max_size=32),
 )
 
@@ -207,6 +216,11 @@ def test_tickets_survive_with_their_signature(value):
     received = wire.ticket_from_proto(sent(wire.ticket_to_proto(signed)))
     assert received == signed
     check_ticket(received, b"secret", worker=value.worker, now_unix_s=value.expires_unix_s)
+
+
+@given(st.builds(WantedParts, tokens=st.booleans(), media=st.booleans(), labels=st.booleans()))
+def test_wanted_parts_survive(value):
+    assert wire.wanted_parts_from_proto(sent(wire.wanted_parts_to_proto(value))) == value
 
 
 @settings(deadline=None)

@@ -95,6 +95,29 @@ async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
         np.testing.assert_array_equal(array, wanted)
 
 
+async def test_only_the_tensors_that_a_ticket_names_are_streamed(make, host, worker, link, fetch):
+    key = (await link.prepare(worker, make.order())).key
+    held = await host.sequence(key, 0)
+    named = [("labels",), ("position_ids", "input_ids"), ()]
+    parts = await fetch(
+        worker.address, make.ticket(*(PartSpec(key=key, cp_rank=0, tensors=n) for n in named))
+    )
+    streamed = [("labels",), ("input_ids", "position_ids"), tuple(held)]
+    for part, names in zip(parts, streamed, strict=True):
+        assert part[0].size_bytes == sum(held[name].nbytes for name in names)
+        assert tuple(name for name, _ in tensors(part)) == names
+        for name, array in tensors(part):
+            np.testing.assert_array_equal(array, held[name])
+
+
+async def test_a_tensor_of_another_release_is_refused(make, worker, link, fetch):
+    key = (await link.prepare(worker, make.order())).key
+    with pytest.raises(TicketError, match="names loss_mask; a sequence has input_ids"):
+        await fetch(
+            worker.address, make.ticket(PartSpec(key=key, cp_rank=0, tensors=("loss_mask",)))
+        )
+
+
 async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
     make, host, worker, link, fetch
 ):

@@ -150,7 +150,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if spec.items:
                 tensors = [("item", item_of(step, pack, item)) for item in spec.items]
             else:
-                tensors = list(sequence_of(step, pack, spec.cp_rank).items())
+                held = sequence_of(step, pack, spec.cp_rank)
+                tensors = [(n, a) for n, a in held.items() if not spec.tensors or n in spec.tensors]
             raw = b"".join(array.tobytes() for _, array in tensors)
             header = worker_pb2.PartHeader(
                 part=number,
@@ -241,7 +242,17 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 end_of_data=coordinator_pb2.EndOfData(steps=self.steps)
             )
         shard = rank_shard(request.step, claim.rank)
+        wanted = request.wanted
+        tensors = ["input_ids", "position_ids"] * wanted.tokens + ["labels"] * wanted.labels
+        if not (wanted.tokens or wanted.media):
+            for microbatch in shard.microbatches:
+                del microbatch.phases[:]
         for name, specs in specs_of(request.step, claim.rank).items():
+            specs = [spec for spec in specs if (wanted.media if spec.items else tensors)]
+            for spec in specs:
+                spec.tensors.extend([] if spec.items else tensors)
+            if not specs:
+                continue
             holder = f"{name}-spare" if name in request.failed_workers else name
             shard.tickets.add(worker=name, address=self.addresses[holder], parts=specs)
         self.edit(shard)

@@ -9,7 +9,7 @@ import trainer_client
 
 EXPORTS = """
 AccessDenied BadArgument BadData ClientError CorruptPart CursorMismatch FeatureExchange Fenced
-Group MalformedShard Microbatch MisuseError ModalityBatch PlanDigestMismatch PlanSummary
+Group MalformedShard Microbatch MisuseError ModalityBatch NotFetched PlanDigestMismatch PlanSummary
 RankAlreadyClaimed RankOutOfRange RequestRefused ServiceFailed ServiceTimeout ServiceUnreachable
 Shard ShardDataset StageReport StateMismatch Tls UnknownJob Wave WorkerUnreachable WrongWorldSize
 log_mel normalize_pixels patchify
@@ -61,11 +61,12 @@ def test_every_error_is_a_client_error_and_keeps_its_python_kind():
         "BadArgument": ValueError,
         "RankOutOfRange": ValueError,
         "MisuseError": RuntimeError,
+        "NotFetched": AttributeError,
         "ServiceUnreachable": ConnectionError,
         "ServiceTimeout": TimeoutError,
     }
     errors = [getattr(trainer_client, name) for name in EXPORTS.split()]
     errors = [e for e in errors if isinstance(e, type) and issubclass(e, Exception)]
-    assert len(errors) == 20
+    assert len(errors) == 21
     assert all(issubclass(e, trainer_client.ClientError) for e in errors)
     assert all(issubclass(getattr(trainer_client, n), kind) for n, kind in kinds.items())

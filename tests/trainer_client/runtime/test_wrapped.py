@@ -1,0 +1,81 @@
+"""DDP and FSDP2 under random plans, against a single process that knows no plan at all."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.trainer_client.runtime.random_steps import (
+    make_model,
+    make_shard,
+    random_plan,
+    random_samples,
+    single_process,
+    whole,
+    worst_difference,
+    wrapped,
+)
+from trainer_client.runtime import FsdpReduction, GroupPool, LayoutError, run_step
+
+
+def parity_cases(rank, size, cases):
+    answer = {}
+    with GroupPool(timeout_s=60, max_groups=4) as pool:
+        for how, seed, degrees, frozen in cases:
+            samples = random_samples(seed)
+            waves = random_plan(samples, size, degrees, seed)
+            shard = make_shard(samples, waves, size, rank, seed)
+            model = wrapped(how, frozen)
+            gradients = None
+            if how == "fsdp, every microbatch":
+                gradients = FsdpReduction(model, pool.everyone, every_microbatch=True)
+            result = run_step(model, shard, pool, gradients=gradients)
+            found = whole(model)
+            loss, grads = single_process(make_model(frozen), samples)
+            used = {len(members) for wave in waves for members, _ in wave}
+            answer[how, seed] = (*worst_difference(result, found, loss, grads), used)
+    return answer
+
+
+WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch")
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), [(4, (1, 2, 3)), (6, (1, 2, 3, 5))])
+def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degrees):
+    cases = [(how, seed, degrees, ()) for how in WAYS for seed in range(10, 13)]
+    cases += [(how, 13, degrees, ("vision",)) for how in WAYS]
+    seen = set()
+    for rank, answer in world(parity_cases, ranks, cases).items():
+        assert len(answer) == len(cases)
+        for case, (parameter, difference, used) in answer.items():
+            assert difference <= 1e-10, (rank, case, parameter, difference)
+            seen |= used
+    assert seen >= set(degrees)
+
+
+def refusals(rank, size):
+    samples = random_samples(3)
+    shard = make_shard(samples, random_plan(samples, size, (1,), 3), size, rank, 3)
+    half = make_model(())
+    fully_shard(half.layers[0])
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    said = []
+    with GroupPool(timeout_s=30) as pool:
+        for model in (
+            half,
+            fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+            nn.parallel.DistributedDataParallel(make_model(()), process_group=alone),
+        ):
+            try:
+                run_step(model, shard, pool)
+            except LayoutError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_model_that_is_wrapped_wrongly_is_refused_with_the_remedy(world):
+    for half, headless, alone in world(refusals, 2).values():
+        assert "sharded parts (layers.0)" in half
+        assert "define forward(self, microbatch, groups)" in headless
+        assert "reduced over 1 ranks" in alone
+        assert "2 replicas" in alone
