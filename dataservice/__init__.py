@@ -1,0 +1,23 @@
+"""A balanced data-loading service for multimodal LLM training.
+
+Numba caches a compiled kernel by the file that it stands in and does not see that a helper in
+another file has changed. Plans must follow the sources, so kernels are cached under a digest
+of all of them. Where this folder cannot be written, numba's own choice of folder stands.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+_PLANNING = Path(__file__).parent / "planning"
+
+
+def _kernel_cache() -> Path:
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(_PLANNING.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return _PLANNING / "__pycache__" / f"kernels-{digest.hexdigest()}"
+
+
+if os.access(_PLANNING, os.W_OK):
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(_kernel_cache()))

@@ -40,7 +40,7 @@ from dataservice.observability.metrics import (
 )
 from dataservice.planning.compose import step_limits
 from dataservice.planning.options import PlanOptions
-from dataservice.planning.packing_limits import IsfLimits
+from dataservice.planning.packs.limits import IsfLimits
 from dataservice.planning.warm import warm_up
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink

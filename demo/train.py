@@ -43,7 +43,7 @@ def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace)
             began_s = time.perf_counter()
             optimizer.zero_grad()
             # Compares plan digests, encodes, exchanges, attends over CP groups, sums gradients.
-            result = run_step(model, shard, groups)
+            result = run_step(model, shard, groups, upcoming=dataset.peek(wait=False))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             dataset.commit(shard.step)

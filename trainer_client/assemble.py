@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 from dataservice_proto.v1 import coordinator_pb2
-from numpy.typing import NDArray
 
 from trainer_client.errors import MalformedShard
 from trainer_client.fetch import Part, PartId
@@ -163,7 +162,8 @@ def _sequence(
 def _positions(mb: coordinator_pb2.Microbatch) -> torch.Tensor:
     """What the worker would send as position_ids: they restart with each sample, and a member
     of a group of d holds chunks i and 2d-1-i of every sample. int64[local tokens]."""
-    padded: NDArray[np.int64] = np.diff(np.array(list(mb.cu_seqlens) or [0], dtype=np.int64))
+    bounds = np.array(list(mb.cu_seqlens) or [0], dtype=np.int64)
+    padded = bounds[1:] - bounds[:-1]
     degree = max(1, len(mb.cp_group))
     held = np.array([0] if degree == 1 else [mb.cp_rank, 2 * degree - 1 - mb.cp_rank])
     chunk_tokens = padded // (2 * degree) if degree > 1 else padded

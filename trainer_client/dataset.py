@@ -15,8 +15,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trainer_client.device import resolve_device
 from trainer_client.errors import (
     BadArgument,
     MisuseError,
@@ -41,6 +43,10 @@ class ShardDataset(IterableDataset[Shard]):
     `rank` and `world_size` default to RANK and WORLD_SIZE, as torchrun sets them. `token` is
     the team's bearer token; `tls` is True for the system's certificates, or a `Tls`.
     `parts` are what this rank reads of its microbatches, all by default: see `parts.py`.
+    `device` is where tokens, encoder items and exchange indices are wanted; for a GPU they are
+    received in pinned memory and copied on a stream of their own, `prefetch_steps` ahead. By
+    default they stay on the host.
+
     `prefetch_steps` shards are kept ready or on their way; their bytes are what this costs.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other
     wait: for the other ranks to open, for a step, for a broken connection or a lost worker to
@@ -68,6 +74,7 @@ class ShardDataset(IterableDataset[Shard]):
         parts: Collection[str] = EVERYTHING,
         token: str | None = None,
         tls: Tls | bool | None = None,
+        device: torch.device | str | None = None,
         prefetch_steps: int = 2,
         parallel_streams: int = 8,
         connect_timeout_s: float = 30.0,
@@ -86,6 +93,7 @@ class ShardDataset(IterableDataset[Shard]):
             connect_timeout_s=connect_timeout_s,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
+            device=None if device is None else torch.device(device),
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, tls=tls)
@@ -117,18 +125,20 @@ class ShardDataset(IterableDataset[Shard]):
         finally:
             self._finish(run)
 
-    def peek(self) -> Shard | None:
+    def peek(self, *, wait: bool = True) -> Shard | None:
         """The shard that the loop will be given next, None behind the last step.
 
         Commits nothing and takes nothing, so that the next step can be prepared while this
-        one computes. Waits until it is there; that counts in its `wait_s`. Raises MisuseError
+        one computes. Waits until it is there, which counts in its `wait_s`; without `wait`,
+        None also means that it is not there yet. Its tensors may still be on their way to
+        `device`: read its plan, compute with it only once the loop gives it. Raises MisuseError
         outside a loop.
         """
         if self._run is None:
             raise MisuseError("peek was called while the dataset is not iterated.")
         began_s = time.monotonic()
         try:
-            return self._run.peek()
+            return self._run.peek(wait=wait)
         finally:
             self._peeked_s += time.monotonic() - began_s
 
@@ -217,7 +227,8 @@ class ShardDataset(IterableDataset[Shard]):
             )
         self._yielded.clear()
         self._peeked_s = 0.0
-        run = Run(self._options, self._transport, self._committed)
+        options = replace(self._options, device=resolve_device(self._options.device))
+        run = Run(options, self._transport, self._committed)
         # Also closes when the dataset is collected, or at exit, in the midst of a loop.
         self._run, self._finalizer = run, weakref.finalize(self, run.close)
         return run

@@ -82,7 +82,9 @@ class Fetched:
 class PartBuffer:
     """Receives one part's chunks."""
 
-    def __init__(self, part_id: PartId, header: worker_pb2.PartHeader) -> None:
+    def __init__(
+        self, part_id: PartId, header: worker_pb2.PartHeader, *, pin_memory: bool = False
+    ) -> None:
         self._id = part_id
         self._header = header
         self._sizes = [_size_bytes(tensor) for tensor in header.tensors]
@@ -91,7 +93,7 @@ class PartBuffer:
                 f"{part_id}: the header announces {header.size_bytes} bytes, its tensors take "
                 f"{sum(self._sizes)}"
             )
-        self._buffer = torch.empty(header.size_bytes, dtype=torch.uint8)
+        self._buffer = torch.empty(header.size_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         self._bytes = self._buffer.numpy().data
         self._filled = 0
         self._crc32 = 0
@@ -141,7 +143,10 @@ def _size_bytes(tensor: worker_pb2.TensorHeader) -> int:
 
 
 def receive(
-    chunks: Iterable[worker_pb2.FetchChunk], specs: Sequence[worker_pb2.PartSpec]
+    chunks: Iterable[worker_pb2.FetchChunk],
+    specs: Sequence[worker_pb2.PartSpec],
+    *,
+    pin_memory: bool = False,
 ) -> Iterable[Part | None]:
     """Read one ticket's stream: a Part when one is whole, None for every other chunk.
 
@@ -155,7 +160,8 @@ def receive(
                     f"the header of part {chunk.header.part} came where part {number} of "
                     f"{len(specs)} was due"
                 )
-            buffer = PartBuffer(PartId.of(specs[number]), chunk.header)
+            part_id = PartId.of(specs[number])
+            buffer = PartBuffer(part_id, chunk.header, pin_memory=pin_memory)
         elif buffer is None:
             raise CorruptPart(f"{len(chunk.data)} bytes came before a header")
         else:
@@ -172,11 +178,20 @@ def receive(
 class PartFetcher:
     """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
 
-    A stream that brings nothing for `stall_timeout_s` is given up.
+    A stream that brings nothing for `stall_timeout_s` is given up. With `pin_memory` bytes
+    arrive where a GPU copies them from without the host's help.
     """
 
-    def __init__(self, transport: Transport, *, streams: int, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        streams: int,
+        stall_timeout_s: float,
+        pin_memory: bool = False,
+    ) -> None:
         self._transport = transport
+        self._pin_memory = pin_memory
         self._streams = streams
         self._stall_timeout_s = stall_timeout_s
         self._channels: dict[str, grpc.Channel] = {}
@@ -186,7 +201,7 @@ class PartFetcher:
     def fetch(self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId]) -> Fetched:
         """Stream every ticket that holds a wanted part."""
         streams = [
-            _Stream(ticket, wanted)
+            _Stream(ticket, wanted, pin_memory=self._pin_memory)
             for ticket in tickets
             if any(PartId.of(spec) in wanted for spec in ticket.parts)
         ]
@@ -253,8 +268,9 @@ class PartFetcher:
 class _Stream:
     """One ticket being fetched by one thread, watched by another."""
 
-    def __init__(self, ticket: worker_pb2.Ticket, wanted: set[PartId]) -> None:
+    def __init__(self, ticket: worker_pb2.Ticket, wanted: set[PartId], *, pin_memory: bool) -> None:
         self.ticket = ticket
+        self._pin_memory = pin_memory
         self.parts: list[Part] = []
         self.failure: TicketFailure | None = None
         self.crash: BaseException | None = None
@@ -289,7 +305,7 @@ class _Stream:
         call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket))
         self._call = call
         try:
-            for part in receive(call, self.ticket.parts):
+            for part in receive(call, self.ticket.parts, pin_memory=self._pin_memory):
                 self._heard_s = time.monotonic()
                 if part is not None and part.id in self._missing:
                     self.parts.append(part)

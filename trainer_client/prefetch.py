@@ -63,6 +63,11 @@ class Prefetcher(Generic[Item]):
                 raise self._failure
             return None
 
+    def ready(self) -> Item | None:
+        """What `next` will give if it is there already; never waits, never raises."""
+        with self._changed:
+            return self._ready[0] if self._ready else None
+
     def close(self) -> None:
         """Drop what is ready and stop."""
         with self._changed:

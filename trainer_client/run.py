@@ -13,6 +13,9 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
+from trainer_client.device import DeviceCopier, Sent
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
 from trainer_client.parts import WantedParts
@@ -50,6 +53,7 @@ class RunOptions:
     connect_timeout_s: float
     timeout_s: float
     stall_timeout_s: float
+    device: torch.device | None
 
 
 class Run:
@@ -65,8 +69,12 @@ class Run:
         self._stop = threading.Event()
         self._closing = threading.Lock()
         self._channel = transport.channel(options.address, authorised=True)
+        self._copier = DeviceCopier(options.device)
         self._fetcher = PartFetcher(
-            transport, streams=options.parallel_streams, stall_timeout_s=options.stall_timeout_s
+            transport,
+            streams=options.parallel_streams,
+            stall_timeout_s=options.stall_timeout_s,
+            pin_memory=self._copier.pins,
         )
         self._session = Session(
             self._channel,
@@ -82,7 +90,7 @@ class Run:
             connect_timeout_s=options.connect_timeout_s,
             timeout_s=options.timeout_s,
         )
-        self._prefetcher: Prefetcher[Shard] | None = None
+        self._prefetcher: Prefetcher[Sent] | None = None
         self._committer: Committer | None = None
         try:
             self._open(start)
@@ -93,12 +101,16 @@ class Run:
     def next(self) -> Shard | None:
         """The next step's shard; None behind the last."""
         assert self._prefetcher is not None
-        return self._prefetcher.next(self._options.timeout_s + GRACE_S)
+        sent = self._prefetcher.next(self._options.timeout_s + GRACE_S)
+        return None if sent is None else self._copier.arrive(sent)
 
-    def peek(self) -> Shard | None:
-        """The shard that `next` will give."""
-        assert self._prefetcher is not None
-        return self._prefetcher.peek(self._options.timeout_s + GRACE_S)
+    def peek(self, *, wait: bool) -> Shard | None:
+        """The shard that `next` will give; without `wait` only if it is there."""
+        prefetcher = self._prefetcher
+        assert prefetcher is not None
+        limit_s = self._options.timeout_s + GRACE_S
+        sent = prefetcher.peek(limit_s) if wait else prefetcher.ready()
+        return None if sent is None else sent.shard
 
     def commit(self, step: int) -> None:
         """Send the commit of a step in the background. Raises what an earlier one met."""
@@ -148,7 +160,12 @@ class Run:
             timeout_s=options.timeout_s,
         )
         self._committer = Committer(loader.commit)
-        self._prefetcher = Prefetcher(loader.load, first=start.step, depth=options.prefetch_steps)
+
+        def load(step: int) -> Sent | None:
+            shard = loader.load(step)
+            return None if shard is None else self._copier.send(shard)
+
+        self._prefetcher = Prefetcher(load, first=start.step, depth=options.prefetch_steps)
 
     def _end(self) -> None:
         self._stop.set()

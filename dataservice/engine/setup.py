@@ -7,7 +7,7 @@ from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.topology import Topology
 from dataservice.planning.options import PlanOptions
-from dataservice.planning.packing_limits import IsfLimits
+from dataservice.planning.packs.limits import IsfLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

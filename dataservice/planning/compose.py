@@ -14,17 +14,21 @@ from dataservice.core.layout import locate, padded_tokens, sample_starts
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
-from dataservice.planning.context import ContextPlan, plan_context_waves
+from dataservice.planning.context.groups import ContextPlan, plan_context_waves
+from dataservice.planning.context.static import static_waves
 from dataservice.planning.dispatch import EncoderItems, dispatch_items, dispatch_reports
+from dataservice.planning.loads.partition import partition
 from dataservice.planning.options import PlanOptions
-from dataservice.planning.order_waves import order_waves
-from dataservice.planning.packing_bfd import pack_bfd
-from dataservice.planning.packing_isf import pack_isf
-from dataservice.planning.packing_limits import IsfLimits, isf_limits
-from dataservice.planning.packing_padded import pack_padded, padded_to_longest
-from dataservice.planning.partition import partition
+from dataservice.planning.packs.balanced import pack_balanced
+from dataservice.planning.packs.bfd import pack_bfd
+from dataservice.planning.packs.isf import pack_isf
+from dataservice.planning.packs.limits import IsfLimits, isf_limits
+from dataservice.planning.packs.padded import pack_padded, padded_to_longest
+from dataservice.planning.pipeline.waves import order_waves
 from dataservice.planning.seats import seat_packs
-from dataservice.planning.waves_static import static_waves
+
+# Up to here packs are formed jointly with their groups; beyond it that would take too long.
+MOST_JOINT_SAMPLES = 8192
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -69,7 +73,7 @@ def compose_step(
     lengths, stages = samples.lengths, options.stages
     replicas, replicas_per_node = topology.replicas, topology.replicas_per_node
     degree = _static_degree(lengths, replicas, options)
-    pack_of, charged = _pack(lengths, degree, options, limits)
+    pack_of, charged = _pack(lengths, degree, replicas, options, limits)
     waves, bound_s = _group(lengths, pack_of, charged, degree, replicas, replicas_per_node, options)
     reports = [
         _pack_report(lengths, waves, stages.pack, options),
@@ -102,7 +106,11 @@ def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) ->
 
 
 def _pack(
-    lengths: LengthTable, degree: int, options: PlanOptions, limits: IsfLimits | None
+    lengths: LengthTable,
+    degree: int,
+    replicas: int,
+    options: PlanOptions,
+    limits: IsfLimits | None,
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.int64]]:
     """Packs (None: left to the group stage) and the lengths that are paid for, int64[n].
 
@@ -110,9 +118,20 @@ def _pack(
     """
     tokens = padded_tokens(lengths.llm_tokens, degree)
     room_tokens = options.memory_tokens * degree
-    match options.stages.pack:
+    pack = options.stages.pack
+    if pack == "auto":
+        pack = "joint" if len(lengths) <= MOST_JOINT_SAMPLES else "balanced"
+    match pack:
         case "joint":
             return None, tokens
+        case "balanced":
+            pack_of = pack_balanced(
+                tokens,
+                options.cost.llm.work_s(tokens),
+                replicas=replicas,
+                memory_tokens=options.memory_tokens,
+            )
+            return pack_of, tokens
         case "isf":
             return _pack_isf(lengths, limits or step_limits(lengths, options)), tokens
         case "bfd":
@@ -122,7 +141,7 @@ def _pack(
         case "padded":
             pack_of = pack_padded(tokens, max_tokens=room_tokens, by_length=False)
             return pack_of, padded_to_longest(tokens, pack_of)
-        case "padded_by_length":
+        case _:
             pack_of = pack_padded(tokens, max_tokens=room_tokens, by_length=True)
             return pack_of, padded_to_longest(tokens, pack_of)
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
 from dataservice.core.sample import Modality
-from dataservice.planning.balance_nodewise import balance_nodewise
+from dataservice.planning.loads.partition import partition
+from dataservice.planning.nodes.balance import balance_nodewise
 from dataservice.planning.options import CostModel
-from dataservice.planning.partition import partition
 
 # A balance this close to its bound is worth more than the milliseconds that a closer one takes.
 TOLERANCE = 1e-3

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.partition_problem import as_amounts
+from dataservice.planning.loads.problem import as_amounts
 
 
 def pad_ratio(lengths: ArrayLike, batch_of: ArrayLike) -> float:

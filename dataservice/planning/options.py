@@ -11,11 +11,14 @@ from dataservice.core.layout import padded_tokens
 from dataservice.planning.cost import ContextCost, PhaseCost
 
 Strategy = Literal["full", "packing", "length_grouped", "random"]
-Pack = Literal["joint", "isf", "bfd", "padded", "padded_by_length"]
+Pack = Literal["auto", "joint", "balanced", "isf", "bfd", "padded", "padded_by_length"]
 Context = Literal["dynamic", "power_of_two", "static"]
 Assign = Literal["balanced", "as_packed"]
 Order = Literal["search", "mmscale", "as_formed"]
 Dispatch = Literal["balanced", "home"]
+
+
+STATIC_PACKS: tuple[Pack, ...] = ("bfd", "padded", "padded_by_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +34,7 @@ class Stages:
 
 STRATEGIES: dict[Strategy, Stages] = {
     "full": Stages(
-        pack="joint", context="dynamic", assign="balanced", order="search", dispatch="balanced"
+        pack="auto", context="dynamic", assign="balanced", order="search", dispatch="balanced"
     ),
     "packing": Stages(
         pack="bfd", context="static", assign="as_packed", order="as_formed", dispatch="home"
@@ -83,7 +86,7 @@ class PlanOptions:
     strategy: Strategy = "full"
     """full, or a baseline: packing (static CP), length_grouped, random (both padded)."""
     pack: Pack | None = None
-    """joint (with the groups), isf, bfd; padded and padded_by_length are baselines."""
+    """auto: joint with the groups, or balanced where samples are many; isf, bfd; or a baseline."""
     context: Context | None = None
     """dynamic (any integer degree), power_of_two, or static."""
     static_degree: int | None = None
@@ -105,15 +108,11 @@ class PlanOptions:
         for name in ("memory_tokens", "window_steps"):
             if getattr(self, name) < 1:
                 raise PlanningError(f"plan.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.stages.context == "static" and self.stages.pack == "joint":
+        if self.stages.context == "static" and self.stages.pack not in STATIC_PACKS:
             raise PlanningError(
-                "plan.context static cannot form packs jointly with groups; set plan.pack to bfd, "
-                "padded or padded_by_length."
-            )
-        if self.stages.context == "static" and self.stages.pack == "isf":
-            raise PlanningError(
-                "plan.pack isf fills one replica at a time and static context shares every pack; "
-                "set plan.pack to bfd, or plan.context to dynamic."
+                f"plan.pack {self.stages.pack} chooses packs for degrees that are free, and "
+                f"plan.context is static. Set plan.pack to one of {', '.join(STATIC_PACKS)}, or "
+                "plan.context to dynamic."
             )
         if self.static_degree is not None and self.static_degree < 1:
             raise PlanningError(

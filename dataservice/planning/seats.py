@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from dataservice.core.plan import StageReport
-from dataservice.planning.context import ContextPlan
+from dataservice.planning.context.groups import ContextPlan
 
 
 def seat_packs(

@@ -9,9 +9,9 @@ import numpy as np
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
-from dataservice.planning.kernels import warm_kernels
 from dataservice.planning.options import STRATEGIES, PlanOptions
 from dataservice.planning.validate import validate_plan
+from dataservice.planning.warm_kernels import warm_kernels
 
 SAMPLES = 48
 MEMORY_TOKENS = 1024

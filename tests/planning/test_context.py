@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
-from dataservice.planning.context import (
+from dataservice.planning.context.groups import (
     plan_context_groups,
     plan_context_waves,
     plan_static_context,

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.partition import ALGORITHMS, partition
+from dataservice.planning.loads.partition import ALGORITHMS, partition
 
 NAMES = sorted(ALGORITHMS)
 COSTS = st.lists(

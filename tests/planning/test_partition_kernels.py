@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataservice.planning.kernel_sort import argsort_descending
-from dataservice.planning.partition_problem import certify
+from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.loads.problem import certify
 
 
 @settings(max_examples=80, deadline=None)

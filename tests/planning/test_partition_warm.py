@@ -1,16 +1,16 @@
 import numpy as np
 
-from dataservice.planning.balance_conv import _improve
-from dataservice.planning.kernel_sort import group_stable, radix_argsort
-from dataservice.planning.kernels import warm_kernels
-from dataservice.planning.nodewise import _swap_nodes
-from dataservice.planning.packing_bfd import _best_fit
-from dataservice.planning.packing_isf import pack_isf
-from dataservice.planning.partition import partition
-from dataservice.planning.partition_exact import _branch_and_bound
-from dataservice.planning.partition_kk import _balanced_differencing, _karmarkar_karp
-from dataservice.planning.partition_multifit import first_fit_decreasing
-from dataservice.planning.partition_refine import refine_in_place
+from dataservice.planning.kernels.sort import group_stable, radix_argsort
+from dataservice.planning.loads.conv import _improve
+from dataservice.planning.loads.exact import _branch_and_bound
+from dataservice.planning.loads.kk import _balanced_differencing, _karmarkar_karp
+from dataservice.planning.loads.multifit import first_fit_decreasing
+from dataservice.planning.loads.partition import partition
+from dataservice.planning.loads.refine import refine_in_place
+from dataservice.planning.nodes.rearrange import _swap_nodes
+from dataservice.planning.packs.bfd import _best_fit
+from dataservice.planning.packs.isf import pack_isf
+from dataservice.planning.warm_kernels import warm_kernels
 
 KERNELS = (
     _balanced_differencing,

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from trainer_client import Shard, ShardDataset
+from trainer_client.parts import EVERYTHING
 
 START_LIMIT_S = 90.0
 
@@ -119,6 +120,7 @@ class Ranks:
     state: dict[str, str | int] | None = None
     steps_done: int = 0
     pace_s: float = 0.0
+    parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(
@@ -149,6 +151,7 @@ class Ranks:
                 job=self.job,
                 rank=rank,
                 world_size=self.world_size,
+                parts=self.parts_of(rank),
                 connect_timeout_s=20.0,
                 timeout_s=60.0,
             ) as dataset:

@@ -125,6 +125,22 @@ def test_the_next_shard_can_be_looked_at_without_taking_or_committing(service):
     assert [shard.step for shard in shards] == [2, 3]
 
 
+def test_without_waiting_a_look_ahead_gives_only_what_has_arrived(service):
+    dataset, coordinator = service.dataset(), service.coordinator
+    with pytest.raises(MisuseError, match="not iterated"):
+        dataset.peek(wait=False)
+    coordinator.edit = lambda shard: coordinator.planned.clear()  # step 1 is not planned yet
+    shards = iter(dataset)
+    next(shards)
+    assert dataset.peek(wait=False) is None
+    coordinator.edit = lambda shard: None
+    coordinator.planned.set()
+    upcoming = dataset.peek()
+    assert dataset.peek(wait=False) is upcoming
+    assert next(shards).microbatches is upcoming.microbatches
+    assert [shard.step for shard in shards] == [2, 3]
+
+
 def test_a_step_that_was_not_yielded_cannot_be_committed(service):
     dataset = service.dataset()
     with pytest.raises(MisuseError, match="step 0 cannot be committed"):

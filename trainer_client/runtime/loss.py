@@ -4,8 +4,8 @@ Every replica divides its own sum of cross-entropies by the number of loss token
 replicas, and gradients are added, not averaged. So the result is the mean over the global
 batch's tokens, however they were packed, cut or spread.
 
-A trainer that lets DDP or FSDP reduce gradients gets their average; it multiplies the loss by
-the number of replicas (``gradient_scale`` of ``run_step``) to make that a sum.
+A trainer that lets DDP or FSDP reduce gradients gets their average: ``gradients.py`` multiplies
+the loss by the number of replicas to make that a sum.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,8 @@ def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) 
 
 def count_loss_tokens(labels: Iterable[Tensor]) -> int:
     """Labels other than -100."""
-    return sum(int((tensor != IGNORED).sum()) for tensor in labels)
+    counts = [(tensor != IGNORED).sum() for tensor in labels]
+    return int(torch.stack(counts).sum()) if counts else 0  # asks the device once
 
 
 def global_loss_tokens(local_count: int, group: PeerGroup | None = None) -> int:

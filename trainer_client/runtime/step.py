@@ -213,7 +213,7 @@ def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tens
 
 def _one_token(idle: Microbatch) -> Microbatch:
     """An idle microbatch with a token that has no label."""
-    token = idle.input_ids.new_zeros(1)
+    token = idle.position_ids.new_zeros(1)
     return replace(
         idle,
         input_ids=token,

@@ -1,0 +1,90 @@
+"""Lower bounds of a wave: what no grouping and no degrees can beat."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.units import (
+    Setting,
+    Units,
+    fastest_seconds,
+    ring_floor,
+    unit_seconds,
+)
+from dataservice.planning.cost import ATTENTION, GROUP, RING_INTER, RING_INTRA
+
+_BISECTIONS = 30
+
+
+def wave_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
+    """The larger of β₁ + Σwork/N, max_k min_d T_k(d), and the least τ at which the ranks have time
+    for the work and for the ring traffic that meeting τ exposes. O(n), and O(n·N) at worst."""
+    return float(_bound(units, least, setting))
+
+
+@kernel
+def _bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
+    low = float(setting.coefficients[GROUP] + units.work.sum() / setting.ranks)
+    base = setting.coefficients[GROUP]
+    for unit in range(units.total.size):
+        if least[unit] > 1 or units.work[unit] + base > low:
+            low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
+    intensity = _intensity(units, setting)
+    if _ranks_suffice(units, least, intensity, low, setting):
+        return low
+    high = 2 * low
+    while not _ranks_suffice(units, least, intensity, high, setting):
+        low = high
+        high *= 2
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _ranks_suffice(units, least, intensity, middle, setting):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@kernel
+def _intensity(units: Units, setting: Setting) -> float:
+    """Most attention seconds a token of any sequence brings to hide the ring behind."""
+    most = 0.0
+    for i in range(units.tokens.size):
+        most = max(most, units.weights[i] * float(units.tokens[i]))
+    return float(setting.coefficients[ATTENTION] * most)
+
+
+@kernel
+def _ranks_suffice(
+    units: Units,
+    least: NDArray[np.int64],
+    intensity: float,
+    tau: float,
+    setting: Setting,
+) -> bool:
+    """Is there rank time for all work at makespan τ?
+
+    A unit too slow for τ alone needs n = min{d : T(d) ≤ τ} ranks at least, and each of its tokens
+    then costs its ring q(d) = (d−1)·rate ≥ q(n) rank-seconds, hidden behind attention as far as
+    there is any. Where q(n) exceeds the most attention any token has, nothing that shares the
+    group can hide the rest, so each such unit exposes q(n)·tokens − attention at least.
+    """
+    base = setting.coefficients[GROUP]
+    have = (tau - base) * setting.ranks
+    exposed = 0.0
+    for unit in range(units.total.size):
+        if least[unit] == 1 and units.work[unit] + base <= tau:
+            continue
+        degree = max(least[unit], int(units.work[unit] / (tau - base) * (1 - 1e-12)))
+        while degree <= setting.ranks and unit_seconds(units, unit, degree, setting) > tau:
+            if ring_floor(units, unit, degree, setting) > tau:
+                return False
+            degree += 1
+        rate = setting.coefficients[RING_INTRA]
+        if degree > setting.ranks_per_node:
+            rate = setting.coefficients[RING_INTER]
+        per_token = (degree - 1) * rate
+        if per_token > intensity:
+            attention = setting.coefficients[ATTENTION] * units.squares[unit]
+            exposed += per_token * float(units.total[unit]) - attention
+    return bool(units.work.sum() + exposed <= have * (1 + 1e-9))

@@ -1,0 +1,184 @@
+"""The front door of context parallelism: groups of one wave, waves of one step, static baseline."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dataservice.core.errors import PlanningError
+from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.plan import ContextGroup, ContextPlan
+from dataservice.planning.context.units import (
+    Degrees,
+    fitting_degrees,
+    make_setting,
+    make_units,
+    select_units,
+)
+from dataservice.planning.context.wave import Solver, solve_wave, static_wave
+from dataservice.planning.context.waves import (
+    cut_static,
+    pack_one_wave,
+    pack_static,
+    solve_waves,
+    wave_units,
+    waves_bound,
+)
+from dataservice.planning.cost import ContextCost
+
+__all__ = [
+    "ContextGroup",
+    "ContextPlan",
+    "ContextWaves",
+    "plan_context_groups",
+    "plan_context_waves",
+    "plan_static_context",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextWaves:
+    """All waves of a step, longest samples first. Sample indices are the caller's.
+
+    `lower_bound_s`: β₁ for the least number of waves memory allows, plus the larger of
+    Σwork/N and the longest sample's least time; no sequence of waves is faster.
+    """
+
+    waves: tuple[ContextPlan, ...]
+    lower_bound_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        """Sum of the waves' makespans: replicas meet after every wave."""
+        return sum(wave.makespan_s for wave in self.waves)
+
+
+def plan_context_groups(
+    tokens: ArrayLike,
+    *,
+    ranks: int,
+    memory_tokens: int,
+    cost: ContextCost,
+    full_attention: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+    solver: Solver = "threshold",
+    degrees: Degrees = "any",
+) -> ContextPlan:
+    """Context-parallel groups of one wave: every sample of `tokens` int[n], at once.
+
+    `memory_tokens` is what one replica holds, padding counted; `full_attention` float[n] the share
+    η of each sample that attends both ways; replicas k·ranks_per_node.. share a node.
+    Raises PlanningError on bad input, on a sample that all ranks together cannot hold, and when the
+    samples do not fit one wave. About O(n·(log n + log N)) a build, a dozen builds, then local
+    improvement. Source: DHP §4.3, its grouping improved against the bound of context_wave.
+    """
+    setting = make_setting(
+        ranks=ranks,
+        memory_tokens=memory_tokens,
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        degrees=degrees,
+    )
+    _check_solver(solver)
+    units = make_units(tokens, full_attention, cost)
+    least = fitting_degrees(units, setting)
+    packed = pack_one_wave(units, least, setting)
+    if packed[1].sum() > ranks:
+        raise PlanningError(
+            f"{units.total.size} samples of {int(units.total.sum())} tokens need "
+            f"{int(packed[1].sum())} replicas of {memory_tokens} tokens and there are {ranks}; "
+            f"give that many, raise memory_tokens to about "
+            f"{-(-int(packed[1].sum()) * memory_tokens // ranks)}, or plan several waves "
+            "(plan_context_waves)"
+        )
+    return solve_wave(units, least, packed, setting, solver, False)
+
+
+def plan_context_waves(
+    tokens: ArrayLike,
+    *,
+    ranks: int,
+    memory_tokens: int,
+    cost: ContextCost,
+    full_attention: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+    solver: Solver = "threshold",
+    degrees: Degrees = "any",
+    max_pack_tokens: int | None = None,
+    packs: ArrayLike | None = None,
+) -> ContextWaves:
+    """Waves and groups of a whole step, minimising the sum of the waves' makespans.
+
+    As `plan_context_groups`, for samples int[n] that need not fit at once. `packs` int[n] keeps the
+    samples of a pack together and alone in one group, whose degree is free. `max_pack_tokens`
+    lowers what a replica holds to the length its kernels are built for.
+    Raises PlanningError on bad input and on a unit that all ranks together cannot hold.
+    """
+    memory = memory_tokens if max_pack_tokens is None else min(memory_tokens, max_pack_tokens)
+    setting = make_setting(
+        ranks=ranks,
+        memory_tokens=memory,
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        degrees=degrees,
+    )
+    _check_solver(solver)
+    units = make_units(tokens, full_attention, cost, packs)
+    if units.total.size == 0:
+        return ContextWaves(waves=(), lower_bound_s=0.0)
+    least = fitting_degrees(units, setting)
+    bound_s = waves_bound(units, least, setting)
+    waves = solve_waves(units, least, bound_s, setting, solver, packs is not None)
+    return ContextWaves(waves=waves, lower_bound_s=bound_s)
+
+
+def plan_static_context(
+    tokens: ArrayLike,
+    *,
+    ranks: int,
+    memory_tokens: int,
+    cost: ContextCost,
+    degree: int,
+    full_attention: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+) -> ContextWaves:
+    """The static baseline: every group of every wave has `degree` replicas, which divides `ranks`.
+
+    It is given best-fit packing, waves of alike times and greedy balance inside each wave, so what
+    it loses is due to its fixed degree alone. Raises PlanningError as the others do.
+    """
+    setting = make_setting(
+        ranks=ranks,
+        memory_tokens=memory_tokens,
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        degrees="any",
+    )
+    if not 1 <= degree <= ranks or ranks % degree:
+        raise PlanningError(
+            f"degree is {degree} for {ranks} replicas; a static degree divides their number"
+        )
+    units = make_units(tokens, full_attention, cost)
+    if units.total.size == 0:
+        return ContextWaves(waves=(), lower_bound_s=0.0)
+    least = fitting_degrees(units, setting)
+    if least.max() > degree:
+        unit = int(np.argmax(least))
+        raise PlanningError(
+            f"sample {unit} has {units.total[unit]} tokens and {degree} replicas of "
+            f"{memory_tokens} hold {degree * memory_tokens}; the static degree must be at least "
+            f"{least[unit]}"
+        )
+    packing = pack_static(units, degree, setting)
+    waves = []
+    for groups in cut_static(units, packing, setting):
+        chosen, packed = wave_units(packing, groups)
+        wave = select_units(units, chosen)
+        bound_s = wave_bound(wave, least[chosen], setting)
+        waves.append(static_wave(wave, packed, degree, bound_s, setting))
+    return ContextWaves(waves=tuple(waves), lower_bound_s=waves_bound(units, least, setting))
+
+
+def _check_solver(solver: str) -> None:
+    if solver not in ("threshold", "dp"):
+        raise PlanningError(f"solver is {solver!r}; choose 'threshold' or 'dp'")

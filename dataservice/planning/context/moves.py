@@ -1,0 +1,212 @@
+"""Two groups at a time: whose unit should move to the other, or be swapped for one of it."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.build import Grouping
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.units import Setting, Units, padded_sums
+from dataservice.planning.cost import (
+    ATTENTION,
+    GROUP,
+    LINEAR,
+    RING_HOP,
+    RING_INTER,
+    RING_INTRA,
+    group_seconds,
+)
+
+NONE, MOVE, SWAP, RANK, MERGE = range(5)
+
+
+class Members(NamedTuple):
+    """Units of each group as doubly linked lists: `first` int64[N], `after`, `before` int64[u]."""
+
+    first: NDArray[np.int64]
+    after: NDArray[np.int64]
+    before: NDArray[np.int64]
+
+
+class Change(NamedTuple):
+    """A change of group g with `partner`: the maximum of the two after it, its kind, and the units
+    that move."""
+
+    value: float
+    kind: int
+    partner: int
+    unit_g: int
+    unit_h: int
+
+
+class Rates(NamedTuple):
+    """A group's time, linear in its sums: seconds a token, a token², a token on the ring, and
+    fixed; `room` is what its ranks hold."""
+
+    linear: float
+    attention: float
+    ring: float
+    hops: float
+    fixed: float
+    room: int
+
+
+class Scratch(NamedTuple):
+    """Units of the partner and their sums at both degrees, [members] each; `budget` int64[1], the
+    swaps that may still be looked at."""
+
+    unit: NDArray[np.int64]
+    tokens_g: NDArray[np.int64]
+    tokens_h: NDArray[np.int64]
+    squares_g: NDArray[np.float64]
+    squares_h: NDArray[np.float64]
+    budget: NDArray[np.int64]
+
+
+@kernel
+def link(members: Members, unit: int, group: int) -> None:
+    old = members.first[group]
+    members.after[unit] = old
+    members.before[unit] = -1
+    if old >= 0:
+        members.before[old] = unit
+    members.first[group] = unit
+
+
+@kernel
+def unlink(members: Members, unit: int, group: int) -> None:
+    after = members.after[unit]
+    before = members.before[unit]
+    if before >= 0:
+        members.after[before] = after
+    else:
+        members.first[group] = after
+    if after >= 0:
+        members.before[after] = before
+
+
+@kernel
+def list_members(grouping: Grouping) -> Members:
+    units = grouping.group_of.size
+    members = Members(
+        np.full(grouping.degree.size, -1, np.int64),
+        np.empty(units, np.int64),
+        np.empty(units, np.int64),
+    )
+    for unit in range(units - 1, -1, -1):
+        link(members, unit, grouping.group_of[unit])
+    return members
+
+
+@kernel
+def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[int, float]:
+    tokens = 0
+    squares = 0.0
+    unit = members.first[group]
+    while unit >= 0:
+        unit_tokens, unit_squares = padded_sums(units, unit, degree)
+        tokens += unit_tokens
+        squares += unit_squares
+        unit = members.after[unit]
+    return tokens, squares
+
+
+@kernel
+def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Setting) -> float:
+    """Time of a group, infinity when its ranks cannot hold it."""
+    if tokens > setting.memory_tokens * degree:
+        return np.inf
+    crosses = crosses or degree > setting.ranks_per_node
+    return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
+
+
+@kernel
+def _rates(degree: int, crosses: bool, setting: Setting) -> Rates:
+    cost = setting.coefficients
+    if degree == 1:
+        ring = 0.0
+    elif crosses or degree > setting.ranks_per_node:
+        ring = cost[RING_INTER] * (degree - 1) / degree
+    else:
+        ring = cost[RING_INTRA] * (degree - 1) / degree
+    return Rates(
+        cost[LINEAR] / degree,
+        cost[ATTENTION] / degree,
+        ring,
+        cost[RING_HOP] * (degree - 1),
+        cost[GROUP],
+        setting.memory_tokens * degree,
+    )
+
+
+@kernel
+def _timed(rates: Rates, tokens: int, squares: float) -> float:
+    """`group_seconds` with its divisions done; infinity when the ranks cannot hold the tokens."""
+    if tokens > rates.room:
+        return np.inf
+    covered = max(rates.attention * squares, rates.ring * tokens + rates.hops)
+    return float(rates.linear * tokens + rates.fixed + covered)
+
+
+@kernel
+def _read_group(units: Units, members: Members, h: int, dg: int, dh: int, scratch: Scratch) -> int:
+    """Write the sums of h's units at both degrees to the scratch; how many there are."""
+    count = 0
+    unit = members.first[h]
+    while unit >= 0:
+        scratch.unit[count] = unit
+        scratch.tokens_g[count], scratch.squares_g[count] = padded_sums(units, unit, dg)
+        scratch.tokens_h[count], scratch.squares_h[count] = padded_sums(units, unit, dh)
+        count += 1
+        unit = members.after[unit]
+    return count
+
+
+@kernel
+def try_moves(
+    units: Units,
+    grouping: Grouping,
+    members: Members,
+    g: int,
+    h: int,
+    swaps: bool,
+    enough_s: float,
+    setting: Setting,
+    scratch: Scratch,
+) -> Change:
+    """Best move, or swap, between g and h, or the first that leaves both within `enough_s`."""
+    best = np.inf
+    kind = NONE
+    unit_g = g
+    unit_h = h
+    dg = grouping.degree[g]
+    dh = grouping.degree[h]
+    rates_g = _rates(dg, grouping.crosses[g], setting)
+    rates_h = _rates(dh, grouping.crosses[h], setting)
+    others = 0
+    if swaps:
+        others = _read_group(units, members, h, dg, dh, scratch)
+    i = members.first[g]
+    while i >= 0 and best > enough_s:
+        tokens, squares = padded_sums(units, i, dg)
+        tokens_g = grouping.tokens[g] - tokens
+        squares_g = grouping.squares[g] - squares
+        tokens, squares = padded_sums(units, i, dh)
+        tokens_h = grouping.tokens[h] + tokens
+        squares_h = grouping.squares[h] + squares
+        value = max(_timed(rates_g, tokens_g, squares_g), _timed(rates_h, tokens_h, squares_h))
+        if value < best:
+            best, kind, unit_g = value, MOVE, i
+        for k in range(others):
+            value = _timed(
+                rates_g, tokens_g + scratch.tokens_g[k], squares_g + scratch.squares_g[k]
+            )
+            if value >= best:
+                continue
+            tokens = tokens_h - scratch.tokens_h[k]
+            value = max(value, _timed(rates_h, tokens, squares_h - scratch.squares_h[k]))
+            if value < best:
+                best, kind, unit_g, unit_h = value, SWAP, i, scratch.unit[k]
+        i = members.after[i]
+    return Change(best, kind, h, unit_g, unit_h)

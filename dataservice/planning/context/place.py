@@ -1,0 +1,103 @@
+"""Context groups onto replicas: inside one node wherever they fit.
+
+Groups wider than a node take whole free nodes first and then the tightest rest. Narrower ones go,
+widest first, to the node with the least room that is enough; a group that no node can hold waits
+until the others are placed and then takes what is left, crossing nodes.
+
+    node 0 [5 5 5 5 5 2 2 .]   node 1 [4 4 4 4 3 3 3 .]   waits: one more of 2 → the two dots
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.kernels import kernel
+
+
+def place_groups(
+    degrees: NDArray[np.int64],
+    priority: NDArray[np.float64],
+    *,
+    ranks: int,
+    ranks_per_node: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Ranks int32[Σd] of all groups end to end, their offsets int64[G+1], and whether each group
+    crosses a node bool[G]. Σ degrees must be within `ranks`; node k holds the ranks from
+    k·ranks_per_node on. Of equally wide groups the one of higher `priority` [G] is placed first.
+
+    O(G · (log G + nodes)).
+    """
+    order = np.lexsort((np.arange(degrees.size), -priority, -degrees))
+    offsets = np.zeros(degrees.size + 1, np.int64)
+    np.cumsum(degrees, out=offsets[1:])
+    assert offsets[-1] <= ranks
+    placed, crosses = _place(degrees, order, offsets, ranks, ranks_per_node)
+    return placed, offsets, crosses
+
+
+@kernel
+def _place(
+    degrees: NDArray[np.int64],
+    order: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    ranks: int,
+    ranks_per_node: int,
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    nodes = -(-ranks // ranks_per_node)
+    free = np.full(nodes, ranks_per_node, np.int64)
+    free[nodes - 1] = ranks - (nodes - 1) * ranks_per_node
+    start = np.arange(nodes) * ranks_per_node
+    placed = np.empty(offsets[-1], np.int32)
+    crosses = degrees > ranks_per_node
+    ends = offsets[:-1].copy()  # where each group's next rank is written
+    first_free = 0
+    for group in order:
+        left = degrees[group]
+        node = 0
+        while left >= ranks_per_node and node < nodes:
+            if free[node] == ranks_per_node:
+                ends[group] = _fill(placed, ends[group], start, free, node, ranks_per_node)
+                left -= ranks_per_node
+            node += 1
+        if left == 1:  # the many groups of one rank, placed last, fill the nodes in turn
+            while first_free < nodes and free[first_free] == 0:
+                first_free += 1
+            node = first_free
+        elif left > 1:
+            node = _tightest(free, left)
+        if 0 < left < ranks_per_node and node >= 0 and node < nodes:
+            ends[group] = _fill(placed, ends[group], start, free, node, left)
+    for group in order:
+        while ends[group] < offsets[group + 1]:
+            crosses[group] = True
+            node = int(np.argmax(free))
+            taken = min(offsets[group + 1] - ends[group], free[node])
+            ends[group] = _fill(placed, ends[group], start, free, node, taken)
+    return placed, crosses
+
+
+@kernel
+def _tightest(free: NDArray[np.int64], least: int) -> int:
+    """The node with the least room that is at least `least`; −1 if none."""
+    best = -1
+    for node in range(free.size):
+        if free[node] >= least and (best < 0 or free[node] < free[best]):
+            best = node
+    return best
+
+
+@kernel
+def _fill(
+    placed: NDArray[np.int32],
+    end: int,
+    start: NDArray[np.int64],
+    free: NDArray[np.int64],
+    node: int,
+    count: int,
+) -> int:
+    """Give `count` ranks of a node to the group being written at `end`."""
+    for _ in range(count):
+        placed[end] = start[node]
+        start[node] += 1
+        end += 1
+    free[node] -= count
+    return end

@@ -1,0 +1,183 @@
+"""The answer of context planning: one wave of groups, as arrays and as readable groups."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.build import Grouping
+from dataservice.planning.context.degrees_threshold import member_sums
+from dataservice.planning.context.improve import ROUNDS, improve_groups
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.place import place_groups
+from dataservice.planning.context.units import Setting, Units, list_groups
+from dataservice.planning.cost import group_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextGroup:
+    """Samples that share one pack, and the replicas that share it along the sequence.
+
+    `samples` int32[k] indices of the caller's samples, in sequence order; `ranks` in ring order;
+    `padded_tokens` length of the pack, each sample padded to a multiple of 2·degree.
+    """
+
+    samples: NDArray[np.int32]
+    degree: int
+    ranks: tuple[int, ...]
+    time_s: float
+    padded_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPlan:
+    """One wave of G groups, widest first. Σ degree ≤ replicas; no replica is in two groups.
+
+    Group g holds samples[sample_offsets[g]:sample_offsets[g+1]] on the replicas
+    ranks[rank_offsets[g]:rank_offsets[g+1]]; `time_s` float64[G], `padded_tokens` int64[G].
+    `lower_bound_s`: no grouping of these samples on these replicas is faster.
+    """
+
+    samples: NDArray[np.int32]
+    sample_offsets: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+    rank_offsets: NDArray[np.int64]
+    time_s: NDArray[np.float64]
+    padded_tokens: NDArray[np.int64]
+    lower_bound_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        """Time of the slowest group, and so of the wave."""
+        return float(self.time_s.max(initial=0.0))
+
+    @property
+    def degrees(self) -> NDArray[np.int64]:
+        """Degree of each group int64[G]."""
+        return np.diff(self.rank_offsets)
+
+    @property
+    def groups(self) -> tuple[ContextGroup, ...]:
+        """The same as readable objects; built at every call."""
+        ranks = self.ranks.tolist()
+        return tuple(
+            ContextGroup(
+                samples=self.samples[self.sample_offsets[g] : self.sample_offsets[g + 1]],
+                degree=int(self.rank_offsets[g + 1] - self.rank_offsets[g]),
+                ranks=tuple(ranks[self.rank_offsets[g] : self.rank_offsets[g + 1]]),
+                time_s=float(self.time_s[g]),
+                padded_tokens=int(self.padded_tokens[g]),
+            )
+            for g in range(self.time_s.size)
+        )
+
+
+def place_plan(
+    units: Units,
+    members: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    degrees: NDArray[np.int64],
+    bound_s: float,
+    setting: Setting,
+    *,
+    movable: bool,
+) -> ContextPlan:
+    """Put groups members[offsets[g]:offsets[g+1]] of `degrees` on replicas and time them there.
+
+    Where a ring had to cross nodes and is now the slowest, `movable` units leave it.
+    """
+    tokens, squares, inside_s, outside_s = _group_times(units, members, offsets, degrees, setting)
+    order = np.lexsort((np.arange(degrees.size), -inside_s, -degrees))
+    members, offsets = _reorder(members, offsets, order)
+    degrees, tokens, squares = degrees[order], tokens[order], squares[order]
+    inside_s, outside_s = inside_s[order], outside_s[order]
+    ranks, rank_offsets, crosses = place_groups(
+        degrees, outside_s, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node
+    )
+    seconds = np.where(crosses, outside_s, inside_s)
+    if movable and seconds.max(initial=0.0) > inside_s.max(initial=0.0):
+        grouping = Grouping(
+            group_of=_group_of(members, offsets),
+            degree=degrees,
+            tokens=tokens,
+            squares=squares,
+            seconds=seconds,
+            crosses=crosses,
+            used=np.array([degrees.size]),
+        )
+        improve_groups(units, grouping, bound_s, ROUNDS, setting._replace(placed=True))
+        members, offsets = list_groups(grouping.group_of, degrees.size)
+    samples, sample_offsets = _samples_of(units, members, offsets)
+    return ContextPlan(
+        samples=samples,
+        sample_offsets=sample_offsets,
+        ranks=ranks,
+        rank_offsets=rank_offsets,
+        time_s=seconds,
+        padded_tokens=tokens,
+        lower_bound_s=bound_s,
+    )
+
+
+@kernel
+def _group_of(members: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    group_of = np.empty(members.size, np.int64)
+    for g in range(offsets.size - 1):
+        for place in range(offsets[g], offsets[g + 1]):
+            group_of[members[place]] = g
+    return group_of
+
+
+@kernel
+def _group_times(
+    units: Units,
+    members: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    degrees: NDArray[np.int64],
+    setting: Setting,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Padded Σs, Σ(1+η)s², and seconds inside a node and across nodes, of each group."""
+    groups = degrees.size
+    tokens = np.empty(groups, np.int64)
+    squares = np.empty(groups, np.float64)
+    inside = np.empty(groups, np.float64)
+    outside = np.empty(groups, np.float64)
+    for g in range(groups):
+        size, square = member_sums(units, members, offsets[g], offsets[g + 1], degrees[g])
+        tokens[g] = size
+        squares[g] = square
+        crosses = degrees[g] > setting.ranks_per_node
+        inside[g] = group_seconds(float(size), square, degrees[g], crosses, setting.coefficients)
+        outside[g] = group_seconds(float(size), square, degrees[g], True, setting.coefficients)
+    return tokens, squares, inside, outside
+
+
+@kernel
+def _reorder(
+    members: NDArray[np.int64], offsets: NDArray[np.int64], order: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    moved = np.empty_like(members)
+    ends = np.zeros_like(offsets)
+    end = 0
+    for place in range(order.size):
+        for i in range(offsets[order[place]], offsets[order[place] + 1]):
+            moved[end] = members[i]
+            end += 1
+        ends[place + 1] = end
+    return moved, ends
+
+
+@kernel
+def _samples_of(
+    units: Units, members: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    samples = np.empty(units.samples.size, np.int32)
+    ends = np.zeros_like(offsets)
+    end = 0
+    for g in range(offsets.size - 1):
+        for place in range(offsets[g], offsets[g + 1]):
+            for i in range(units.offsets[members[place]], units.offsets[members[place] + 1]):
+                samples[end] = units.samples[i]
+                end += 1
+        ends[g + 1] = end
+    return samples, ends

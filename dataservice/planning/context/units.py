@@ -1,0 +1,330 @@
+"""Units: what context planning moves around. A unit is one sample, or one pack kept whole.
+
+The kernels of this family share two named tuples: `Units`, the work, and `Setting`, the machine.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dataservice.core.errors import PlanningError
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.cost import (
+    ATTENTION,
+    GROUP,
+    LINEAR,
+    ContextCost,
+    group_seconds,
+    ring_seconds,
+    sequences,
+)
+
+Degrees = Literal["any", "power_of_two"]
+
+
+class Units(NamedTuple):
+    """u units of n sequences. Unit i holds sequences offsets[i]:offsets[i+1].
+
+    `samples` int64[n] the caller's index of each sequence; `tokens` int64[n]; `weights`
+    float64[n], 1+η; `offsets` int64[u+1]; sums over a unit without padding: `total` int64[u],
+    `squares` float64[u] Σ(1+η)s², and `work` float64[u], its replica-seconds at degree 1.
+    """
+
+    samples: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    offsets: NDArray[np.int64]
+    total: NDArray[np.int64]
+    squares: NDArray[np.float64]
+    work: NDArray[np.float64]
+
+
+class Setting(NamedTuple):
+    """N ranks (replicas), the tokens one of them holds, ranks a node, and the cost model. Once
+    groups are `placed`, their ranks are theirs."""
+
+    ranks: int
+    memory_tokens: int
+    ranks_per_node: int
+    power_of_two: bool
+    coefficients: NDArray[np.float64]
+    placed: bool = False
+
+
+@kernel
+def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
+    """Σs and Σ(1+η)s² of a unit once each sequence is padded to a multiple of 2d."""
+    if degree == 1:
+        return units.total[unit], units.squares[unit]
+    chunk = 2 * degree
+    tokens = 0
+    squares = 0.0
+    for i in range(units.offsets[unit], units.offsets[unit + 1]):
+        padded = (units.tokens[i] + chunk - 1) // chunk * chunk
+        tokens += padded
+        squares += units.weights[i] * float(padded) * float(padded)
+    return tokens, squares
+
+
+@kernel
+def degree_seconds(tokens: int, squares: float, degree: int, setting: Setting) -> float:
+    """Time of a group; it crosses nodes when it cannot do otherwise."""
+    crosses = degree > setting.ranks_per_node
+    return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
+
+
+@kernel
+def unit_seconds(units: Units, unit: int, degree: int, setting: Setting) -> float:
+    """Time of a group that holds this unit alone."""
+    tokens, squares = padded_sums(units, unit, degree)
+    return degree_seconds(tokens, squares, degree, setting)
+
+
+@kernel
+def next_degree(degree: int, setting: Setting) -> int:
+    return 2 * degree if setting.power_of_two else degree + 1
+
+
+@kernel
+def least_degree(units: Units, unit: int, setting: Setting) -> int:
+    """The smallest degree whose ranks hold the unit, padding counted; ranks+1 if none does."""
+    degree = 1
+    if not setting.power_of_two:
+        degree = max(1, -(-units.total[unit] // setting.memory_tokens))
+    while degree <= setting.ranks:
+        tokens, _ = padded_sums(units, unit, degree)
+        if tokens <= setting.memory_tokens * degree:
+            return degree
+        degree = next_degree(degree, setting)
+    return setting.ranks + 1
+
+
+@kernel
+def least_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
+    """`least_degree` of every unit: int64[u]."""
+    least = np.empty(units.total.size, np.int64)
+    for unit in range(units.total.size):
+        least[unit] = least_degree(units, unit, setting)
+    return least
+
+
+@kernel
+def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
+    """A time that no degree from `degree` on beats, 0 while the ring may still get no slower: one
+    that crosses nodes only slows down as it widens."""
+    if degree <= setting.ranks_per_node:
+        return 0.0
+    ring = ring_seconds(float(units.total[unit]), degree, True, setting.coefficients)
+    return float(setting.coefficients[GROUP] + ring)
+
+
+@kernel
+def fastest_seconds(
+    units: Units, unit: int, least: int, enough_s: float, setting: Setting
+) -> float:
+    """min_d T(d) of one unit, or any T(d) ≤ `enough_s` as soon as one is met."""
+    # The degree that would just be enough without ring and padding is the likeliest to be it.
+    budget = enough_s - setting.coefficients[GROUP]
+    if budget > 0 and not setting.power_of_two:
+        likely = max(least, int(units.work[unit] / budget) + 1)
+        if likely <= setting.ranks:
+            seconds = unit_seconds(units, unit, likely, setting)
+            if seconds <= enough_s:
+                return seconds
+    best = np.inf
+    degree = least
+    while degree <= setting.ranks and best > enough_s:
+        best = min(best, unit_seconds(units, unit, degree, setting))
+        if ring_floor(units, unit, degree, setting) >= best:
+            break
+        degree = next_degree(degree, setting)
+    return best
+
+
+@kernel
+def long_units_s(
+    units: Units, least: NDArray[np.int64], short_work_s: float, setting: Setting
+) -> NDArray[np.float64]:
+    """About min_d T(d) of each unit float64[u], from degrees a sixth apart; 0 for units of one rank
+    whose work is short."""
+    seconds = np.zeros(units.total.size, np.float64)
+    for unit in range(units.total.size):
+        if least[unit] == 1 and units.work[unit] <= short_work_s:
+            continue
+        seconds[unit] = unit_seconds(units, unit, least[unit], setting)
+        degree = least[unit]
+        while degree < setting.ranks:
+            wider = next_degree(degree, setting)
+            if not setting.power_of_two:
+                wider = min(setting.ranks, max(wider, degree + degree // 6))
+            if degree < setting.ranks_per_node:
+                wider = min(wider, setting.ranks_per_node)
+            degree = wider
+            if degree <= setting.ranks:
+                seconds[unit] = min(seconds[unit], unit_seconds(units, unit, degree, setting))
+    return seconds
+
+
+@kernel
+def list_groups(
+    group_of: NDArray[np.int64], groups: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Members int64[u] of every non-empty group end to end, by index, and offsets int64[G+1]."""
+    sizes = np.zeros(groups, np.int64)
+    for group in group_of:
+        sizes[group] += 1
+    start = np.zeros(groups, np.int64)
+    offsets = np.zeros(groups + 1, np.int64)
+    kept = 0
+    for group in range(groups):
+        if sizes[group] > 0:
+            start[group] = offsets[kept]
+            offsets[kept + 1] = offsets[kept] + sizes[group]
+            kept += 1
+    members = np.empty(group_of.size, np.int64)
+    for unit in range(group_of.size):
+        members[start[group_of[unit]]] = unit
+        start[group_of[unit]] += 1
+    return members, offsets[: kept + 1].copy()
+
+
+@kernel
+def unit_sums(
+    tokens: NDArray[np.int64], weights: NDArray[np.float64], offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Σs int64[u] and Σ(1+η)s² float64[u] of each unit, without padding."""
+    total = np.empty(offsets.size - 1, np.int64)
+    squares = np.empty(offsets.size - 1, np.float64)
+    for unit in range(total.size):
+        size = 0
+        square = 0.0
+        for i in range(offsets[unit], offsets[unit + 1]):
+            size += tokens[i]
+            square += weights[i] * float(tokens[i]) * float(tokens[i])
+        total[unit] = size
+        squares[unit] = square
+    return total, squares
+
+
+def make_units(
+    tokens: ArrayLike,
+    full_attention: ArrayLike | None,
+    cost: ContextCost,
+    packs: ArrayLike | None = None,
+) -> Units:
+    """One unit a sample, or one a pack of `packs` int[n] (pack of each sample)."""
+    lengths, weights = sequences(tokens, full_attention)
+    count = lengths.size
+    if packs is None:
+        return _assemble(np.arange(count), lengths, weights, np.arange(count + 1), cost)
+    pack_of = np.asarray(packs)
+    if pack_of.shape != (count,) or (count and pack_of.dtype.kind not in "iu"):
+        raise PlanningError(
+            f"packs has shape {pack_of.shape} and type {pack_of.dtype} for {count} samples; "
+            "give the pack of each sample as an integer"
+        )
+    if count and pack_of.min() < 0:
+        raise PlanningError(f"packs has {pack_of.min()}; every sample needs a pack, 0 or above")
+    if count and pack_of.max() > 16 * count + 1024:
+        pack_of = np.unique(pack_of, return_inverse=True)[1]  # few packs with large names
+    samples, offsets = list_groups(pack_of.astype(np.int64), int(pack_of.max(initial=-1)) + 1)
+    return _assemble(samples, lengths[samples], weights[samples], offsets, cost)
+
+
+def _assemble(
+    samples: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    offsets: NDArray[np.int64],
+    cost: ContextCost,
+) -> Units:
+    total, squares = unit_sums(tokens, weights, offsets)
+    coefficients = cost.coefficients
+    work = coefficients[ATTENTION] * squares + coefficients[LINEAR] * total
+    return Units(samples, tokens, weights, offsets, total, squares, work)
+
+
+@kernel
+def _gather(units: Units, chosen: NDArray[np.int64]) -> Units:
+    count = 0
+    for unit in chosen:
+        count += units.offsets[unit + 1] - units.offsets[unit]
+    samples = np.empty(count, np.int64)
+    tokens = np.empty(count, np.int64)
+    weights = np.empty(count, np.float64)
+    offsets = np.zeros(chosen.size + 1, np.int64)
+    end = 0
+    for place in range(chosen.size):
+        for i in range(units.offsets[chosen[place]], units.offsets[chosen[place] + 1]):
+            samples[end] = units.samples[i]
+            tokens[end] = units.tokens[i]
+            weights[end] = units.weights[i]
+            end += 1
+        offsets[place + 1] = end
+    return Units(
+        samples,
+        tokens,
+        weights,
+        offsets,
+        units.total[chosen],
+        units.squares[chosen],
+        units.work[chosen],
+    )
+
+
+def select_units(units: Units, chosen: NDArray[np.int64]) -> Units:
+    """The units `chosen` int64[k], in that order."""
+    return Units(*_gather(units, chosen))
+
+
+def make_setting(
+    *,
+    ranks: int,
+    memory_tokens: int,
+    cost: ContextCost,
+    ranks_per_node: int | None,
+    degrees: Degrees,
+) -> Setting:
+    """Validated machine. Without `ranks_per_node` no group crosses a node."""
+    if ranks < 1:
+        raise PlanningError(f"ranks is {ranks}; give at least 1 model replica")
+    if memory_tokens < 1:
+        raise PlanningError(
+            f"memory_tokens is {memory_tokens}; a replica must hold at least 1 token: raise it"
+        )
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise PlanningError(f"ranks_per_node is {ranks_per_node}; give at least 1, or None")
+    if degrees not in ("any", "power_of_two"):
+        raise PlanningError(f"degrees is {degrees!r}; choose 'any' or 'power_of_two'")
+    node = int(ranks) if ranks_per_node is None else int(ranks_per_node)
+    return Setting(
+        int(ranks), int(memory_tokens), node, degrees == "power_of_two", cost.coefficients
+    )
+
+
+def fitting_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
+    """Least degree of each unit int64[u]. Raises PlanningError if one fits no number of ranks."""
+    least = least_degrees(units, setting)
+    if least.size and least.max() > setting.ranks:
+        unit = int(np.argmax(least > setting.ranks))
+        raise PlanningError(_too_long(units, unit, setting))
+    return least
+
+
+def _too_long(units: Units, unit: int, setting: Setting) -> str:
+    ranks, memory = setting.ranks, setting.memory_tokens
+    first, last = units.offsets[unit], units.offsets[unit + 1]
+    total = int(units.total[unit])
+    what = (
+        f"sample {units.samples[first]} has {total} tokens"
+        if last - first == 1
+        else f"the pack of sample {units.samples[first]} has {total} tokens"
+    )
+    wanted = setting._replace(ranks=1 << 40, ranks_per_node=1 << 40)
+    needed = int(least_degree(units, unit, wanted))
+    return (
+        f"{what}; {ranks} replicas of {memory} tokens hold {ranks * memory} (padding to twice the "
+        f"degree included): give {needed} replicas, raise memory_tokens to about "
+        f"{-(-total // ranks) + 2 * (last - first)}, or shorten it"
+    )

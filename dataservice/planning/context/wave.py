@@ -1,0 +1,136 @@
+"""One wave solved: group, improve, set degrees, place."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.build import (
+    best_groups,
+    best_static_groups,
+    empty_grouping,
+    makespan,
+    regroup,
+    static_groups,
+)
+from dataservice.planning.context.degrees_dp import solve_dp
+from dataservice.planning.context.degrees_threshold import raise_degrees, time_table
+from dataservice.planning.context.improve import ROUNDS, improve_groups
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.plan import ContextPlan, place_plan
+from dataservice.planning.context.units import Setting, Units, list_groups
+from dataservice.planning.kernels.sort import argsort_descending
+
+Solver = Literal["threshold", "dp"]
+
+# Groupings this close to the bound are not improved further.
+ENOUGH = 1.001
+NEAR = 1.002  # and beyond this, fixed degrees are tried as another start
+
+
+def solve_wave(
+    units: Units,
+    least: NDArray[np.int64],
+    packed: tuple[NDArray[np.int64], NDArray[np.int64]],
+    setting: Setting,
+    solver: Solver,
+    whole: bool,
+) -> ContextPlan:
+    """Plan units whose `packed` groups (group_of, least degree) fit the ranks; `whole` units are
+    never put together. O(u·log N) for each of about a dozen builds, plus the improvement."""
+    bound_s = wave_bound(units, least, setting)
+    if whole:
+        alone = np.arange(units.total.size)
+        return _finish(units, alone, alone.size, bound_s, setting, solver, False)
+    order = argsort_descending(units.work)
+    group_of, groups, found_s = _search(units, order, least, packed[0], packed[1], bound_s, setting)
+    plan = _finish(units, group_of, groups, bound_s, setting, solver, True)
+    if plan.makespan_s <= found_s * (1 + 1e-9):
+        return plan
+    # Placement may force a ring over nodes that the search thought inside one; a fixed degree
+    # that divides the nodes never suffers that, so it bounds the damage.
+    static = _best_static(units, order, bound_s, setting)
+    return static if static is not None and static.makespan_s < plan.makespan_s else plan
+
+
+def _finish(
+    units: Units,
+    group_of: NDArray[np.int64],
+    groups: int,
+    bound_s: float,
+    setting: Setting,
+    solver: Solver,
+    movable: bool,
+) -> ContextPlan:
+    """Degrees by the chosen solver, then placement."""
+    members, offsets = list_groups(group_of, groups)
+    if solver == "dp":
+        degrees = solve_dp(time_table(units, members, offsets, setting), setting.ranks)
+    else:
+        degrees = raise_degrees(units, members, offsets, setting)
+    return place_plan(units, members, offsets, degrees, bound_s, setting, movable=movable)
+
+
+def static_wave(
+    units: Units,
+    packed: tuple[NDArray[np.int64], NDArray[np.int64]],
+    degree: int,
+    bound_s: float,
+    setting: Setting,
+) -> ContextPlan:
+    """Every group at one degree: units spread by falling work where memory allows it, else as
+    `packed`."""
+    spread = _static(units, argsort_descending(units.work), degree, bound_s, setting)
+    members, offsets = list_groups(packed[0], packed[1].size)
+    as_packed = place_plan(units, members, offsets, packed[1], bound_s, setting, movable=False)
+    return spread if spread and spread.makespan_s < as_packed.makespan_s else as_packed
+
+
+def _static(
+    units: Units, order: NDArray[np.int64], degree: int, bound_s: float, setting: Setting
+) -> ContextPlan | None:
+    grouping = empty_grouping(units.total.size, setting.ranks)
+    if not np.isfinite(static_groups(units, order, degree, setting, grouping)):
+        return None
+    members, offsets = list_groups(grouping.group_of, int(grouping.used[0]))
+    degrees = np.full(offsets.size - 1, degree, np.int64)
+    return place_plan(units, members, offsets, degrees, bound_s, setting, movable=False)
+
+
+def _best_static(
+    units: Units, order: NDArray[np.int64], bound_s: float, setting: Setting
+) -> ContextPlan | None:
+    best: ContextPlan | None = None
+    for degree in range(1, setting.ranks + 1):
+        if setting.ranks % degree or (setting.power_of_two and degree & (degree - 1)):
+            continue
+        plan = _static(units, order, degree, bound_s, setting)
+        if plan is not None and (best is None or plan.makespan_s < best.makespan_s):
+            best = plan
+    return best
+
+
+@kernel
+def _search(
+    units: Units,
+    order: NDArray[np.int64],
+    least: NDArray[np.int64],
+    packed_of: NDArray[np.int64],
+    packed_degree: NDArray[np.int64],
+    bound_s: float,
+    setting: Setting,
+) -> tuple[NDArray[np.int64], int, float]:
+    """Best grouping found: group of each unit, number of groups, makespan."""
+    best = empty_grouping(units.total.size, setting.ranks)
+    regroup(units, packed_of, packed_degree, setting, best)
+    best_groups(units, order, least, bound_s, ENOUGH, setting, best)
+    improve_groups(units, best, bound_s * ENOUGH, ROUNDS, setting)
+    found = makespan(best)
+    if found > bound_s * NEAR:
+        # One degree for all is a better start where rings are cheap and samples few.
+        static = empty_grouping(units.total.size, setting.ranks)
+        if best_static_groups(units, order, found, setting, static) < found:
+            improve_groups(units, static, bound_s * ENOUGH, ROUNDS, setting)
+            best = static
+    return best.group_of, best.used[0], makespan(best)

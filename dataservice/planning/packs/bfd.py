@@ -1,0 +1,212 @@
+"""Best-fit decreasing in two dimensions, text and vision tokens.
+
+Open packs are filed by the room they have left: a row for vision room (one a tile where lengths
+come in tiles) and in each row up to 4,096 columns of text room, a bit set where a pack is filed.
+The tightest pack in a row is the first set bit at or right of the sample's need:
+
+    text room →        · · ■ · ■ · · ■
+    vision room ↓      · · · · · ■ · ·      two look-ups a row, whatever the number of packs
+"""
+
+import numba
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
+
+_MOST_ROWS = 64
+_MOST_WORDS = 64  # of 64 columns each; one summary word a row has a bit for every word
+_LOOKS = 8  # packs tried in a border cell, where room is only known to the cell
+
+
+@numba.njit(cache=True, nogil=True)
+def _lowest_bit(mask: np.uint64) -> int:
+    position = 0
+    width = 32
+    while width > 0:
+        if mask & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)) == 0:
+            mask >>= np.uint64(width)
+            position += width
+        width >>= 1
+    return position
+
+
+@numba.njit(cache=True, nogil=True)
+def _next_column(
+    words: NDArray[np.uint64], summary: NDArray[np.uint64], row: int, start: int
+) -> int:
+    """First set column of a row at or after `start`, or −1."""
+    word = start >> 6
+    if word >= words.shape[1]:
+        return -1
+    rest = words[row, word] >> np.uint64(start & 63)
+    if rest != 0:
+        return start + _lowest_bit(rest)
+    if word == 63:
+        return -1
+    later = summary[row] >> np.uint64(word + 1)
+    if later == 0:
+        return -1
+    word += 1 + _lowest_bit(later)
+    return (word << 6) + _lowest_bit(words[row, word])
+
+
+@numba.njit(cache=True, nogil=True)
+def _file(
+    pack: int,
+    row: int,
+    column: int,
+    head: NDArray[np.int32],
+    after: NDArray[np.int32],
+    before: NDArray[np.int32],
+    words: NDArray[np.uint64],
+    summary: NDArray[np.uint64],
+) -> None:
+    first = head[row, column]
+    after[pack] = first
+    before[pack] = -1
+    if first >= 0:
+        before[first] = pack
+    head[row, column] = pack
+    words[row, column >> 6] |= np.uint64(1) << np.uint64(column & 63)
+    summary[row] |= np.uint64(1) << np.uint64(column >> 6)
+
+
+@numba.njit(cache=True, nogil=True)
+def _take_out(
+    pack: int,
+    row: int,
+    column: int,
+    head: NDArray[np.int32],
+    after: NDArray[np.int32],
+    before: NDArray[np.int32],
+    words: NDArray[np.uint64],
+    summary: NDArray[np.uint64],
+) -> None:
+    if after[pack] >= 0:
+        before[after[pack]] = before[pack]
+    if before[pack] >= 0:
+        after[before[pack]] = after[pack]
+        return
+    head[row, column] = after[pack]
+    if after[pack] < 0:
+        words[row, column >> 6] &= ~(np.uint64(1) << np.uint64(column & 63))
+        if words[row, column >> 6] == 0:
+            summary[row] &= ~(np.uint64(1) << np.uint64(column >> 6))
+
+
+@numba.njit(cache=True, nogil=True)
+def _best_fit(
+    order: NDArray[np.int64],
+    text: NDArray[np.int64],
+    vision: NDArray[np.int64],
+    max_text: int,
+    max_vision: int,
+    grain: int,
+    first_pack: int,
+    pack_of: NDArray[np.int64],
+) -> int:
+    n = order.size
+    room_text = np.empty(n, np.int64)
+    room_vision = np.empty(n, np.int64)
+    after = np.empty(n, np.int32)
+    before = np.empty(n, np.int32)
+    row_width = grain if max_vision // grain < _MOST_ROWS else max_vision // _MOST_ROWS + 1
+    row_count = max_vision // row_width + 1
+    word_count = min(_MOST_WORDS, max(4, n // 64))
+    column_width = max_text // (64 * word_count) + 1
+    head = np.full((row_count, 64 * word_count), -1, np.int32)
+    words = np.zeros((row_count, word_count), np.uint64)
+    summary = np.zeros(row_count, np.uint64)
+    text_share = column_width / max_text
+    vision_share = row_width / max(max_vision, 1)
+    opened = 0
+    for k in range(n):
+        sample = order[k]
+        need_text, need_vision = text[sample], vision[sample]
+        column_from = need_text // column_width
+        row_from = need_vision // row_width
+        found, found_row, found_column = -1, -1, -1
+        least = np.inf
+        for row in range(row_from, row_count):
+            if (row - row_from) * vision_share >= least:
+                break
+            column = _next_column(words, summary, row, column_from)
+            while column >= 0:
+                waste = (row - row_from) * vision_share + (column - column_from) * text_share
+                if waste >= least:
+                    break
+                pack = head[row, column]
+                looks = 0
+                while pack >= 0 and looks < _LOOKS:
+                    if room_text[pack] >= need_text and room_vision[pack] >= need_vision:
+                        found, found_row, found_column, least = pack, row, column, waste
+                        break
+                    pack = after[pack]
+                    looks += 1
+                column = _next_column(words, summary, row, column + 1)
+        if found < 0:
+            found = opened
+            opened += 1
+            room_text[found] = max_text
+            room_vision[found] = max_vision
+        else:
+            _take_out(found, found_row, found_column, head, after, before, words, summary)
+        room_text[found] -= need_text
+        room_vision[found] -= need_vision
+        pack_of[sample] = first_pack + found
+        row = room_vision[found] // row_width
+        column = room_text[found] // column_width
+        _file(found, row, column, head, after, before, words, summary)
+    return opened
+
+
+def pack_by_best_fit(
+    order: NDArray[np.int64],
+    text: NDArray[np.int64],
+    vision: NDArray[np.int64],
+    max_text: int,
+    max_vision: int,
+    first_pack: int,
+    pack_of: NDArray[np.int64],
+) -> int:
+    """Write the pack of every sample in `order`, numbering from `first_pack`; returns how many
+    packs were opened. Every sample must fit alone. A few dozen word operations a sample."""
+    grain = max(int(np.gcd.reduce(vision[order])), 1) if order.size else 1
+    return int(_best_fit(order, text, vision, max_text, max_vision, grain, first_pack, pack_of))
+
+
+def by_falling_need(
+    text: NDArray[np.int64], vision: NDArray[np.int64], max_text: int, max_vision: int
+) -> NDArray[np.int64]:
+    """Samples by their larger share of a limit, largest first."""
+    return argsort_descending(np.maximum(text / max(max_text, 1), vision / max(max_vision, 1)))
+
+
+def pack_bfd(
+    text_tokens: ArrayLike,
+    vision_tokens: ArrayLike,
+    *,
+    max_text: int,
+    max_vision: int,
+) -> Packing:
+    """Pack samples by two-dimensional best-fit decreasing.
+
+    `text_tokens`, `vision_tokens` [n] lengths; no pack exceeds `max_text` or `max_vision` tokens
+    but those of one oversize sample, which come last. All packs within the limits are satisfied.
+    Raises PlanningError on bad input. O(n log n), about a microsecond a sample.
+    """
+    text, vision = check_pair(text_tokens, vision_tokens)
+    max_text = check_limit(max_text, "max_text", least=1)
+    max_vision = check_limit(max_vision, "max_vision", least=0)
+    fits = (text <= max_text) & (vision <= max_vision)
+    inside = np.flatnonzero(fits)
+    pack_of = np.empty(text.size, np.int64)
+    order = inside[by_falling_need(text[inside], vision[inside], max_text, max_vision)]
+    opened = pack_by_best_fit(order, text, vision, max_text, max_vision, 0, pack_of)
+    alone = np.flatnonzero(~fits)
+    pack_of[alone] = opened + np.arange(alone.size)
+    return to_packing(
+        pack_of, text, vision, max_text=max_text, max_vision=max_vision, min_text=0, min_vision=0
+    )

@@ -1,0 +1,47 @@
+"""Compile every packing, partition and exchange kernel before the first step needs it.
+
+Compiled code is cached on disk, so only the first start after an install takes long. The cache of
+a kernel notices edits of its own file only: after editing a helper used across files, remove
+`__pycache__`.
+"""
+
+import numpy as np
+
+from dataservice.planning.loads.conv import balance_conv
+from dataservice.planning.loads.padded import balance_padded
+from dataservice.planning.loads.partition import ALGORITHMS, partition
+from dataservice.planning.nodes.balance import balance_nodewise
+from dataservice.planning.nodes.exchange import compose_exchange
+from dataservice.planning.nodes.rearrange import rearrange_nodewise
+from dataservice.planning.packs.bfd import pack_bfd
+from dataservice.planning.packs.isf import pack_isf
+from dataservice.planning.packs.waves import assign_packs_to_waves
+
+
+def warm_kernels() -> None:
+    """Plan a few made-up lengths by every algorithm. Seconds at first, then milliseconds."""
+    lengths = (np.arange(97, dtype=np.int64) * 7919) % 89 + 1
+    small = lengths[:7]
+    for algorithm in ALGORITHMS:
+        for equal_count in (False, True):
+            partition(lengths, 8, algorithm=algorithm, equal_count=equal_count)
+            partition(small, 3, algorithm=algorithm, equal_count=equal_count)
+            partition(
+                lengths,
+                8,
+                algorithm=algorithm,
+                equal_count=equal_count,
+                sizes=lengths,
+                capacity=600,
+            )
+    balance_padded(lengths, 8, beta=0.1)
+    balance_conv(lengths, 8, alpha=1.0, lam=0.01)
+    tiles = lengths % 3 + 1
+    pack_isf(lengths, tiles, max_text=400, max_vision=9, min_text=380)
+    pack_bfd(lengths, tiles, max_text=400, max_vision=9)
+    assign_packs_to_waves(np.stack((lengths, lengths[::-1]), axis=1), replicas=8)
+    home = np.arange(97, dtype=np.int64) % 8
+    balance_nodewise(lengths, home, lengths, 8, 4, tolerance=0.0)
+    volume = (np.arange(64, dtype=np.int64) * 7919 % 83).reshape(8, 8)
+    rearrange_nodewise(volume, 4, method="search")
+    compose_exchange(home, home[::-1], lengths)
