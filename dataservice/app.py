@@ -11,6 +11,7 @@ A newcomer's path: this file → engine/loop.py → planning/compose.py.
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -126,6 +127,7 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
         options=spec.plan,
         pipeline=_worker_pipeline(spec),
         ready_steps=spec.ready_steps,
+        order=_sample_order(catalog, spec),
         limits=_isf_limits(catalog, spec.plan),
         require_current=lambda: require_same_index(
             spec.sources, spec.index, load_pipeline().fingerprint, catalog.fingerprint
@@ -134,6 +136,12 @@ def open_job(record: JobRecord, *, custom_processors: dict[str, str]) -> JobSetu
         pipeline_stages=spec.topology.pipeline_parallel,
         replicas_per_node=spec.topology.replicas_per_node,
     )
+
+
+def _sample_order(catalog: IndexedCatalog, spec: JobSpec) -> str:
+    """Names the order in which the mixture yields samples: what decides it, digested."""
+    decides = (catalog.fingerprint, spec.seed, [source.weight for source in spec.sources])
+    return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
 
 
 def _isf_limits(catalog: IndexedCatalog, options: PlanOptions) -> IsfLimits | None:

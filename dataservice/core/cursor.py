@@ -14,13 +14,15 @@ class Cursor:
 
     `epoch` and `position` (samples already drawn in that epoch) are where the current
     *window* begins; `step_in_window` counts the steps of that window already consumed.
-    Small, and all that a checkpoint has to keep.
+    `order` names the order of samples that these places are in: another index, seed or weights
+    give another. Small, and all that a checkpoint has to keep.
     """
 
     step: int = 0
     epoch: int = 0
     position: int = 0
     step_in_window: int = 0
+    order: str = ""
 
     def to_json(self) -> str:
         """The form stored in checkpoints and the ledger."""
@@ -42,10 +44,11 @@ class Cursor:
                 f"{CURSOR_VERSION}. Resume with the release that wrote it."
             )
         try:
-            return Cursor(**{name: int(value) for name, value in fields.items()})
-        except (TypeError, ValueError) as error:
+            order = str(fields.pop("order"))
+            return Cursor(order=order, **{name: int(value) for name, value in fields.items()})
+        except (KeyError, TypeError, ValueError) as error:
             raise CursorMismatchError(
                 f"the checkpoint's cursor {text[:120]!r} has other fields than "
-                "step, epoch, position, step_in_window. Load the state_dict that "
+                "step, epoch, position, step_in_window, order. Load the state_dict that "
                 "ShardDataset gave."
             ) from error

@@ -28,7 +28,7 @@ from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExpl
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.loop import AttemptLoop
-from dataservice.engine.planner import check_fits, plan_step
+from dataservice.engine.planner import check_fits, in_order, plan_step
 from dataservice.engine.setup import JobSetup
 
 log = logging.getLogger(__name__)
@@ -217,6 +217,7 @@ class Coordinator:
         topology.replica_of(rank)
         if rejoin_attempt:
             return self._rejoin(running, rank, world_size, client, rejoin_attempt)
+        cursor = in_order(cursor, setup)
         await asyncio.to_thread(check_fits, setup, topology)
         await self._require_current(running, setup)
         attempt = self._forming_attempt(running, rank, client, topology, cursor)

@@ -4,12 +4,12 @@
 cursor alone, before topology is looked at.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import PlanningError
+from dataservice.core.errors import CursorMismatchError, PlanningError
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Draw
 from dataservice.core.topology import Topology
@@ -67,15 +67,17 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     mine = np.flatnonzero(step_of == cursor.step_in_window)
     samples = StepSamples(sample_ids=ids[mine], epoch=epoch[mine], lengths=lengths.take(mine))
     if cursor.step_in_window + 1 < len(draws):
-        return samples, Cursor(
-            step=cursor.step + 1,
-            epoch=cursor.epoch,
-            position=cursor.position,
-            step_in_window=cursor.step_in_window + 1,
+        next_cursor = replace(
+            cursor, step=cursor.step + 1, step_in_window=cursor.step_in_window + 1
         )
+        return samples, next_cursor
     end = draws[-1]
-    return samples, Cursor(
-        step=cursor.step + 1, epoch=end.next_epoch, position=end.next_position, step_in_window=0
+    return samples, replace(
+        cursor,
+        step=cursor.step + 1,
+        epoch=end.next_epoch,
+        position=end.next_position,
+        step_in_window=0,
     )
 
 
@@ -104,3 +106,16 @@ def check_fits(setup: JobSetup, topology: Topology) -> None:
             f"{held} together. Start more ranks, raise plan.memory_tokens, or set "
             "pipeline.max_sample_tokens and index again to leave such samples out."
         )
+
+
+def in_order(cursor: Cursor, setup: JobSetup) -> Cursor:
+    """The cursor, marked with the job's order of samples. Raises CursorMismatchError when it
+    was made in another, where its place would mean other samples."""
+    if cursor.order not in ("", setup.order):
+        raise CursorMismatchError(
+            f"the checkpoint at step {cursor.step} was made in sample order {cursor.order}, job "
+            f"{setup.record.name!r} now has order {setup.order}: its sources, their weights or "
+            "its seed are others. Resuming would lose some samples and repeat others; restore "
+            "them, or start from the beginning."
+        )
+    return replace(cursor, order=setup.order)

@@ -17,6 +17,7 @@ class JobSetup:
     `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
     `ready_steps` is how far planning and decoding may run ahead of the slowest rank; `limits`
     are of all the job's samples, where its options pack by ISF.
+    `order` names the order of samples, which checkpoints must agree on.
     `require_current` raises IndexStaleError or SourceError once the index no longer describes
     its sources; it lists files, so it is called once an attempt.
     """
@@ -28,6 +29,7 @@ class JobSetup:
     options: PlanOptions
     pipeline: str
     ready_steps: int
+    order: str = ""
     limits: IsfLimits | None = None
     require_current: Callable[[], None] = lambda: None
     ranks_per_replica: int = 1

@@ -5,7 +5,7 @@ from dataservice.core.errors import CursorMismatchError
 
 
 def test_a_cursor_survives_its_checkpoint_form():
-    cursor = Cursor(step=7, epoch=1, position=96, step_in_window=3)
+    cursor = Cursor(step=7, epoch=1, position=96, step_in_window=3, order="a1")
     assert Cursor.from_json(cursor.to_json()) == cursor
 
 

@@ -251,6 +251,17 @@ async def test_a_sample_that_no_world_of_this_size_holds_is_refused_at_the_start
         await open_rank(coordinator, 0, world=1)
 
 
+async def test_a_checkpoint_of_another_order_of_samples_is_refused(store, books):
+    coordinator = make_coordinator(store, books, replace(make_setup(), order="new"))
+    await coordinator.submit("job", "")
+    with pytest.raises(CursorMismatchError, match="made in sample order old, job 'job' now has"):
+        await open_rank(coordinator, 0, cursor=Cursor(step=4, position=64, order="old"))
+    sessions = await open_all(coordinator)
+    (shard,) = await train(coordinator, sessions, 0, 1)
+    assert Cursor.from_json(shard.cursor_after).order == "new"
+    await coordinator.stop()
+
+
 async def test_a_forming_attempt_that_everyone_leaves_is_forgotten(store, books):
     coordinator = make_coordinator(store, books, make_setup())
     await coordinator.submit("job", "")

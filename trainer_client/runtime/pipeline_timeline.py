@@ -1,0 +1,147 @@
+"""When each action of a pipeline step ran: measured here, simulated by the planner, overlaid.
+
+Axes are those of the planner's simulator: ``[microbatch, model chunk, 2]``, forward at 0 and
+backward at 1, seconds; chunk c runs on stage c mod p. So its arrays make a ``Timeline`` too,
+and a measured one gives back the durations that it simulates with.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float64]
+
+IDLE = "·"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """A pipeline step: ``start_s``, ``end_s`` float64[microbatch, chunk, 2].
+
+    An action starts when its input has arrived, so waiting for another stage lies between
+    actions; waiting for other replicas (a ring, an exchange) lies inside.
+    """
+
+    stages: int
+    start_s: Floats
+    end_s: Floats
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end."""
+        return float(self.end_s.max() - self.start_s.min()) if self.end_s.size else 0.0
+
+    @property
+    def forward_s(self) -> Floats:
+        """Durations [microbatch, chunk], as the simulator takes them."""
+        return self.end_s[..., 0] - self.start_s[..., 0]
+
+    @property
+    def backward_s(self) -> Floats:
+        """Durations [microbatch, chunk]."""
+        return self.end_s[..., 1] - self.start_s[..., 1]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the stages' time in which they ran nothing."""
+        busy_s = float(self.forward_s.sum() + self.backward_s.sum())
+        whole_s = self.stages * self.makespan_s
+        return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
+
+
+def gantt(timelines: Mapping[str, Timeline], *, columns: int = 96) -> str:
+    """Timelines of the same pipeline as text, one under the other on one axis of seconds.
+
+    A line a stage: 0-9 is the forward of the microbatch with that last digit, a-j its
+    backward, a dot is idle.
+
+        stage 0  measured   000111aaa·222bbb...
+                 simulated  000111·aaa222bbb...
+    """
+    longest_s = max((each.makespan_s for each in timelines.values()), default=0.0)
+    width = max((len(name) for name in timelines), default=0)
+    lines = []
+    for stage in range(max((each.stages for each in timelines.values()), default=0)):
+        for number, (name, each) in enumerate(timelines.items()):
+            head = f"stage {stage}" if number == 0 else ""
+            row = _row(each, stage, longest_s, columns)
+            lines.append(f"{head:<9}{name:<{width}}  {row}")
+    lines += [
+        f"{name}: {each.makespan_s:.4g} s, {each.bubble_fraction:.1%} bubble"
+        for name, each in timelines.items()
+    ]
+    return "\n".join(lines)
+
+
+def _row(timeline: Timeline, stage: int, longest_s: float, columns: int) -> str:
+    row = [IDLE] * columns
+    if longest_s <= 0:
+        return "".join(row)
+    begin_s = timeline.start_s.min()
+    for microbatch in range(timeline.start_s.shape[0]):
+        for chunk in range(stage, timeline.start_s.shape[1], timeline.stages):
+            for kind in range(2):
+                first, last = (
+                    round((moment[microbatch, chunk, kind] - begin_s) / longest_s * columns)
+                    for moment in (timeline.start_s, timeline.end_s)
+                )
+                mark = ("0123456789", "abcdefghij")[kind][microbatch % 10]
+                row[first:last] = mark * (last - first)
+    return "".join(row)
+
+
+class Clock(Protocol):
+    """Marks moments of a step; read afterwards, in seconds since the clock was made."""
+
+    def mark(self) -> int:
+        """Note this moment; returns its number."""
+        ...
+
+    def read(self) -> list[float]:
+        """Every moment noted."""
+        ...
+
+
+def start_clock(device: torch.device) -> Clock:
+    """Of the device that computes: the host for CPU, its current stream for CUDA."""
+    return _StreamClock(device) if device.type == "cuda" else _HostClock()
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._origin_s = time.perf_counter()
+        self._moments_s: list[float] = []
+
+    def mark(self) -> int:
+        self._moments_s.append(time.perf_counter() - self._origin_s)
+        return len(self._moments_s) - 1
+
+    def read(self) -> list[float]:
+        return self._moments_s
+
+
+class _StreamClock:
+    """The host only enqueues work, so moments are events on its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._origin = self._event()
+        self._moments: list[torch.cuda.Event] = []
+
+    def mark(self) -> int:
+        self._moments.append(self._event())
+        return len(self._moments) - 1
+
+    def read(self) -> list[float]:
+        self._stream.synchronize()
+        return [self._origin.elapsed_time(moment) / 1e3 for moment in self._moments]
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)  # type: ignore[no-untyped-call]
+        return event
