@@ -178,6 +178,7 @@ def loss_table(rows: list[Row]) -> Table:
 class Balance:
     """What one strategy gives over all steps."""
 
+    degrees: str
     predicted_s: float
     pad_ratio: float
     dist_llm: float
@@ -189,7 +190,8 @@ def strategy_table(setup: JobSetup) -> Table:
     """The same steps under each strategy."""
     longest = int(setup.catalog.lengths(np.arange(setup.catalog.samples)).llm_tokens.max())
     table = Table(title="the same steps, predicted, under each strategy (means over steps)")
-    for name in ("strategy", "step s", "speed", "pad", "dist LLM", "dist vision", "load gap"):
+    names = ("strategy", "CP", "step s", "speed", "pad", "dist LLM", "dist vision", "load gap")
+    for name in names:
         table.add_column(name, justify="left" if name == "strategy" else "right")
     base_s = 0.0
     for title, strategy in STRATEGIES.items():
@@ -197,6 +199,7 @@ def strategy_table(setup: JobSetup) -> Table:
         base_s = base_s or balance.predicted_s
         table.add_row(
             title,
+            balance.degrees,
             f"{balance.predicted_s:.3f}",
             f"{base_s / balance.predicted_s:.2f}x",
             f"{balance.pad_ratio:.1%}",
@@ -213,7 +216,9 @@ def balance_of(setup: JobSetup, strategy: Strategy, longest_tokens: int) -> Bala
     if options.stages.context == "static":
         options = replace(options, static_degree=options.static_degree_for(longest_tokens, RANKS))
     made = list(plans(setup, options))
+    degrees = sorted({int(degree) for plan in made for degree in plan.pack_degree})
     return Balance(
+        degrees=f"{degrees[0]}-{degrees[-1]}" if len(degrees) > 1 else str(degrees[0]),
         predicted_s=float(np.mean([plan.predicted_s for plan in made])),
         pad_ratio=float(np.mean([pad_of(plan, options) for plan in made])),
         dist_llm=float(np.mean([ratio for plan in made for ratio in llm_ratios(plan)])),

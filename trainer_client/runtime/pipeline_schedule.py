@@ -127,11 +127,11 @@ class PipelineSchedule:
             for virtual_stage in range(self.virtual_stages)
         }
         if len(actions) != len(wanted) or set(actions) != wanted:
-            wrong = wanted.symmetric_difference(actions) or {"one of them twice"}
+            wrong = sorted(str(action) for action in wanted.symmetric_difference(actions))
             raise LayoutError(
                 f"stage {stage} must run {self.microbatches} microbatches forward and backward "
-                f"through {self.virtual_stages} chunks; missing or too many: "
-                f"{', '.join(sorted(map(str, wrong)))}"
+                f"through {self.virtual_stages} chunks, each once; missing or too many: "
+                f"{', '.join(wrong) or 'one that is there twice'}"
             )
 
     def _check_channels(self) -> None:

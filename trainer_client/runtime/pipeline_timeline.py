@@ -143,5 +143,5 @@ class _StreamClock:
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         return event

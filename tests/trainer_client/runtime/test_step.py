@@ -58,19 +58,70 @@ def test_any_plan_gives_the_loss_and_gradients_of_a_single_process(world):
     assert max(losses) - min(losses) < 1e-12, "the same batch on 1, 2 and 3 replicas"
 
 
-def different_digests(rank, size):
+def one_rank_with_another_plan(rank, size):
+    samples = random_samples(3)
+    waves = random_plan(samples, size, (1, 2), 3)
+    digest = ("bb" if rank == 1 else "aa") * 32
+    shard, model = make_shard(samples, waves, size, rank, 3, digest), make_model(())
     with GroupPool(timeout_s=30) as pool:
-        check_same_plan("aa" * 8, pool.everyone)
         try:
-            check_same_plan("aa" * 8 if rank != 1 else "bb" * 8, pool.everyone)
+            run_step(model, shard, pool)
         except PlanMismatchError as error:
-            return error.replicas_of, str(error)
+            untouched = all(parameter.grad is None for parameter in model.parameters())
+            return error.replicas_of, str(error), untouched
 
 
-def test_replicas_with_different_plans_stop_with_both_digests(world):
-    for replicas_of, text in world(different_digests, 3).values():
-        assert replicas_of == {"aa" * 8: (0, 2), "bb" * 8: (1,)}
-        assert "bb" * 8 in text
+def test_a_step_that_replicas_planned_differently_stops_all_of_them_with_both_digests(world):
+    answers = world(one_rank_with_another_plan, 3)
+    assert len(answers) == 3
+    for replicas_of, text, untouched in answers.values():
+        assert replicas_of == {"aa" * 32: (0, 2), "bb" * 32: (1,)}
+        assert f"digest {'aa' * 32} on replicas [0, 2]" in text
+        assert f"digest {'bb' * 32} on replicas [1]" in text
+        assert untouched
+
+
+def agreement(rank, size):
+    with GroupPool(timeout_s=30) as pool:
+        everyone = pool.everyone
+        return [
+            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8),
+            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8 if rank else ""),
+            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8 if rank else "dd" * 8),
+            check_same_plan("aa" * 8, everyone),
+        ]
+
+
+def test_the_upcoming_step_counts_once_all_replicas_have_it(world):
+    for agreed in world(agreement, 3).values():
+        assert agreed == [True, False, False, False]
+
+
+def some_look_ahead(rank, size):
+    """Replicas see the next step at different times; which groups are kept stays alike."""
+    samples = random_samples(6)
+    losses, kept = [], []
+    with GroupPool(timeout_s=30, max_groups=2) as pool:
+        shards = [
+            make_shard(samples, random_plan(samples, size, (1, 2, 3), k), size, rank, k, f"{k:064}")
+            for k in range(5)
+        ]
+        for shard, upcoming in zip(shards, [*shards[1:], None], strict=True):
+            seen = upcoming if (shard.step + rank + len(losses)) % 3 else None
+            losses.append(run_step(make_model(()), shard, pool, upcoming=seen).loss)
+            kept.append(set(pool.kept()))
+    return losses, kept
+
+
+def test_looking_ahead_at_different_times_disturbs_nobody(world):
+    answers = world(some_look_ahead, 4)
+    for losses, _ in answers.values():
+        assert losses == pytest.approx(answers[0][0], rel=1e-12)
+    for rank, (_, kept) in answers.items():
+        for other, (_, theirs) in answers.items():
+            for mine, of_other in zip(kept, theirs, strict=True):
+                shared = {group for group in mine | of_other if {rank, other} <= set(group)}
+                assert shared <= mine & of_other
 
 
 def test_an_encoder_whose_rows_differ_from_the_plan_is_refused():

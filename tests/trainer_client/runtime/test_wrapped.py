@@ -1,9 +1,13 @@
 """DDP and FSDP2 under random plans, against a single process that knows no plan at all."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_client.runtime.random_steps import (
     make_model,
@@ -51,6 +55,48 @@ def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degr
             assert difference <= 1e-10, (rank, case, parameter, difference)
             seen |= used
     assert seen >= set(degrees)
+
+
+class CountingCollectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def collectives(rank, size):
+    """Microbatches, gathers and reductions of a step in FSDP2, reductions of one in DDP."""
+    samples = random_samples(12)
+    shard = make_shard(samples, random_plan(samples, size, (1, 2), 12), size, rank, 12)
+    ddp, reduced = wrapped("ddp", ()), []
+
+    def count(state, bucket):
+        reduced.append(bucket.buffer().numel())
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, count)
+    with GroupPool(timeout_s=60) as pool:
+        with CountingCollectives() as mode:
+            run_step(wrapped("fsdp", ()), shard, pool)
+        run_step(ddp, shard, pool)
+    idle = sum(mb.idle for mb in shard.microbatches)
+    return len(shard.microbatches), idle, mode.counts, reduced
+
+
+def test_gradients_are_reduced_once_a_step_and_all_replicas_gather_equally_often(world):
+    answers = world(collectives, 4)
+    microbatches, _, counts, reduced = answers[0]
+    assert microbatches > 2
+    assert any(idle for _, idle, _, _ in answers.values())
+    assert counts["_reduce_scatter_base_"] == 5  # two encoders, two layers, the rest
+    assert reduced == [sum(p.numel() for p in make_model(()).parameters())]
+    for _, _, other, also_reduced in answers.values():
+        assert other == counts
+        assert also_reduced == reduced
 
 
 class Headless(nn.Module):

@@ -1,0 +1,210 @@
+"""What every benchmark shares: a row, best-of-k timing side by side, hardware, fitted growth."""
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """The same work done by another: `figure` in the row's unit, on the same input."""
+
+    name: str
+    figure: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One figure against its bar.
+
+    `what` names workload, n and ranks; `group` is what `--only` takes to run it again. `limit`
+    is the bar in the figure's unit (None: no bar was set), an upper one unless `at_least`.
+    `paper` is a published figure, from other hardware.
+    """
+
+    group: str
+    what: str
+    figure: float
+    unit: str
+    limit: float | None = None
+    at_least: bool = False
+    peers: tuple[Peer, ...] = ()
+    paper: str = ""
+    explanation: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the figure is within its bar; None without one."""
+        if self.limit is None:
+            return None
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    @property
+    def command(self) -> str:
+        return f"python -m benchmarks.planning --only {self.group}"
+
+    @property
+    def bar(self) -> str:
+        """The bar in words."""
+        if self.limit is None:
+            return "–"
+        return f"{'≥' if self.at_least else '≤'} {written(self.limit, self.unit)}"
+
+    def peer_text(self, peer: Peer) -> str:
+        """A peer's figure; for times also how many times ours it is."""
+        text = f"{peer.name} {written(peer.figure, self.unit)}"
+        if self.unit in ("ms", "s") and self.figure > 0:
+            text += f" (×{peer.figure / self.figure:.3g})"
+        return text
+
+
+def written(value: float, unit: str) -> str:
+    """A figure with three significant digits and its unit."""
+    if value == 0 or (float(value).is_integer() and abs(value) < 1e6):
+        text = f"{value:.0f}"
+    elif abs(value) < 1e-4:
+        text = f"{value:.1e}"
+    else:
+        digits = max(0, 2 - int(np.floor(np.log10(abs(value)))))
+        text = f"{value:.{digits}f}"
+    return f"{text} {unit}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much work a run does. `cases` random small cases, of which `exact_cases` also go to an
+    exact solver; `seeds` per averaged figure; `repeats` per timing; sizes of the large runs."""
+
+    cases: int
+    exact_cases: int
+    seeds: int
+    repeats: int
+    packing_samples: int
+    isf_samples: int
+    growth_replicas: tuple[int, ...]
+
+
+FULL = Scale(
+    cases=500,
+    exact_cases=30,
+    seeds=16,
+    repeats=15,
+    packing_samples=300_000,
+    isf_samples=1_200_000,
+    growth_replicas=(64, 128, 256, 512, 1024, 2560, 5000, 10_000),
+)
+QUICK = Scale(
+    cases=60,
+    exact_cases=4,
+    seeds=3,
+    repeats=4,
+    packing_samples=60_000,
+    isf_samples=1_200_000,
+    growth_replicas=(64, 256, 1024, 2560),
+)
+TINY = Scale(
+    cases=8,
+    exact_cases=1,
+    seeds=1,
+    repeats=1,
+    packing_samples=20_000,
+    isf_samples=4_000,
+    growth_replicas=(8, 16),
+)
+
+
+def side_by_side(
+    calls: Mapping[str, Callable[[], object]], *, repeats: int, most_s: float = 3.0
+) -> dict[str, float]:
+    """Best seconds of each call over `repeats` rounds, the calls taking turns in each round.
+
+    Taking turns lets a busy moment of the machine hit all alike. A call that has used `most_s`
+    in all is left out of further rounds. The first round only warms up where there are more.
+    """
+    best = dict.fromkeys(calls, np.inf)
+    spent = dict.fromkeys(calls, 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats + (repeats > 1)):
+            for name, call in calls.items():
+                if spent[name] >= most_s:
+                    continue
+                begin = time.perf_counter()
+                call()
+                took = time.perf_counter() - begin
+                best[name] = min(best[name], took)
+                spent[name] += took
+    finally:
+        gc.enable()
+    return best
+
+
+def timed_row(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    group: str,
+    what: str,
+    limit: float | None,
+    repeats: int,
+    paper: str = "",
+    explanation: str = "",
+) -> Row:
+    """A row in milliseconds: the first call is ours, the others are its peers."""
+    best = side_by_side(calls, repeats=repeats)
+    ours, *others = best
+    return Row(
+        group=group,
+        what=what,
+        figure=1e3 * best[ours],
+        unit="ms",
+        limit=limit,
+        peers=tuple(Peer(name=name, figure=1e3 * best[name]) for name in others),
+        paper=paper,
+        explanation=explanation,
+    )
+
+
+def use_one_core() -> str:
+    """Keep this process to one core, where the system can; says what was done."""
+    if not hasattr(os, "sched_setaffinity"):
+        return "cores not bound on this system"
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    return "bound to one core"
+
+
+def hardware() -> str:
+    """Processor and number of cores, as the system names them."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if names:
+            model = names[0].split(":", 1)[1].strip()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def slug(text: str) -> str:
+    """For file names: lower case, words joined by dashes."""
+    kept = "".join(c if c.isalnum() else " " for c in text.lower())
+    return "-".join(kept.split())
+
+
+def fitted_exponent(sizes: ArrayLike, seconds: ArrayLike) -> float:
+    """Slope of log seconds over log size, by least squares: 1 is linear."""
+    slope, _ = np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(seconds, float)), 1)
+    return float(slope)
+
+
+def bars(values: ArrayLike, width: int = 40) -> list[str]:
+    """Each value as a bar, the largest `width` characters long."""
+    heights = np.asarray(values, float)
+    return ["█" * max(1, round(width * value / heights.max())) for value in heights]

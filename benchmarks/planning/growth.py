@@ -1,0 +1,81 @@
+"""How planning time grows from 64 to 10,000 replicas, 60 samples a replica."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.harness import Scale, fitted_exponent, side_by_side
+from dataservice.core.topology import Topology
+from dataservice.planning import ContextCost, partition, plan_context_waves
+from dataservice.planning.compose import compose_step
+from dataservice.planning.options import PlanOptions
+
+SAMPLES_PER_REPLICA = 60
+# OrchMLLM, all overhead in milliseconds at 60 samples a GPU.
+PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """Milliseconds of one planner at each number of replicas; `exponent` is fitted over samples,
+    `reference` is what n·log n itself fits to over the same samples."""
+
+    what: str
+    replicas: tuple[int, ...]
+    milliseconds: tuple[float, ...]
+    exponent: float
+    reference: float
+    paper_ms: tuple[float | None, ...] = ()
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return tuple(SAMPLES_PER_REPLICA * count for count in self.replicas)
+
+
+def grow(scale: Scale) -> list[Growth]:
+    """Whole plan, partition and context planning over the replicas of the scale."""
+    return [
+        _series("whole plan (vlm-sft, every stage)", _whole_plan, scale, paper=True),
+        _series("partition (vlm-sft, auto)", _partition, scale),
+        _series("context waves (vlm-sft with documents, samples as packs)", _context, scale),
+    ]
+
+
+def _series(
+    what: str, prepare: Callable[[int], Callable[[], object]], scale: Scale, *, paper: bool = False
+) -> Growth:
+    calls = {str(replicas): prepare(replicas) for replicas in scale.growth_replicas}
+    best = side_by_side(calls, repeats=min(scale.repeats, 5), most_s=4.0)
+    samples = SAMPLES_PER_REPLICA * np.array(scale.growth_replicas)
+    seconds = [best[name] for name in calls]
+    return Growth(
+        what=what,
+        replicas=scale.growth_replicas,
+        milliseconds=tuple(1e3 * value for value in seconds),
+        exponent=fitted_exponent(samples, seconds),
+        reference=fitted_exponent(samples, samples * np.log(samples)),
+        paper_ms=tuple(PAPER_MS.get(count) for count in scale.growth_replicas) if paper else (),
+    )
+
+
+def _whole_plan(replicas: int) -> Callable[[], object]:
+    step = workloads.step_samples(workloads.vlm_sft(SAMPLES_PER_REPLICA * replicas))
+    topology = Topology(world_size=replicas, replicas_per_node=8)
+    options = PlanOptions(memory_tokens=8192)
+    return lambda: compose_step(step, step=0, topology=topology, options=options)
+
+
+def _partition(replicas: int) -> Callable[[], object]:
+    tokens = workloads.vlm_sft(SAMPLES_PER_REPLICA * replicas).llm_tokens
+    costs = ContextCost.flexsp_7b().work_s(tokens)
+    return lambda: partition(costs, replicas)
+
+
+def _context(replicas: int) -> Callable[[], object]:
+    tokens = workloads.vlm_long(SAMPLES_PER_REPLICA * replicas).llm_tokens
+    cost = ContextCost.flexsp_7b()
+    return lambda: plan_context_waves(
+        tokens, ranks=replicas, memory_tokens=32_768, cost=cost, ranks_per_node=8
+    )

@@ -1,0 +1,116 @@
+"""Train a multimodal model sharded with FSDP2 (`fully_shard`), fed by a running service.
+
+    torchrun --nproc-per-node 4 -m examples.train_fsdp2 --service 127.0.0.1:50051 --job demo
+
+Start it again with the same --checkpoint and it goes on from there, also on another number of
+ranks: a global batch holds the same samples on any, and the checkpoint is resharded.
+"""
+
+import argparse
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from demo.model import DemoModel
+from trainer_client import ShardDataset
+from trainer_client.runtime import GroupPool, run_step
+
+PEER_TIMEOUT_S = 120.0  # after which a silent rank ends the others
+
+
+def sharded_model(device: torch.device) -> DemoModel:
+    """Every encoder and layer on its own, then the rest: the whole model must be sharded."""
+    torch.manual_seed(0)
+    model = DemoModel().to(device)
+    for part in (*model.encoders.values(), *model.layers):
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    """Train to the end of the data, or for `max_steps`."""
+    model = sharded_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    dataset = ShardDataset(options.service, job=options.job, device=device)
+    load(options.checkpoint, model, optimizer, dataset)
+
+    with dataset, GroupPool(timeout_s=PEER_TIMEOUT_S) as groups:
+        for shard in dataset:
+            # Leaves the gradients of the whole global batch, weighted by tokens, in `.grad`.
+            # The next step, if it is here, lets its process groups connect meanwhile.
+            result = run_step(model, shard, groups, upcoming=dataset.peek(wait=False))
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dataset.commit(shard.step)
+
+            if dist.get_rank() == 0:
+                degrees = " ".join(map(str, shard.plan.degrees))
+                print(
+                    f"step {shard.step}  loss {result.loss:.7f}  {result.seconds:.2f} s  "
+                    f"waited {shard.wait_s:.3f} s  CP degrees {degrees}",
+                    flush=True,
+                )
+            if (shard.step + 1) % options.steps_per_checkpoint == 0:
+                save(options.checkpoint, model, optimizer, dataset)
+            if shard.step + 1 >= options.max_steps:
+                break
+
+
+def save(folder: Path | None, model, optimizer, dataset: ShardDataset) -> None:
+    """Every rank writes its shards; the position in the data is the same on all of them."""
+    if folder is not None:
+        weights, moments = sharded.get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "dataset": dataset.state_dict()}
+        dcp.save(state, checkpoint_id=folder / f"step-{state['dataset']['step']:08d}")
+
+
+def load(folder: Path | None, model, optimizer, dataset: ShardDataset) -> None:
+    """The other way round, from the newest checkpoint that is whole, if there is one."""
+    whole = sorted(folder.glob("step-*/.metadata")) if folder is not None else []
+    if not whole:
+        return
+    reader = dcp.FileSystemReader(whole[-1].parent)
+    weights, moments = sharded.get_state_dict(model, optimizer)
+    # An encoder that no step has used so far has no moments.
+    saved = reader.read_metadata().state_dict_metadata
+    of_saved = (name for name in moments["state"] if f"optimizer.state.{name}.step" in saved)
+    moments["state"] = {name: moments["state"][name] for name in of_saved}
+    state = {"model": weights, "optimizer": moments, "dataset": dataset.state_dict()}
+    dcp.load(state, storage_reader=reader)
+    some = sharded.StateDictOptions(strict=False)
+    sharded.set_model_state_dict(model, weights)
+    sharded.set_optimizer_state_dict(model, optimizer, moments, options=some)
+    dataset.load_state_dict(state["dataset"])
+
+
+def main() -> None:
+    """One rank, as torchrun starts it."""
+    parser = argparse.ArgumentParser(prog="examples.train_fsdp2")
+    parser.add_argument("--service", required=True, help="coordinator, as host:port")
+    parser.add_argument("--job", required=True, help="name of a submitted job")
+    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
+    parser.add_argument("--steps-per-checkpoint", type=int, default=100)
+    parser.add_argument("--max-steps", type=int, default=sys.maxsize)
+    options = parser.parse_args()
+    backend, device = "gloo", torch.device("cpu")
+    if torch.cuda.is_available():
+        backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=PEER_TIMEOUT_S))
+    try:
+        train(options, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

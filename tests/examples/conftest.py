@@ -1,0 +1,3 @@
+from tests.service.conftest import corpus
+
+__all__ = ["corpus"]

@@ -1,0 +1,78 @@
+"""The examples as a reader would start them: torchrun, a real service, several world sizes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.support import job_file, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+LIMIT_S = 120.0
+LINE = re.compile(r"^step (\d+)  loss (\S+) .* CP degrees ([\d ]+)$", re.MULTILINE)
+
+
+def torchrun(ranks, module, service, *arguments):
+    """Run ranks to the end; what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", module, "--service", service.address]
+    done = subprocess.run(
+        [*command, "--job", "job", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def curve(printed):
+    """Loss by step, and all CP degrees."""
+    lines = LINE.findall(printed)
+    degrees = {int(degree) for _, _, of in lines for degree in of.split()}
+    return {int(step): float(loss) for step, loss, _ in lines}, degrees
+
+
+@pytest.fixture(scope="module")
+def service(corpus, tmp_path_factory):
+    home = tmp_path_factory.mktemp("examples")
+    with serving(home) as running:
+        running.cli("job", "submit", str(job_file(corpus, home)))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(service, tmp_path_factory):
+    """Losses of the demo's trainer, whose model nobody wraps."""
+    out = tmp_path_factory.mktemp("plain")
+    torchrun(4, "demo.train", service, "--out", out, "--max-steps", STEPS)
+    records = [json.loads(line) for line in (out / "rank0.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+@pytest.mark.parametrize(
+    ("module", "before", "after"),
+    [("examples.train_ddp", 3, 4), ("examples.train_fsdp2", 4, 3)],
+)
+def test_an_example_has_the_loss_curve_of_an_unwrapped_model_on_changing_ranks(
+    service, plain, tmp_path, module, before, after
+):
+    options = ("--checkpoint", tmp_path / "checkpoint", "--steps-per-checkpoint", 2)
+    first, degrees = curve(torchrun(before, module, service, *options, "--max-steps", 3))
+    assert first == pytest.approx({step: plain[step] for step in range(3)}, rel=1e-5)
+    assert max(degrees) > 1
+    resumed, degrees = curve(torchrun(after, module, service, *options, "--max-steps", STEPS))
+    assert resumed == pytest.approx({step: plain[step] for step in range(2, STEPS)}, rel=1e-5)
+    assert max(degrees) > 1
+
+
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py"])
+def test_an_example_stays_short(name):
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 120

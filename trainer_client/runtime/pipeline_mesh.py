@@ -1,0 +1,239 @@
+"""Where a rank stands in a pipeline, and how it talks to the stages before and after it.
+
+    rank = (replica · stages + stage) · tensor_ranks + tensor rank
+
+               stage 0        stage 1
+    replica 0  rank 0  ─F──▶  rank 1      a row: activations and gradients, microbatch by
+                  │    ◀──B─     │        microbatch, between the stages of one replica
+    replica 1  rank 2  ─F──▶  rank 3      a column: rings, feature exchanges and sums, between
+                       ◀──B─              the replicas of one stage (``groups``)
+
+Contract
+--------
+Shapes: a message is [local tokens, width] in one type. Both sides read the rows from the
+microbatch, so stages never negotiate; a message without rows (an idle replica) is not sent.
+Order: every pair of sender and receiver has one channel for activations and one for
+gradients. Both sides walk through the same schedule, which was checked to take messages of a
+channel in the order in which they are sent.
+Deadlock: a send never blocks the sender; its buffer is kept until the receiver is known to
+have taken it, because something it sent afterwards has arrived. A receive is posted one
+action ahead and awaited just before its own. All replicas walk through the same schedule, so
+a column meets in the same collectives in the same order. So, going through the actions in the
+order in which the schedule was found runnable, each one can begin when those before it are
+done: its own stage is free, its message was sent, and its column has arrived.
+Failure: a stage that dies or hangs is named in a PeerError within the timeout, and so on from
+stage to stage.
+
+Channels are groups of two made by their members alone, ordered (sender, receiver): with NCCL
+each has its own communicator and stream, so messages that cross cannot block one another.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_client.runtime.errors import LayoutError, PeerError
+from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
+
+
+def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int, int, int]:
+    """(replica, stage, tensor rank) of a rank."""
+    replica, inside = divmod(rank, stages * tensor_ranks)
+    return replica, *divmod(inside, tensor_ranks)
+
+
+class PipelineMesh:
+    """This rank's row and column. Making one is collective over the ranks of a replica.
+
+    Parameters
+    ----------
+    stages, tensor_ranks: pipeline and tensor parallel sizes, as in the job's topology.
+    virtual_stages: model chunks a stage, for interleaved 1F1B.
+    rank, world_size: from ``torch.distributed`` when not given.
+    max_groups, timeout_s: of ``groups``, the column's pool; see ``GroupPool``.
+    lane: a name that keeps meshes of one job apart.
+
+    Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``;
+    ``groups``: CP groups among this stage of all replicas; ``row``: the replica's stages.
+
+    Raises LayoutError when the world cannot be divided, GroupFormationError when a stage does
+    not come.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: int,
+        virtual_stages: int = 1,
+        tensor_ranks: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+        max_groups: int = 64,
+        timeout_s: float = 600.0,
+        lane: str = "",
+    ) -> None:
+        ready = dist.is_initialized()
+        world = world_size or (dist.get_world_size() if ready else 1)
+        place = rank if rank is not None else (dist.get_rank() if ready else 0)
+        per_replica = stages * tensor_ranks
+        if per_replica < 1 or world % per_replica or not 0 <= place < world:
+            raise LayoutError(
+                f"rank {place} of {world} cannot stand in replicas of {stages} stages × "
+                f"{tensor_ranks} tensor ranks; start a multiple of {per_replica} ranks"
+            )
+        self.stages, self.virtual_stages, self.replicas = (
+            stages,
+            virtual_stages,
+            world // per_replica,
+        )
+        self.replica, self.stage, self.tensor_rank = place_in_mesh(
+            place, stages=stages, tensor_ranks=tensor_ranks
+        )
+        self.groups = GroupPool(
+            max_groups=max_groups,
+            timeout_s=timeout_s,
+            replica=self.replica,
+            replicas=self.replicas,
+            lane=f"{lane}/stage {self.stage}.{self.tensor_rank}",
+        )
+        self._pools = {
+            kind: GroupPool(
+                timeout_s=timeout_s,
+                replica=self.stage,
+                replicas=stages,
+                lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
+            )
+            for kind in (FORWARD, BACKWARD)
+        }
+        with self.naming_stages():
+            self.row: PeerGroup = self._pools[FORWARD].everyone
+            for kind, sender, receiver in self._channels():
+                self._pools[kind].get((sender, receiver))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What this stage reads of its microbatches: ``ShardDataset(..., parts=mesh.parts)``."""
+        return ("inputs",) * (self.stage == 0) + ("labels",) * (self.stage == self.stages - 1)
+
+    def channel(self, kind: str, sender: int, receiver: int) -> PeerGroup:
+        """The group of two that carries one kind of message one way; the sender is first."""
+        return self._pools[kind].get((sender, receiver))
+
+    @contextmanager
+    def naming_stages(self) -> Iterator[None]:
+        """Say of errors in between that their numbers are stages of one replica."""
+        try:
+            yield
+        except PeerError as error:
+            error.add_note(
+                f"The numbers above are pipeline stages of replica {self.replica}, not replicas. "
+                "A stage that another one kept waiting ends with such an error too."
+            )
+            raise
+
+    def close(self) -> None:
+        """Drop every group. Call it on all ranks after their last use of the mesh."""
+        for pool in (self.groups, *self._pools.values()):
+            pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _channels(self) -> list[tuple[str, int, int]]:
+        """The channels that this stage is in, in an order that all stages share: connecting
+        them one after the other cannot go round in a circle."""
+        last = self.stages if self.virtual_stages > 1 else self.stages - 1
+        pairs = [(stage, (stage + 1) % self.stages) for stage in range(last)]
+        every = [(FORWARD, *pair) for pair in pairs] + [(BACKWARD, b, a) for a, b in pairs]
+        return [each for each in every if self.stage in each[1:]]
+
+
+class StageLinks:
+    """One step's messages of one stage, as its schedule orders them; see the contract."""
+
+    def __init__(
+        self,
+        mesh: PipelineMesh,
+        schedule: PipelineSchedule,
+        rows: list[int],
+        like: Tensor,
+    ) -> None:
+        """``rows[m]``: local tokens of microbatch m. ``like`` [0, width]: messages' width, type
+        and device."""
+        self._mesh = mesh
+        self._schedule = schedule
+        self._rows = rows
+        self._like = like
+        # Where each action stands in its stage's list: what a stage has done when it sends.
+        self._place = [
+            {action: place for place, action in enumerate(actions)} for actions in schedule.actions
+        ]
+        self._sent: dict[tuple[int, str], deque[tuple[int, Transfer]]] = {}
+
+    def post_receive(self, action: Action) -> tuple[Tensor, Transfer] | None:
+        """Start the receive that this action takes in; None when it takes in nothing."""
+        source = self._schedule.source(self._mesh.stage, action)
+        if source is None:
+            return None
+        arriving = self._like.new_empty((self._rows[action.microbatch], self._like.shape[1]))
+        channel = self._mesh.channel(action.kind, source[0], self._mesh.stage)
+        with self._mesh.naming_stages():
+            transfer = channel.post([], [(arriving, 0)], action=f"taking in {action}")
+        return arriving, transfer
+
+    def receive(self, action: Action, posted: tuple[Tensor, Transfer]) -> Tensor:
+        """Wait for it: [rows, width]. Raises PeerError."""
+        arriving, transfer = posted
+        with self._mesh.naming_stages():
+            transfer.wait()
+        source = self._schedule.source(self._mesh.stage, action)
+        assert source is not None, "posted, so there is a source"
+        if arriving.numel():  # an empty message says nothing about its sender
+            self._free(source[0], self._place[source[0]][source[1]])
+        return arriving
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Start the send of what this action gave; nothing where no other stage needs it."""
+        target = self._schedule.target(self._mesh.stage, action)
+        if target is None:
+            return
+        stage, taken_by = target
+        channel = self._mesh.channel(action.kind, self._mesh.stage, stage)
+        with self._mesh.naming_stages():
+            transfer = channel.post([(tensor.contiguous(), 1)], [], action=f"handing on {action}")
+        queue = self._sent.setdefault((stage, action.kind), deque())
+        queue.append((self._place[stage][taken_by], transfer))
+
+    def finish(self) -> None:
+        """Wait until every message was taken."""
+        for stage, _ in list(self._sent):
+            self._free(stage, len(self._place[stage]))
+
+    def _free(self, stage: int, done: int) -> None:
+        """Let go of messages that a stage took before its action number ``done`` ended."""
+        for kind in (FORWARD, BACKWARD):
+            queue = self._sent.get((stage, kind), deque())
+            with self._mesh.naming_stages():
+                while queue and queue[0][0] <= done:
+                    queue.popleft()[1].wait()
+
+
+def empty_message(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What ``StageLinks`` reads width, type and device from."""
+    return torch.empty(0, width, dtype=dtype, device=device)
