@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check bench protos reference format clean
+.PHONY: demo test check bench protos reference format warm clean
 
-demo: $(READY)
+demo: warm
 	$(BIN)/python -m demo.run
 
-test: $(READY)
+test: warm
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 check: $(READY)
@@ -21,7 +21,7 @@ check: $(READY)
 	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m pytest -q tests/architecture
 
-bench: $(READY)
+bench: warm
 	$(BIN)/python -m benchmarks.planning
 
 reference: $(READY)
@@ -37,6 +37,10 @@ format: $(READY)
 clean:
 	rm -rf $(VENV) .demo
 
+# The planner's kernels compile for a minute after an installation or a change of their sources.
+warm: $(READY)
+	$(BIN)/python -m tools.warm
+
 # torch is pinned to one version because a plain range downloads gigabytes of GPU packages
 # onto machines that have no GPU; the constraints file pins the rest for the same reason
 # that a lock file exists: the same build tomorrow.
@@ -45,5 +49,4 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[service,dev]'
-	$(BIN)/python -m tools.warm
 	touch $@

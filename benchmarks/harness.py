@@ -61,7 +61,8 @@ class Row:
         """A peer's figure; for times also how many times ours it is."""
         text = f"{peer.name} {written(peer.figure, self.unit)}"
         if self.unit in ("ms", "s") and self.figure > 0:
-            text += f" (×{peer.figure / self.figure:.3g})"
+            ratio = peer.figure / self.figure
+            text += f" (×{ratio:,.0f})" if ratio >= 100 else f" (×{ratio:.2g})"
         return text
 
 
@@ -172,15 +173,6 @@ def timed_row(
     )
 
 
-def use_one_core() -> str:
-    """Keep this process to one core, where the system can; says what was done."""
-    if not hasattr(os, "sched_setaffinity"):
-        return "cores not bound on this system"
-    core = max(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})
-    return "bound to one core"
-
-
 def hardware() -> str:
     """Processor and number of cores, as the system names them."""
     model = platform.processor() or platform.machine()
@@ -204,7 +196,7 @@ def fitted_exponent(sizes: ArrayLike, seconds: ArrayLike) -> float:
     return float(slope)
 
 
-def bars(values: ArrayLike, width: int = 40) -> list[str]:
+def bars(values: ArrayLike, width: int = 28) -> list[str]:
     """Each value as a bar, the largest `width` characters long."""
     heights = np.asarray(values, float)
     return ["█" * max(1, round(width * value / heights.max())) for value in heights]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import BatchSize, SourceSpec
+from dataservice.cost_file import read_cost_file
 from dataservice.decode.pipeline import PipelineSpec
 from dataservice.planning.options import PlanOptions
 
@@ -109,7 +110,18 @@ class ServiceConfig(_Strict):
 
 def read_job(text: str, base: Path) -> JobSpec:
     """Validate a job file and make its paths absolute. Raises SpecError."""
-    return _resolved(_validated(JobSpec, _mapping(text, "job file"), "job file"), base)
+    plain = _with_cost(_mapping(text, "job file"), base)
+    return _resolved(_validated(JobSpec, plain, "job file"), base)
+
+
+def _with_cost(plain: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The job with the coefficients of the cost file it names, so that it needs no other file
+    from here on and plans the same whatever becomes of that one."""
+    plan = plain.get("plan")
+    if not isinstance(plan, dict) or not isinstance(plan.get("cost"), str):
+        return plain
+    made = read_cost_file(base / plan["cost"])
+    return {**plain, "plan": {**plan, "cost": made.cost.model.to_dict()}}
 
 
 def job_from_json(text: str) -> JobSpec:

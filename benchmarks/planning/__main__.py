@@ -1,0 +1,112 @@
+"""Every bar of the planner, measured: `python -m benchmarks.planning`.
+
+python -m benchmarks.planning              everything, a few minutes, and a results file
+python -m benchmarks.planning --quick      everything on smaller inputs, under a minute
+python -m benchmarks.planning --only plan  some rows (may be repeated)
+"""
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
+from benchmarks.planning import context, loads, nodes, packs, pipeline, speed
+from benchmarks.planning.growth import grow, growth_to_text
+from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
+from dataservice.planning.warm import warm_up
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+Measure = Callable[[Scale], list[Row]]
+QUALITY: dict[str, Measure] = {
+    "small": loads.small_cases,
+    "lognormal": loads.lognormal_gaps,
+    "padded": loads.padded_batches,
+    "packing": packs.packing,
+    "degrees": context.degree_solver,
+    "context": context.context_plans,
+    "order": pipeline.microbatch_orders,
+    "nodes": nodes.nodewise,
+}
+SPEED: dict[str, Measure] = {
+    "plan": speed.whole_plans,
+    "solver": speed.degree_solver,
+    "isf": speed.packers,
+    "partition": speed.partition_rows,
+    "order-speed": speed.orders,
+}
+GROWTH = "growth"
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and write the results of a full run. 1 if a bar is missed."""
+    options = _options(arguments)
+    scale = QUICK if options.quick else FULL
+    chosen = set(options.only or [*QUALITY, *SPEED, GROWTH])
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    load_before = os.getloadavg()[0]
+    console.print(f"{hardware()}; compiling kernels …")
+    warm_up()
+    begin, used = time.perf_counter(), time.process_time()
+    rows: list[Row] = []
+    parts: list[str] = []
+    for title, measures in (("Speed", SPEED), ("Quality", QUALITY)):
+        found = [row for name in measures if name in chosen for row in measures[name](scale)]
+        if found:
+            print_rows(console, title, found)
+            parts.append(rows_to_markdown(title, found))
+        rows += found
+    if GROWTH in chosen:
+        text = growth_to_text(grow(scale))
+        console.print(text, markup=False, highlight=False)
+        parts.append(f"## Growth\n\n```\n{text}\n```\n")
+    took = time.perf_counter() - begin
+    cores = (time.process_time() - used) / took
+    console.print(verdict(rows), f"\n{took:.0f} s on {cores:.2f} cores", markup=False)
+    if options.output or not (options.quick or options.only):
+        head = _head(options.date, load_before, cores, verdict(rows))
+        name = f"planning_{slug(hardware())}_{options.date}"
+        path = write_report(options.output or RESULTS, name, [head, *parts])
+        console.print(f"written to {path}", highlight=False)
+    return 0 if all(row.met is not False for row in rows) else 1
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="smaller inputs, no results file")
+    parser.add_argument(
+        "--only", action="append", choices=[*QUALITY, *SPEED, GROWTH], help="some rows only"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the results file")
+    parser.add_argument(
+        "--date", default=datetime.date.today().isoformat(), help="date in the file's name"
+    )
+    return parser.parse_args(arguments)
+
+
+def _head(date: str, load: float, cores: float, summary: str) -> str:
+    return f"""# Planning, {date}
+
+`python -m benchmarks.planning` on {hardware()}, of which it used {cores:.2f}: everything runs in
+one thread. Load average {load:.1f} when it began (other work on the machine makes times longer,
+never shorter). Kernels are compiled before. Times are the best of several rounds in which ours
+and the others take turns on the same input; ×k is how many times ours the other takes. What
+others make of the same work is on the same input everywhere. Papers' figures were taken on their
+authors' machines. Workloads are made by `benchmarks/workloads.py`, others' methods by
+`benchmarks/rivals.py` and `benchmarks/exact.py`; one row alone:
+`python -m benchmarks.planning --only GROUP`.
+
+{summary}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks import workloads
-from benchmarks.harness import Scale, fitted_exponent, side_by_side
+from benchmarks.harness import Scale, bars, fitted_exponent, side_by_side
 from dataservice.core.topology import Topology
 from dataservice.planning import ContextCost, partition, plan_context_waves
 from dataservice.planning.compose import compose_step
@@ -79,3 +79,27 @@ def _context(replicas: int) -> Callable[[], object]:
     return lambda: plan_context_waves(
         tokens, ranks=replicas, memory_tokens=32_768, cost=cost, ranks_per_node=8
     )
+
+
+def growth_to_text(series: list[Growth]) -> str:
+    """A table and a plot in characters for each series."""
+    return "\n\n".join(_plot(growth) for growth in series)
+
+
+def _plot(growth: Growth) -> str:
+    """Bars are time over n·log n: level where growth is n·log n, falling where it is less."""
+    samples = np.array(growth.samples, float)
+    unit_ns = 1e6 * np.array(growth.milliseconds) / (samples * np.log2(samples))
+    lines = [
+        f"{growth.what}: time ~ n^{growth.exponent:.2f}; n·log n itself fits n^"
+        f"{growth.reference:.2f} over the same sizes",
+        f"{'replicas':>9} {'samples':>9} {'ms':>9} {'paper ms':>9}  ns per sample and log2 n",
+    ]
+    papers = growth.paper_ms or (None,) * len(growth.replicas)
+    for count, n, took, paper, each, bar in zip(
+        growth.replicas, growth.samples, growth.milliseconds, papers, unit_ns, bars(unit_ns),
+        strict=True,
+    ):  # fmt: skip
+        published = f"{paper:.1f}" if paper else ""
+        lines.append(f"{count:>9,} {n:>9,} {took:>9.2f} {published:>9}  {each:6.1f} {bar}")
+    return "\n".join(lines)

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +21,7 @@ NAMED_BAD_SAMPLES = 5  # of one source or job; --json names all
 
 def index_table(summaries: Sequence[IndexSummary]) -> Table:
     """One row a source: how much was indexed, and what could not be."""
-    table = Table(title="index")
+    table = Table(title="index", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("source", "rows", "files", "kept", "bad samples", "s", "rows/s"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for summary in summaries:
@@ -58,19 +58,17 @@ def index_json(summaries: Sequence[IndexSummary]) -> str:
 
 def job_table(statuses: Sequence[JobStatus]) -> Table:
     """One row a job."""
-    table = Table(title="jobs")
-    names = ("job", "state", "samples", "attempt", "ranks", "planned", "committed", "quarantined")
-    for name in (*names, "since"):
-        table.add_column(name, justify="left" if name in ("job", "state", "since") else "right")
+    table = Table(title="jobs", box=SIMPLE_HEAD, pad_edge=False)
+    names = ("job", "state", "samples", "attempt", "ranks", "planned", "committed", "masked")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("job", "state") else "right")
     for status in statuses:
-        since = datetime.fromtimestamp(status.record.created_unix_s)
         table.add_row(
             status.record.name,
             status.record.state,
             *_dashed(status.samples, status.attempt or -1, status.world_size or -1),
             *_dashed(status.planned_step, status.committed_step),
             str(status.quarantined),
-            f"{since:%Y-%m-%d %H:%M}",
         )
     return table
 
@@ -148,7 +146,7 @@ def explained_tables(explained: ExplainedStep, *, name_samples: bool) -> Iterato
 
 def stage_table(stages: Sequence[StageReport]) -> Table:
     """What each stage of planning achieved, against its lower bound."""
-    table = Table(title="stages")
+    table = Table(title="stages", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "algorithm", "unit", "before", "after", "bound", "over bound"):
         text = name in ("stage", "algorithm", "unit")
         table.add_column(name, justify="left" if text else "right")
@@ -181,7 +179,7 @@ def _headline(explained: ExplainedStep) -> Text:
 
 
 def _waves_table(plan: StepPlan, keys: Sequence[str]) -> Table:
-    table = Table(title="waves")
+    table = Table(title="waves", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("wave", "degree", "replicas", "samples", "tokens", "s", "which"):
         text = name in ("replicas", "which")
         table.add_column(name, justify="left" if text else "right", overflow="fold")
@@ -216,7 +214,7 @@ def _group_row(plan: StepPlan, group: Group, keys: Sequence[str]) -> list[str]:
 
 def _encoder_table(plan: StepPlan) -> Table:
     """Items and tokens of each encoder, wave by wave, least and most of any replica."""
-    table = Table(title="encoders")
+    table = Table(title="encoders", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("wave", "encoder", "items", "tokens", "least", "most", "away from their text"):
         table.add_column(name, justify="left" if name == "encoder" else "right")
     pack = plan.pack_of_sample[plan.item_sample]

@@ -76,7 +76,7 @@ def compose_step(
     pack_of, charged = _pack(lengths, degree, replicas, options, limits)
     waves, bound_s = _group(lengths, pack_of, charged, degree, replicas, replicas_per_node, options)
     reports = [
-        _pack_report(lengths, waves, stages.pack, options),
+        _pack_report(lengths, charged, waves, options),
         _group_report(lengths, waves, bound_s, replicas, options),
     ]
     if stages.assign == "balanced":
@@ -198,17 +198,22 @@ def _group(
 
 
 def _pack_report(
-    lengths: LengthTable, waves: tuple[ContextPlan, ...], algorithm: str, options: PlanOptions
+    lengths: LengthTable,
+    charged: NDArray[np.int64],
+    waves: tuple[ContextPlan, ...],
+    options: PlanOptions,
 ) -> StageReport:
-    """In replicas that compute for a wave. Before: every sample alone, where it fits."""
-    alone = np.maximum(-(-lengths.llm_tokens // options.memory_tokens), 1)
+    """Tokens that are paid for: padded microbatches in draw order before, packs after."""
+    tokens = lengths.llm_tokens.astype(np.int64)
+    drawn = pack_padded(tokens, max_tokens=options.memory_tokens, by_length=False)
+    packed = sum(int(wave.padded_tokens.sum()) for wave in waves)
     return StageReport(
         stage="pack",
-        algorithm=algorithm,
-        unit="replicas",
-        before=float(alone.sum()),
-        after=float(sum(int(wave.degrees.sum()) for wave in waves)),
-        lower_bound=float(-(-int(lengths.llm_tokens.sum()) // options.memory_tokens)),
+        algorithm=options.stages.pack,
+        unit="tokens",
+        before=float(padded_to_longest(tokens, drawn).sum()),
+        after=float(max(packed, int(charged.sum()))),
+        lower_bound=float(tokens.sum()),
     )
 
 

@@ -1,7 +1,8 @@
 """How a job is planned: one strategy by name, or each stage chosen on its own."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 
@@ -74,6 +75,25 @@ class CostModel:
         """Names these coefficients in the ledger."""
         return f"{self.llm.version}-{self.vision.version}-{self.audio.version}"
 
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """Every coefficient, by phase."""
+        return {phase.name: getattr(self, phase.name).to_dict() for phase in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, float]]) -> Self:
+        """The reverse; a phase left out has its default. Raises PlanningError on unknown names."""
+        known: dict[str, Mapping[str, float]] = {**cls().to_dict()}
+        if unknown := sorted(set(values) - set(known)):
+            raise PlanningError(
+                f"a cost model has no phase {', '.join(unknown)}; it has {', '.join(known)}"
+            )
+        given = {**known, **values}
+        return cls(
+            llm=ContextCost.from_dict(given["llm"]),
+            vision=PhaseCost.from_dict(given["vision"]),
+            audio=PhaseCost.from_dict(given["audio"]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
@@ -102,7 +122,7 @@ class PlanOptions:
     window_steps: int = 1
     """Steps that are drawn together and split into steps of equal work."""
     cost: CostModel = field(default_factory=CostModel)
-    """Seconds by length; see `dataservice calibrate`."""
+    """Seconds by length: the coefficients, or the path of a file `dataservice calibrate` wrote."""
 
     def __post_init__(self) -> None:
         for name in ("memory_tokens", "window_steps"):

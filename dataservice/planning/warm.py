@@ -1,7 +1,8 @@
 """Compile every kernel before the first step needs it.
 
-Kernels are cached on disk beside their sources, so only the first start after an installation
-pays; where that folder is read-only, NUMBA_CACHE_DIR names another.
+Kernels are cached on disk under a digest of all planning sources (`dataservice/__init__.py`), so
+only the first start after an installation or an edit pays; where that folder is read-only,
+NUMBA_CACHE_DIR names another.
 """
 
 import numpy as np

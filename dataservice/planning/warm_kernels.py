@@ -1,8 +1,7 @@
 """Compile every packing, partition and exchange kernel before the first step needs it.
 
-Compiled code is cached on disk, so only the first start after an install takes long. The cache of
-a kernel notices edits of its own file only: after editing a helper used across files, remove
-`__pycache__`.
+Compiled code is cached on disk under a digest of all planning sources, so an edit of any of them
+compiles all kernels anew and no stale helper is ever used.
 """
 
 import numpy as np

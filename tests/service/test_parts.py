@@ -65,6 +65,15 @@ def test_peers_of_a_replica_hold_one_plan_and_the_same_microbatches(epochs):
             assert list(map(numbers, shard.microbatches)) == list(map(numbers, other.microbatches))
 
 
+def test_waves_are_ordered_for_the_stages_of_the_topology(epochs):
+    peers, plain, _ = epochs
+    for ranks, algorithm in ((peers, "search"), (plain, "as_formed")):
+        for shard in ranks.shards[0]:
+            (report,) = [stage for stage in shard.plan.stages if stage.stage == "order"]
+            assert report.algorithm == (algorithm if len(shard.plan.waves) > 1 else "as_formed")
+            assert report.lower_bound <= report.after <= report.before
+
+
 def test_tokens_come_to_the_first_stage_labels_to_the_last_and_media_to_who_encodes(epochs):
     peers, _, _ = epochs
     received = Counter()

@@ -13,6 +13,19 @@ from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
 from trainer_client.runtime.peers import PeerGroup
+from trainer_client.runtime.pipeline import (
+    HiddenStates,
+    LaterChunk,
+    PipelineResult,
+    run_pipeline_step,
+)
+from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
+from trainer_client.runtime.pipeline_schedule import (
+    Action,
+    PipelineSchedule,
+    one_forward_one_backward,
+)
+from trainer_client.runtime.pipeline_timeline import Timeline, gantt
 from trainer_client.runtime.ring_attention import PackedAttention, ring_attention
 from trainer_client.runtime.step import (
     Features,
@@ -24,25 +37,36 @@ from trainer_client.runtime.step import (
 )
 
 __all__ = [
+    "Action",
     "Features",
     "FsdpReduction",
     "GradientReduction",
     "GroupFormationError",
     "GroupPool",
     "GroupPoolError",
+    "HiddenStates",
+    "LaterChunk",
     "LayoutError",
     "MultimodalModel",
     "PackedAttention",
     "PeerError",
     "PeerGroup",
+    "PipelineMesh",
+    "PipelineResult",
+    "PipelineSchedule",
     "PlanMismatchError",
     "RuntimeFault",
     "StepResult",
+    "Timeline",
     "check_same_plan",
     "exchange_features",
     "forward_microbatch",
+    "gantt",
     "global_loss_tokens",
+    "one_forward_one_backward",
+    "place_in_mesh",
     "ring_attention",
+    "run_pipeline_step",
     "run_step",
     "scatter_rows",
     "sum_gradients",

@@ -109,20 +109,21 @@ def run_pipeline_step(
         mesh.stages, mesh.virtual_stages, len(shard.microbatches)
     )
     _check_arguments(chunks, shard, mesh, schedule)
-    everyone = mesh.groups.everyone
-    reductions = _reductions_of(chunks, everyone)
-    _meet(shard, upcoming, mesh)
-    labelled = mesh.stage == mesh.stages - 1
-    own = count_loss_tokens(each.labels for each in shard.microbatches) if labelled else 0
-    loss_tokens = global_loss_tokens(own, everyone)
-    stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
-    stage.run()
-    sum_started = time.perf_counter()
-    for reduction in dict.fromkeys(reductions):
-        reduction.finish()
-    everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
-    sum_ended = time.perf_counter()
-    loss, tokens, timeline = _share(stage, loss_tokens if labelled else 0, mesh, schedule)
+    with mesh.naming_ranks():
+        everyone = mesh.groups.everyone
+        reductions = _reductions_of(chunks, everyone)
+        _meet(shard, upcoming, mesh)
+        labelled = mesh.stage == mesh.stages - 1
+        own = count_loss_tokens(each.labels for each in shard.microbatches) if labelled else 0
+        loss_tokens = global_loss_tokens(own, everyone)
+        stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
+        stage.run()
+        sum_started = time.perf_counter()
+        for reduction in dict.fromkeys(reductions):
+            reduction.finish()
+        everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
+        sum_ended = time.perf_counter()
+        loss, tokens, timeline = _share(stage, loss_tokens if labelled else 0, mesh, schedule)
     return PipelineResult(
         loss=loss,
         loss_tokens=tokens,

@@ -21,15 +21,16 @@ action ahead and awaited just before its own. All replicas walk through the same
 a column meets in the same collectives in the same order. So, going through the actions in the
 order in which the schedule was found runnable, each one can begin when those before it are
 done: its own stage is free, its message was sent, and its column has arrived.
-Failure: a stage that dies or hangs is named in a PeerError within the timeout, and so on from
-stage to stage.
+Failure: a rank that dies or hangs ends every other one with a PeerError within the timeout and
+a grace. Its numbers are those of one row or column, which may be of a rank that only waited; a
+note says which rank went silent first, found by following whom each rank waited for.
 
 Channels are groups of two made by their members alone, ordered (sender, receiver): with NCCL
 each has its own communicator and stream, so messages that cross cannot block one another.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -37,10 +38,11 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_client.runtime.errors import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.runtime.peers import FaultBoard, PeerGroup, Transfer, grace_s
 from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
 
 
@@ -48,6 +50,14 @@ def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int
     """(replica, stage, tensor rank) of a rank."""
     replica, inside = divmod(rank, stages * tensor_ranks)
     return replica, *divmod(inside, tensor_ranks)
+
+
+class _OneClient(PrefixStore):
+    """The job's store for a pool that connects in the calling thread alone: where the pool asks
+    for a second client for its background, it gets this one, which is a connection less a rank."""
+
+    def clone(self) -> Store:
+        return self
 
 
 class PipelineMesh:
@@ -104,16 +114,22 @@ class PipelineMesh:
             replicas=self.replicas,
             lane=f"{lane}/stage {self.stage}.{self.tensor_rank}",
         )
+        self.tensor_ranks = tensor_ranks
+        store, self._board = None, None
+        if world > 1 and ready:
+            store = _OneClient("rows", dist.distributed_c10d._get_default_store())
+            self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
         self._pools = {
             kind: GroupPool(
                 timeout_s=timeout_s,
+                store=store,
                 replica=self.stage,
                 replicas=stages,
                 lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
             )
             for kind in (FORWARD, BACKWARD)
         }
-        with self.naming_stages():
+        with self.naming_ranks(), self.naming_stages():
             self.row: PeerGroup = self._pools[FORWARD].everyone
             for kind, sender, receiver in self._channels():
                 self._pools[kind].get((sender, receiver))
@@ -127,6 +143,10 @@ class PipelineMesh:
         """The group of two that carries one kind of message one way; the sender is first."""
         return self._pools[kind].get((sender, receiver))
 
+    def rank_at(self, replica: int, stage: int) -> int:
+        """The rank that stands there, of this rank's tensor rank."""
+        return (replica * self.stages + stage) * self.tensor_ranks + self.tensor_rank
+
     @contextmanager
     def naming_stages(self) -> Iterator[None]:
         """Say of errors in between that their numbers are stages of one replica."""
@@ -134,10 +154,43 @@ class PipelineMesh:
             yield
         except PeerError as error:
             error.add_note(
-                f"The numbers above are pipeline stages of replica {self.replica}, not replicas. "
-                "A stage that another one kept waiting ends with such an error too."
+                f"The numbers above are pipeline stages of replica {self.replica}, not replicas."
             )
             raise
+
+    @contextmanager
+    def naming_ranks(self) -> Iterator[None]:
+        """Say of errors in between which rank of the whole mesh went silent first."""
+        try:
+            yield
+        except PeerError as error:
+            in_row = bool(getattr(error, "__notes__", []))
+            suspects = [
+                self.rank_at(self.replica, culprit) if in_row else self.rank_at(culprit, self.stage)
+                for culprit in error.culprits
+            ]
+            named = ", ".join(
+                f"rank {rank} (replica {replica}, stage {stage})"
+                for rank in self._silent(suspects, error.timeout_s)
+                for replica, stage, _ in [
+                    place_in_mesh(rank, stages=self.stages, tensor_ranks=self.tensor_ranks)
+                ]
+            )
+            error.add_note(f"By the notes of all ranks, this went silent first: {named}.")
+            raise
+
+    def _silent(self, suspects: list[int], timeout_s: float) -> Sequence[int]:
+        awaited = suspects[0] if suspects else None
+        if self._board is None:
+            return suspects
+        try:
+            self._board.report(awaited)
+            if awaited is None:
+                return suspects
+            found = self._board.culprits((), awaited, grace_s=grace_s(timeout_s))
+        except RuntimeError:  # the store's host is gone as well
+            return suspects
+        return found or suspects
 
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""

@@ -70,7 +70,7 @@ def plan_context_groups(
     η of each sample that attends both ways; replicas k·ranks_per_node.. share a node.
     Raises PlanningError on bad input, on a sample that all ranks together cannot hold, and when the
     samples do not fit one wave. About O(n·(log n + log N)) a build, a dozen builds, then local
-    improvement. Source: DHP §4.3, its grouping improved against the bound of context_wave.
+    improvement. Source: DHP §4.3, its grouping improved against the bound of `context.bound`.
     """
     setting = make_setting(
         ranks=ranks,

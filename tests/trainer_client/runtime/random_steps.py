@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,8 +116,9 @@ def whole(model):
     plain = make_model(())
     source = model.module if isinstance(model, DistributedDataParallel) else model
     for target, parameter in zip(plain.parameters(), source.parameters(), strict=True):
-        grad = parameter.grad
-        target.grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        if parameter.grad is not None:
+            grad = parameter.grad
+            target.grad = (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
     return plain
 
 

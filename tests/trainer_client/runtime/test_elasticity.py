@@ -22,37 +22,43 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def losses_of_ranks(rank, size, how, path):
-    shards = [of[rank] for of in torch.load(path, weights_only=False)]
-    model = wrapped(how, ())
-    optimizer, losses = optimizer_of(model), []
-    with GroupPool(timeout_s=60) as pool:
-        for shard, upcoming in zip(shards, [*shards[1:], None], strict=True):
-            losses.append(run_step(model, shard, pool, upcoming=upcoming).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+def losses_of_ranks(rank, size, paths):
+    """Loss curve by number of replicas; the ranks behind those look on."""
+    curves = {}
+    for replicas, path in paths.items():
+        if rank >= replicas:
+            continue
+        shards = [of[rank] for of in torch.load(path, weights_only=False)]
+        model = wrapped("fsdp" if replicas == size else "plain", ())
+        optimizer, losses = optimizer_of(model), []
+        with GroupPool(replica=rank, replicas=replicas, lane=f"{replicas}", timeout_s=60) as pool:
+            for shard, upcoming in zip(shards, [*shards[1:], None], strict=True):
+                losses.append(run_step(model, shard, pool, upcoming=upcoming).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        curves[replicas] = losses
+    return curves
 
 
 def test_the_same_global_batches_give_one_loss_curve_on_any_number_of_ranks(world, tmp_path):
-    curves, degrees = {}, {}
-    for ranks, how in ((2, "plain"), (3, "ddp"), (4, "fsdp")):
+    paths, degrees = {}, {}
+    for ranks in (2, 3, 4):
         samples, shards = planned_steps(ranks, STEPS, memory_tokens=560)
-        path = tmp_path / f"shards{ranks}.pt"
-        torch.save(shards, path)
-        answers = world(losses_of_ranks, ranks, how, str(path))
-        assert len({tuple(losses) for losses in answers.values()}) == 1, "ranks disagree"
-        curves[ranks] = answers[0]
         degrees[ranks] = [of[0].plan.degrees for of in shards]
-    model = make_model(())
-    optimizer, curves[1] = optimizer_of(model), []
+        paths[ranks] = str(tmp_path / f"shards{ranks}.pt")
+        torch.save(shards, paths[ranks])
+    model, expected = make_model(()), []
+    optimizer = optimizer_of(model)
     for held in samples:
-        curves[1].append(single_process(model, held)[0])
+        expected.append(single_process(model, held)[0])
         optimizer.step()
         optimizer.zero_grad()
-    for ranks in (2, 3, 4):
-        assert curves[ranks] == pytest.approx(curves[1], rel=1e-9), ranks
-    assert curves[1][-1] < curves[1][0]
+    answers = world(losses_of_ranks, 4, paths)
+    for rank, curves in answers.items():
+        assert sorted(curves) == [ranks for ranks in paths if ranks > rank]
+        for losses in curves.values():
+            assert losses == pytest.approx(expected, rel=1e-9)
+    assert expected[-1] < expected[0]
     assert degrees[2] != degrees[3] != degrees[4]
     assert any(degree > 1 for of in degrees[4] for degree in of)
 

@@ -1,12 +1,13 @@
 """DDP and FSDP2 under random plans, against a single process that knows no plan at all."""
 
+import os
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_client.runtime.random_steps import (
@@ -19,7 +20,7 @@ from tests.trainer_client.runtime.random_steps import (
     worst_difference,
     wrapped,
 )
-from trainer_client.runtime import FsdpReduction, GroupPool, LayoutError, run_step
+from trainer_client.runtime import FsdpReduction, GroupPool, LayoutError, PeerError, run_step
 
 
 def parity_cases(rank, size, cases):
@@ -46,8 +47,8 @@ WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch")
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(4, (1, 2, 3)), (6, (1, 2, 3, 5))])
 def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degrees):
-    cases = [(how, seed, degrees, ()) for how in WAYS for seed in range(10, 13)]
-    cases += [(how, 13, degrees, ("vision",)) for how in WAYS]
+    cases = [(how, seed, degrees, ()) for how in WAYS for seed in (10, 11)]
+    cases += [(how, 13, degrees, ("vision",)) for how in WAYS[:2]]
     seen = set()
     for rank, answer in world(parity_cases, ranks, cases).items():
         assert len(answer) == len(cases)
@@ -131,3 +132,53 @@ def test_a_model_that_is_wrapped_wrongly_is_refused_with_the_remedy(world):
         assert "define forward(self, microbatch, groups)" in headless
         assert "reduced over 1 ranks" in alone
         assert "2 replicas" in alone
+
+
+def half_precision(rank, size):
+    samples = random_samples(10)
+    shard = make_shard(samples, random_plan(samples, size, (1, 2, 3), 10), size, rank, 10)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = make_model(()).float()
+    for part in (*model.encoders.values(), *model.layers, model):
+        fully_shard(part, mp_policy=policy)
+    with GroupPool(timeout_s=60) as pool:
+        result = run_step(model, shard, pool)
+    loss, grads = single_process(make_model(()), samples)
+    return worst_difference(result, whole(model), loss, grads)
+
+
+def test_fsdp_may_compute_in_half_precision(world):
+    for parameter, difference in world(half_precision, 4).values():
+        assert difference < 0.1, parameter
+
+
+LOST, LIMIT_S = 2, 5.0
+
+
+def dying_rank(rank, size, how):
+    samples = random_samples(10)
+    shard = make_shard(samples, random_plan(samples, size, (1, 2), 10), size, rank, 10)
+    model = wrapped(how, ())
+    module = model.module if how == "ddp" else model
+    decode = module.decode
+
+    def decode_or_die(microbatch, *others):
+        if rank == LOST and microbatch.wave == 1:
+            os._exit(9)
+        return decode(microbatch, *others)
+
+    module.decode = decode_or_die
+    with GroupPool(timeout_s=LIMIT_S) as pool:
+        try:
+            run_step(model, shard, pool)
+        except RuntimeError as error:
+            return error.culprits if isinstance(error, PeerError) else "an error of torch"
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp"])
+def test_a_replica_that_dies_in_a_step_ends_the_others(world, how):
+    answers = world(dying_rank, 4, how)
+    assert sorted(answers) == [0, 1, 3]
+    # DDP and FSDP may notice it in a collective of their own, which names nobody.
+    allowed = [(LOST,)] if how == "plain" else [(LOST,), "an error of torch"]
+    assert all(answer in allowed for answer in answers.values())

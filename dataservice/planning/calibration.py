@@ -1,0 +1,317 @@
+"""Fit the cost models to measured seconds, and say how far off they are on lengths held out.
+
+Residuals are relative, so that short and long sequences count alike; the loss is soft-L1 and
+its width follows the noise, so that a measurement that was disturbed pulls little. All
+coefficients are at least 0. What is reported is the error on lengths the fit has not seen.
+
+Source: DHP eq. 8–10 for the model. The fit is ours: the overlap max(attention, ring) makes it
+non-convex, so it starts once from a ring that is free and once from one that is not hidden.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from dataservice.core.errors import PlanningError
+from dataservice.core.layout import padded_tokens
+from dataservice.planning.cost import ContextCost, PhaseCost
+
+Floats = npt.NDArray[np.float64]
+Cost = TypeVar("Cost", ContextCost, PhaseCost)
+
+LEAST_LOADS = 6
+"""Different loads that a fit needs: three coefficients, one load held out, two to spare."""
+LEAST_SPREAD = 2.0
+"""How many times the smallest load the largest must be."""
+HELD_OUT_EVERY = 4
+FIRST_WIDTH = 0.1  # relative residuals below this count by their square at first
+WIDTHS = (1e-3, 0.1)
+UNSEEN = 1e-6  # of the typical time: where a coefficient starts that may turn out to be 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Seconds of one forward and backward pass over `tokens`, the length of each sequence of a
+    CP group of `degree` replicas, or of each item of an encoder."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+    degree: int = 1
+    crosses_node: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 1:
+            raise PlanningError(
+                f"a measurement has tokens {list(self.tokens)}; it needs at least one sequence, "
+                "each of at least 1 token"
+            )
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise PlanningError(
+                f"the measurement of {sum(self.tokens)} tokens took {self.seconds} s; it must be "
+                "above 0: measure again"
+            )
+        if self.degree < 1:
+            raise PlanningError(f"a measurement has degree {self.degree}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelativeError:
+    """|predicted / measured - 1| over `count` measurements."""
+
+    count: int
+    mean: float
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit(Generic[Cost]):
+    """A fitted cost model. `held_out` is its error on lengths it was not fitted to, `fitted` on
+    those it was; `unmeasured` names coefficients that no measurement speaks of."""
+
+    cost: Cost
+    held_out: RelativeError
+    fitted: RelativeError
+    unmeasured: tuple[str, ...] = ()
+
+
+def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
+    """The decoder's cost from groups of several lengths and degrees.
+
+    Where no degree above 1 was measured the ring is taken to be free, and where no group
+    crossed nodes such a ring is taken to be as fast as inside one; `unmeasured` says so. A
+    ring that is always hidden behind attention is known only to be no slower than that.
+
+    Raises PlanningError on fewer than 6 different loads at degree 1, or loads too alike.
+    """
+    fitted, held_out = split_held_out(measurements)
+    _require_loads([m for m in measurements if m.degree == 1], "the decoder at degree 1")
+    terms = _Terms.of(fitted)
+    cost = terms.cost(_fit_terms(terms))
+    crossing = any(m.crosses_node for m in fitted)
+    unmeasured: tuple[str, ...] = () if crossing else ("ring_inter_s_per_token",)
+    if all(m.degree == 1 for m in fitted):
+        unmeasured = ("ring_intra_s_per_token", "ring_inter_s_per_token", "ring_hop_s")
+    return Fit(
+        cost=cost,
+        held_out=context_error(cost, held_out),
+        fitted=context_error(cost, fitted),
+        unmeasured=unmeasured,
+    )
+
+
+def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
+    """An encoder's cost from batches of items of several lengths.
+
+    Raises PlanningError on fewer than 6 different loads, or loads too alike.
+    """
+    _require_loads(measurements, "the encoder")
+    fitted, held_out = split_held_out(measurements)
+    columns = np.array(
+        [[sum(m.tokens), sum(t * t for t in m.tokens), len(m.tokens)] for m in fitted],
+        dtype=np.float64,
+    )
+    linear, quadratic, item = _fit_columns(columns, _seconds(fitted)).tolist()
+    cost = PhaseCost(linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item)
+    return Fit(cost=cost, held_out=phase_error(cost, held_out), fitted=phase_error(cost, fitted))
+
+
+def split_held_out(
+    measurements: Sequence[Measurement],
+) -> tuple[list[Measurement], list[Measurement]]:
+    """Those to fit and those to judge by: every fourth load, at all its degrees, never the
+    smallest or the largest, so that the model is asked between lengths it knows."""
+    loads = sorted({m.tokens for m in measurements}, key=lambda t: (sum(t), t))
+    held = set(loads[HELD_OUT_EVERY // 2 : -1 : HELD_OUT_EVERY])
+    fitted = [m for m in measurements if m.tokens not in held]
+    return fitted, [m for m in measurements if m.tokens in held]
+
+
+def context_error(cost: ContextCost, measurements: Sequence[Measurement]) -> RelativeError:
+    """How far the model is off these measurements."""
+    predicted = [cost.time_s(m.tokens, m.degree, crosses_node=m.crosses_node) for m in measurements]
+    return _relative_error(predicted, measurements)
+
+
+def phase_error(cost: PhaseCost, measurements: Sequence[Measurement]) -> RelativeError:
+    """How far the model is off these measurements."""
+    predicted = [float(cost.item_seconds(m.tokens).sum()) for m in measurements]
+    return _relative_error(predicted, measurements)
+
+
+def _relative_error(
+    predicted: Sequence[float], measurements: Sequence[Measurement]
+) -> RelativeError:
+    off = np.abs(np.array(predicted) / _seconds(measurements) - 1.0)
+    if not off.size:
+        return RelativeError(count=0, mean=0.0, median=0.0, largest=0.0)
+    return RelativeError(
+        count=off.size,
+        mean=float(off.mean()),
+        median=float(np.median(off)),
+        largest=float(off.max()),
+    )
+
+
+def _seconds(measurements: Sequence[Measurement]) -> Floats:
+    return np.array([m.seconds for m in measurements], dtype=np.float64)
+
+
+def _require_loads(measurements: Sequence[Measurement], what: str) -> None:
+    loads = {m.tokens for m in measurements}
+    if len(loads) < LEAST_LOADS:
+        raise PlanningError(
+            f"{what} was measured at {len(loads)} different loads; a fit needs {LEAST_LOADS}. "
+            "Measure more lengths."
+        )
+    totals = [sum(load) for load in loads]
+    if max(totals) < LEAST_SPREAD * min(totals):
+        raise PlanningError(
+            f"{what} was measured from {min(totals)} to {max(totals)} tokens only; the longest "
+            f"load must be at least {LEAST_SPREAD:g} times the shortest, or its terms cannot be "
+            "told apart. Measure over a wider range."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Terms:
+    """The terms of each measurement [m], in units of its measured seconds.
+
+    `attention` Σs²/d and `linear` Σs/d of padded lengths, `group` 1; of the ring, `tokens`
+    Σs·(d-1)/d, the same again where it crosses nodes, and `hops` d-1.
+    """
+
+    attention: Floats
+    plain: Floats
+    """[m, 2]: linear, group."""
+    ring: Floats
+    """[m, 3]: tokens, tokens across nodes, hops."""
+
+    @classmethod
+    def of(cls, measurements: Sequence[Measurement]) -> "_Terms":
+        rows = []
+        for m in measurements:
+            padded = padded_tokens(np.array(m.tokens), m.degree).astype(np.float64)
+            total, squares, d = float(padded.sum()), float((padded * padded).sum()), m.degree
+            passed = total * (d - 1) / d
+            rows.append(
+                (squares / d, total / d, 1.0, passed, passed * m.crosses_node, float(d - 1))
+            )
+        relative = np.array(rows) / _seconds(measurements)[:, None]
+        return cls(attention=relative[:, 0], plain=relative[:, 1:3], ring=relative[:, 3:])
+
+    def scales(self) -> Floats:
+        """Coefficient [6] at which each term alone would take a typical measurement's time; 0
+        for a term that none has."""
+        return _scales(np.column_stack([self.attention, self.plain, self.ring]))
+
+    def predicted(self, c: Floats) -> Floats:
+        """Predicted over measured seconds [m] for coefficients [6] in column order."""
+        hidden = np.maximum(self.attention * c[0], self.ring @ c[3:])
+        predicted: Floats = self.plain @ c[1:3] + hidden
+        return predicted
+
+    def slopes(self, c: Floats) -> Floats:
+        """Their derivatives [m, 6]."""
+        ringing = (self.ring @ c[3:] > self.attention * c[0])[:, None]
+        attention = np.where(ringing, 0.0, self.attention[:, None])
+        return np.hstack([attention, self.plain, np.where(ringing, self.ring, 0.0)])
+
+    def cost(self, c: Floats) -> ContextCost:
+        attention, linear, group, intra, extra, hop = c.tolist()
+        return ContextCost(
+            attention_s_per_token2=attention,
+            linear_s_per_token=linear,
+            group_s=group,
+            ring_intra_s_per_token=intra,
+            ring_inter_s_per_token=intra + extra,
+            ring_hop_s=hop,
+        )
+
+
+def _fit_terms(terms: _Terms) -> Floats:
+    """Coefficients [6]: the better of a start with a free ring and one with a ring in plain
+    sight, both from the computing terms that degree 1 gives."""
+    alone = terms.ring[:, 2] == 0
+    computing = np.column_stack([terms.attention, terms.plain])
+    known = _fit_relative(computing[alone])
+    unexplained = 1.0 - terms.plain[~alone] @ known[1:]
+    scales = terms.scales()
+    starts = [np.concatenate([known, np.zeros(3)])]
+    if unexplained.size:
+        share = max(float(np.median(unexplained)), 0.05)
+        # Tokens or hops: which of them takes the time is what tells rings apart.
+        starts += [np.concatenate([known, share * scales[3:] * w]) for w in _RING_STARTS]
+
+    def search(start: Floats) -> tuple[float, Floats]:
+        return _robust(terms.predicted, terms.slopes, start=start, scales=scales)
+
+    return min((search(start) for start in starts), key=lambda found: found[0])[1]
+
+
+_RING_STARTS = (np.array([1.0, 0.5, 0.1]), np.array([0.1, 0.1, 1.0]))
+
+
+def _fit_columns(columns: Floats, seconds: Floats) -> Floats:
+    """Robust non-negative coefficients [k] of `columns` [m, k]."""
+    return _fit_relative(columns / seconds[:, None])
+
+
+def _fit_relative(columns: Floats) -> Floats:
+    """The same, where columns are in units of the measured seconds. Convex: one start."""
+    scales = _scales(columns)
+    start = scales / columns.shape[1]
+    _, found = _robust(lambda c: columns @ c, lambda _: columns, start=start, scales=scales)
+    return found
+
+
+def _scales(columns: Floats) -> Floats:
+    typical = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0
+                        for column in columns.T])  # fmt: skip
+    scales: Floats = np.divide(1.0, typical, out=np.zeros_like(typical), where=typical > 0)
+    return scales
+
+
+def _robust(
+    predicted: Callable[[Floats], Floats],
+    slopes: Callable[[Floats], Floats],
+    *,
+    start: Floats,
+    scales: Floats,
+) -> tuple[float, Floats]:
+    """Least soft-L1 of predicted(c) - 1 over c ≥ 0, searched in units of `scales`.
+
+    Twice: the second time with the width that the residuals' own median calls for. Returns
+    (mean absolute residual, coefficients); a coefficient of scale 0 stays 0.
+    """
+    used = scales > 0
+
+    def whole(x: Floats) -> Floats:
+        c = np.zeros_like(scales)
+        c[used] = x * scales[used]
+        return c
+
+    def residual(x: Floats) -> Floats:
+        return predicted(whole(x)) - 1.0
+
+    def jacobian(x: Floats) -> Floats:
+        slope: Floats = slopes(whole(x))[:, used] * scales[used]
+        return slope
+
+    x = np.maximum(start[used] / scales[used], UNSEEN)
+    width = FIRST_WIDTH
+    for _ in range(2):
+        found = least_squares(
+            residual, x, jacobian, bounds=(0.0, np.inf), loss="soft_l1", f_scale=width,
+            xtol=1e-12, ftol=1e-12, gtol=1e-12, max_nfev=2000,
+        )  # fmt: skip
+        x = found.x
+        width = float(np.clip(1.5 * np.median(np.abs(residual(x))), *WIDTHS))
+    # The search keeps off its bounds by a hair; what is next to nothing is nothing.
+    x = np.where(x < UNSEEN, 0.0, x)
+    return float(np.abs(residual(x)).mean()), whole(x)

@@ -1,0 +1,176 @@
+"""Fits: known coefficients come back from noisy measurements, and bad ones are refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataservice.core.errors import PlanningError
+from dataservice.planning.calibration import (
+    Measurement,
+    context_error,
+    fit_context,
+    fit_phase,
+    split_held_out,
+)
+from dataservice.planning.cost import ContextCost, PhaseCost
+
+LENGTHS = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
+LOADS = [(n,) for n in LENGTHS] + [(n // 4,) * 4 for n in LENGTHS]
+
+
+def coefficients(low, high):
+    return st.floats(np.log(low), np.log(high)).map(lambda x: float(np.exp(x)))
+
+
+@st.composite
+def context_costs(draw):
+    intra = draw(coefficients(1e-7, 3e-5))
+    return ContextCost(
+        attention_s_per_token2=draw(coefficients(1e-9, 3e-8)),
+        linear_s_per_token=draw(coefficients(3e-5, 3e-4)),
+        group_s=draw(coefficients(1e-3, 0.1)),
+        ring_intra_s_per_token=intra,
+        ring_inter_s_per_token=intra * draw(st.floats(1, 8)),
+        ring_hop_s=draw(coefficients(1e-5, 1e-2)),
+    )
+
+
+def measured(cost, *, seed=0, noise=0.0, outliers=0.0, degrees=(1, 2, 3, 4), nodes=(False, True)):
+    """What a machine of this cost would show; an outlier takes two to five times as long."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for tokens in LOADS:
+        for degree in degrees:
+            for crosses in nodes if degree > 1 else (False,):
+                seconds = cost.time_s(tokens, degree, crosses_node=crosses)
+                seconds *= 1 + noise * rng.standard_normal()
+                seconds *= rng.uniform(2, 5) if rng.random() < outliers else 1
+                found.append(
+                    Measurement(tokens=tokens, seconds=seconds, degree=degree, crosses_node=crosses)
+                )
+    return found
+
+
+def clean_error(cost, truth):
+    return context_error(cost, measured(truth))
+
+
+@settings(deadline=None, max_examples=25)
+@given(truth=context_costs())
+def test_exact_measurements_give_the_model_back(truth):
+    fit = fit_context(measured(truth))
+    assert fit.held_out.largest < 0.01
+    assert clean_error(fit.cost, truth).largest < 0.01
+
+
+@settings(deadline=None, max_examples=25)
+@given(truth=context_costs(), seed=st.integers(0, 1000))
+def test_noise_and_outliers_move_a_fit_by_little(truth, seed):
+    fit = fit_context(measured(truth, seed=seed, noise=0.03, outliers=0.1))
+    error = clean_error(fit.cost, truth)
+    assert error.mean < 0.03
+    assert fit.held_out.median < 0.05
+
+
+def test_coefficients_that_show_are_found_each_by_itself():
+    truth = ContextCost(
+        attention_s_per_token2=5e-9,
+        linear_s_per_token=1.5e-4,
+        group_s=0.05,
+        ring_intra_s_per_token=4e-5,
+        ring_inter_s_per_token=1.2e-4,
+        ring_hop_s=2e-3,
+    )
+    fit = fit_context(measured(truth, noise=0.01, outliers=0.1))
+    for name, value in truth.to_dict().items():
+        assert getattr(fit.cost, name) == pytest.approx(value, rel=0.15), name
+    assert fit.unmeasured == ()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    linear=coefficients(1e-6, 1e-4),
+    quadratic=st.one_of(st.just(0.0), coefficients(1e-10, 1e-8)),
+    item=st.one_of(st.just(0.0), coefficients(1e-4, 1e-2)),
+    seed=st.integers(0, 1000),
+)
+def test_an_encoder_is_found_under_noise_and_outliers(linear, quadratic, item, seed):
+    truth = PhaseCost(linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item)
+    rng = np.random.default_rng(seed)
+    found = []
+    for tokens in LOADS:
+        seconds = float(truth.item_seconds(tokens).sum()) * (1 + 0.02 * rng.standard_normal())
+        seconds *= 3 if rng.random() < 0.1 else 1
+        found.append(Measurement(tokens=tokens, seconds=seconds))
+    cost = fit_phase(found).cost
+    lengths = np.array(LENGTHS)
+    off = cost.item_seconds(lengths) / truth.item_seconds(lengths) - 1
+    assert np.abs(off).mean() < 0.05
+
+
+def test_held_out_lengths_lie_between_fitted_ones_and_keep_their_degrees_together():
+    everything = measured(ContextCost.flexsp_7b())
+    fitted, held_out = split_held_out(everything)
+    assert sorted(m.tokens for m in fitted + held_out) == sorted(m.tokens for m in everything)
+    assert {m.tokens for m in fitted}.isdisjoint(m.tokens for m in held_out)
+    assert 0.15 < len(held_out) / len(everything) < 0.35
+    totals = [sum(m.tokens) for m in fitted]
+    assert all(min(totals) <= sum(m.tokens) <= max(totals) for m in held_out)
+    assert split_held_out(everything) == (fitted, held_out)
+
+
+def test_a_model_that_does_not_fit_says_so_on_the_held_out_lengths():
+    cubic = [Measurement(tokens=(n,), seconds=1e-3 + 1e-12 * n**3) for n in LENGTHS]
+    assert fit_context(cubic).held_out.largest > 0.2
+
+
+def test_without_rings_they_are_free_and_named_as_unmeasured():
+    truth = ContextCost(attention_s_per_token2=5e-9, linear_s_per_token=1e-4, group_s=0.02)
+    fit = fit_context(measured(truth, degrees=(1,)))
+    assert fit.cost.ring_intra_s_per_token == fit.cost.ring_inter_s_per_token == 0
+    assert set(fit.unmeasured) == {
+        "ring_intra_s_per_token", "ring_inter_s_per_token", "ring_hop_s",
+    }  # fmt: skip
+
+
+def test_without_a_second_node_its_ring_is_taken_to_be_as_fast():
+    truth = ContextCost.flexsp_7b()
+    fit = fit_context(measured(truth, nodes=(False,)))
+    assert fit.cost.ring_inter_s_per_token == fit.cost.ring_intra_s_per_token
+    assert fit.unmeasured == ("ring_inter_s_per_token",)
+
+
+def test_too_few_lengths_are_refused_with_what_is_needed():
+    few = [Measurement(tokens=(n,), seconds=0.1) for n in (100, 200, 300)]
+    with pytest.raises(PlanningError, match=r"3 different loads.*needs 6.*Measure more"):
+        fit_context(few)
+    with pytest.raises(PlanningError, match="3 different loads"):
+        fit_phase(few)
+
+
+def test_lengths_that_are_too_alike_are_refused():
+    alike = [Measurement(tokens=(n,), seconds=0.1) for n in range(1000, 1010)]
+    with pytest.raises(PlanningError, match=r"1000 to 1009.*wider range"):
+        fit_phase(alike)
+
+
+def test_measurements_at_higher_degrees_alone_are_refused():
+    rings = [Measurement(tokens=(n,), seconds=0.1, degree=2) for n in LENGTHS]
+    with pytest.raises(PlanningError, match="degree 1 was measured at 0"):
+        fit_context(rings)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": (), "seconds": 1.0},
+        {"tokens": (0,), "seconds": 1.0},
+        {"tokens": (5,), "seconds": 0.0},
+        {"tokens": (5,), "seconds": float("nan")},
+        {"tokens": (5,), "seconds": 1.0, "degree": 0},
+    ],
+)
+def test_a_measurement_that_cannot_be_is_refused(wrong):
+    with pytest.raises(PlanningError):
+        Measurement(**wrong)
