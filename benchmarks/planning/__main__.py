@@ -95,11 +95,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def _head(date: str, load: float, cores: float, summary: str) -> str:
     return f"""# Planning, {date}
 
-`python -m benchmarks.planning` on {hardware()}, of which it used {cores:.2f}: everything runs in
-one thread. Load average {load:.1f} when it began (other work on the machine makes times longer,
-never shorter). Kernels are compiled before. Times are the best of several rounds in which ours
-and the others take turns on the same input; ×k is how many times ours the other takes. What
-others make of the same work is on the same input everywhere. Papers' figures were taken on their
+`python -m benchmarks.planning` on {hardware()}. Everything runs in one thread, kernels compiled
+before. Times are processor time, what one core of its own takes, the best of several rounds in
+which ours and the others take turns; the wall's time is in the explanation. Load average {load:.1f}
+when it began, and {cores:.2f} cores were to be had: other work on the machine makes wall times
+longer, and processor times a little. ×k: how many times ours the other takes, on the same input.
+make of the same work is on the same input everywhere. Papers' figures were taken on their
 authors' machines. Workloads are made by `benchmarks/workloads.py`, others' methods by
 `benchmarks/rivals.py` and `benchmarks/exact.py`; one row alone:
 `python -m benchmarks.planning --only GROUP`.

@@ -19,7 +19,7 @@ PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Milliseconds of one planner at each number of replicas; `exponent` is fitted over samples,
+    """Milliseconds of one core that one planner takes at each number of replicas; `exponent` is fitted over samples,
     `reference` is what n·log n itself fits to over the same samples."""
 
     what: str
@@ -49,7 +49,7 @@ def _series(
     calls = {str(replicas): prepare(replicas) for replicas in scale.growth_replicas}
     best = side_by_side(calls, repeats=min(scale.repeats, 5), most_s=4.0)
     samples = SAMPLES_PER_REPLICA * np.array(scale.growth_replicas)
-    seconds = [best[name] for name in calls]
+    seconds = [best[name].processor_s for name in calls]
     return Growth(
         what=what,
         replicas=scale.growth_replicas,

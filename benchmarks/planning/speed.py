@@ -157,7 +157,7 @@ def packers(scale: Scale) -> list[Row]:
             repeats=min(scale.repeats, 4),
             paper="axolotl 1M samples in 2.2 s, 99.7 % full",
             explanation=f"{full[0]:.2f} % full, first-fit {full[1]:.2f} %. prtpy's first-fit on "
-            f"{few_lengths.size:,} samples takes {small['prtpy'] / small['ours']:.0f} times as "
+            f"{few_lengths.size:,} samples takes {small['prtpy'].processor_s / small['ours'].processor_s:.0f} times as "
             "long as ours on the same.",
         ),
     ]
