@@ -56,6 +56,8 @@ def rows_to_markdown(title: str, rows: Sequence[Row]) -> str:
 def verdict(rows: Sequence[Row]) -> str:
     """How many bars are met, and which are not."""
     judged = [row for row in rows if row.met is not None]
+    if not judged:
+        return "No bars among these rows."
     missed = [row for row in judged if not row.met]
     text = f"{len(judged) - len(missed)} of {len(judged)} bars met."
     for row in missed:

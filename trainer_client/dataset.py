@@ -142,9 +142,11 @@ class ShardDataset(IterableDataset[Shard]):
         finally:
             self._peeked_s += time.monotonic() - began_s
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, *, measured_s: float | None = None) -> None:
         """This rank has trained `step`, and with it every step before.
 
+        `measured_s` are the seconds it took (`StepResult.seconds`), which the service sets
+        against those it predicted.
         Does not wait for the service: it is told in the background, in order. Committing a
         step again changes nothing. Raises MisuseError for a step that was not yielded, and
         whatever went wrong with an earlier commit.
@@ -160,7 +162,8 @@ class ShardDataset(IterableDataset[Shard]):
         while self._yielded and self._yielded[0].step <= step + 1:
             self._committed = self._yielded.popleft()
             if self._run is not None:
-                self._run.commit(self._committed.step - 1)
+                trained = self._committed.step - 1
+                self._run.commit(trained, measured_s if trained == step else None)
 
     def state_dict(self) -> dict[str, str | int]:
         """The position behind the last committed step: version, job, step, cursor.

@@ -111,23 +111,23 @@ class Prefetcher(Generic[Item]):
 
 
 class Committer:
-    """Sends `commit(step)` for each step put, in order, without blocking who puts it."""
+    """Sends `commit(step, measured_s)` for each put, in order, without blocking who puts it."""
 
-    def __init__(self, commit: Callable[[int], None]) -> None:
+    def __init__(self, commit: Callable[[int, float | None], None]) -> None:
         self._commit = commit
-        self._steps: deque[int] = deque()
+        self._steps: deque[tuple[int, float | None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shard-commit", daemon=True)
         self._thread.start()
 
-    def put(self, step: int) -> None:
+    def put(self, step: int, measured_s: float | None = None) -> None:
         """Have a step sent. Raises what went wrong with an earlier one."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            self._steps.append(step)
+            self._steps.append((step, measured_s))
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
@@ -138,7 +138,7 @@ class Committer:
                 raise self._failure
             if self._steps and not self._closed:
                 raise ServiceTimeout(
-                    f"{len(self._steps)} commits, from step {self._steps[0]} on, were not taken "
+                    f"{len(self._steps)} commits, from step {self._steps[0][0]} on, were not taken "
                     f"within {timeout_s:g} s. The position in the checkpoint does not depend on "
                     "them; check that the coordinator is reachable."
                 )
@@ -163,8 +163,8 @@ class Committer:
                     self._changed.wait_for(lambda: self._steps or self._closed)
                     if self._closed:
                         return
-                    step = self._steps[0]
-                self._commit(step)
+                    step, measured_s = self._steps[0]
+                self._commit(step, measured_s)
                 with self._changed:
                     self._steps.popleft()  # only now: `flush` waits for the answer
                     self._changed.notify_all()

@@ -112,10 +112,10 @@ class Run:
         sent = prefetcher.peek(limit_s) if wait else prefetcher.ready()
         return None if sent is None else sent.shard
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, measured_s: float | None = None) -> None:
         """Send the commit of a step in the background. Raises what an earlier one met."""
         assert self._committer is not None
-        self._committer.put(step)
+        self._committer.put(step, measured_s)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the service has taken all commits."""

@@ -78,11 +78,13 @@ class StepLoader:
             if not retry.wait():
                 raise troubles.verdict(retry, missing=len(wanted - held.keys()))
 
-    def commit(self, step: int) -> None:
-        """Tell the service that this rank has trained a step."""
+    def commit(self, step: int, measured_s: float | None = None) -> None:
+        """Tell the service that this rank has trained a step, and in how many seconds."""
 
         def rpc(session: str) -> None:
-            request = coordinator_pb2.CommitStepRequest(session=session, step=step)
+            request = coordinator_pb2.CommitStepRequest(
+                session=session, step=step, measured_s=measured_s
+            )
             self._stub.CommitStep(request, timeout=POLL_S)
 
         self._session.call(rpc)

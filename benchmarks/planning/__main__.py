@@ -44,8 +44,9 @@ SPEED: dict[str, Measure] = {
 GROWTH = "growth"
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, and write the results of a full run. 1 if a bar is missed."""
+def main(arguments: list[str]) -> None:
+    """Measure, print, and write the results of a full run. A missed bar is said, not an error:
+    times depend on the machine."""
     options = _options(arguments)
     scale = QUICK if options.quick else FULL
     chosen = set(options.only or [*QUALITY, *SPEED, GROWTH])
@@ -70,13 +71,12 @@ def main(arguments: list[str]) -> int:
         parts.append(f"## Growth\n\n```\n{text}\n```\n")
     took = time.perf_counter() - begin
     cores = (time.process_time() - used) / took
-    console.print(verdict(rows), f"\n{took:.0f} s on {cores:.2f} cores", markup=False)
+    console.print(verdict(rows), f"\n{took:.0f} s, {cores:.2f} cores to be had", markup=False)
     if options.output or not (options.quick or options.only):
         head = _head(options.date, load_before, cores, verdict(rows))
         name = f"planning_{slug(hardware())}_{options.date}"
         path = write_report(options.output or RESULTS, name, [head, *parts])
         console.print(f"written to {path}", highlight=False)
-    return 0 if all(row.met is not False for row in rows) else 1
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -99,15 +99,14 @@ def _head(date: str, load: float, cores: float, summary: str) -> str:
 before. Times are processor time, what one core of its own takes, the best of several rounds in
 which ours and the others take turns; the wall's time is in the explanation. Load average {load:.1f}
 when it began, and {cores:.2f} cores were to be had: other work on the machine makes wall times
-longer, and processor times a little. ×k: how many times ours the other takes, on the same input.
-make of the same work is on the same input everywhere. Papers' figures were taken on their
-authors' machines. Workloads are made by `benchmarks/workloads.py`, others' methods by
-`benchmarks/rivals.py` and `benchmarks/exact.py`; one row alone:
-`python -m benchmarks.planning --only GROUP`.
+longer, and processor times a little. ×k: how many times ours the other takes.
+Papers' figures were taken on their authors' machines. Workloads are made by
+`benchmarks/workloads.py`, others' methods by `benchmarks/rivals.py` and `benchmarks/exact.py`;
+one row alone: `python -m benchmarks.planning --only GROUP`.
 
 {summary}
 """
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,7 +1,9 @@
-"""The command `dataservice`: index, serve, job, explain, status."""
+"""The command `dataservice`: index, serve, job, calibrate, explain, status."""
 
 import asyncio
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dataservice.app import Service, index_job, serve_until_signal
+from dataservice.app import Service, index_job, load_processors, serve_until_signal
+from dataservice.calibrate import (
+    MeasuringOptions,
+    calibrate,
+    measure_model,
+    modalities_of,
+    read_measurements,
+)
 from dataservice.cli import show
-from dataservice.cli.progress import index_progress
-from dataservice.core.errors import ServiceError
+from dataservice.cli.progress import index_progress, measuring_progress
+from dataservice.core.errors import ServiceError, SpecError
+from dataservice.cost_file import read_cost_file, write_cost_file
 from dataservice.engine.api import JobStatus
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -108,6 +118,62 @@ def serve(
     asyncio.run(serve_until_signal(read_config(config, overrides), ready=ready))
 
 
+@app.command("calibrate")
+def calibrate_model(
+    model: Annotated[
+        str | None, typer.Option(help="package.module:build of your MultimodalModel.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this host.", min=1)] = 4,
+    out: Annotated[Path, typer.Option(help="The cost file to write.")] = Path("cost.yaml"),
+    job_file: Annotated[
+        Path | None, typer.Option("--job", help="Job file: count encoder tokens as it does.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Decoder tokens, such as 512,1024,2048.")] = "",
+    item_tokens: Annotated[str, typer.Option(help="Encoder tokens of an item.")] = "",
+    degrees: Annotated[str, typer.Option(help="CP degrees; by default all up to ranks.")] = "",
+    repeats: Annotated[int | None, typer.Option(help="Of each measurement.", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Weights, such as bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where it is.")] = None,
+    measurements: Annotated[
+        Path | None,
+        typer.Option(help="Fit these, made by torchrun -m trainer_client.runtime.measure."),
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Measure a model by length and CP degree, and fit the cost model that plans use.
+
+    Prints the coefficients and their error on lengths held out, and writes a file that a job
+    names as `plan: {cost: cost.yaml}`.
+
+    Example: `dataservice calibrate --model demo.model:DemoModel --ranks 4 --out cost.yaml`
+    """
+    if (model is None) == (measurements is None):
+        raise SpecError("give either --model to measure it, or --measurements that were made.")
+    with tempfile.TemporaryDirectory() as folder:
+        source = measurements or Path(folder) / "measurements.json"
+        if model is not None:
+            custom = load_processors(read_config(config, {}).custom_processors)
+            encoders = modalities_of(_read_job_file(job_file), custom) if job_file else None
+            options = MeasuringOptions(
+                model=model,
+                ranks=ranks,
+                lengths=_numbers("--lengths", lengths),
+                item_tokens=_numbers("--item-tokens", item_tokens),
+                degrees=_numbers("--degrees", degrees),
+                modalities=encoders,
+                repeats=repeats,
+                dtype=dtype,
+                device=device,
+            )
+            with measuring_progress(Console(stderr=True)) as tell:
+                measure_model(options, source, tell=tell)
+        made = calibrate(read_measurements(source))
+    write_cost_file(out, made.file)
+    for part in show.calibration_tables(made):
+        console.print(part)
+    console.print(f"wrote {out}, version {made.file.cost.model.version}", highlight=False)
+
+
 @app.command()
 def explain(
     job: Annotated[str, typer.Argument(help="Name of the job.")],
@@ -182,6 +248,26 @@ def drain(job: str, service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson =
 
 
 @jobs.command()
+def recost(
+    job: str,
+    cost_file: Annotated[Path, typer.Argument(help="What `dataservice calibrate` wrote.")],
+    from_step: Annotated[
+        int | None,
+        typer.Option(help="First step to plan by it; by default the first never planned.", min=0),
+    ] = None,
+    service: ServiceAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Plan with refitted costs from a step on. Steps planned before are replayed as they were.
+
+    Example: `dataservice job recost vlm-sft cost.yaml`
+    """
+    cost = read_cost_file(cost_file).cost.model
+    with CoordinatorClient(service) as client:
+        begins, version = client.recost(job, json.dumps(cost.to_dict()), from_step)
+    console.print(f"{job} plans with cost {version} from step {begins} on", highlight=False)
+
+
+@jobs.command()
 def delete(job: str, service: ServiceAddress = DEFAULT_ADDRESS) -> None:
     """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
     with CoordinatorClient(service) as client:
@@ -199,6 +285,13 @@ def _print_jobs(statuses: list[JobStatus], as_json: bool) -> None:
         print(show.jobs_json(statuses))
     else:
         console.print(show.job_table(statuses))
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise SpecError(f"{flag} is {text!r}; give whole numbers, as 512,1024,2048.") from error
 
 
 def _read_job_file(path: Path) -> JobSpec:

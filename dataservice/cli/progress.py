@@ -1,4 +1,4 @@
-"""Progress of indexing: one bar a source, with rows a second."""
+"""Progress bars: of indexing, one a source with rows a second; of measuring a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -14,6 +15,7 @@ from rich.progress import (
 )
 
 from dataservice.app import Progress as Tell
+from dataservice.calibrate import Tell as TellMeasured
 
 
 @contextmanager
@@ -37,5 +39,24 @@ def index_progress(console: Console) -> Iterator[Tell]:
             elapsed_s = bars.tasks[task].elapsed or 0.0
             rate = rows / elapsed_s if elapsed_s > 0 else 0.0
             bars.update(task, completed=done_bytes, rows=rows, rate=rate)
+
+        yield tell
+
+
+@contextmanager
+def measuring_progress(console: Console) -> Iterator[TellMeasured]:
+    """Yields the function that `measure_model` tells of its progress."""
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def tell(done: int, total: int, last: str) -> None:
+            bars.update(task, completed=done, total=total, description=last)
 
         yield tell

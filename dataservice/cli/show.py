@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.calibrate import Calibration
 from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
 from dataservice.core.sample import Modality
@@ -122,6 +123,9 @@ def explained_json(explained: ExplainedStep) -> str:
             "world_size": explained.world_size,
             "committed": explained.committed,
             "cursor": json.loads(explained.cursor),
+            "predicted_s": explained.plan.predicted_s,
+            "measured_s": explained.measured_s,
+            "cost_version": explained.cost_version,
             "plan_digest": explained.plan_digest,
             "ledger_plan_digest": explained.ledger_plan_digest,
             "samples": list(explained.sample_keys),
@@ -142,6 +146,33 @@ def explained_tables(explained: ExplainedStep, *, name_samples: bool) -> Iterato
     yield stage_table(plan.stages)
     for line in explained.quarantined:
         yield Text(f"quarantined {line}", style="yellow")
+
+
+def calibration_tables(made: Calibration) -> Iterator[Text | Table]:
+    """The coefficients by phase, their error on lengths held out, and what was assumed."""
+    table = Table(title="coefficients, seconds")
+    for name in ("phase", "coefficient", "value"):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for phase, fit in made.fits.items():
+        for name, value in fit.cost.to_dict().items():
+            assumed = " (assumed)" if name in fit.unmeasured else ""
+            table.add_row(phase, name + assumed, f"{value:.4g}")
+        table.add_section()
+    yield table
+    errors = Table(title="error, predicted against measured")
+    for name in ("phase", "lengths", "measurements", "mean", "median", "largest"):
+        errors.add_column(name, justify="left" if name in ("phase", "lengths") else "right")
+    for phase, fit in made.fits.items():
+        for which, error in (("fitted", fit.fitted), ("held out", fit.held_out)):
+            shares = (f"{value:.1%}" for value in (error.mean, error.median, error.largest))
+            errors.add_row(phase, which, str(error.count), *shares)
+    yield errors
+    if "ring_hop_s" in made.fits["llm"].unmeasured:
+        yield Text(
+            "no CP degree above 1 was measured: plans will take rings to be free. Measure with "
+            "--ranks 2 or more before training with CP groups.",
+            style="yellow",
+        )
 
 
 def stage_table(stages: Sequence[StageReport]) -> Table:
@@ -168,7 +199,7 @@ def _headline(explained: ExplainedStep) -> Text:
     text = Text(
         f"step {plan.step} of attempt {explained.attempt} ({state}): {len(plan.sample_ids)} "
         f"samples, {int(plan.sample_tokens.sum())} tokens, {plan.replicas} replicas, "
-        f"{plan.waves} waves, predicted {plan.predicted_s:.3f} s\n"
+        f"{plan.waves} waves, predicted {plan.predicted_s:.3f} s{_measured(explained)}\n"
         f"plan {explained.plan_digest} "
     )
     if agrees:
@@ -176,6 +207,13 @@ def _headline(explained: ExplainedStep) -> Text:
     else:
         text.append(f"differs from the ledger's {explained.ledger_plan_digest}", style="bold red")
     return text
+
+
+def _measured(explained: ExplainedStep) -> str:
+    if explained.measured_s is None:
+        return ""
+    off = explained.measured_s / explained.plan.predicted_s - 1
+    return f", measured {explained.measured_s:.3f} s ({off:+.0%})"
 
 
 def _waves_table(plan: StepPlan, keys: Sequence[str]) -> Table:

@@ -88,7 +88,8 @@ class AttemptRecord:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
     """One planned step of one attempt; enough to plan it again. `committed_unix_s` is None
-    until every rank has committed it."""
+    until every rank has committed it; `measured_s`, of the slowest rank that told, may stay so.
+    `predicted_s` is None in entries older than schema version 2."""
 
     job: str
     attempt: int
@@ -99,6 +100,19 @@ class LedgerEntry:
     cost_version: str
     planned_unix_s: float
     committed_unix_s: float | None = None
+    predicted_s: float | None = None
+    measured_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRecord:
+    """The coefficients that a job's steps are planned with from `from_step` on, as JSON."""
+
+    job: str
+    from_step: int
+    cost_json: str
+    cost_version: str
+    recorded_unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.job import (
     AttemptRecord,
     BatchSize,
+    CostRecord,
     JobRecord,
     LedgerEntry,
     QuarantineEntry,
@@ -230,8 +231,16 @@ class StateStore(Protocol):
         """Insert, or replace the entry of the same (job, attempt, step)."""
         ...
 
-    def commit_step(self, job: str, attempt: int, step: int, committed_unix_s: float) -> None:
-        """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
+    def commit_step(
+        self,
+        job: str,
+        attempt: int,
+        step: int,
+        committed_unix_s: float,
+        measured_s: float | None = None,
+    ) -> None:
+        """Mark a step as trained by all ranks; NotFoundError if it was never planned. Without
+        `measured_s` an earlier one stays."""
         ...
 
     def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
@@ -240,6 +249,18 @@ class StateStore(Protocol):
 
     def ledger(self, job: str) -> list[LedgerEntry]:
         """All entries of a job by (attempt, step)."""
+        ...
+
+    def last_planned_step(self, job: str) -> int:
+        """The last step of the ledger in any attempt; -1 if it is empty."""
+        ...
+
+    def put_cost(self, cost: CostRecord) -> None:
+        """Insert; it replaces those of its job that begin at its step or later."""
+        ...
+
+    def costs(self, job: str) -> list[CostRecord]:
+        """The job's cost records by the step they begin at."""
         ...
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
@@ -274,6 +295,10 @@ class Metrics(Protocol):
         """Every rank has trained one more step."""
         ...
 
+    def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
+        """A trained step took its slowest rank `measured_s`, and was planned as `predicted_s`."""
+        ...
+
     def pack_prepared(self, receipt: PackReceipt) -> None:
         """A worker has decoded and assembled a pack."""
         ...
@@ -297,6 +322,7 @@ class NoMetrics(Metrics):
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None: ...
     def ready_steps(self, job: str, steps: int) -> None: ...
     def step_committed(self, job: str) -> None: ...
+    def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None: ...
     def pack_prepared(self, receipt: PackReceipt) -> None: ...
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
     def worker_lost(self, worker: str) -> None: ...

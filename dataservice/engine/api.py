@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.job import JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, QuarantineEntry
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 
@@ -80,6 +80,11 @@ class CoordinatorApi(Protocol):
         """Plan a step of the ledger again."""
         ...
 
+    async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
+        """Plan with other coefficients from a step on, by default the first never planned;
+        ConflictError for one that was planned. The step it begins at is in the answer."""
+        ...
+
     async def open_session(
         self,
         *,
@@ -115,6 +120,6 @@ class CoordinatorApi(Protocol):
         the step is planned."""
         ...
 
-    async def commit(self, session: str, step: int) -> None:
-        """The session's rank has trained this step."""
+    async def commit(self, session: str, step: int, *, measured_s: float | None = None) -> None:
+        """The session's rank has trained this step, in so many seconds if it tells."""
         ...

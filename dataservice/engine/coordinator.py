@@ -7,6 +7,7 @@ restored complete, and its ranks rejoin it one by one where they were.
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ from dataservice.core.errors import (
     FencedError,
     NotFoundError,
     ServiceError,
+    SpecError,
 )
-from dataservice.core.job import AttemptRecord, JobRecord, QuarantineEntry
+from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, QuarantineEntry
 from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
@@ -29,7 +31,8 @@ from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.loop import AttemptLoop
 from dataservice.engine.planner import check_fits, in_order, plan_step
-from dataservice.engine.setup import JobSetup
+from dataservice.engine.setup import CostChange, JobSetup
+from dataservice.planning.options import CostModel
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class RunningJob:
     attempt: Attempt | None = None
     loop: AttemptLoop | None = None
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     checking: asyncio.Task[None] | None = None
 
 
@@ -166,6 +170,35 @@ class Coordinator:
         del self._jobs[name]
         self._metrics.job_deleted(name)
 
+    async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
+        """Plan with other coefficients from a step on that no attempt has planned. Durable
+        before any step is planned by it, so that a restart plans every step as it was."""
+        running = self._job(job)
+        cost = cost_model(cost_json)
+        await self._setup(running)
+        async with running.planning:
+            planned = await asyncio.to_thread(self._store.last_planned_step, job)
+            record = CostRecord(
+                job=job,
+                from_step=planned + 1 if from_step is None else from_step,
+                cost_json=json.dumps(cost.to_dict(), sort_keys=True),
+                cost_version=cost.version,
+                recorded_unix_s=time.time(),
+            )
+            if record.from_step <= planned:
+                raise ConflictError(
+                    f"step {record.from_step} of job {job!r} was planned already, as was every "
+                    f"step up to {planned}. Begin at step {planned + 1} or later, or leave the "
+                    "step out."
+                )
+            await asyncio.to_thread(self._store.put_cost, record)
+            assert running.setup is not None, "it was opened above"
+            running.setup = await asyncio.to_thread(self._with_costs, running.setup)
+            if running.loop is not None:
+                running.loop.use(running.setup)
+        log.info("cost %s from step %d on", cost.version, record.from_step, extra={"job": job})
+        return record
+
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were masked, and why."""
         return await asyncio.to_thread(self._store.quarantine, self._job(name).record.name)
@@ -267,11 +300,11 @@ class Coordinator:
             wanted=wanted,
         )
 
-    async def commit(self, session: str, step: int) -> None:
-        """The session's rank has trained this step."""
+    async def commit(self, session: str, step: int, *, measured_s: float | None = None) -> None:
+        """The session's rank has trained this step, in so many seconds if it tells."""
         known = self._session(session)
         loop = await self._loop_of(known)
-        await loop.commit(known.claim, step)
+        await loop.commit(known.claim, step, measured_s)
 
     # ---- inside ---------------------------------------------------------------------------
 
@@ -290,12 +323,21 @@ class Coordinator:
         opened (its index was stale, say) is tried again each time it is asked for."""
         async with job.opening:
             if job.setup is None:
-                setup = await asyncio.to_thread(self._open_job, job.record)
+                opened = await asyncio.to_thread(self._open_job, job.record)
+                setup = await asyncio.to_thread(self._with_costs, opened)
                 last = await asyncio.to_thread(self._store.last_attempt, job.record.name)
                 if last is not None:
                     await self._restore(job, setup, last)
                 job.setup = setup
         return job.setup
+
+    def _with_costs(self, setup: JobSetup) -> JobSetup:
+        """The setup with what the store has on costs that take over."""
+        changes = tuple(
+            CostChange(from_step=record.from_step, cost=cost_model(record.cost_json))
+            for record in self._store.costs(setup.record.name)
+        )
+        return replace(setup, cost_changes=changes)
 
     async def _require_current(self, job: RunningJob, setup: JobSetup) -> None:
         """The first rank of an attempt has the index compared with its sources."""
@@ -359,7 +401,7 @@ class Coordinator:
         older, old_loop = job.attempt, job.loop
         job.attempt, job.forming = attempt, None
         assert job.setup is not None, "an attempt forms only for a job that is open"
-        job.loop = self._make_loop(job.setup, attempt)
+        job.loop = self._make_loop(job, job.setup, attempt)
         if older is not None:
             log.info("fenced by attempt %d", attempt.number, extra=older.about)
             older.end(
@@ -385,11 +427,11 @@ class Coordinator:
         entries = [entry for entry in ledger if entry.attempt == last.attempt]
         cursor = Cursor.from_json(entries[-1].cursor) if entries else attempt.start
         job.attempt = attempt
-        job.loop = self._make_loop(setup, attempt)
+        job.loop = self._make_loop(job, setup, attempt)
         committed = [e.step for e in entries if e.committed_unix_s is not None]
         job.loop.start(cursor, committed_step=max(committed, default=None))
 
-    def _make_loop(self, setup: JobSetup, attempt: Attempt) -> AttemptLoop:
+    def _make_loop(self, job: RunningJob, setup: JobSetup, attempt: Attempt) -> AttemptLoop:
         return AttemptLoop(
             setup,
             attempt,
@@ -397,6 +439,7 @@ class Coordinator:
             dispatcher=self._dispatcher,
             metrics=self._metrics,
             ticket_secret=self._secret,
+            planning=job.planning,
         )
 
     def _rejoin(
@@ -448,3 +491,14 @@ class Coordinator:
         for entry in entries:
             log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
         await asyncio.to_thread(self._store.add_quarantine, entries)
+
+
+def cost_model(cost_json: str) -> CostModel:
+    """Coefficients from JSON. Raises SpecError, PlanningError."""
+    try:
+        return CostModel.from_dict(json.loads(cost_json))
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise SpecError(
+            f"the cost is no JSON object of coefficients by phase: {error}. Send what "
+            "`dataservice calibrate` wrote."
+        ) from error

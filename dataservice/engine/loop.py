@@ -9,6 +9,8 @@ Contract. Steps are planned in order, at most `ready_steps` beyond the last step
 rank has received; a step leaves the window when all have. A step asked for again later is
 planned again from the ledger's cursor: the same plan, by construction, and checked by digest.
 A planning or state error ends the attempt with that error; ranks that wait are told.
+New steps are planned inside `planning`, the job's own lock: who holds it knows that none is
+under way, and may change the coefficients of those to come.
 """
 
 import asyncio
@@ -70,6 +72,7 @@ class AttemptLoop:
         dispatcher: Dispatcher,
         metrics: Metrics,
         ticket_secret: bytes,
+        planning: asyncio.Lock,
     ) -> None:
         self._setup = setup
         self._attempt = attempt
@@ -77,6 +80,8 @@ class AttemptLoop:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._secret = ticket_secret
+        self._planning = planning
+        self._measured_s: dict[int, float] = {}
         self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -103,6 +108,10 @@ class AttemptLoop:
         if committed_step is not None:
             self._committed = committed_step
         self._task = asyncio.create_task(self._run(cursor))
+
+    def use(self, setup: JobSetup) -> None:
+        """Plan the steps to come by this setup; those that were planned come out the same."""
+        self._setup = setup
 
     async def stop(self) -> None:
         """Stop planning and let the workers forget this attempt's packs."""
@@ -140,27 +149,35 @@ class AttemptLoop:
             await self._dispatcher.recover(ready.dispatched, failed_workers)
         return self._rank_shard(ready, claim.rank, wanted), ready.planned.plan
 
-    async def commit(self, claim: Claim, step: int) -> None:
-        """Record the steps that have now been trained by every rank."""
+    async def commit(self, claim: Claim, step: int, measured_s: float | None = None) -> None:
+        """Record the steps that have now been trained by every rank, and the seconds that the
+        slowest of those that told has measured."""
+        if measured_s is not None and self._committed < step < self._next_step:
+            self._measured_s[step] = max(measured_s, self._measured_s.get(step, 0.0))
         claim.committed_step = max(claim.committed_step, step)
         done = self._attempt.committed_by_all
         for trained in range(self._committed + 1, done + 1):
-            await asyncio.to_thread(
-                self._store.commit_step,
-                self._attempt.job,
-                self._attempt.number,
-                trained,
-                time.time(),
-            )
+            slowest_s = self._measured_s.pop(trained, None)
+            await asyncio.to_thread(self._record_trained, trained, slowest_s)
             if trained > self._committed:  # else another rank's commit has been here
                 self._committed = trained
                 self._metrics.step_committed(self._attempt.job)
+
+    def _record_trained(self, step: int, measured_s: float | None) -> None:
+        job, attempt = self._attempt.job, self._attempt.number
+        self._store.commit_step(job, attempt, step, time.time(), measured_s)
+        if measured_s is None:
+            return
+        entry = self._store.ledger_entry(job, step, attempt)
+        if entry is not None and entry.predicted_s is not None:
+            self._metrics.step_measured(job, predicted_s=entry.predicted_s, measured_s=measured_s)
 
     async def _run(self, cursor: Cursor) -> None:
         try:
             while True:
                 await self._wait_for_room()
-                ready = await self._plan(cursor)
+                async with self._planning:
+                    ready = await self._plan(cursor)
                 async with self._changed:
                     if ready is None:
                         self._end = EndOfData(steps=cursor.step)
@@ -215,6 +232,7 @@ class AttemptLoop:
                     world_size=attempt.topology.world_size,
                     cost_version=planned.plan.cost_version,
                     planned_unix_s=time.time(),
+                    predicted_s=planned.plan.predicted_s,
                 )
             )
             self._note_planned(planned.plan, plan_s)

@@ -1,7 +1,7 @@
 """Draw and plan one step: the pure function that recovery rests on.
 
-(job file, index, cursor, topology) → step plan. The samples of a step are fixed by the
-cursor alone, before topology is looked at.
+(job file and its cost changes, index, cursor, topology) → step plan. The samples of a step are
+fixed by the cursor alone, before topology and cost are looked at.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
         samples,
         step=cursor.step,
         topology=topology,
-        options=setup.options,
+        options=setup.options_at(cursor.step),
         limits=setup.limits,
     )
     if cursor.step % VALIDATE_EVERY == 0:

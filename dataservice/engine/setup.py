@@ -1,13 +1,21 @@
 """What one job needs at run time, built by the app from its job file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.topology import Topology
-from dataservice.planning.options import PlanOptions
+from dataservice.planning.options import CostModel, PlanOptions
 from dataservice.planning.packs.limits import IsfLimits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostChange:
+    """Coefficients that take over at a step."""
+
+    from_step: int
+    cost: CostModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +25,7 @@ class JobSetup:
     `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
     `ready_steps` is how far planning and decoding may run ahead of the slowest rank; `limits`
     are of all the job's samples, where its options pack by ISF.
+    `cost_changes`, by step, replace the options' cost from their step on: see `options_at`.
     `order` names the order of samples, which checkpoints must agree on.
     `require_current` raises IndexStaleError or SourceError once the index no longer describes
     its sources; it lists files, so it is called once an attempt.
@@ -31,10 +40,17 @@ class JobSetup:
     ready_steps: int
     order: str = ""
     limits: IsfLimits | None = None
+    cost_changes: tuple[CostChange, ...] = ()
     require_current: Callable[[], None] = lambda: None
     ranks_per_replica: int = 1
     pipeline_stages: int = 1
     replicas_per_node: int | None = None
+
+    def options_at(self, step: int) -> PlanOptions:
+        """How this step is planned. A step that was planned once is planned so for ever: no
+        change begins at or before one."""
+        begun = [change.cost for change in self.cost_changes if change.from_step <= step]
+        return replace(self.options, cost=begun[-1]) if begun else self.options
 
     def topology(self, world_size: int) -> Topology:
         """The job's replicas at this world size; WorldSizeError if it cannot be divided."""

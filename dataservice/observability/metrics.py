@@ -17,6 +17,7 @@ from dataservice.core.orders import PackReceipt
 from dataservice.core.plan import StepPlan
 
 NAMESPACE = "dataservice"
+DRIFT_WEIGHT = 0.1  # of the newest step in the moving average of measured over predicted
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
@@ -45,6 +46,12 @@ class PrometheusMetrics:
         self._predicted_s = job(
             Gauge, "predicted_step_seconds", "Training time that the last plan predicts."
         )
+        self._drift = job(
+            Gauge,
+            "measured_over_predicted",
+            "Measured over predicted step time, a moving average over about 10 steps.",
+        )
+        self._drift_of: dict[str, float] = {}
         self._groups = job(Counter, "cp_groups", "CP groups of the steps planned.", "degree")
         self._packs = job(Counter, "decoded_packs", "Packs decoded by workers.")
         self._decode_s = job(
@@ -87,6 +94,15 @@ class PrometheusMetrics:
         """One more step is trained."""
         self._committed_steps.labels(job).inc()
 
+    def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
+        """Move the average; the first step sets it."""
+        if predicted_s <= 0:
+            return
+        ratio = measured_s / predicted_s
+        before = self._drift_of.get(job, ratio)
+        self._drift_of[job] = before + DRIFT_WEIGHT * (ratio - before)
+        self._drift.labels(job).set(self._drift_of[job])
+
     def pack_prepared(self, receipt: PackReceipt) -> None:
         """A pack is decoded. One decoded again, for its worker was lost, counts again."""
         job = receipt.key.job
@@ -107,6 +123,7 @@ class PrometheusMetrics:
 
     def job_deleted(self, job: str) -> None:
         """Drop the job's series."""
+        self._drift_of.pop(job, None)
         for metric in self._of_jobs:
             metric.remove_by_labels({"job": job})
 

@@ -10,20 +10,21 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.layout import locate, padded_tokens, sample_starts
+from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.groups import ContextPlan, plan_context_waves
+from dataservice.planning.context.many import plan_many_waves
 from dataservice.planning.context.static import static_waves
-from dataservice.planning.dispatch import EncoderItems, dispatch_items, dispatch_reports
+from dataservice.planning.context.units import Degrees
+from dataservice.planning.dispatch import dispatch_items, dispatch_reports, encoder_items
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.options import PlanOptions
-from dataservice.planning.packs.balanced import pack_balanced
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.limits import IsfLimits, isf_limits
-from dataservice.planning.packs.padded import pack_padded, padded_to_longest
+from dataservice.planning.packs.padded import pack_padded, padded_sum, padded_to_longest
 from dataservice.planning.pipeline.waves import order_waves
 from dataservice.planning.seats import seat_packs
 
@@ -73,7 +74,7 @@ def compose_step(
     lengths, stages = samples.lengths, options.stages
     replicas, replicas_per_node = topology.replicas, topology.replicas_per_node
     degree = _static_degree(lengths, replicas, options)
-    pack_of, charged = _pack(lengths, degree, replicas, options, limits)
+    pack_of, charged = _pack(lengths, degree, options, limits)
     waves, bound_s = _group(lengths, pack_of, charged, degree, replicas, replicas_per_node, options)
     reports = [
         _pack_report(lengths, charged, waves, options),
@@ -85,15 +86,14 @@ def compose_step(
     waves, report = order_waves(waves, algorithm=stages.order, stages=topology.pipeline_stages)
     reports.append(report)
     grouped = _grouped_plan(samples, waves, step, replicas, options)
-    items = _encoder_items(grouped)
+    items = encoder_items(grouped, options.cost)
     item_replica = dispatch_items(
         items,
         replicas=replicas,
         replicas_per_node=replicas_per_node,
         algorithm=stages.dispatch,
-        cost=options.cost,
     )
-    encoders = dispatch_reports(items, item_replica, replicas, stages.dispatch, options.cost)
+    encoders = dispatch_reports(items, item_replica, replicas, stages.dispatch)
     return _finished_plan(grouped, item_replica, (*reports, *encoders))
 
 
@@ -108,7 +108,6 @@ def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) ->
 def _pack(
     lengths: LengthTable,
     degree: int,
-    replicas: int,
     options: PlanOptions,
     limits: IsfLimits | None,
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.int64]]:
@@ -118,20 +117,9 @@ def _pack(
     """
     tokens = padded_tokens(lengths.llm_tokens, degree)
     room_tokens = options.memory_tokens * degree
-    pack = options.stages.pack
-    if pack == "auto":
-        pack = "joint" if len(lengths) <= MOST_JOINT_SAMPLES else "balanced"
-    match pack:
-        case "joint":
+    match options.stages.pack:
+        case "auto" | "joint" | "balanced":
             return None, tokens
-        case "balanced":
-            pack_of = pack_balanced(
-                tokens,
-                options.cost.llm.work_s(tokens),
-                replicas=replicas,
-                memory_tokens=options.memory_tokens,
-            )
-            return pack_of, tokens
         case "isf":
             return _pack_isf(lengths, limits or step_limits(lengths, options)), tokens
         case "bfd":
@@ -184,16 +172,28 @@ def _group(
             tokens, pack_of, charged, replicas=replicas, degree=degree, cost=options.cost.llm
         )
         return waves, float(options.cost.llm.work_s(tokens).sum()) / replicas
-    made = plan_context_waves(
-        tokens,
-        ranks=replicas,
-        memory_tokens=options.memory_tokens,
-        cost=options.cost.llm,
-        ranks_per_node=replicas_per_node,
-        solver=options.solver,
-        degrees="power_of_two" if options.stages.context == "power_of_two" else "any",
-        packs=pack_of,
-    )
+    degrees: Degrees = "power_of_two" if options.stages.context == "power_of_two" else "any"
+    pack = options.stages.pack
+    if pack == "balanced" or (pack == "auto" and len(lengths) > MOST_JOINT_SAMPLES):
+        made = plan_many_waves(
+            tokens,
+            ranks=replicas,
+            memory_tokens=options.memory_tokens,
+            cost=options.cost.llm,
+            ranks_per_node=replicas_per_node,
+            degrees=degrees,
+        )
+    else:
+        made = plan_context_waves(
+            tokens,
+            ranks=replicas,
+            memory_tokens=options.memory_tokens,
+            cost=options.cost.llm,
+            ranks_per_node=replicas_per_node,
+            solver=options.solver,
+            degrees=degrees,
+            packs=pack_of,
+        )
     return made.waves, made.lower_bound_s
 
 
@@ -204,16 +204,14 @@ def _pack_report(
     options: PlanOptions,
 ) -> StageReport:
     """Tokens that are paid for: padded microbatches in draw order before, packs after."""
-    tokens = lengths.llm_tokens.astype(np.int64)
-    drawn = pack_padded(tokens, max_tokens=options.memory_tokens, by_length=False)
     packed = sum(int(wave.padded_tokens.sum()) for wave in waves)
     return StageReport(
         stage="pack",
         algorithm=options.stages.pack,
         unit="tokens",
-        before=float(padded_to_longest(tokens, drawn).sum()),
+        before=float(padded_sum(lengths.llm_tokens, options.memory_tokens)),
         after=float(max(packed, int(charged.sum()))),
-        lower_bound=float(tokens.sum()),
+        lower_bound=float(lengths.llm_tokens.sum(dtype=np.int64)),
     )
 
 
@@ -227,9 +225,9 @@ def _group_report(
     """Before: every sample alone, in draw order, at the static degree that holds the longest."""
     tokens = lengths.llm_tokens.astype(np.int64)
     degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
-    alone = options.cost.llm.alone_s(tokens, degree)
-    per_wave = replicas // degree
-    slowest = np.maximum.reduceat(alone, np.arange(0, len(alone), per_wave))
+    # The longest of each wave is its slowest.
+    longest = np.maximum.reduceat(tokens, np.arange(0, len(tokens), replicas // degree))
+    slowest = options.cost.llm.alone_s(longest, degree)
     return StageReport(
         stage="group",
         algorithm=options.stages.context,
@@ -277,23 +275,6 @@ def _grouped_plan(
 
 def _joined(arrays: list[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
-
-
-def _encoder_items(plan: StepPlan) -> EncoderItems:
-    """Every item with its wave and its home, the replica that holds its first token."""
-    pack = plan.pack_of_sample[plan.item_sample]
-    degree = plan.pack_degree[pack]
-    sequence_place = np.empty(len(plan.sample_ids), dtype=np.int64)
-    sequence_place[plan.pack_samples] = np.arange(len(plan.pack_samples))
-    padded = plan.padded_sample_tokens[sequence_place[plan.item_sample]]
-    cp_rank, _ = locate(plan.item_position, padded, degree, np.zeros_like(degree))
-    return EncoderItems(
-        wave=plan.pack_wave[pack],
-        modality=plan.item_modality,
-        encoder_tokens=plan.item_encoder_tokens,
-        llm_tokens=plan.item_llm_tokens,
-        home=plan.pack_replicas[plan.replica_offsets[pack] + cp_rank],
-    )
 
 
 def _finished_plan(

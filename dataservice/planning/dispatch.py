@@ -6,29 +6,60 @@ With nodes known, items stay in their node as far as balance allows.
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.plan import StageReport
+from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.sample import Modality
-from dataservice.planning.loads.partition import partition
-from dataservice.planning.nodes.balance import balance_nodewise
+from dataservice.planning.homes import item_homes, item_packs
+from dataservice.planning.nodes.phases import name_parts, phase_loads, spread_phases
 from dataservice.planning.options import CostModel
 
-# A balance this close to its bound is worth more than the milliseconds that a closer one takes.
-TOLERANCE = 1e-3
+# What a node may have above the mean. A balance this close is worth more than what it would cost
+# the network to come closer.
+TOLERANCE = 5e-3
+# Up to here nodes are also balanced by local search; beyond it that would take too long.
+MOST_REFINED_ITEMS = 16_384
+MODALITIES = len(Modality)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderItems:
-    """Items of a step, arrays [m]: their wave, modality, sizes, and `home`, where their first
-    token is needed."""
+    """Items of a step by phase, arrays [m].
 
-    wave: NDArray[np.int32]
-    modality: NDArray[np.int8]
+    A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `home` int32
+    is where an item's first token is needed; `seconds` float64 what encoding it takes.
+    """
+
+    phases: int
+    phase: NDArray[np.int64]
+    home: NDArray[np.int32]
     encoder_tokens: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
-    home: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+
+
+def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
+    """Every item of a plan whose packs are placed. O(n + m)."""
+    pack = item_packs(plan)
+    coefficients = np.array(
+        [
+            (phase.linear_s_per_token, phase.quadratic_s_per_token2, phase.item_s)
+            for phase in (cost.vision, cost.audio)  # in the order of Modality
+        ]
+    )
+    phase, seconds = _phase_and_seconds(
+        plan.pack_wave, pack, plan.item_modality, plan.item_encoder_tokens, coefficients
+    )
+    return EncoderItems(
+        phases=plan.waves * MODALITIES,
+        phase=phase,
+        home=item_homes(plan, pack),
+        encoder_tokens=plan.item_encoder_tokens,
+        llm_tokens=plan.item_llm_tokens,
+        seconds=seconds,
+    )
 
 
 def dispatch_items(
@@ -37,96 +68,82 @@ def dispatch_items(
     replicas: int,
     replicas_per_node: int | None,
     algorithm: str,
-    cost: CostModel,
 ) -> NDArray[np.int32]:
-    """The replica that encodes each item: int32[m]."""
+    """The replica that encodes each item: int32[m]. O(m log N)."""
     if algorithm == "home" or len(items.home) == 0:
-        return items.home.astype(np.int32)
-    seconds = item_seconds(items, cost)
-    replica_of = np.empty(len(seconds), dtype=np.int32)
-    for chosen in _phases(items):
-        if replicas_per_node is None or replicas_per_node >= replicas:
-            replica_of[chosen] = _near_home(
-                partition(seconds[chosen], replicas, tolerance=TOLERANCE).rank_of,
-                items.home[chosen],
-                replicas,
-            )
-        else:
-            replica_of[chosen] = balance_nodewise(
-                seconds[chosen],
-                items.home[chosen],
-                items.llm_tokens[chosen],
-                replicas,
-                replicas_per_node,
-            ).rank_of
-    return replica_of
-
-
-def item_seconds(items: EncoderItems, cost: CostModel) -> NDArray[np.float64]:
-    """Seconds to encode each item: float64[m]."""
-    vision = cost.vision.item_seconds(items.encoder_tokens)
-    audio = cost.audio.item_seconds(items.encoder_tokens)
-    return np.where(items.modality == Modality.VISION, vision, audio)
+        return items.home
+    spread = spread_phases(
+        items.phase,
+        items.seconds,
+        items.encoder_tokens,
+        items.home,
+        items.llm_tokens,
+        phases=items.phases,
+        ranks=replicas,
+        ranks_per_node=min(replicas_per_node or replicas, replicas),
+        tolerance=TOLERANCE,
+        refined=len(items.home) <= MOST_REFINED_ITEMS,
+    )
+    if replicas_per_node is None or replicas_per_node >= replicas:
+        return name_parts(spread, items.home, items.phase, items.phases, replicas)
+    return spread
 
 
 def dispatch_reports(
-    items: EncoderItems,
-    replica_of: NDArray[np.int32],
-    replicas: int,
-    algorithm: str,
-    cost: CostModel,
+    items: EncoderItems, replica_of: NDArray[np.int32], replicas: int, algorithm: str
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (at home) and
     after; the bound is the larger of the mean and the longest item."""
-    seconds = item_seconds(items, cost)
-    reports = []
-    for modality in Modality:
-        before = after = bound = 0.0
-        for chosen in _phases(items, modality):
-            spent = seconds[chosen]
-            before += _slowest(items.home[chosen], spent, replicas)
-            after += _slowest(replica_of[chosen], spent, replicas)
-            bound += max(float(spent.sum()) / replicas, float(spent.max()))
-        reports.append(
-            StageReport(
-                stage=f"dispatch {modality.name.lower()}",
-                algorithm=algorithm,
-                unit="s",
-                before=before,
-                after=after,
-                lower_bound=bound,
-            )
+    loads = phase_loads(items.phase, items.seconds, items.home, items.phases, replicas)
+    before = loads.max(axis=1)
+    mean = loads.sum(axis=1) / replicas
+    longest = _longest(items.phase, items.seconds, items.phases)
+    after = before
+    if replica_of is not items.home:
+        after = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas).max(
+            axis=1
         )
-    return tuple(reports)
+    bound = np.maximum(mean, longest)
+    return tuple(
+        StageReport(
+            stage=f"dispatch {modality.name.lower()}",
+            algorithm=algorithm,
+            unit="s",
+            before=float(before[modality::MODALITIES].sum()),
+            after=float(after[modality::MODALITIES].sum()),
+            lower_bound=float(bound[modality::MODALITIES].sum()),
+        )
+        for modality in Modality
+    )
 
 
-def _phases(items: EncoderItems, modality: Modality | None = None) -> list[NDArray[np.int64]]:
-    """Rows of each (wave, modality) that occurs."""
-    keys = items.wave.astype(np.int64) * 2 + items.modality
-    order = np.argsort(keys, kind="stable")
-    _, first = np.unique(keys[order], return_index=True)
-    phases = np.split(order, first[1:]) if len(order) else []
-    return [rows for rows in phases if modality is None or items.modality[rows[0]] == modality]
+@numba.njit(cache=True, nogil=True)
+def _phase_and_seconds(
+    pack_wave: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    modality: NDArray[np.int8],
+    tokens: NDArray[np.int32],
+    coefficients: NDArray[np.float64],
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    phase = np.empty(pack.size, np.int64)
+    seconds = np.empty(pack.size, np.float64)
+    for item in range(pack.size):
+        encoder = modality[item]
+        phase[item] = pack_wave[pack[item]] * coefficients.shape[0] + encoder
+        size = float(tokens[item])
+        seconds[item] = (
+            coefficients[encoder, 0] * size
+            + coefficients[encoder, 1] * size * size
+            + coefficients[encoder, 2]
+        )
+    return phase, seconds
 
 
-def _near_home(
-    part_of: NDArray[np.int32], home: NDArray[np.int32], replicas: int
-) -> NDArray[np.int32]:
-    """Name the parts of a partition after the replicas that already hold most of their text.
-
-    Loads stay as they are; fewer features travel. Greedy over (items in common), O(m log m).
-    """
-    pairs, count = np.unique(part_of.astype(np.int64) * replicas + home, return_counts=True)
-    name = np.full(replicas, -1, dtype=np.int32)
-    taken = np.zeros(replicas, dtype=bool)
-    for pair in pairs[np.argsort(-count, kind="stable")].tolist():
-        part, replica = divmod(pair, replicas)
-        if name[part] < 0 and not taken[replica]:
-            name[part] = replica
-            taken[replica] = True
-    name[name < 0] = np.flatnonzero(~taken)
-    return name[part_of]
-
-
-def _slowest(replica_of: NDArray[np.int32], seconds: NDArray[np.float64], replicas: int) -> float:
-    return float(np.bincount(replica_of, weights=seconds, minlength=replicas).max())
+@numba.njit(cache=True, nogil=True)
+def _longest(
+    phase: NDArray[np.int64], seconds: NDArray[np.float64], phases: int
+) -> NDArray[np.float64]:
+    longest = np.zeros(phases)
+    for item in range(phase.size):
+        longest[phase[item]] = max(longest[phase[item]], seconds[item])
+    return longest

@@ -112,7 +112,8 @@ class PlanOptions:
     static_degree: int | None = None
     """Degree of static context; by default the least divisor of N that holds the step."""
     solver: Literal["threshold", "dp"] = "threshold"
-    """Degree solver: threshold is exact and fast; dp is DHP's 2D dynamic programming."""
+    """Degree solver: threshold is exact and fast; dp is DHP's 2D dynamic programming. Balanced
+    packs find their degrees as they are filled, without either."""
     assign: Assign | None = None
     """balanced evens out the replicas over the waves; as_packed leaves packs where they came."""
     order: Order | None = None
@@ -154,8 +155,10 @@ class PlanOptions:
     def static_degree_for(self, longest_tokens: int, replicas: int) -> int:
         """The least divisor of `replicas` at which one group holds the longest sample."""
         for degree in range(1, replicas + 1):
+            if replicas % degree:
+                continue
             held = int(padded_tokens(np.array([longest_tokens]), degree)[0]) // degree
-            if replicas % degree == 0 and held <= self.memory_tokens:
+            if held <= self.memory_tokens:
                 return degree
         raise PlanningError(
             f"a sample has {longest_tokens} tokens; {replicas} replicas of {self.memory_tokens} "

@@ -22,8 +22,9 @@ def warm_up() -> None:
     """Call every algorithm, and plan a small step by every strategy, on one node and several."""
     warm_kernels()
     samples = _samples()
-    for strategy in STRATEGIES:
-        options = PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=strategy, window_steps=2)
+    choices = [PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=name) for name in STRATEGIES]
+    choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, pack="balanced"))
+    for options in choices:
         split_window(samples.lengths, steps=2, options=options)
         for topology in (
             Topology(world_size=4),

@@ -73,6 +73,16 @@ class CoordinatorClient:
         with self._translated():
             self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s)
 
+    def recost(self, name: str, cost_json: str, from_step: int | None = None) -> tuple[int, str]:
+        """Plan with other coefficients from a step on, by default the first never planned;
+        gives that step and the coefficients' version."""
+        request = coordinator_pb2.RecostJobRequest(
+            job=name, cost_json=cost_json, from_step=from_step
+        )
+        with self._translated():
+            answer = self._stub.RecostJob(request, timeout=self._timeout_s)
+        return answer.from_step, answer.cost_version
+
     def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were trained with their labels masked."""
         request = coordinator_pb2.JobRequest(job=name)

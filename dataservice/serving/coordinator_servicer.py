@@ -31,7 +31,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self, api: CoordinatorApi) -> None:
         self._api = api
         self._closing = asyncio.Event()
-        self._summary: tuple[str, coordinator_pb2.StepSummary] | None = None
+        self._summary: tuple[tuple[str, str], coordinator_pb2.StepSummary] | None = None
 
     def close(self) -> None:
         """End all sessions: their clients are told to come back."""
@@ -91,6 +91,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         for entry in entries:
             yield wire.quarantine_entry_to_proto(entry)
 
+    async def RecostJob(
+        self, request: coordinator_pb2.RecostJobRequest, context: Context
+    ) -> coordinator_pb2.RecostJobResponse:
+        """Plan with other coefficients from a step on."""
+        from_step = request.from_step if request.HasField("from_step") else None
+        async with answered(context, "RecostJob"):
+            record = await self._api.recost(request.job, request.cost_json, from_step)
+        return coordinator_pb2.RecostJobResponse(
+            from_step=record.from_step, cost_version=record.cost_version
+        )
+
     async def ExplainStep(
         self, request: coordinator_pb2.ExplainStepRequest, context: Context
     ) -> coordinator_pb2.ExplainStepResponse:
@@ -145,7 +156,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 end_of_data=coordinator_pb2.EndOfData(steps=answer.steps)
             )
         shard, plan = answer
-        summary = self._summary_of(shard.plan_digest, plan)
+        summary = self._summary_of((shard.job, shard.plan_digest), plan)
         return coordinator_pb2.GetShardResponse(shard=wire.rank_shard_to_proto(shard, summary))
 
     async def CommitStep(
@@ -153,7 +164,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.CommitStepResponse:
         """A rank has trained a step."""
         async with answered(context, "CommitStep"):
-            await self._api.commit(request.session, request.step)
+            measured_s = wire.measured_from_proto(request)
+            await self._api.commit(request.session, request.step, measured_s=measured_s)
         return coordinator_pb2.CommitStepResponse()
 
     async def _session_over(self, session: str) -> None:
@@ -172,10 +184,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             closing.cancel()
             await asyncio.gather(ended, closing, return_exceptions=True)
 
-    def _summary_of(self, digest: str, plan: StepPlan) -> coordinator_pb2.StepSummary:
-        # All ranks ask for the same step at about the same time.
-        if self._summary is None or self._summary[0] != digest:
-            self._summary = digest, wire.step_summary_to_proto(plan)
+    def _summary_of(
+        self, job_and_digest: tuple[str, str], plan: StepPlan
+    ) -> coordinator_pb2.StepSummary:
+        # All ranks ask for the same step at about the same time. Two jobs may come to one
+        # digest by other stages, whose reports are not part of it.
+        if self._summary is None or self._summary[0] != job_and_digest:
+            self._summary = job_and_digest, wire.step_summary_to_proto(plan)
         return self._summary[1]
 
 

@@ -4,6 +4,7 @@ Every `x_to_proto` has its `x_from_proto`; what goes over and back is equal to w
 Values that no sender of ours writes raise SpecError.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -424,6 +425,8 @@ class ExplainedStep:
     world_size: int
     sample_keys: tuple[str, ...]
     quarantined: tuple[str, ...]
+    cost_version: str = ""
+    measured_s: float | None = None
 
 
 def quarantine_entry_to_proto(entry: QuarantineEntry) -> coordinator_pb2.QuarantinedSample:
@@ -465,6 +468,8 @@ def explanation_to_proto(explained: StepExplanation) -> coordinator_pb2.ExplainS
         world_size=explained.entry.world_size,
         sample_keys=explained.sample_keys,
         quarantined=explained.quarantined,
+        cost_version=explained.entry.cost_version,
+        measured_s=explained.entry.measured_s,
     )
 
 
@@ -480,7 +485,21 @@ def explanation_from_proto(message: coordinator_pb2.ExplainStepResponse) -> Expl
         world_size=message.world_size,
         sample_keys=tuple(message.sample_keys),
         quarantined=tuple(message.quarantined),
+        cost_version=message.cost_version,
+        measured_s=message.measured_s if message.HasField("measured_s") else None,
     )
+
+
+def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | None:
+    """The seconds a rank tells, if it does. Raises SpecError where they cannot be any."""
+    if not message.HasField("measured_s"):
+        return None
+    if not (math.isfinite(message.measured_s) and message.measured_s >= 0):
+        raise SpecError(
+            f"step {message.step} was measured as {message.measured_s} s; seconds are finite and "
+            "at least 0. Leave measured_s out where a step was not measured."
+        )
+    return message.measured_s
 
 
 def _int32(values: Iterable[int]) -> NDArray[np.int32]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dataservice.core.errors import ConflictError, NotFoundError
-from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, LedgerEntry, QuarantineEntry
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 
 
@@ -18,6 +18,7 @@ class MemoryStateStore:
         self._attempts: dict[str, list[AttemptRecord]] = {}
         self._ledger: dict[str, dict[tuple[int, int], LedgerEntry]] = {}
         self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
+        self._costs: dict[str, list[CostRecord]] = {}
 
     def close(self) -> None:
         """Nothing to flush."""
@@ -38,9 +39,11 @@ class MemoryStateStore:
             return [self._jobs[name] for name in sorted(self._jobs)]
 
     def delete_job(self, name: str) -> None:
-        """Remove a job with its attempts, ledger and quarantine; no such job is no error."""
+        """Remove a job with all its records; no such job is no error."""
         with self._turn:
-            for table in (self._jobs, self._attempts, self._ledger, self._quarantine):
+            for table in (
+                self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
+            ):  # fmt: skip
                 table.pop(name, None)
 
     def put_attempt(self, attempt: AttemptRecord) -> None:
@@ -65,14 +68,25 @@ class MemoryStateStore:
             self._require_job(entry.job)
             self._ledger.setdefault(entry.job, {})[(entry.attempt, entry.step)] = entry
 
-    def commit_step(self, job: str, attempt: int, step: int, committed_unix_s: float) -> None:
+    def commit_step(
+        self,
+        job: str,
+        attempt: int,
+        step: int,
+        committed_unix_s: float,
+        measured_s: float | None = None,
+    ) -> None:
         """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
         with self._turn:
             entries = self._ledger.get(job, {})
             entry = entries.get((attempt, step))
             if entry is None:
                 raise NotFoundError(never_planned(job, attempt, step))
-            entries[(attempt, step)] = replace(entry, committed_unix_s=committed_unix_s)
+            entries[(attempt, step)] = replace(
+                entry,
+                committed_unix_s=committed_unix_s,
+                measured_s=entry.measured_s if measured_s is None else measured_s,
+            )
 
     def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
         """The entry of this step in this attempt, or in the newest attempt that has it."""
@@ -87,6 +101,25 @@ class MemoryStateStore:
         with self._turn:
             entries = self._ledger.get(job, {})
             return [entries[place] for place in sorted(entries)]
+
+    def last_planned_step(self, job: str) -> int:
+        """The last step of the ledger in any attempt; -1 if it is empty."""
+        with self._turn:
+            return max((step for _, step in self._ledger.get(job, {})), default=-1)
+
+    def put_cost(self, cost: CostRecord) -> None:
+        """Insert; it replaces those of its job that begin at its step or later. Raises
+        NotFoundError without its job."""
+        with self._turn:
+            self._require_job(cost.job)
+            known = self._costs.get(cost.job, [])
+            kept = [record for record in known if record.from_step < cost.from_step]
+            self._costs[cost.job] = [*kept, cost]
+
+    def costs(self, job: str) -> list[CostRecord]:
+        """The job's cost records by the step they begin at."""
+        with self._turn:
+            return list(self._costs.get(job, []))
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
         """Append; the first entry of a (job, attempt, step, sample_id) is kept. All or none.

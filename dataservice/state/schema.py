@@ -49,7 +49,21 @@ CREATE TABLE quarantine (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_TABLES,)
+# What was predicted and measured of a step, and costs that take over at a step.
+_COSTS = """
+ALTER TABLE ledger ADD COLUMN predicted_s REAL;
+ALTER TABLE ledger ADD COLUMN measured_s REAL;
+CREATE TABLE costs (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
+    from_step INTEGER NOT NULL,
+    cost_json TEXT NOT NULL,
+    cost_version TEXT NOT NULL,
+    recorded_unix_s REAL NOT NULL,
+    PRIMARY KEY (job, from_step)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS)
 """MIGRATIONS[k] leads from version k to version k + 1."""
 
 _CREATE_MIGRATIONS = """

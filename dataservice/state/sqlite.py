@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from dataservice.core.errors import ConflictError, NotFoundError, StateError
-from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+)
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 from dataservice.state.schema import migrate
 
 _FILE = "state.db"
 _LOCK = "state.lock"
 
-_Record = TypeVar("_Record", JobRecord, AttemptRecord, LedgerEntry, QuarantineEntry)
+_Record = TypeVar("_Record", JobRecord, AttemptRecord, LedgerEntry, QuarantineEntry, CostRecord)
 
 
 class SqliteStateStore:
@@ -74,7 +80,7 @@ class SqliteStateStore:
         return self._select(JobRecord, "FROM jobs ORDER BY name")
 
     def delete_job(self, name: str) -> None:
-        """Remove a job with its attempts, ledger and quarantine; no such job is no error."""
+        """Remove a job with all its records; no such job is no error."""
         with self._transaction() as db:
             db.execute("DELETE FROM jobs WHERE name = ?", (name,))  # the rest by foreign key
 
@@ -107,15 +113,24 @@ class SqliteStateStore:
         with self._transaction() as db:
             self._require_job(db, entry.job)
             db.execute(
-                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(entry)
+                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                astuple(entry),
             )
 
-    def commit_step(self, job: str, attempt: int, step: int, committed_unix_s: float) -> None:
+    def commit_step(
+        self,
+        job: str,
+        attempt: int,
+        step: int,
+        committed_unix_s: float,
+        measured_s: float | None = None,
+    ) -> None:
         """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
         with self._transaction() as db:
             changed = db.execute(
-                "UPDATE ledger SET committed_unix_s = ? WHERE job = ? AND attempt = ? AND step = ?",
-                (committed_unix_s, job, attempt, step),
+                "UPDATE ledger SET committed_unix_s = ?, measured_s = COALESCE(?, measured_s) "
+                "WHERE job = ? AND attempt = ? AND step = ?",
+                (committed_unix_s, measured_s, job, attempt, step),
             )
             if not changed.rowcount:
                 raise NotFoundError(never_planned(job, attempt, step))
@@ -131,6 +146,30 @@ class SqliteStateStore:
     def ledger(self, job: str) -> list[LedgerEntry]:
         """All entries of a job by (attempt, step)."""
         return self._select(LedgerEntry, "FROM ledger WHERE job = ? ORDER BY attempt, step", job)
+
+    def last_planned_step(self, job: str) -> int:
+        """The last step of the ledger in any attempt; -1 if it is empty."""
+        with self._turn, self._translated():
+            (last,) = self._connection.execute(
+                "SELECT COALESCE(MAX(step), -1) FROM ledger WHERE job = ?", (job,)
+            ).fetchone()
+            return int(last)
+
+    # ---- costs ----------------------------------------------------------------------------
+
+    def put_cost(self, cost: CostRecord) -> None:
+        """Insert; it replaces those of its job that begin at its step or later. Raises
+        NotFoundError without its job."""
+        with self._transaction() as db:
+            self._require_job(db, cost.job)
+            db.execute(
+                "DELETE FROM costs WHERE job = ? AND from_step >= ?", (cost.job, cost.from_step)
+            )
+            db.execute("INSERT INTO costs VALUES (?, ?, ?, ?, ?)", astuple(cost))
+
+    def costs(self, job: str) -> list[CostRecord]:
+        """The job's cost records by the step they begin at."""
+        return self._select(CostRecord, "FROM costs WHERE job = ? ORDER BY from_step", job)
 
     # ---- quarantine -----------------------------------------------------------------------
 

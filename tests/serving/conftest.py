@@ -265,8 +265,10 @@ class CoordinatorInMemory:
             return EndOfData(steps=10)
         return make_shard(rank=int(session.split("/")[1]), step=step), make_plan(step)
 
-    async def commit(self, session, step):
-        self.committed.append((session, step))
+    async def commit(self, session, step, *, measured_s=None):
+        self.committed.append(
+            (session, step) if measured_s is None else (session, step, measured_s)
+        )
 
 
 async def until(condition):

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -218,6 +219,20 @@ async def test_the_summary_follows_the_step(stub, make):
         )
         assert answer.shard.plan_digest == make.plan(step).digest
         assert list(answer.shard.summary.pack_degree) == [1, 1]
+
+
+async def test_jobs_whose_plans_have_one_digest_keep_their_own_reports(
+    stub, api, make, monkeypatch
+):
+    async def shard(session, step, **_):
+        job = session.split("/")[0]
+        report = replace(make.plan(step).stages[0], algorithm=job)
+        return replace(make.shard(step=step), job=job), replace(make.plan(step), stages=(report,))
+
+    monkeypatch.setattr(api, "shard", shard)
+    for job in ("isf", "bfd", "isf"):
+        answer = await stub.GetShard(coordinator_pb2.GetShardRequest(session=f"{job}/0", step=5))
+        assert [stage.algorithm for stage in answer.shard.summary.stages] == [job]
 
 
 async def test_the_end_of_the_data_says_how_many_steps_there_were(stub):

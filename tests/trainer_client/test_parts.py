@@ -9,6 +9,7 @@ import torch
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from trainer_client import BadArgument, MisuseError, NotFetched, ShardDataset
 from trainer_client.assemble import _positions
+from trainer_client.device import moved
 from trainer_client.parts import EVERYTHING, WantedParts
 
 SEQUENCE_BYTES = 4 * (8 + 5)  # one int32 tensor of rank 0: 8 tokens of pack 0, 5 of pack 1
@@ -56,9 +57,13 @@ def test_a_part_that_was_not_asked_for_says_so_when_it_is_read(service):
         _ = microbatch.labels
     with pytest.raises(MisuseError, match="items did not come to this rank"):
         _ = microbatch.vision.items
-    moved = replace(microbatch, labels=None, input_ids=torch.zeros(8))
-    assert moved.input_ids.sum() == 0
-    assert not hasattr(moved, "labels")
+    other = replace(microbatch, labels=None, input_ids=torch.zeros(8))
+    assert other.input_ids.sum() == 0
+    assert not hasattr(other, "labels")
+    on_device = moved(shard, torch.Tensor.clone).microbatches[0]
+    assert on_device.input_ids.equal(microbatch.input_ids)
+    assert not hasattr(on_device, "labels")
+    assert not hasattr(on_device.vision, "items")
     assert "cp_rank=0 of [0, 1], local_tokens=8" in repr(microbatch)
 
 

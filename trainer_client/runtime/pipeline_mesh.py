@@ -99,11 +99,10 @@ class PipelineMesh:
                 f"rank {place} of {world} cannot stand in replicas of {stages} stages × "
                 f"{tensor_ranks} tensor ranks; start a multiple of {per_replica} ranks"
             )
-        self.stages, self.virtual_stages, self.replicas = (
-            stages,
-            virtual_stages,
-            world // per_replica,
-        )
+        self.stages = stages
+        self.virtual_stages = virtual_stages
+        self.tensor_ranks = tensor_ranks
+        self.replicas = world // per_replica
         self.replica, self.stage, self.tensor_rank = place_in_mesh(
             place, stages=stages, tensor_ranks=tensor_ranks
         )
@@ -114,25 +113,15 @@ class PipelineMesh:
             replicas=self.replicas,
             lane=f"{lane}/stage {self.stage}.{self.tensor_rank}",
         )
-        self.tensor_ranks = tensor_ranks
         store, self._board = None, None
         if world > 1 and ready:
             store = _OneClient("rows", dist.distributed_c10d._get_default_store())
             self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
-        self._pools = {
-            kind: GroupPool(
-                timeout_s=timeout_s,
-                store=store,
-                replica=self.stage,
-                replicas=stages,
-                lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
-            )
-            for kind in (FORWARD, BACKWARD)
-        }
+        self._pools = self._make_rows(store, timeout_s, lane)
         with self.naming_ranks(), self.naming_stages():
             self.row: PeerGroup = self._pools[FORWARD].everyone
             for kind, sender, receiver in self._channels():
-                self._pools[kind].get((sender, receiver))
+                self.channel(kind, sender, receiver)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -169,28 +158,40 @@ class PipelineMesh:
                 self.rank_at(self.replica, culprit) if in_row else self.rank_at(culprit, self.stage)
                 for culprit in error.culprits
             ]
-            named = ", ".join(
-                f"rank {rank} (replica {replica}, stage {stage})"
-                for rank in self._silent(suspects, error.timeout_s)
-                for replica, stage, _ in [
-                    place_in_mesh(rank, stages=self.stages, tensor_ranks=self.tensor_ranks)
-                ]
-            )
-            error.add_note(f"By the notes of all ranks, this went silent first: {named}.")
+            silent = ", ".join(map(self._described, self._follow(suspects, error.timeout_s)))
+            if silent:
+                error.add_note(f"By the notes of all ranks, this went silent first: {silent}.")
             raise
 
-    def _silent(self, suspects: list[int], timeout_s: float) -> Sequence[int]:
+    def _follow(self, suspects: list[int], timeout_s: float) -> Sequence[int]:
+        """From the ranks that this one waited for to those that waited for nobody."""
         awaited = suspects[0] if suspects else None
         if self._board is None:
             return suspects
         try:
             self._board.report(awaited)
             if awaited is None:
-                return suspects
+                return ()
             found = self._board.culprits((), awaited, grace_s=grace_s(timeout_s))
         except RuntimeError:  # the store's host is gone as well
             return suspects
         return found or suspects
+
+    def _described(self, rank: int) -> str:
+        replica, stage, _ = place_in_mesh(rank, stages=self.stages, tensor_ranks=self.tensor_ranks)
+        return f"rank {rank} (replica {replica}, stage {stage})"
+
+    def _make_rows(self, store: Store | None, timeout_s: float, lane: str) -> dict[str, GroupPool]:
+        return {
+            kind: GroupPool(
+                timeout_s=timeout_s,
+                store=store,
+                replica=self.stage,
+                replicas=self.stages,
+                lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
+            )
+            for kind in (FORWARD, BACKWARD)
+        }
 
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""

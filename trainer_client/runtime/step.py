@@ -131,9 +131,10 @@ def run_step(
     sum_started = time.perf_counter()
     reduction.finish()
     everyone.post_sum(loss_sum, action="summing the loss").wait()
+    mean_loss = float(loss_sum)  # on a GPU the step ends here, not where the host has queued it
     ended = time.perf_counter()
     return StepResult(
-        loss=float(loss_sum),
+        loss=mean_loss,
         loss_tokens=loss_tokens,
         seconds=ended - started,
         microbatch_seconds=tuple(microbatch_seconds),

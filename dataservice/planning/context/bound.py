@@ -16,29 +16,36 @@ from dataservice.planning.cost import ATTENTION, GROUP, RING_INTER, RING_INTRA
 _BISECTIONS = 30
 
 
-def wave_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
+def wave_bound(
+    units: Units, least: NDArray[np.int64], setting: Setting, rest_work_s: float = 0.0
+) -> float:
     """The larger of β₁ + Σwork/N, max_k min_d T_k(d), and the least τ at which the ranks have time
-    for the work and for the ring traffic that meeting τ exposes. O(n), and O(n·N) at worst."""
-    return float(_bound(units, least, setting))
+    for the work and for the ring traffic that meeting τ exposes. O(n), and O(n·N) at worst.
+
+    `rest_work_s`: work of short units that are not listed; none is slower alone than the mean or
+    longer than all that are.
+    """
+    return float(_bound(units, least, rest_work_s, setting))
 
 
 @kernel
-def _bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
-    low = float(setting.coefficients[GROUP] + units.work.sum() / setting.ranks)
+def _bound(units: Units, least: NDArray[np.int64], rest_work_s: float, setting: Setting) -> float:
+    work_s = units.work.sum() + rest_work_s
+    low = float(setting.coefficients[GROUP] + work_s / setting.ranks)
     base = setting.coefficients[GROUP]
     for unit in range(units.total.size):
         if least[unit] > 1 or units.work[unit] + base > low:
             low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
     intensity = _intensity(units, setting)
-    if _ranks_suffice(units, least, intensity, low, setting):
+    if _ranks_suffice(units, least, work_s, intensity, low, setting):
         return low
     high = 2 * low
-    while not _ranks_suffice(units, least, intensity, high, setting):
+    while not _ranks_suffice(units, least, work_s, intensity, high, setting):
         low = high
         high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _ranks_suffice(units, least, intensity, middle, setting):
+        if _ranks_suffice(units, least, work_s, intensity, middle, setting):
             high = middle
         else:
             low = middle
@@ -58,6 +65,7 @@ def _intensity(units: Units, setting: Setting) -> float:
 def _ranks_suffice(
     units: Units,
     least: NDArray[np.int64],
+    work_s: float,
     intensity: float,
     tau: float,
     setting: Setting,
@@ -87,4 +95,4 @@ def _ranks_suffice(
         if per_token > intensity:
             attention = setting.coefficients[ATTENTION] * units.squares[unit]
             exposed += per_token * float(units.total[unit]) - attention
-    return bool(units.work.sum() + exposed <= have * (1 + 1e-9))
+    return bool(work_s + exposed <= have * (1 + 1e-9))

@@ -27,6 +27,19 @@ def place_groups(
     O(G · (log G + nodes)).
     """
     order = np.lexsort((np.arange(degrees.size), -priority, -degrees))
+    return _place_in(order, degrees, ranks, ranks_per_node)
+
+
+def place_sorted(
+    degrees: NDArray[np.int64], *, ranks: int, ranks_per_node: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
+    """As `place_groups`, of groups that come in the order in which they are to be placed."""
+    return _place_in(np.arange(degrees.size), degrees, ranks, ranks_per_node)
+
+
+def _place_in(
+    order: NDArray[np.int64], degrees: NDArray[np.int64], ranks: int, ranks_per_node: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
     offsets = np.zeros(degrees.size + 1, np.int64)
     np.cumsum(degrees, out=offsets[1:])
     assert offsets[-1] <= ranks

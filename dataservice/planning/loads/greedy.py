@@ -16,7 +16,7 @@ _QUANTA = 2.0**22 - 1.0
 
 
 @numba.njit(cache=True, nogil=True)
-def _sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
+def sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
     """Stable, in place. Insertion for a few loads; else by 22 bits of where a load lies between
     the extremes, insertion for what that leaves, and by all bits where an outlier crowds the
     rest together. O(n)."""
@@ -75,7 +75,7 @@ def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.in
             place += 1
         spare_loads[:batch] = loads[:batch]
         spare_ids[:batch] = ids[:batch]
-        _sort_rising(spare_loads[:batch], spare_ids[:batch])
+        sort_rising(spare_loads[:batch], spare_ids[:batch])
         taken, untouched, at = 0, batch, 0
         while taken < batch:  # ranks above all of the batch stay where they are
             if untouched < ranks and loads[untouched] < spare_loads[taken]:

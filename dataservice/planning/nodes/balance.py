@@ -11,14 +11,14 @@ items a node's total is close to the mean already, so only the excess over it ha
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.kernels.sort import argsort_rising, group_stable
+from dataservice.planning.kernels.sort import argsort_descending, group_stable
 from dataservice.planning.loads.problem import as_amounts, check_ranks
 from dataservice.planning.loads.segments import partition_segments
+from dataservice.planning.nodes.excess import move_excess
 from dataservice.planning.nodes.rearrange import check_nodes
 
 # Part of the tolerance kept for the imbalance that remains inside a node.
@@ -79,8 +79,8 @@ def balance_nodewise(
     limit = bound * ranks_per_node * (1.0 + tolerance * (1.0 - _INSIDE_SHARE))
     home_node = home // ranks_per_node
     node_of = home_node.copy()
-    order, begins = group_stable(home_node, np.arange(home.size), nodes)
-    _move_excess(amounts, moved, order, begins, limit, node_of)
+    order, begins = group_stable(home_node, argsort_descending(amounts), nodes)
+    move_excess(amounts, moved, order, begins, np.full(nodes, limit), node_of)
     inside = partition_segments(
         amounts,
         node_of,
@@ -97,76 +97,3 @@ def balance_nodewise(
         inter_node_volume=float(moved[node_of != home_node].sum()),
         total_volume=float(moved.sum()),
     )
-
-
-@numba.njit(cache=True, nogil=True)
-def _target_node(loads: NDArray[np.float64], node: int, cost: float, limit: float) -> int:
-    """The fullest other node that still takes `cost` within the limit; if there is none, the
-    emptiest one, provided it comes out below `node`; else −1."""
-    tightest, emptiest = -1, -1
-    for other in range(loads.size):
-        if other == node:
-            continue
-        if loads[other] + cost <= limit and (tightest < 0 or loads[other] > loads[tightest]):
-            tightest = other
-        if emptiest < 0 or loads[other] < loads[emptiest]:
-            emptiest = other
-    if tightest >= 0:
-        return tightest
-    if emptiest >= 0 and loads[emptiest] + cost < loads[node]:
-        return emptiest
-    return -1
-
-
-@numba.njit(cache=True, nogil=True)
-def _move_excess(
-    costs: NDArray[np.float64],
-    volume: NDArray[np.float64],
-    order: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    limit: float,
-    node_of: NDArray[np.int64],
-) -> None:
-    """Let every node above `limit` give its excess to nodes below it, heaviest node first.
-
-    Which items leave is a knapsack cover: by falling cost per volume those that do not overshoot,
-    then the one that covers the rest at least volume. Near the least volume, not proven least.
-    """
-    nodes = begins.size - 1
-    loads = np.zeros(nodes)
-    for item in range(costs.size):
-        loads[node_of[item]] += costs[item]
-    for node in argsort_rising(-loads):
-        if loads[node] <= limit:
-            continue
-        items = order[begins[node] : begins[node + 1]]
-        falling = np.empty(items.size)
-        for k in range(items.size):
-            falling[k] = -costs[items[k]]
-        items = items[argsort_rising(falling)]
-        density = np.empty(items.size)
-        for k in range(items.size):
-            free = volume[items[k]] <= 0.0
-            density[k] = np.inf if free else costs[items[k]] / volume[items[k]]
-        items = items[argsort_rising(-density)]
-        for item in items:
-            cost = costs[item]
-            if 0.0 < cost <= loads[node] - limit:
-                target = _target_node(loads, node, cost, limit)
-                if target >= 0:
-                    node_of[item] = target
-                    loads[target] += cost
-                    loads[node] -= cost
-        if loads[node] <= limit:
-            continue
-        cover = -1
-        for item in items:
-            enough = node_of[item] == node and costs[item] >= loads[node] - limit
-            if enough and (cover < 0 or volume[item] < volume[cover]):
-                cover = item
-        if cover >= 0:
-            target = _target_node(loads, node, costs[cover], limit)
-            if target >= 0:
-                node_of[cover] = target
-                loads[target] += costs[cover]
-                loads[node] -= costs[cover]

@@ -8,6 +8,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from dataservice.core.sample import IntArray
+
 
 def pack_padded(
     tokens: NDArray[np.int64], *, max_tokens: int, by_length: bool
@@ -46,3 +48,16 @@ def padded_to_longest(tokens: NDArray[np.int64], pack_of: NDArray[np.int32]) -> 
     longest = np.zeros(int(pack_of.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(longest, pack_of, tokens)
     return longest[pack_of]
+
+
+@njit(cache=True, nogil=True)
+def padded_sum(tokens: IntArray, max_tokens: int) -> int:
+    """All tokens of the microbatches that `pack_padded` cuts in drawn order, padding counted."""
+    total, count, longest = 0, 0, 0
+    for size in tokens:
+        longest_with = max(longest, size)
+        if count > 0 and (count + 1) * longest_with > max_tokens:
+            total += count * longest
+            count, longest_with = 0, size
+        count, longest = count + 1, longest_with
+    return total + count * longest

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from dataservice_proto.v1 import worker_pb2 as dataservice__proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&dataservice_proto/v1/coordinator.proto\x12\x14\x64\x61taservice_proto.v1\x1a!dataservice_proto/v1/worker.proto\"=\n\x10SubmitJobRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61se_directory\x18\x02 \x01(\t\"\xe5\x01\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x19\n\x11index_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x14\n\x0cplanned_step\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\t \x01(\x03\x12\x13\n\x0bquarantined\x18\n \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x0b \x01(\x01\"\x11\n\x0fListJobsRequest\"?\n\x10ListJobsResponse\x12+\n\x04jobs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.JobInfo\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse\"r\n\x11QuarantinedSample\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tsample_id\x18\x03 \x01(\x03\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"@\n\x12\x45xplainStepRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xcb\x01\n\x13\x45xplainStepResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x1a\n\x12ledger_plan_digest\x18\x04 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x13\n\x0bsample_keys\x18\x08 \x03(\t\x12\x13\n\x0bquarantined\x18\t \x03(\t\"{\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x16\n\x0erejoin_attempt\x18\x06 \x01(\x05\"D\n\x0cSessionEvent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x12\n\nstart_step\x18\x03 \x01(\x03\"\x92\x01\n\x0fGetShardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x15\n\rreceived_step\x18\x03 \x01(\x03\x12\x16\n\x0e\x66\x61iled_workers\x18\x04 \x03(\t\x12\x31\n\x06wanted\x18\x05 \x01(\x0b\x32!.dataservice_proto.v1.WantedParts\"<\n\x0bWantedParts\x12\x0e\n\x06tokens\x18\x01 \x01(\x08\x12\r\n\x05media\x18\x02 \x01(\x08\x12\x0e\n\x06labels\x18\x03 \x01(\x08\"\x86\x01\n\x10GetShardResponse\x12\x30\n\x05shard\x18\x01 \x01(\x0b\x32\x1f.dataservice_proto.v1.RankShardH\x00\x12\x36\n\x0b\x65nd_of_data\x18\x02 \x01(\x0b\x32\x1f.dataservice_proto.v1.EndOfDataH\x00\x42\x08\n\x06result\"\x1a\n\tEndOfData\x12\r\n\x05steps\x18\x01 \x01(\x03\"\xb1\x02\n\tRankShard\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07replica\x18\x05 \x01(\x05\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x63ursor_after\x18\x07 \x01(\t\x12\x13\n\x0bloss_tokens\x18\x08 \x01(\x03\x12\x36\n\x0cmicrobatches\x18\t \x03(\x0b\x32 .dataservice_proto.v1.Microbatch\x12-\n\x07tickets\x18\n \x03(\x0b\x32\x1c.dataservice_proto.v1.Ticket\x12\x32\n\x07summary\x18\x0b \x01(\x0b\x32!.dataservice_proto.v1.StepSummary\"\xf1\x01\n\x0bStepSummary\x12\x10\n\x08replicas\x18\x01 \x01(\x05\x12\r\n\x05waves\x18\x02 \x01(\x05\x12\x13\n\x0bpredicted_s\x18\x03 \x01(\x01\x12\x11\n\tpack_wave\x18\x04 \x03(\x05\x12\x13\n\x0bpack_degree\x18\x05 \x03(\x05\x12\x15\n\rpack_replicas\x18\x06 \x03(\x05\x12\x13\n\x0bpack_tokens\x18\x07 \x03(\x03\x12\x14\n\x0cpack_seconds\x18\x08 \x03(\x01\x12\x31\n\x06stages\x18\t \x03(\x0b\x32!.dataservice_proto.v1.StageReport\x12\x0f\n\x07samples\x18\n \x01(\x03\"q\n\x0bStageReport\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x04 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x05 \x01(\x01\x12\x13\n\x0blower_bound\x18\x06 \x01(\x01\"\xc9\x01\n\nMicrobatch\x12\x0c\n\x04wave\x18\x01 \x01(\x05\x12\x0c\n\x04pack\x18\x02 \x01(\x05\x12\x10\n\x08\x63p_group\x18\x03 \x03(\x05\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\x05\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsample_ids\x18\x06 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x07 \x03(\x05\x12\x0f\n\x07lengths\x18\x08 \x03(\x05\x12\x32\n\x06phases\x18\t \x03(\x0b\x32\".dataservice_proto.v1.EncoderPhase\"\xc9\x01\n\x0c\x45ncoderPhase\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.dataservice_proto.v1.Modality\x12\x32\n\x07\x65ncodes\x18\x02 \x03(\x0b\x32!.dataservice_proto.v1.ItemsOfPack\x12\x11\n\tsend_rows\x18\x03 \x03(\x05\x12\x13\n\x0bsend_splits\x18\x04 \x03(\x05\x12\x13\n\x0brecv_splits\x18\x05 \x03(\x05\x12\x16\n\x0erecv_positions\x18\x06 \x03(\x05\"*\n\x0bItemsOfPack\x12\x0c\n\x04pack\x18\x01 \x01(\x05\x12\r\n\x05items\x18\x02 \x03(\x05\"2\n\x11\x43ommitStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x14\n\x12\x43ommitStepResponse*!\n\x08Modality\x12\n\n\x06VISION\x10\x00\x12\t\n\x05\x41UDIO\x10\x01\x32\x8a\x07\n\x0b\x43oordinator\x12R\n\tSubmitJob\x12&.dataservice_proto.v1.SubmitJobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12Y\n\x08ListJobs\x12%.dataservice_proto.v1.ListJobsRequest\x1a&.dataservice_proto.v1.ListJobsResponse\x12I\n\x06GetJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12K\n\x08\x44rainJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12V\n\tDeleteJob\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.DeleteJobResponse\x12]\n\x0eListQuarantine\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.QuarantinedSample0\x01\x12\x62\n\x0b\x45xplainStep\x12(.dataservice_proto.v1.ExplainStepRequest\x1a).dataservice_proto.v1.ExplainStepResponse\x12]\n\x0bOpenSession\x12(.dataservice_proto.v1.OpenSessionRequest\x1a\".dataservice_proto.v1.SessionEvent0\x01\x12Y\n\x08GetShard\x12%.dataservice_proto.v1.GetShardRequest\x1a&.dataservice_proto.v1.GetShardResponse\x12_\n\nCommitStep\x12\'.dataservice_proto.v1.CommitStepRequest\x1a(.dataservice_proto.v1.CommitStepResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&dataservice_proto/v1/coordinator.proto\x12\x14\x64\x61taservice_proto.v1\x1a!dataservice_proto/v1/worker.proto\"=\n\x10SubmitJobRequest\x12\x11\n\tspec_yaml\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61se_directory\x18\x02 \x01(\t\"\xe5\x01\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x19\n\x11index_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x14\n\x0cplanned_step\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\t \x01(\x03\x12\x13\n\x0bquarantined\x18\n \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x0b \x01(\x01\"\x11\n\x0fListJobsRequest\"?\n\x10ListJobsResponse\x12+\n\x04jobs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.JobInfo\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse\"r\n\x11QuarantinedSample\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tsample_id\x18\x03 \x01(\x03\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0b\n\x03key\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"X\n\x10RecostJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tcost_json\x18\x02 \x01(\t\x12\x16\n\tfrom_step\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0c\n\n_from_step\"<\n\x11RecostJobResponse\x12\x11\n\tfrom_step\x18\x01 \x01(\x03\x12\x14\n\x0c\x63ost_version\x18\x02 \x01(\t\"@\n\x12\x45xplainStepRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\x89\x02\n\x13\x45xplainStepResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x1a\n\x12ledger_plan_digest\x18\x04 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x12\n\nworld_size\x18\x07 \x01(\x05\x12\x13\n\x0bsample_keys\x18\x08 \x03(\t\x12\x13\n\x0bquarantined\x18\t \x03(\t\x12\x14\n\x0c\x63ost_version\x18\n \x01(\t\x12\x17\n\nmeasured_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_measured_s\"{\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x16\n\x0erejoin_attempt\x18\x06 \x01(\x05\"D\n\x0cSessionEvent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x12\n\nstart_step\x18\x03 \x01(\x03\"\x92\x01\n\x0fGetShardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x15\n\rreceived_step\x18\x03 \x01(\x03\x12\x16\n\x0e\x66\x61iled_workers\x18\x04 \x03(\t\x12\x31\n\x06wanted\x18\x05 \x01(\x0b\x32!.dataservice_proto.v1.WantedParts\"<\n\x0bWantedParts\x12\x0e\n\x06tokens\x18\x01 \x01(\x08\x12\r\n\x05media\x18\x02 \x01(\x08\x12\x0e\n\x06labels\x18\x03 \x01(\x08\"\x86\x01\n\x10GetShardResponse\x12\x30\n\x05shard\x18\x01 \x01(\x0b\x32\x1f.dataservice_proto.v1.RankShardH\x00\x12\x36\n\x0b\x65nd_of_data\x18\x02 \x01(\x0b\x32\x1f.dataservice_proto.v1.EndOfDataH\x00\x42\x08\n\x06result\"\x1a\n\tEndOfData\x12\r\n\x05steps\x18\x01 \x01(\x03\"\xb1\x02\n\tRankShard\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07replica\x18\x05 \x01(\x05\x12\x13\n\x0bplan_digest\x18\x06 \x01(\t\x12\x14\n\x0c\x63ursor_after\x18\x07 \x01(\t\x12\x13\n\x0bloss_tokens\x18\x08 \x01(\x03\x12\x36\n\x0cmicrobatches\x18\t \x03(\x0b\x32 .dataservice_proto.v1.Microbatch\x12-\n\x07tickets\x18\n \x03(\x0b\x32\x1c.dataservice_proto.v1.Ticket\x12\x32\n\x07summary\x18\x0b \x01(\x0b\x32!.dataservice_proto.v1.StepSummary\"\xf1\x01\n\x0bStepSummary\x12\x10\n\x08replicas\x18\x01 \x01(\x05\x12\r\n\x05waves\x18\x02 \x01(\x05\x12\x13\n\x0bpredicted_s\x18\x03 \x01(\x01\x12\x11\n\tpack_wave\x18\x04 \x03(\x05\x12\x13\n\x0bpack_degree\x18\x05 \x03(\x05\x12\x15\n\rpack_replicas\x18\x06 \x03(\x05\x12\x13\n\x0bpack_tokens\x18\x07 \x03(\x03\x12\x14\n\x0cpack_seconds\x18\x08 \x03(\x01\x12\x31\n\x06stages\x18\t \x03(\x0b\x32!.dataservice_proto.v1.StageReport\x12\x0f\n\x07samples\x18\n \x01(\x03\"q\n\x0bStageReport\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x04 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x05 \x01(\x01\x12\x13\n\x0blower_bound\x18\x06 \x01(\x01\"\xc9\x01\n\nMicrobatch\x12\x0c\n\x04wave\x18\x01 \x01(\x05\x12\x0c\n\x04pack\x18\x02 \x01(\x05\x12\x10\n\x08\x63p_group\x18\x03 \x03(\x05\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\x05\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsample_ids\x18\x06 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x07 \x03(\x05\x12\x0f\n\x07lengths\x18\x08 \x03(\x05\x12\x32\n\x06phases\x18\t \x03(\x0b\x32\".dataservice_proto.v1.EncoderPhase\"\xc9\x01\n\x0c\x45ncoderPhase\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.dataservice_proto.v1.Modality\x12\x32\n\x07\x65ncodes\x18\x02 \x03(\x0b\x32!.dataservice_proto.v1.ItemsOfPack\x12\x11\n\tsend_rows\x18\x03 \x03(\x05\x12\x13\n\x0bsend_splits\x18\x04 \x03(\x05\x12\x13\n\x0brecv_splits\x18\x05 \x03(\x05\x12\x16\n\x0erecv_positions\x18\x06 \x03(\x05\"*\n\x0bItemsOfPack\x12\x0c\n\x04pack\x18\x01 \x01(\x05\x12\r\n\x05items\x18\x02 \x03(\x05\"Z\n\x11\x43ommitStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x17\n\nmeasured_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_measured_s\"\x14\n\x12\x43ommitStepResponse*!\n\x08Modality\x12\n\n\x06VISION\x10\x00\x12\t\n\x05\x41UDIO\x10\x01\x32\xe8\x07\n\x0b\x43oordinator\x12R\n\tSubmitJob\x12&.dataservice_proto.v1.SubmitJobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12Y\n\x08ListJobs\x12%.dataservice_proto.v1.ListJobsRequest\x1a&.dataservice_proto.v1.ListJobsResponse\x12I\n\x06GetJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12K\n\x08\x44rainJob\x12 .dataservice_proto.v1.JobRequest\x1a\x1d.dataservice_proto.v1.JobInfo\x12V\n\tDeleteJob\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.DeleteJobResponse\x12]\n\x0eListQuarantine\x12 .dataservice_proto.v1.JobRequest\x1a\'.dataservice_proto.v1.QuarantinedSample0\x01\x12\\\n\tRecostJob\x12&.dataservice_proto.v1.RecostJobRequest\x1a\'.dataservice_proto.v1.RecostJobResponse\x12\x62\n\x0b\x45xplainStep\x12(.dataservice_proto.v1.ExplainStepRequest\x1a).dataservice_proto.v1.ExplainStepResponse\x12]\n\x0bOpenSession\x12(.dataservice_proto.v1.OpenSessionRequest\x1a\".dataservice_proto.v1.SessionEvent0\x01\x12Y\n\x08GetShard\x12%.dataservice_proto.v1.GetShardRequest\x1a&.dataservice_proto.v1.GetShardResponse\x12_\n\nCommitStep\x12\'.dataservice_proto.v1.CommitStepRequest\x1a(.dataservice_proto.v1.CommitStepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataservice_proto.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=2678
-  _globals['_MODALITY']._serialized_end=2711
+  _globals['_MODALITY']._serialized_start=2932
+  _globals['_MODALITY']._serialized_end=2965
   _globals['_SUBMITJOBREQUEST']._serialized_start=99
   _globals['_SUBMITJOBREQUEST']._serialized_end=160
   _globals['_JOBINFO']._serialized_start=163
@@ -48,38 +48,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEJOBRESPONSE']._serialized_end=524
   _globals['_QUARANTINEDSAMPLE']._serialized_start=526
   _globals['_QUARANTINEDSAMPLE']._serialized_end=640
-  _globals['_EXPLAINSTEPREQUEST']._serialized_start=642
-  _globals['_EXPLAINSTEPREQUEST']._serialized_end=706
-  _globals['_EXPLAINSTEPRESPONSE']._serialized_start=709
-  _globals['_EXPLAINSTEPRESPONSE']._serialized_end=912
-  _globals['_OPENSESSIONREQUEST']._serialized_start=914
-  _globals['_OPENSESSIONREQUEST']._serialized_end=1037
-  _globals['_SESSIONEVENT']._serialized_start=1039
-  _globals['_SESSIONEVENT']._serialized_end=1107
-  _globals['_GETSHARDREQUEST']._serialized_start=1110
-  _globals['_GETSHARDREQUEST']._serialized_end=1256
-  _globals['_WANTEDPARTS']._serialized_start=1258
-  _globals['_WANTEDPARTS']._serialized_end=1318
-  _globals['_GETSHARDRESPONSE']._serialized_start=1321
-  _globals['_GETSHARDRESPONSE']._serialized_end=1455
-  _globals['_ENDOFDATA']._serialized_start=1457
-  _globals['_ENDOFDATA']._serialized_end=1483
-  _globals['_RANKSHARD']._serialized_start=1486
-  _globals['_RANKSHARD']._serialized_end=1791
-  _globals['_STEPSUMMARY']._serialized_start=1794
-  _globals['_STEPSUMMARY']._serialized_end=2035
-  _globals['_STAGEREPORT']._serialized_start=2037
-  _globals['_STAGEREPORT']._serialized_end=2150
-  _globals['_MICROBATCH']._serialized_start=2153
-  _globals['_MICROBATCH']._serialized_end=2354
-  _globals['_ENCODERPHASE']._serialized_start=2357
-  _globals['_ENCODERPHASE']._serialized_end=2558
-  _globals['_ITEMSOFPACK']._serialized_start=2560
-  _globals['_ITEMSOFPACK']._serialized_end=2602
-  _globals['_COMMITSTEPREQUEST']._serialized_start=2604
-  _globals['_COMMITSTEPREQUEST']._serialized_end=2654
-  _globals['_COMMITSTEPRESPONSE']._serialized_start=2656
-  _globals['_COMMITSTEPRESPONSE']._serialized_end=2676
-  _globals['_COORDINATOR']._serialized_start=2714
-  _globals['_COORDINATOR']._serialized_end=3620
+  _globals['_RECOSTJOBREQUEST']._serialized_start=642
+  _globals['_RECOSTJOBREQUEST']._serialized_end=730
+  _globals['_RECOSTJOBRESPONSE']._serialized_start=732
+  _globals['_RECOSTJOBRESPONSE']._serialized_end=792
+  _globals['_EXPLAINSTEPREQUEST']._serialized_start=794
+  _globals['_EXPLAINSTEPREQUEST']._serialized_end=858
+  _globals['_EXPLAINSTEPRESPONSE']._serialized_start=861
+  _globals['_EXPLAINSTEPRESPONSE']._serialized_end=1126
+  _globals['_OPENSESSIONREQUEST']._serialized_start=1128
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1251
+  _globals['_SESSIONEVENT']._serialized_start=1253
+  _globals['_SESSIONEVENT']._serialized_end=1321
+  _globals['_GETSHARDREQUEST']._serialized_start=1324
+  _globals['_GETSHARDREQUEST']._serialized_end=1470
+  _globals['_WANTEDPARTS']._serialized_start=1472
+  _globals['_WANTEDPARTS']._serialized_end=1532
+  _globals['_GETSHARDRESPONSE']._serialized_start=1535
+  _globals['_GETSHARDRESPONSE']._serialized_end=1669
+  _globals['_ENDOFDATA']._serialized_start=1671
+  _globals['_ENDOFDATA']._serialized_end=1697
+  _globals['_RANKSHARD']._serialized_start=1700
+  _globals['_RANKSHARD']._serialized_end=2005
+  _globals['_STEPSUMMARY']._serialized_start=2008
+  _globals['_STEPSUMMARY']._serialized_end=2249
+  _globals['_STAGEREPORT']._serialized_start=2251
+  _globals['_STAGEREPORT']._serialized_end=2364
+  _globals['_MICROBATCH']._serialized_start=2367
+  _globals['_MICROBATCH']._serialized_end=2568
+  _globals['_ENCODERPHASE']._serialized_start=2571
+  _globals['_ENCODERPHASE']._serialized_end=2772
+  _globals['_ITEMSOFPACK']._serialized_start=2774
+  _globals['_ITEMSOFPACK']._serialized_end=2816
+  _globals['_COMMITSTEPREQUEST']._serialized_start=2818
+  _globals['_COMMITSTEPREQUEST']._serialized_end=2908
+  _globals['_COMMITSTEPRESPONSE']._serialized_start=2910
+  _globals['_COMMITSTEPRESPONSE']._serialized_end=2930
+  _globals['_COORDINATOR']._serialized_start=2968
+  _globals['_COORDINATOR']._serialized_end=3968
 # @@protoc_insertion_point(module_scope)

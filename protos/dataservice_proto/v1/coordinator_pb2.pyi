@@ -215,6 +215,57 @@ class QuarantinedSample(_message.Message):
 Global___QuarantinedSample: _TypeAlias = QuarantinedSample  # noqa: Y015
 
 @_typing.final
+class RecostJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    COST_JSON_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    cost_json: _builtins.str
+    """coefficients by phase"""
+    from_step: _builtins.int
+    """absent: the first step that was never planned"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        cost_json: _builtins.str = ...,
+        from_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "from_step", b"from_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "cost_json", b"cost_json", "from_step", b"from_step", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__from_step: _TypeAlias = _typing.Literal["from_step"]  # noqa: Y015
+    _WhichOneofArgType__from_step: _TypeAlias = _typing.Literal["_from_step", b"_from_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_step) -> _WhichOneofReturnType__from_step | None: ...
+
+Global___RecostJobRequest: _TypeAlias = RecostJobRequest  # noqa: Y015
+
+@_typing.final
+class RecostJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    COST_VERSION_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    cost_version: _builtins.str
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+        cost_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_version", b"cost_version", "from_step", b"from_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecostJobResponse: _TypeAlias = RecostJobResponse  # noqa: Y015
+
+@_typing.final
 class ExplainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -253,6 +304,8 @@ class ExplainStepResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     SAMPLE_KEYS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    COST_VERSION_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     plan_json: _builtins.str
     plan_digest: _builtins.str
@@ -262,6 +315,10 @@ class ExplainStepResponse(_message.Message):
     cursor: _builtins.str
     committed: _builtins.bool
     world_size: _builtins.int
+    cost_version: _builtins.str
+    """as recorded when the step was first planned"""
+    measured_s: _builtins.float
+    """absent: no rank has told"""
     @_builtins.property
     def sample_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """source/key, aligned with the plan's samples"""
@@ -282,12 +339,16 @@ class ExplainStepResponse(_message.Message):
         world_size: _builtins.int = ...,
         sample_keys: _abc.Iterable[_builtins.str] | None = ...,
         quarantined: _abc.Iterable[_builtins.str] | None = ...,
+        cost_version: _builtins.str = ...,
+        measured_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed", b"committed", "cursor", b"cursor", "ledger_plan_digest", b"ledger_plan_digest", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "sample_keys", b"sample_keys", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "attempt", b"attempt", "committed", b"committed", "cost_version", b"cost_version", "cursor", b"cursor", "ledger_plan_digest", b"ledger_plan_digest", "measured_s", b"measured_s", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "sample_keys", b"sample_keys", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
 
 Global___ExplainStepResponse: _TypeAlias = ExplainStepResponse  # noqa: Y015
 
@@ -731,19 +792,25 @@ class CommitStepRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
+    measured_s: _builtins.float
+    """this rank's forward, backward and sum of gradients"""
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         step: _builtins.int = ...,
+        measured_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "session", b"session", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
 
 Global___CommitStepRequest: _TypeAlias = CommitStepRequest  # noqa: Y015
 

@@ -64,6 +64,11 @@ class CoordinatorStub:
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
                 response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.FromString,
                 _registered_method=True)
+        self.RecostJob = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/RecostJob',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobResponse.FromString,
+                _registered_method=True)
         self.ExplainStep = channel.unary_unary(
                 '/dataservice_proto.v1.Coordinator/ExplainStep',
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepRequest.SerializeToString,
@@ -124,6 +129,13 @@ class CoordinatorServicer:
 
     def ListQuarantine(self, request, context):
         """Every sample of a job that was trained with its labels masked, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecostJob(self, request, context):
+        """Plan with other cost coefficients from a step on that was never planned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +202,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListQuarantine,
                     request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.FromString,
                     response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.SerializeToString,
+            ),
+            'RecostJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecostJob,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobResponse.SerializeToString,
             ),
             'ExplainStep': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainStep,
@@ -374,6 +391,33 @@ class Coordinator:
             '/dataservice_proto.v1.Coordinator/ListQuarantine',
             dataservice__proto_dot_v1_dot_coordinator__pb2.JobRequest.SerializeToString,
             dataservice__proto_dot_v1_dot_coordinator__pb2.QuarantinedSample.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecostJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/RecostJob',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.RecostJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

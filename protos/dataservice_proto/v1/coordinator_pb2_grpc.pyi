@@ -43,6 +43,8 @@ class CoordinatorStub:
     """Forget a job that no trainer is using."""
     ListQuarantine: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]
     """Every sample of a job that was trained with its labels masked, and why."""
+    RecostJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]
+    """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]
     """Plan a step of the ledger again and give the whole plan."""
     OpenSession: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]
@@ -67,6 +69,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Forget a job that no trainer is using."""
     ListQuarantine: _aio.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]  # type: ignore[assignment]
     """Every sample of a job that was trained with its labels masked, and why."""
+    RecostJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]  # type: ignore[assignment]
+    """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Plan a step of the ledger again and give the whole plan."""
     OpenSession: _aio.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]  # type: ignore[assignment]
@@ -124,6 +128,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.QuarantinedSample], _abc.AsyncIterator[_coordinator_pb2.QuarantinedSample]]:
         """Every sample of a job that was trained with its labels masked, and why."""
+
+    @_abc_1.abstractmethod
+    def RecostJob(
+        self,
+        request: _coordinator_pb2.RecostJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RecostJobResponse, _abc.Awaitable[_coordinator_pb2.RecostJobResponse]]:
+        """Plan with other cost coefficients from a step on that was never planned."""
 
     @_abc_1.abstractmethod
     def ExplainStep(

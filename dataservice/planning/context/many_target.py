@@ -1,0 +1,142 @@
+"""How long the waves of a step take when short samples are a fluid, and how wide long ones are.
+
+With many samples the short ones fill whatever the long ones leave. The first k waves last τ₀, the
+other W − k last τ₁ ≤ τ₀; samples slower than τ₀ alone are widened to meet it, and all of these are
+in the first k waves:
+
+    Σ need(τ₀) ≤ k·N     and     Σ work + exposed ring ≤ N·(k·(τ₀ − β₁) + (W − k)·(τ₁ − β₁))
+
+One level for all waves (k = W) is the simplest. Two serve where a ring makes samples slow however
+wide they are, and where memory ends before a replica of short samples has worked for so long.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.build import degree_within
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.units import Setting, Units, padded_sums
+from dataservice.planning.cost import ATTENTION, GROUP, ring_seconds
+
+_BISECTIONS = 24
+_CLOSE = 2e-4
+# Shares of the even level that are tried for the first waves.
+_LEVELS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 1.9, 2.3, 3.0, 4.0)
+
+
+class Target(NamedTuple):
+    """The first `slow_waves` last `slow_s`, the others `fast_s`; `degree` int64[k] of each long
+    unit; whether it all `fits` the ranks."""
+
+    slow_s: float
+    fast_s: float
+    slow_waves: int
+    degree: NDArray[np.int64]
+    fits: bool
+
+
+@kernel
+def one_level(
+    long: Units, least: NDArray[np.int64], work_s: float, waves: int, setting: Setting
+) -> Target:
+    """The least τ, to within its bisection, at which `waves` equal waves hold `work_s` of work.
+
+    `long` holds at least every unit that is slower than β₁ + work_s/(waves·N) or needs more than
+    one rank, longest first; `least` int64[k] their least degrees. O(k · bisections).
+    """
+    low = setting.coefficients[GROUP] + work_s / (waves * setting.ranks)
+    target = _level(long, least, work_s, waves, low, setting)
+    high = low
+    while not target.fits and high < 1e9 * (low + 1):
+        low = high
+        high *= 1.25
+        target = _level(long, least, work_s, waves, high, setting)
+    for _ in range(_BISECTIONS):
+        if high - low <= _CLOSE * high:
+            break
+        middle = (low + high) / 2
+        trial = _level(long, least, work_s, waves, middle, setting)
+        if trial.fits:
+            high = middle
+            target = trial
+        else:
+            low = middle
+    return target
+
+
+@kernel
+def two_levels(
+    long: Units,
+    least: NDArray[np.int64],
+    work_s: float,
+    waves: int,
+    most_fast_s: float,
+    setting: Setting,
+) -> Target:
+    """The two levels of the least sum whose lower one is at most `most_fast_s`; of sums as good,
+    those of the lower upper level."""
+    base = setting.coefficients[GROUP]
+    even_s = base + work_s / (waves * setting.ranks)
+    best = Target(np.inf, np.inf, waves, np.ones(least.size, np.int64), False)
+    best_s = np.inf
+    for share in _LEVELS:
+        slow_s = share * even_s
+        degree, slots, exposed_s = widths(long, least, slow_s, setting)
+        all_s = (work_s + exposed_s) / setting.ranks
+        alone = 0
+        for slow_waves in range(max(1, -(-slots // setting.ranks)), waves):
+            fast_s = base + (all_s - slow_waves * (slow_s - base)) / (waves - slow_waves)
+            if fast_s > min(most_fast_s, slow_s):
+                continue
+            # What is slower than the other waves needs a rank of the first ones.
+            for unit in range(least.size):
+                alone += degree[unit] == 1 and long.work[unit] + base > fast_s
+            total_s = slow_waves * slow_s + (waves - slow_waves) * fast_s
+            enough = slots + alone <= slow_waves * setting.ranks and fast_s > base
+            if enough and total_s < best_s * (1 - 1e-3):
+                best = Target(slow_s, fast_s, slow_waves, degree, True)
+                best_s = total_s
+            break
+    return best
+
+
+@kernel
+def _level(
+    long: Units,
+    least: NDArray[np.int64],
+    work_s: float,
+    waves: int,
+    level_s: float,
+    setting: Setting,
+) -> Target:
+    degree, slots, exposed_s = widths(long, least, level_s, setting)
+    room_s = waves * (level_s - setting.coefficients[GROUP]) * setting.ranks
+    fits = slots <= waves * setting.ranks and work_s + exposed_s <= room_s * (1 + 1e-12)
+    return Target(level_s, level_s, waves, degree, fits)
+
+
+@kernel
+def widths(
+    long: Units, least: NDArray[np.int64], level_s: float, setting: Setting
+) -> tuple[NDArray[np.int64], int, float]:
+    """Least degree of each long unit that meets the level int64[k], their sum over those that do
+    not meet it alone, and the rank-seconds that their rings expose."""
+    base = setting.coefficients[GROUP]
+    degree = np.ones(least.size, np.int64)
+    slots = 0
+    exposed_s = 0.0
+    for unit in range(least.size):
+        if least[unit] == 1 and long.work[unit] + base <= level_s:
+            break  # units fall by work
+        degree[unit] = degree_within(long, unit, least[unit], level_s, setting)
+        slots += degree[unit]
+        if degree[unit] > setting.ranks:
+            return degree, 1 << 40, exposed_s
+        tokens, squares = padded_sums(long, unit, degree[unit])
+        crosses = degree[unit] > setting.ranks_per_node
+        ring_s = ring_seconds(float(tokens), degree[unit], crosses, setting.coefficients)
+        attention_s = setting.coefficients[ATTENTION] * squares
+        exposed_s += max(0.0, ring_s * degree[unit] - attention_s)
+    return degree, slots, exposed_s
