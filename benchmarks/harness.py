@@ -138,12 +138,16 @@ def side_by_side(
     """Best of each call over `repeats` rounds, the calls taking turns in each round.
 
     Taking turns lets a busy moment of the machine hit all alike. A call that has used `most_s`
-    in all is left out of further rounds. The first round only warms up where there are more.
+    in all is left out of further rounds. Where there are more rounds than one, one comes before
+    that only warms up: kernels that only a rival or one workload needs are compiled in it.
     """
     best = dict.fromkeys(calls, Timing())
     spent = dict.fromkeys(calls, 0.0)
     with no_collection():
-        for _ in range(repeats + (repeats > 1)):
+        if repeats > 1:
+            for call in calls.values():
+                call()
+        for _ in range(repeats):
             for name, call in calls.items():
                 if spent[name] < most_s:
                     took, turn_s = _turn(call)

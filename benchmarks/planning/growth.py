@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from benchmarks.harness import Scale, bars, fitted_exponent, side_by_side
 from dataservice.core.topology import Topology
 from dataservice.planning import ContextCost, partition, plan_context_waves
 from dataservice.planning.compose import compose_step
+from dataservice.planning.context.many import plan_many_waves
 from dataservice.planning.options import PlanOptions
 
 SAMPLES_PER_REPLICA = 60
@@ -46,7 +49,7 @@ def grow(scale: Scale) -> list[Growth]:
             "whole plan (vlm-sft, every stage)",
             _whole_plan,
             scale,
-            note="up to 8,192 samples packs are formed jointly with groups, which takes longer",
+            note="up to 8,192 samples several groupings of each wave are tried",
             paper=True,
         ),
         _series(
@@ -56,10 +59,16 @@ def grow(scale: Scale) -> list[Growth]:
             note="below 16,384 items the certified gap aimed at is 20 times tighter",
         ),
         _series(
-            "context waves (vlm-sft with documents, each sample on its own)",
+            "context waves, groupings tried (vlm-sft with documents)",
             _context,
             scale,
             note="below 20,000 samples more cuts into waves are tried",
+        ),
+        _series(
+            "context waves in one pass (vlm-sft with documents)",
+            _context_of_many,
+            scale,
+            note="what the whole plan takes beyond 8,192 samples",
         ),
     ]
 
@@ -104,10 +113,21 @@ def _partition(replicas: int) -> Callable[[], object]:
 
 def _context(replicas: int) -> Callable[[], object]:
     tokens = workloads.vlm_long(SAMPLES_PER_REPLICA * replicas).llm_tokens
-    cost = ContextCost.flexsp_7b()
-    return lambda: plan_context_waves(
-        tokens, ranks=replicas, memory_tokens=32_768, cost=cost, ranks_per_node=8
-    )
+    return partial(plan_context_waves, tokens, **_machine(replicas))
+
+
+def _context_of_many(replicas: int) -> Callable[[], object]:
+    tokens = workloads.vlm_long(SAMPLES_PER_REPLICA * replicas).llm_tokens
+    return partial(plan_many_waves, tokens, **_machine(replicas))
+
+
+def _machine(replicas: int) -> dict[str, Any]:
+    return {
+        "ranks": replicas,
+        "memory_tokens": 32_768,
+        "cost": ContextCost.flexsp_7b(),
+        "ranks_per_node": 8,
+    }
 
 
 def growth_to_text(series: list[Growth]) -> str:

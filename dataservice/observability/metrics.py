@@ -48,7 +48,7 @@ class PrometheusMetrics:
         )
         self._drift = job(
             Gauge,
-            "measured_over_predicted",
+            "measured_over_predicted_ratio",
             "Measured over predicted step time, a moving average over about 10 steps.",
         )
         self._drift_of: dict[str, float] = {}

@@ -76,6 +76,24 @@ async def test_an_epoch_is_counted_as_it_was_planned_and_committed(metrics):
     await coordinator.stop()
 
 
+async def test_drift_is_the_moving_average_of_measured_over_predicted(metrics):
+    store = MemoryStateStore()
+    coordinator = make_coordinator(store, Books(), make_setup(), metrics=metrics)
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    expected = None
+    for step, times in enumerate((2.0, 2.0, 3.0)):
+        for opened in sessions:
+            await shard_of(coordinator, opened, step)
+        predicted_s = store.ledger_entry("job", step).predicted_s
+        for share, opened in zip((0.5, 1.0), sessions, strict=True):  # the slowest counts
+            seconds = share * times * predicted_s
+            await coordinator.commit(opened.session, step, measured_s=seconds)
+        expected = times if expected is None else expected + 0.1 * (times - expected)
+    assert value(metrics, "measured_over_predicted_ratio", job="job") == pytest.approx(expected)
+    await coordinator.stop()
+
+
 async def test_a_step_planned_again_is_counted_once():
     store, setup = MemoryStateStore(), make_setup()
     before, after = PrometheusMetrics(), PrometheusMetrics()

@@ -15,7 +15,7 @@ from dataservice.core.errors import (
     RankClaimedError,
     SpecError,
 )
-from dataservice.core.job import JobRecord, LedgerEntry
+from dataservice.core.job import CostRecord, JobRecord, LedgerEntry
 from dataservice.core.orders import (
     FeatureRoutes,
     ItemsOfPack,
@@ -182,6 +182,7 @@ class CoordinatorInMemory:
         self.claims = {}
         self.closed = []
         self.committed = []
+        self.recosted = []
         self.failed_workers = []
         self.wanted = []
         self.ended = {}
@@ -214,6 +215,16 @@ class CoordinatorInMemory:
             raise ConflictError(f"trainers use job {name!r}. Stop them, then delete it.")
         del self.known[name]
 
+    async def recost(self, job, cost_json, from_step):
+        await self.job(job)
+        if from_step is not None and from_step < 12:
+            raise ConflictError(f"step {from_step} was planned already.")
+        self.recosted.append((job, cost_json, from_step))
+        return CostRecord(
+            job=job, from_step=from_step or 12, cost_json=cost_json, cost_version="v2",
+            recorded_unix_s=1.0,
+        )  # fmt: skip
+
     async def explain(self, job, step, attempt):
         await self.job(job)
         plan = make_plan(step)
@@ -227,6 +238,7 @@ class CoordinatorInMemory:
             cost_version="v1",
             planned_unix_s=1.0,
             committed_unix_s=2.0,
+            measured_s=None if attempt == 2 else 0.75,
         )
         keys = ("s/a", "s/b", "s/c")
         return StepExplanation(

@@ -44,7 +44,18 @@ async def test_a_step_is_explained_with_its_whole_plan(client, make):
     assert (explained.committed, explained.world_size) == (True, 2)
     assert explained.sample_keys == ("s/a", "s/b", "s/c")
     assert explained.quarantined == ("s/b: truncated",)
-    assert (await client.explain("vlm", 3, attempt=2)).attempt == 2
+    assert (explained.cost_version, explained.measured_s) == ("v1", 0.75)
+    other = await client.explain("vlm", 3, attempt=2)
+    assert (other.attempt, other.measured_s) == (2, None)
+
+
+async def test_other_costs_are_taken_from_a_step_on(client, api):
+    await client.submit("name: vlm", "")
+    assert await client.recost("vlm", "{}") == (12, "v2")
+    assert await client.recost("vlm", "{}", 20) == (20, "v2")
+    assert api.recosted == [("vlm", "{}", None), ("vlm", "{}", 20)]
+    with pytest.raises(ConflictError, match="step 0 was planned already"):
+        await client.recost("vlm", "{}", 0)
 
 
 async def test_the_service_s_errors_come_back_as_themselves(client, api):

@@ -246,6 +246,20 @@ async def test_a_commit_reaches_the_engine(stub, api):
     assert api.committed == [("vlm/0", 3)]
 
 
+async def test_a_commit_carries_the_seconds_a_rank_has_measured(stub, api):
+    request = coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, measured_s=0.0)
+    await stub.CommitStep(request)
+    assert api.committed == [("vlm/0", 3, 0.0)]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+async def test_seconds_that_cannot_be_are_refused(stub, api, seconds):
+    request = coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, measured_s=seconds)
+    with pytest.raises(grpc.aio.AioRpcError, match="at least 0"):
+        await stub.CommitStep(request)
+    assert api.committed == []
+
+
 async def test_stopping_ends_sessions_at_once_and_tells_them_to_come_back(api, channel_to):
     handle = await serve_coordinator(api, "127.0.0.1:0")
     stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address))

@@ -109,7 +109,28 @@ def test_an_older_file_is_migrated_and_keeps_its_rows(
     store = SqliteStateStore(tmp_path)
     assert store.jobs() == [JOB]
     assert store._connection.execute("SELECT COUNT(*) FROM notes").fetchone() == (0,)
-    assert store._connection.execute("SELECT MAX(version) FROM migrations").fetchone() == (2,)
+    version = store._connection.execute("SELECT MAX(version) FROM migrations").fetchone()
+    assert version == (len(newer),)
+    store.close()
+
+
+def test_a_ledger_of_the_first_release_goes_on_without_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        store = SqliteStateStore(tmp_path)
+        store.put_job(JOB)
+        store._connection.execute(
+            "INSERT INTO ledger VALUES ('job', 1, 4, '{}', 'digest', 8, 'v1', 1.0, NULL)"
+        )
+        store.close()
+    store = SqliteStateStore(tmp_path)
+    (entry,) = store.ledger("job")
+    assert (entry.step, entry.predicted_s, entry.measured_s) == (4, None, None)
+    store.commit_step("job", 1, 4, 2.0, 0.5)
+    assert store.ledger("job")[0].measured_s == 0.5
+    assert store.costs("job") == []
     store.close()
 
 

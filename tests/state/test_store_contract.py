@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataservice.core.errors import ConflictError, NotFoundError
-from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, LedgerEntry, QuarantineEntry
 from dataservice.core.ports import StateStore
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
@@ -62,6 +62,12 @@ def bad(
     )
 
 
+def cost(from_step: int, version: str = "v2", name: str = "vlm-sft") -> CostRecord:
+    return CostRecord(
+        job=name, from_step=from_step, cost_json="{}", cost_version=version, recorded_unix_s=13.5
+    )
+
+
 def test_a_job_is_read_back_as_it_was_put(store: StateStore) -> None:
     store.put_job(job())
     assert store.job("vlm-sft") == job()
@@ -92,11 +98,16 @@ def test_deleting_a_job_removes_all_of_it_and_nothing_of_another(store: StateSto
         store.put_attempt(attempt(1, name))
         store.put_ledger(entry(0, name=name))
     store.add_quarantine([bad(3)])
+    store.put_cost(cost(5))
+    store.put_cost(cost(5, name="other"))
     store.delete_job("vlm-sft")
     store.put_job(job())
     assert store.last_attempt("vlm-sft") is None
     assert store.ledger("vlm-sft") == []
     assert store.quarantine("vlm-sft") == []
+    assert store.costs("vlm-sft") == []
+    assert store.costs("other") == [cost(5, name="other")]
+    assert store.last_planned_step("vlm-sft") == -1
     assert store.ledger("other") == [entry(0, name="other")]
     assert store.last_attempt("other") == attempt(1, "other")
 
@@ -136,6 +147,36 @@ def test_a_planned_step_is_committed_once_all_ranks_trained_it(store: StateStore
     store.put_ledger(entry(4))
     store.commit_step("vlm-sft", 1, 4, 99.5)
     assert store.ledger_entry("vlm-sft", 4) == entry(4, committed_unix_s=99.5)
+
+
+def test_a_step_keeps_what_was_predicted_and_measured(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(4, predicted_s=1.5))
+    store.commit_step("vlm-sft", 1, 4, 99.5, 1.75)
+    store.commit_step("vlm-sft", 1, 4, 100.5)  # told again, without its seconds
+    expected = entry(4, predicted_s=1.5, measured_s=1.75, committed_unix_s=100.5)
+    assert store.ledger_entry("vlm-sft", 4) == expected
+
+
+def test_the_last_planned_step_is_that_of_any_attempt(store: StateStore) -> None:
+    store.put_job(job())
+    assert store.last_planned_step("vlm-sft") == -1
+    for number, step in ((1, 7), (1, 8), (2, 3)):
+        store.put_ledger(entry(step, number))
+    assert store.last_planned_step("vlm-sft") == 8
+
+
+def test_costs_are_listed_by_step_and_replace_those_that_begin_later(store: StateStore) -> None:
+    store.put_job(job())
+    for from_step, version in ((10, "a"), (30, "b"), (50, "c"), (30, "d")):
+        store.put_cost(cost(from_step, version))
+    assert store.costs("vlm-sft") == [cost(10, "a"), cost(30, "d")]
+    assert store.costs("other") == []
+
+
+def test_costs_need_their_job(store: StateStore) -> None:
+    with pytest.raises(NotFoundError, match="no job 'vlm-sft'"):
+        store.put_cost(cost(0))
 
 
 def test_a_step_that_was_never_planned_cannot_be_committed(store: StateStore) -> None:

@@ -190,6 +190,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.opens: list[coordinator_pb2.OpenSessionRequest] = []
         self.asks: list[coordinator_pb2.GetShardRequest] = []
         self.commits: list[int] = []
+        self.measured_s: dict[int, float] = {}
         self.metadata: list[dict[str, str]] = []
         self.faults: dict[str, list[Fault]] = defaultdict(list)
         self.planned = threading.Event()  # clear it and no step is planned
@@ -262,6 +263,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._fault("CommitStep", context)
         self._session(request.session, context)
         self.commits.append(request.step)
+        if request.HasField("measured_s"):
+            self.measured_s[request.step] = request.measured_s
         return coordinator_pb2.CommitStepResponse()
 
     def _claim(self, request, context) -> Claim:

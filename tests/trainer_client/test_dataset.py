@@ -152,6 +152,15 @@ def test_a_step_that_was_not_yielded_cannot_be_committed(service):
     shards.close()
 
 
+def test_measured_seconds_go_with_the_commit_of_their_own_step(service):
+    dataset = service.dataset()
+    for shard in dataset:
+        if shard.step in (1, 3):  # 0 and 2 are committed with them, or by asking for the next
+            dataset.commit(shard.step, measured_s=0.5 + shard.step)
+    assert service.coordinator.commits == [0, 1, 2, 3]
+    assert service.coordinator.measured_s == {1: 1.5, 3: 3.5}
+
+
 def test_a_shard_that_was_not_committed_comes_again(service):
     dataset = service.dataset()
     for shard in dataset:
