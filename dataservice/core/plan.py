@@ -146,7 +146,10 @@ class StepPlan:
 
     @property
     def digest(self) -> str:
-        """32 hex digits over everything decided. Tickets and reports are not part of it."""
+        """32 hex digits over everything decided. Tickets and reports are not part of it.
+
+        Numbers are hashed in as few bytes as hold them all: hashing is a good part of planning.
+        """
         hasher = hashlib.blake2b(digest_size=16)
         for field in fields(self):
             if field.name == "stages":
@@ -154,8 +157,9 @@ class StepPlan:
             value = getattr(self, field.name)
             hasher.update(field.name.encode())
             if isinstance(value, np.ndarray):
-                hasher.update(f"{value.dtype.str}{value.shape}".encode())
-                hasher.update(np.ascontiguousarray(value).data)
+                narrow = _narrowed(value)
+                hasher.update(f"{value.dtype.str}{narrow.dtype.str}{value.shape}".encode())
+                hasher.update(np.ascontiguousarray(narrow).data)
             else:
                 hasher.update(repr(value).encode())
         return hasher.hexdigest()
@@ -181,3 +185,10 @@ class StepPlan:
                 plain[name] = np.array(value["values"], dtype=value["dtype"])
         plain["stages"] = tuple(StageReport(**stage) for stage in plain["stages"])
         return StepPlan(**plain)
+
+
+def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers ≥ 0 in as few bytes each as hold them all; anything else as it is."""
+    if values.dtype.kind != "i" or values.size == 0 or values.min() < 0:
+        return values
+    return values.astype(np.min_scalar_type(values.max()))

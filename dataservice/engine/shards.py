@@ -22,7 +22,15 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
-from dataservice.planning.routes import Runs, encode_order, feature_runs, item_places
+from dataservice.planning.kernels.sort import group_stable
+from dataservice.planning.routes import (
+    Runs,
+    buckets,
+    encode_order,
+    feature_runs,
+    item_places,
+    phase_bucket,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +39,8 @@ class StepParts:
 
     `encode_*` list the items in encoding order; `runs_by_source` is sorted by (wave,
     modality, source, target), `runs_by_target` by (wave, modality, target, source).
+    `padded_starts` int64[n+1] are the sequence offsets of all packs end to end; `pack_at`
+    int32[waves, replicas] is the pack of each replica in each wave, -1 where it is idle.
     """
 
     plan: StepPlan
@@ -42,29 +52,38 @@ class StepParts:
     runs_by_target: Runs
     target_bucket: NDArray[np.int64]
     modalities: tuple[frozenset[Modality], ...]
+    padded_starts: NDArray[np.int64]
+    pack_at: NDArray[np.int32]
 
 
 def cut_step(plan: StepPlan) -> StepParts:
-    """Prepare a plan for `microbatches_of`. O(k log k) in runs of feature rows."""
+    """Prepare a plan for `microbatches_of`. O(n + k + W·N) in n samples, k runs of feature rows."""
     places = item_places(plan)
     order = encode_order(plan, places)
     runs = feature_runs(plan, places)
-    by_target = np.lexsort((runs.source_row, runs.source, runs.target, runs.modality, runs.wave))
+    target_bucket = phase_bucket(plan, runs.wave, runs.modality, runs.target)
+    # Runs are sorted by source and row already, and the sort is stable.
+    by_target, _ = group_stable(target_bucket, np.arange(len(runs.item)), buckets(plan))
     wave = plan.pack_wave[places.pack]
-    present: list[set[Modality]] = [set() for _ in range(plan.waves)]
-    for seen in np.unique(wave.astype(np.int64) * 2 + plan.item_modality).tolist():
-        present[seen // 2].add(Modality(seen % 2))
-    received = _take(runs, by_target)
+    seen = np.zeros((plan.waves, len(Modality)), dtype=bool)
+    seen[wave, plan.item_modality] = True
+    pack_at = np.full((plan.waves, plan.replicas), -1, dtype=np.int32)
+    member = np.repeat(np.arange(plan.packs, dtype=np.int32), plan.pack_degree)
+    pack_at[plan.pack_wave[member], plan.pack_replicas] = member
     return StepParts(
         plan=plan,
-        encode_bucket=_bucket(plan, wave, plan.item_modality, plan.item_replica)[order],
+        encode_bucket=phase_bucket(plan, wave, plan.item_modality, plan.item_replica)[order],
         encode_pack=places.pack[order],
         encode_place=places.place[order],
         runs_by_source=runs,
-        source_bucket=_bucket(plan, runs.wave, runs.modality, runs.source),
-        runs_by_target=received,
-        target_bucket=_bucket(plan, received.wave, received.modality, received.target),
-        modalities=tuple(frozenset(kinds) for kinds in present),
+        source_bucket=phase_bucket(plan, runs.wave, runs.modality, runs.source),
+        runs_by_target=runs.take(by_target),
+        target_bucket=target_bucket[by_target],
+        modalities=tuple(
+            frozenset(modality for modality in Modality if kinds[modality]) for kinds in seen
+        ),
+        padded_starts=sample_starts(plan.padded_sample_tokens),
+        pack_at=pack_at,
     )
 
 
@@ -77,19 +96,12 @@ def microbatches_of(
     its microbatches leave them out.
     """
     plan = parts.plan
-    seat = np.flatnonzero(plan.pack_replicas == replica)
-    pack_of_seat = np.searchsorted(plan.replica_offsets, seat, side="right") - 1
-    pack_of_wave = dict(
-        zip(plan.pack_wave[pack_of_seat].tolist(), pack_of_seat.tolist(), strict=True)
-    )
-    padded_starts = sample_starts(plan.padded_sample_tokens)
     return tuple(
         _microbatch(
             parts,
             replica,
             wave,
-            pack_of_wave.get(wave, -1),
-            padded_starts,
+            int(parts.pack_at[wave, replica]),
             sorted(parts.modalities[wave]) if wanted.tokens or wanted.media else [],
         )
         for wave in range(plan.waves)
@@ -122,7 +134,6 @@ def _microbatch(
     replica: int,
     wave: int,
     pack: int,
-    padded_starts: NDArray[np.int64],
     modalities: Sequence[Modality],
 ) -> Microbatch:
     plan = parts.plan
@@ -131,7 +142,7 @@ def _microbatch(
     bounds = np.zeros(1, dtype=np.int64)
     if pack >= 0:
         first, last = plan.pack_offsets[pack : pack + 2]
-        bounds = padded_starts[first : last + 1] - padded_starts[first]
+        bounds = parts.padded_starts[first : last + 1] - parts.padded_starts[first]
     return Microbatch(
         wave=wave,
         pack=pack,
@@ -159,8 +170,8 @@ def _encodes(
 
 def _routes(parts: StepParts, wave: int, modality: Modality, replica: int) -> FeatureRoutes:
     plan = parts.plan
-    sent = _take(parts.runs_by_source, _rows(parts.source_bucket, plan, wave, modality, replica))
-    got = _take(parts.runs_by_target, _rows(parts.target_bucket, plan, wave, modality, replica))
+    sent = parts.runs_by_source.take(_rows(parts.source_bucket, plan, wave, modality, replica))
+    got = parts.runs_by_target.take(_rows(parts.target_bucket, plan, wave, modality, replica))
     return FeatureRoutes(
         modality=modality,
         send_rows=_expand(sent.source_row, sent.rows),
@@ -170,24 +181,11 @@ def _routes(parts: StepParts, wave: int, modality: Modality, replica: int) -> Fe
     )
 
 
-def _bucket(
-    plan: StepPlan,
-    wave: NDArray[np.int32],
-    modality: NDArray[np.int8],
-    replica: NDArray[np.int32],
-) -> NDArray[np.int64]:
-    return (wave.astype(np.int64) * 2 + modality) * plan.replicas + replica
-
-
 def _rows(
     buckets: NDArray[np.int64], plan: StepPlan, wave: int, modality: Modality, replica: int
 ) -> slice:
     wanted = (wave * 2 + modality) * plan.replicas + replica
     return slice(*np.searchsorted(buckets, [wanted, wanted + 1]))
-
-
-def _take(runs: Runs, rows: NDArray[np.int64] | slice) -> Runs:
-    return Runs(**{name: getattr(runs, name)[rows] for name in Runs.__dataclass_fields__})
 
 
 def _expand(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
-from dataservice.planning.context.groups import ContextPlan, plan_context_waves
+from dataservice.planning.context.groups import ContextPlan, ContextWaves, plan_context_waves
 from dataservice.planning.context.many import plan_many_waves
 from dataservice.planning.context.static import static_waves
 from dataservice.planning.context.units import Degrees
@@ -28,8 +28,10 @@ from dataservice.planning.packs.padded import pack_padded, padded_sum, padded_to
 from dataservice.planning.pipeline.waves import order_waves
 from dataservice.planning.seats import seat_packs
 
-# Up to here packs are formed jointly with their groups; beyond it that would take too long.
-MOST_JOINT_SAMPLES = 8192
+# Packs that level many samples are quick. Those formed jointly with their groups take longer and
+# are tried where the quick ones end this far from the bound: few samples, and many.
+FEW_SAMPLES = 8192
+WORTH_TRYING = (1.003, 1.03)
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -172,10 +174,10 @@ def _group(
             tokens, pack_of, charged, replicas=replicas, degree=degree, cost=options.cost.llm
         )
         return waves, float(options.cost.llm.work_s(tokens).sum()) / replicas
+    many = joint = None
     degrees: Degrees = "power_of_two" if options.stages.context == "power_of_two" else "any"
-    pack = options.stages.pack
-    if pack == "balanced" or (pack == "auto" and len(lengths) > MOST_JOINT_SAMPLES):
-        made = plan_many_waves(
+    if options.stages.pack in ("auto", "balanced"):
+        many = plan_many_waves(
             tokens,
             ranks=replicas,
             memory_tokens=options.memory_tokens,
@@ -183,8 +185,8 @@ def _group(
             ranks_per_node=replicas_per_node,
             degrees=degrees,
         )
-    else:
-        made = plan_context_waves(
+    if many is None or (options.stages.pack == "auto" and _far(many, len(tokens))):
+        joint = plan_context_waves(
             tokens,
             ranks=replicas,
             memory_tokens=options.memory_tokens,
@@ -194,7 +196,13 @@ def _group(
             degrees=degrees,
             packs=pack_of,
         )
+    made = min((m for m in (joint, many) if m is not None), key=lambda m: m.makespan_s)
     return made.waves, made.lower_bound_s
+
+
+def _far(waves: ContextWaves, samples: int) -> bool:
+    """Are the waves so far from their bound that the slower search is worth its time?"""
+    return waves.makespan_s > waves.lower_bound_s * WORTH_TRYING[samples > FEW_SAMPLES]
 
 
 def _pack_report(

@@ -16,17 +16,22 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import locate, sample_starts
 from dataservice.core.plan import StepPlan
+from dataservice.core.sample import Modality
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.kernels.sort import group_stable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemPlaces:
-    """Each item's pack and its place in that pack's list of items: int32[m] both.
+    """Each item's pack and its place in that pack's list of items: int32[m] both; `order` int64[m]
+    lists the items by pack, then place.
 
     A pack lists the items of its samples in sequence order, then in the sample's own order.
     """
 
     pack: NDArray[np.int32]
     place: NDArray[np.int32]
+    order: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,78 +52,192 @@ class Runs:
     target_row: NDArray[np.int64]
     rows: NDArray[np.int64]
 
+    def take(self, rows: NDArray[np.int64] | slice) -> "Runs":
+        """The same columns for some of the runs, in that order."""
+        return Runs(**{name: getattr(self, name)[rows] for name in Runs.__dataclass_fields__})
+
 
 def item_places(plan: StepPlan) -> ItemPlaces:
-    """Pack and place of every item. O(m log m)."""
-    pack = plan.pack_of_sample[plan.item_sample]
-    sequence_place = np.empty(len(plan.sample_ids), dtype=np.int64)
-    sequence_place[plan.pack_samples] = np.arange(len(plan.pack_samples))
-    order = np.argsort(sequence_place[plan.item_sample], kind="stable")
-    first = np.searchsorted(pack[order], np.arange(plan.packs))
-    place = np.empty(len(pack), dtype=np.int32)
-    place[order] = np.arange(len(pack)) - first[pack[order]]
-    return ItemPlaces(pack=pack, place=place)
+    """Pack and place of every item. O(n + m)."""
+    counts = np.bincount(plan.item_sample, minlength=len(plan.sample_ids))
+    pack, place, order = _places(plan.pack_offsets, plan.pack_samples, sample_starts(counts))
+    return ItemPlaces(pack=pack, place=place, order=order)
+
+
+def phase_bucket(
+    plan: StepPlan,
+    wave: NDArray[np.int32],
+    modality: NDArray[np.int8],
+    replica: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """One number for (wave, modality, replica), in that order: int64[k] of arrays [k]."""
+    return (wave.astype(np.int64) * len(Modality) + modality) * plan.replicas + replica
+
+
+def buckets(plan: StepPlan) -> int:
+    """How many numbers `phase_bucket` can give."""
+    return plan.waves * len(Modality) * plan.replicas
 
 
 def encode_order(plan: StepPlan, places: ItemPlaces) -> NDArray[np.int64]:
-    """Items sorted by (wave, modality, encoding replica, pack, place): int64[m].
+    """Items sorted by (wave, modality, encoding replica, pack, place): int64[m]. O(m + W·N).
 
     Within one replica this is the order in which it encodes and in which its rows lie.
     """
     wave = plan.pack_wave[places.pack]
-    keys = (places.place, places.pack, plan.item_replica, plan.item_modality, wave)
-    return np.lexsort(keys)
-
-
-def _source_rows(plan: StepPlan, places: ItemPlaces) -> NDArray[np.int64]:
-    """First feature row of each item at the replica that encodes it: int64[m]."""
-    order = encode_order(plan, places)
-    wave = plan.pack_wave[places.pack][order].astype(np.int64)
-    bucket = (wave * 2 + plan.item_modality[order]) * plan.replicas + plan.item_replica[order]
-    ends = sample_starts(plan.item_llm_tokens[order])
-    first_of_bucket = np.searchsorted(bucket, bucket)
-    rows = np.empty(len(order), dtype=np.int64)
-    rows[order] = ends[:-1] - ends[first_of_bucket]
-    return rows
+    bucket = phase_bucket(plan, wave, plan.item_modality, plan.item_replica)
+    order, _ = group_stable(bucket, places.order, buckets(plan))
+    return order
 
 
 def feature_runs(plan: StepPlan, places: ItemPlaces) -> Runs:
     """All runs of a step, sorted by (wave, modality, source, target, source row).
 
     Source and target sort their rows alike, so what one sends in order the other receives in
-    order and no index has to travel with the rows. O(k log k).
+    order and no index has to travel with the rows. O(k + W·N).
     """
-    degree = plan.pack_degree[places.pack]
-    sequence_place = np.empty(len(plan.sample_ids), dtype=np.int64)
-    sequence_place[plan.pack_samples] = np.arange(len(plan.pack_samples))
-    padded_in_order = plan.padded_sample_tokens
-    at = sequence_place[plan.item_sample]
-    padded = padded_in_order[at]
-    starts = sample_starts(padded_in_order)
-    start = starts[at] - starts[plan.pack_offsets[places.pack]]
-
-    first = plan.item_position.astype(np.int64)
-    last = first + plan.item_llm_tokens - 1
-    chunk = np.where(degree > 1, padded // (2 * degree), padded)
-    pieces = last // chunk - first // chunk + 1
-    item = np.repeat(np.arange(len(first)), pieces)
-    nth = np.arange(len(item)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    chunk_index = (first // chunk)[item] + nth
-    run_first = np.maximum(first[item], chunk_index * chunk[item])
-    run_stop = np.minimum(last[item] + 1, (chunk_index + 1) * chunk[item])
-
-    cp_rank, target_row = locate(run_first, padded[item], degree[item], start[item])
-    runs = {
-        "item": item,
-        "wave": plan.pack_wave[places.pack][item],
-        "modality": plan.item_modality[item],
-        "source": plan.item_replica[item],
-        "target": plan.pack_replicas[plan.replica_offsets[places.pack[item]] + cp_rank],
-        "source_row": _source_rows(plan, places)[item] + run_first - first[item],
-        "target_row": target_row,
-        "rows": run_stop - run_first,
-    }
-    order = np.lexsort(
-        [runs[key] for key in ("source_row", "target", "source", "modality", "wave")]
+    order = encode_order(plan, places)
+    wave = plan.pack_wave[places.pack]
+    bucket = phase_bucket(plan, wave, plan.item_modality, plan.item_replica)
+    source_row = _source_rows(bucket, order, plan.item_llm_tokens)
+    padded, start = _sample_places(plan.padded_sample_tokens, plan.pack_offsets, plan.pack_samples)
+    degree = plan.pack_degree
+    item, run_first, rows = _cut_runs(
+        order,
+        plan.item_sample,
+        plan.item_position,
+        plan.item_llm_tokens,
+        places.pack,
+        degree,
+        padded,
     )
-    return Runs(**{name: values[order] for name, values in runs.items()})
+    target, target_row = _targets(plan, places, item, run_first, padded, start)
+    # Runs come by bucket and source row: sorting by the minor key first and then, stably, by the
+    # major one puts the target between them.
+    by_target, _ = group_stable(target.astype(np.int64), np.arange(len(item)), plan.replicas)
+    sorted_runs, _ = group_stable(bucket[item], by_target, buckets(plan))
+    return Runs(
+        item=item,
+        wave=wave[item],
+        modality=plan.item_modality[item],
+        source=plan.item_replica[item],
+        target=target,
+        source_row=source_row[item] + run_first - plan.item_position[item],
+        target_row=target_row,
+        rows=rows,
+    ).take(sorted_runs)
+
+
+def _targets(
+    plan: StepPlan,
+    places: ItemPlaces,
+    item: NDArray[np.int64],
+    run_first: NDArray[np.int64],
+    padded: NDArray[np.int64],
+    start: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Replica that needs each run and its first row there: int32[k], int64[k]."""
+    sample, pack = plan.item_sample[item], places.pack[item]
+    target = plan.pack_replicas[plan.replica_offsets[pack]]
+    target_row = start[sample] + run_first
+    ring = np.flatnonzero(plan.pack_degree[pack] > 1)
+    sample, pack = sample[ring], pack[ring]
+    cp_rank, target_row[ring] = locate(
+        run_first[ring], padded[sample], plan.pack_degree[pack], start[sample]
+    )
+    target[ring] = plan.pack_replicas[plan.replica_offsets[pack] + cp_rank]
+    return target, target_row
+
+
+@kernel
+def _places(
+    pack_offsets: NDArray[np.int64], samples: NDArray[np.int32], item_offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    items = item_offsets[-1]
+    pack_of = np.empty(items, np.int32)
+    place_of = np.empty(items, np.int32)
+    order = np.empty(items, np.int64)
+    end = 0
+    for pack in range(pack_offsets.size - 1):
+        first = end
+        for at in range(pack_offsets[pack], pack_offsets[pack + 1]):
+            for item in range(item_offsets[samples[at]], item_offsets[samples[at] + 1]):
+                pack_of[item] = pack
+                place_of[item] = end - first
+                order[end] = item
+                end += 1
+    return pack_of, place_of, order
+
+
+@kernel
+def _source_rows(
+    bucket: NDArray[np.int64], order: NDArray[np.int64], tokens: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """First feature row of each item at the replica that encodes it: int64[m]."""
+    rows = np.empty(order.size, np.int64)
+    end = 0
+    last = -1
+    for item in order:
+        if bucket[item] != last:
+            end = 0
+            last = bucket[item]
+        rows[item] = end
+        end += tokens[item]
+    return rows
+
+
+@kernel
+def _sample_places(
+    padded_in_order: NDArray[np.int64],
+    pack_offsets: NDArray[np.int64],
+    samples: NDArray[np.int32],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Padded length of each sample and its start in its pack: int64[n] both."""
+    padded = np.empty(samples.size, np.int64)
+    start = np.empty(samples.size, np.int64)
+    for pack in range(pack_offsets.size - 1):
+        end = 0
+        for at in range(pack_offsets[pack], pack_offsets[pack + 1]):
+            padded[samples[at]] = padded_in_order[at]
+            start[samples[at]] = end
+            end += padded_in_order[at]
+    return padded, start
+
+
+@kernel
+def _cut_runs(
+    order: NDArray[np.int64],
+    item_sample: NDArray[np.int32],
+    position: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    degree: NDArray[np.int64],
+    padded: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Items cut where their sequence is: item, first token in the sample, and length of each run,
+    in the order of the items; int64[k] all."""
+    chunk = np.empty(order.size, np.int64)
+    runs = 0
+    for at in range(order.size):
+        item = order[at]
+        ring = degree[pack[item]]
+        chunk[at] = padded[item_sample[item]] // (2 * ring if ring > 1 else 1)
+        if tokens[item] > 0:
+            last = position[item] + tokens[item] - 1
+            runs += last // chunk[at] - position[item] // chunk[at] + 1
+    items = np.empty(runs, np.int64)
+    first = np.empty(runs, np.int64)
+    rows = np.empty(runs, np.int64)
+    run = 0
+    for at in range(order.size):
+        item = order[at]
+        begin = np.int64(position[item])
+        stop = begin + tokens[item]
+        while begin < stop:
+            cut = min(stop, (begin // chunk[at] + 1) * chunk[at])
+            items[run] = item
+            first[run] = begin
+            rows[run] = cut - begin
+            begin = cut
+            run += 1
+    return items, first, rows

@@ -9,30 +9,28 @@ wait for, and where they meet in every wave it costs nothing.
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
 from dataservice.planning.context.groups import ContextPlan
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.loads.greedy import sort_rising
 
 
 def seat_packs(
     waves: tuple[ContextPlan, ...], *, replicas: int
 ) -> tuple[tuple[ContextPlan, ...], StageReport]:
     """The same waves with their degree-1 groups re-seated, and the largest sum of any replica
-    before and after. O(P log P)."""
+    before and after. Wider groups keep their replicas, and so their nodes. O(P log P)."""
     before = np.zeros(replicas)
     after = np.zeros(replicas)
     seated = []
+    total = 0.0
     for wave in waves:
-        np.add.at(before, wave.ranks, np.repeat(wave.time_s, wave.degrees))
-        ranks = wave.ranks.copy()
-        single = np.flatnonzero(wave.degrees == 1)
-        seats = np.setdiff1d(np.arange(replicas), ranks[np.repeat(wave.degrees > 1, wave.degrees)])
-        heaviest_first = single[np.argsort(-wave.time_s[single], kind="stable")]
-        least_first = seats[np.argsort(after[seats], kind="stable")]
-        ranks[wave.rank_offsets[heaviest_first]] = least_first[: len(single)]
-        np.add.at(after, ranks, np.repeat(wave.time_s, wave.degrees))
+        total += _add_times(wave.time_s, wave.ranks, wave.rank_offsets, before)
+        ranks = _seat(wave.time_s, wave.ranks, wave.rank_offsets, after)
+        _add_times(wave.time_s, ranks, wave.rank_offsets, after)
         seated.append(replace(wave, ranks=ranks))
-    total = sum(float((wave.time_s * wave.degrees).sum()) for wave in waves)
     report = StageReport(
         stage="assign",
         algorithm="balanced",
@@ -42,3 +40,49 @@ def seat_packs(
         lower_bound=total / replicas,
     )
     return tuple(seated), report
+
+
+@kernel
+def _add_times(
+    time_s: NDArray[np.float64],
+    ranks: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    sums: NDArray[np.float64],
+) -> float:
+    """Add each group's time to the sum of each of its ranks; returns all that was added."""
+    added = 0.0
+    for group in range(time_s.size):
+        for place in range(offsets[group], offsets[group + 1]):
+            sums[ranks[place]] += time_s[group]
+            added += time_s[group]
+    return added
+
+
+@kernel
+def _seat(
+    time_s: NDArray[np.float64],
+    ranks: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    sums: NDArray[np.float64],
+) -> NDArray[np.int32]:
+    """Ranks of all groups: the slowest group of one rank where the sum is least, and so on."""
+    taken = np.zeros(sums.size, np.bool_)
+    single = np.empty(time_s.size, np.int64)
+    count = 0
+    for group in range(time_s.size):
+        if offsets[group + 1] - offsets[group] == 1:
+            single[count] = group
+            count += 1
+        else:
+            for place in range(offsets[group], offsets[group + 1]):
+                taken[ranks[place]] = True
+    slowest_first = single[:count].copy()
+    if count > 0:
+        sort_rising(time_s.max() - time_s[slowest_first], slowest_first)
+    least_first = np.flatnonzero(~taken)
+    if least_first.size > 0:
+        sort_rising(sums[least_first], least_first)
+    seated = ranks.copy()
+    for k in range(count):
+        seated[offsets[slowest_first[k]]] = least_first[k]
+    return seated

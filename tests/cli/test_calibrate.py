@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dataservice.calibrate import modalities_of
 from dataservice.cost_file import read_cost_file
 from dataservice.planning.cost import ContextCost
+from dataservice.spec import JobSpec
 from tests.cli.support import CommandLine, command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,3 +105,25 @@ def test_measurements_that_are_none_are_refused(cli, tmp_path, changes, part):
     path = written(tmp_path / "m.json", ContextCost.flexsp_7b(), **changes)
     said = cli.refused("calibrate", "--measurements", path, "--out", tmp_path / "cost.yaml")
     assert part in said
+
+
+@pytest.mark.parametrize(
+    ("vision", "expected"),
+    [
+        ({"kind": "qwen2_vl"}, "vision:4:area"),
+        ({"kind": "internvl"}, "vision:4:frames"),
+        ({"kind": "llava"}, "vision:1:frames"),
+    ],
+)
+def test_a_job_says_how_its_encoders_count_and_grow(vision, expected):
+    spec = JobSpec.model_validate(
+        {
+            "job": "job",
+            "sources": [{"name": "a", "format": "jsonl", "url": "a.jsonl"}],
+            "index": "index",
+            "pipeline": {"tokenizer": "t", "vision": vision, "audio": {"kind": "whisper"}},
+            "batch": {"samples": 1},
+            "plan": {"memory_tokens": 1},
+        }
+    )
+    assert modalities_of(spec, {}) == [expected, "audio:2:area"]

@@ -88,9 +88,8 @@ async def test_a_restart_plans_every_step_as_it_was_and_goes_on_with_the_new_cos
     again = make_coordinator(store, Books(), make_setup())
     await again.start()
     sessions = await open_all(again, rejoin=1)
-    replayed = [await shard_of(again, sessions[0], step) for step in range(3, 9)]
-    assert [s.plan_digest for s in replayed] == [s.plan_digest for s in trained]
-    await train(again, sessions, 9, 100)
+    replayed = await train(again, sessions, 3, 100)
+    assert [s.plan_digest for s in replayed[:6]] == [s.plan_digest for s in trained]
     after = {entry.step: entry for entry in store.ledger("job")}
     assert {step: after[step].plan_digest for step in known} == known
     assert {e.cost_version for s, e in after.items() if s >= 8} == {OTHER.version}

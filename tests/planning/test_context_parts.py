@@ -77,6 +77,14 @@ def test_groups_stay_inside_nodes_when_they_can():
     assert not crosses.any()
 
 
+def test_what_is_left_of_wide_groups_does_not_take_the_room_of_narrower_ones():
+    widths = np.array([9, 9, 9, 8, 8, 8, 7, 6])
+    placed, offsets, _ = place_groups(widths, np.zeros(8), ranks=64, ranks_per_node=8)
+    for group, width in enumerate(widths.tolist()):
+        nodes = set((placed[offsets[group] : offsets[group + 1]] // 8).tolist())
+        assert len(nodes) == -(-width // 8)
+
+
 def test_a_group_wider_than_a_node_takes_whole_nodes():
     placed, offsets, crosses = place_groups(
         np.array([3, 12, 1]), np.zeros(3), ranks=24, ranks_per_node=8

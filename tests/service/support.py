@@ -120,6 +120,7 @@ class Ranks:
     state: dict[str, str | int] | None = None
     steps_done: int = 0
     pace_s: float = 0.0
+    measured_s: float | None = None
     parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -160,7 +161,7 @@ class Ranks:
                 for shard in dataset:
                     mine.append(shard)
                     time.sleep(self.pace_s)
-                    dataset.commit(shard.step)
+                    dataset.commit(shard.step, measured_s=self.measured_s)
                     if rank == 0:
                         self.steps_done = shard.step + 1
                     if stop_after is not None and shard.step + 1 >= stop_after:

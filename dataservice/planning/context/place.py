@@ -1,8 +1,8 @@
 """Context groups onto replicas: inside one node wherever they fit.
 
-Groups wider than a node take whole free nodes first and then the tightest rest. Narrower ones go,
-widest first, to the node with the least room that is enough; a group that no node can hold waits
-until the others are placed and then takes what is left, crossing nodes.
+Groups wider than a node take whole free nodes first. What is left of them and the narrower ones
+go, widest first, to the node with the least room that is enough; a group that no node can hold
+waits until the others are placed and then takes what is left, crossing nodes.
 
     node 0 [5 5 5 5 5 2 2 .]   node 1 [4 4 4 4 3 3 3 .]   waits: one more of 2 → the two dots
 """
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.kernels import kernel
+from dataservice.planning.kernels.sort import group_stable
 
 
 def place_groups(
@@ -62,23 +63,26 @@ def _place(
     placed = np.empty(offsets[-1], np.int32)
     crosses = degrees > ranks_per_node
     ends = offsets[:-1].copy()  # where each group's next rank is written
-    first_free = 0
+    left = degrees.copy()
+    whole = 0
     for group in order:
-        left = degrees[group]
-        node = 0
-        while left >= ranks_per_node and node < nodes:
-            if free[node] == ranks_per_node:
-                ends[group] = _fill(placed, ends[group], start, free, node, ranks_per_node)
-                left -= ranks_per_node
-            node += 1
-        if left == 1:  # the many groups of one rank, placed last, fill the nodes in turn
+        while left[group] >= ranks_per_node and whole < nodes and free[whole] == ranks_per_node:
+            ends[group] = _fill(placed, ends[group], start, free, whole, ranks_per_node)
+            left[group] -= ranks_per_node
+            whole += 1
+    # What is left of wide groups takes its turn among the narrow ones, widest first.
+    turns, _ = group_stable(np.maximum(ranks_per_node - left, 0), order, ranks_per_node + 1)
+    first_free = 0
+    for group in turns:
+        node = -1
+        if left[group] == 1:  # the many groups of one rank, placed last, fill the nodes in turn
             while first_free < nodes and free[first_free] == 0:
                 first_free += 1
-            node = first_free
-        elif left > 1:
-            node = _tightest(free, left)
-        if 0 < left < ranks_per_node and node >= 0 and node < nodes:
-            ends[group] = _fill(placed, ends[group], start, free, node, left)
+            node = first_free if first_free < nodes else -1
+        elif 0 < left[group] < ranks_per_node:
+            node = _tightest(free, left[group])
+        if node >= 0:
+            ends[group] = _fill(placed, ends[group], start, free, node, left[group])
     for group in order:
         while ends[group] < offsets[group + 1]:
             crosses[group] = True

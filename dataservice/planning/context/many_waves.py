@@ -1,0 +1,191 @@
+"""Groups of a step onto its waves, and waves as plans.
+
+Wide groups go first, a part of each wave kept for groups of one rank as long as other waves have
+room, so that every node finds some to fill up with; groups of one rank follow by falling time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.many_fill import Groups
+from dataservice.planning.context.many_target import Target
+from dataservice.planning.context.place import place_sorted
+from dataservice.planning.context.plan import ContextPlan
+from dataservice.planning.context.units import Setting
+from dataservice.planning.cost import ATTENTION, GROUP, LINEAR, group_seconds
+from dataservice.planning.kernels.sort import radix_argsort
+
+_WIDE_SHARE = 0.6  # of a wave's ranks in wide groups, while other waves have room for them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """All groups of a step and the wave of each.
+
+    Samples are known by their place when sorted longest first. Group g < `anchors` holds sample g;
+    every group g holds members[begins[g]:begins[g+1]] too. `listed` int64[G], widest first, have
+    the waves `wave_of` int64[G]; these take `total_s`.
+    """
+
+    total_s: float
+    waves: int
+    groups: Groups
+    anchors: int
+    members: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    listed: NDArray[np.int64]
+    wave_of: NDArray[np.int64]
+
+
+def list_groups_widest(groups: Groups) -> NDArray[np.int64]:
+    """Groups that hold anything, widest first and then slowest first: int64[G]."""
+    used = np.flatnonzero(groups.tokens > 0)
+    # The bits of positive floats order as the floats do; widths are sorted after, and stably.
+    slowest = used[radix_argsort(~groups.time_s[used].view(np.uint64))]
+    width = groups.degree[slowest]
+    if width.max(initial=1) == 1:
+        return slowest
+    return slowest[radix_argsort((width.max() - width).astype(np.uint64))]
+
+
+@kernel
+def deal(
+    listed: NDArray[np.int64], groups: Groups, target: Target, waves: int, setting: Setting
+) -> NDArray[np.int64]:
+    """Wave of each listed group int64[G]; −1 where a wide one finds none."""
+    wave_of = np.full(listed.size, -1, np.int64)
+    room = np.full(waves, setting.ranks, np.int64)
+    wide = 0
+    for group in listed:
+        wide += groups.degree[group] if groups.degree[group] > 1 else 0
+    share = min(1.0, max(_WIDE_SHARE, 1.02 * wide / (target.slow_waves * setting.ranks)))
+    reserved = setting.ranks - int(share * setting.ranks)
+    for at in range(listed.size):
+        degree = groups.degree[listed[at]]
+        if degree == 1:
+            break
+        wave_of[at] = _first_with(room, degree, reserved)
+        if wave_of[at] < 0:
+            wave_of[at] = _first_with(room, degree, 0)
+        if wave_of[at] < 0:
+            return wave_of
+    wave = 0
+    for at in range(listed.size):
+        if wave_of[at] < 0:
+            while wave < waves and room[wave] == 0:
+                wave += 1
+            wave_of[at] = wave
+            room[wave] -= 1
+    return wave_of
+
+
+@kernel
+def _first_with(room: NDArray[np.int64], degree: int, reserved: int) -> int:
+    """The first wave with room for the group above what is reserved, and take it; −1 if none."""
+    for wave in range(room.size):
+        if room[wave] - reserved >= degree:
+            room[wave] -= degree
+            return wave
+    return -1
+
+
+def plan_waves(
+    order: NDArray[np.int64], answer: Answer, setting: Setting
+) -> tuple[ContextPlan, ...]:
+    groups = answer.groups
+    listed, wave_begins, samples, offsets = _emit(
+        order,
+        answer.listed,
+        answer.wave_of,
+        answer.waves,
+        answer.anchors,
+        answer.members,
+        answer.begins,
+    )
+    degrees, tokens = groups.degree[listed], groups.tokens[listed]
+    seconds, squares = groups.time_s[listed], groups.squares[listed]
+    plans = []
+    for wave in range(answer.waves):
+        start, stop = wave_begins[wave], wave_begins[wave + 1]
+        if start == stop:
+            continue
+        first, last = offsets[start], offsets[stop]
+        degree, time_s = degrees[start:stop], seconds[start:stop]
+        ranks, rank_offsets, crosses = place_sorted(
+            degree, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node
+        )
+        work_s = _mend_seconds(
+            time_s, degree, tokens[start:stop], squares[start:stop], crosses, setting
+        )
+        plans.append(
+            ContextPlan(
+                samples=samples[first:last],
+                sample_offsets=offsets[start : stop + 1] - first,
+                ranks=ranks,
+                rank_offsets=rank_offsets,
+                time_s=time_s,
+                padded_tokens=tokens[start:stop],
+                lower_bound_s=float(setting.coefficients[GROUP]) + work_s / setting.ranks,
+            )
+        )
+    return tuple(plans)
+
+
+@kernel
+def _emit(
+    order: NDArray[np.int64],
+    listed: NDArray[np.int64],
+    wave_of: NDArray[np.int64],
+    waves: int,
+    anchors: int,
+    members: NDArray[np.int64],
+    begins: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+    """Groups wave by wave, where each wave begins, and their samples end to end with offsets."""
+    wave_begins = np.zeros(waves + 1, np.int64)
+    for wave in wave_of:
+        wave_begins[wave + 1] += 1
+    for wave in range(waves):
+        wave_begins[wave + 1] += wave_begins[wave]
+    ends = wave_begins[:-1].copy()
+    sorted_groups = np.empty_like(listed)
+    for at in range(listed.size):
+        sorted_groups[ends[wave_of[at]]] = listed[at]
+        ends[wave_of[at]] += 1
+    samples = np.empty(order.size, np.int32)
+    offsets = np.zeros(listed.size + 1, np.int64)
+    end = 0
+    for at in range(sorted_groups.size):
+        group = sorted_groups[at]
+        if group < anchors:
+            samples[end] = order[group]
+            end += 1
+        for k in range(begins[group], begins[group + 1]):
+            samples[end] = order[members[k]]
+            end += 1
+        offsets[at + 1] = end
+    return sorted_groups, wave_begins, samples, offsets
+
+
+@kernel
+def _mend_seconds(
+    seconds: NDArray[np.float64],
+    degree: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    squares: NDArray[np.float64],
+    crosses: NDArray[np.bool_],
+    setting: Setting,
+) -> float:
+    """Rings that had to cross nodes take longer: mend `seconds`. Returns the wave's work."""
+    work = 0.0
+    for g in range(degree.size):
+        work += setting.coefficients[ATTENTION] * squares[g]
+        work += setting.coefficients[LINEAR] * tokens[g]
+        if crosses[g] and degree[g] <= setting.ranks_per_node:
+            seconds[g] = group_seconds(
+                float(tokens[g]), squares[g], degree[g], True, setting.coefficients
+            )
+    return work

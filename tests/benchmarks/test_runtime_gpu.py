@@ -1,0 +1,54 @@
+"""The GPU benchmark walks its whole path on the CPU, needs nothing of the service, and fits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import runtime_gpu
+from dataservice.planning.calibration import Measurement, split_held_out
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_tiny_run_gives_every_row_and_measurements_to_calibrate(tmp_path):
+    table, found = tmp_path / "table.md", tmp_path / "measurements.json"
+    arguments = ["--device", "cpu", "--tiny", "--out", table, "--measurements", found]
+    assert runtime_gpu.main([str(argument) for argument in arguments]) == 0
+    text = table.read_text()
+    for part in ("attention kernel", "cost model, llm", "cost model, vision", "ring of 8",
+                 "padded / packed", "copies of", "the figures say nothing"):  # fmt: skip
+        assert part in text
+    measured = json.loads(found.read_text())
+    assert set(measured["measurements"]) == {"llm", "vision"}
+    assert all(row["seconds"] > 0 for rows in measured["measurements"].values() for row in rows)
+
+
+def test_it_needs_only_torch_numpy_and_the_light_client():
+    heavy = ["dataservice", "ray", "pyarrow", "av", "numba", "scipy", "pydantic", "rich"]
+    code = f"import sys, benchmarks.runtime_gpu; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_its_own_fit_finds_coefficients_under_noise_and_outliers():
+    rng = np.random.default_rng(0)
+    truth = np.array([5e-9, 1e-4, 0.02])
+    n = np.geomspace(256, 32768, 24)
+    columns = np.column_stack([n * n, n, np.ones_like(n)])
+    seconds = columns @ truth * (1 + 0.01 * rng.standard_normal(24))
+    seconds[[3, 11]] *= 3
+    found = runtime_gpu.nonnegative_fit(columns / seconds[:, None])
+    assert columns @ found == pytest.approx(columns @ truth, rel=0.05)
+
+
+def test_it_holds_out_the_same_loads_as_calibrate():
+    loads = [(n,) for n in range(100, 2000, 100)]
+    _, held = split_held_out([Measurement(tokens=load, seconds=1.0) for load in loads])
+    every = runtime_gpu.HELD_OUT_EVERY
+    assert {m.tokens for m in held} == set(loads[every // 2 : -1 : every])

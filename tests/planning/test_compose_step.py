@@ -1,0 +1,136 @@
+"""Whole plans of random steps: every invariant, under every strategy, on any shape of cluster."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataservice.core.plan import StepPlan
+from dataservice.core.sample import LengthTable
+from dataservice.core.topology import Topology
+from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.dispatch import dispatch_items, encoder_items
+from dataservice.planning.options import STRATEGIES, PlanOptions
+from dataservice.planning.validate import validate_plan
+
+MEMORY = 2048
+
+
+def step_samples(n: int, seed: int, longest: int) -> StepSamples:
+    """Samples of up to three images or recordings each, some far longer than others."""
+    rng = np.random.default_rng(seed)
+    items = rng.integers(0, 4, n)
+    m = int(items.sum())
+    rows = rng.integers(1, 120, m)
+    offsets = np.concatenate([[0], np.cumsum(items)])
+    nth = np.arange(m) - np.repeat(offsets[:-1], items)
+    before = np.concatenate([[0], np.cumsum(rows)])
+    position = before[:-1] - before[np.repeat(offsets[:-1], items)] + 3 * (nth + 1)
+    text = np.minimum(rng.lognormal(5, 1.3, n).astype(int), longest) + 16
+    tokens = text + before[offsets[1:]] - before[offsets[:-1]]
+    return StepSamples(
+        sample_ids=rng.permutation(10 * n)[:n].astype(np.int64),
+        epoch=np.zeros(n, np.int32),
+        lengths=LengthTable(
+            llm_tokens=tokens.astype(np.int32),
+            loss_tokens=(text // 2).astype(np.int32),
+            item_offsets=offsets.astype(np.int64),
+            item_modality=rng.integers(0, 2, m).astype(np.int8),
+            item_encoder_tokens=(4 * rows).astype(np.int32),
+            item_llm_tokens=rows.astype(np.int32),
+            item_position=position.astype(np.int32),
+        ),
+    )
+
+
+def plan(samples: StepSamples, replicas: int, node: int | None, **options: object) -> StepPlan:
+    return compose_step(
+        samples,
+        step=0,
+        topology=Topology(world_size=replicas, replicas_per_node=node),
+        options=PlanOptions(**{"memory_tokens": MEMORY, **options}),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 120),
+    replicas=st.sampled_from([2, 3, 4, 8, 12, 20]),
+    node=st.sampled_from([None, 1, 3, 4, 8]),
+    seed=st.integers(0, 100),
+    options=st.sampled_from(
+        [{"strategy": name} for name in STRATEGIES]
+        + [
+            {"pack": "balanced"},
+            {"pack": "joint"},
+            {"pack": "isf"},
+            {"pack": "bfd"},
+            {"context": "power_of_two"},
+            {"pack": "balanced", "context": "power_of_two"},
+            {"assign": "as_packed", "dispatch": "home"},
+        ]
+    ),
+)
+def test_every_plan_keeps_every_invariant(n, replicas, node, seed, options):
+    samples = step_samples(n, seed, longest=2000)
+    made = plan(samples, replicas, node, **options)
+    validate_plan(made, memory_tokens=MEMORY, sample_count=n)
+    assert made.digest == plan(samples, replicas, node, **options).digest
+    for report in made.stages:
+        assert report.after >= report.lower_bound * (1 - 1e-9) or report.stage == "group"
+
+
+@pytest.mark.parametrize("node", [None, 8])
+def test_a_large_step_keeps_every_invariant(node):
+    samples = step_samples(20_000, 0, longest=8000)
+    made = plan(samples, 160, node)
+    validate_plan(made, memory_tokens=MEMORY, sample_count=20_000)
+
+
+def test_groups_that_a_node_holds_stay_inside_one():
+    made = plan(step_samples(4000, 1, longest=12_000), 48, 8)
+    crossing = [
+        group
+        for wave in range(made.waves)
+        for group in made.groups(wave)
+        if group.degree <= 8 and len({replica // 8 for replica in group.replicas}) > 1
+    ]
+    assert not crossing
+
+
+@pytest.mark.parametrize(("replicas", "node"), [(16, 4), (12, 8), (10, None), (6, 16)])
+def test_encoders_are_balanced_in_every_phase_and_near_their_text(replicas, node):
+    samples = step_samples(2000, 2, longest=500)
+    options = PlanOptions(memory_tokens=1 << 20, dispatch="home")
+    made = compose_step(
+        samples,
+        step=0,
+        topology=Topology(world_size=replicas, replicas_per_node=node),
+        options=options,
+    )
+    items = encoder_items(made, options.cost)
+    assert items.home.tolist() == made.item_replica.tolist()
+    spread = dispatch_items(items, replicas=replicas, replicas_per_node=node, algorithm="balanced")
+    loads = np.zeros((items.phases, replicas))
+    np.add.at(loads, (items.phase, spread), items.seconds)
+    assert (loads.max(axis=1) <= 1.02 * loads.mean(axis=1)).all()
+    at_home = (spread // (node or replicas) == items.home // (node or replicas)).mean()
+    assert at_home > 0.9
+
+
+def test_a_digest_tells_any_two_plans_apart():
+    made = plan(step_samples(60, 3, longest=2000), 4, None)
+    seen = {made.digest}
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if field.name == "stages":
+            continue
+        if isinstance(value, np.ndarray):
+            other = value.copy()
+            other[-1] += 1
+        else:
+            other = value + type(value)(1)
+        seen.add(replace(made, **{field.name: other}).digest)
+    assert len(seen) == len(fields(made))

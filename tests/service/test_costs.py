@@ -1,0 +1,66 @@
+"""Costs of a running service: measured against predicted, and refitted at a recorded step."""
+
+from pathlib import Path
+
+import pytest
+
+from dataservice.cost_file import Coefficients, CostFile, write_cost_file
+from dataservice.planning.cost import ContextCost
+from tests.service.support import Ranks, explained, job_file, serving, wait_for
+
+OTHER = Coefficients(
+    llm=ContextCost(attention_s_per_token2=1e-6, linear_s_per_token=1e-5, group_s=1e-3)
+)
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> Path:
+    write_cost_file(tmp_path / "cost.yaml", CostFile(cost=OTHER))
+    return tmp_path / "cost.yaml"
+
+
+def test_a_refit_begins_at_its_step_and_outlives_the_service(corpus, tmp_path, cost_file):
+    with serving(tmp_path) as service:
+        service.cli("job", "submit", str(job_file(corpus, tmp_path)))
+        first = Ranks(service.address, 3).start(stop_after=2).join()
+        before = explained(service, 0)["cost_version"]
+        said = service.cli("job", "recost", "job", str(cost_file)).stdout
+        assert OTHER.model.version in said
+        begins = int(said.split("from step ")[1].split()[0])
+        ranks = Ranks(service.address, 3, pace_s=0.1).start(state=first.state)
+        wait_for(lambda: ranks.steps_done >= 4)
+        service.kill()
+        service.start()
+        ranks.join()
+        last = max(ranks.digests)
+        assert 2 <= begins <= last
+        for step, digest in (first.digests | ranks.digests).items():
+            step_plan = explained(service, step)
+            assert step_plan["plan_digest"] == step_plan["ledger_plan_digest"] == digest
+            assert step_plan["cost_version"] == (before if step < begins else OTHER.model.version)
+        refused = service.cli(
+            "job", "recost", "job", str(cost_file), "--from-step", "1", check=False
+        )
+        assert refused.returncode == 1
+        assert "was planned already" in refused.stderr
+
+
+def test_explain_sets_the_slowest_rank_s_seconds_against_the_prediction(corpus, tmp_path):
+    with serving(tmp_path) as service:
+        service.cli("job", "submit", str(job_file(corpus, tmp_path)))
+        Ranks(service.address, 3, measured_s=0.5).start(stop_after=2).join()
+        found = explained(service, 0)
+        assert found["measured_s"] == 0.5
+        assert found["predicted_s"] > 0
+        off = f"{0.5 / found['predicted_s'] - 1:+.0%}"
+        assert f"measured 0.500 s ({off})" in service.cli("explain", "job", "--step", "0").stdout
+
+
+def test_a_job_that_names_a_cost_file_plans_with_it(corpus, tmp_path, cost_file):
+    plan = {"memory_tokens": 2304, "cost": cost_file.name}
+    with serving(tmp_path) as service:
+        service.cli("job", "submit", str(job_file(corpus, tmp_path, plan=plan)))
+        Ranks(service.address, 3).start(stop_after=1).join()
+        found = explained(service, 0)
+        assert found["cost_version"] == OTHER.model.version
+        assert found["measured_s"] is None

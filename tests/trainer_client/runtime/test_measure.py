@@ -1,0 +1,69 @@
+"""The measuring script: who shares what, how items grow, and packs cut as the service cuts."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataservice.core.layout import member_rows, padded_tokens
+from trainer_client.errors import BadArgument
+from trainer_client.runtime.measure import (
+    EncodedAs,
+    build_model,
+    grown,
+    make_microbatch,
+    partitions,
+)
+
+
+@pytest.mark.parametrize(("replicas", "per_node"), [(1, 1), (4, 4), (8, 4), (6, 2), (7, 7)])
+def test_groups_are_disjoint_of_one_degree_and_inside_a_node_or_across(replicas, per_node):
+    ways = list(partitions(range(1, 9), replicas, per_node))
+    assert {way.degree for way in ways} == set(range(1, replicas + 1))
+    for way in ways:
+        members = [replica for group in way.members for replica in group]
+        assert len(members) == len(set(members)) > 0
+        assert set(members) <= set(range(replicas))
+        for group in way.members:
+            assert len(group) == way.degree
+            assert (len({replica // per_node for replica in group}) > 1) == way.crosses_node
+        assert all(way.of(replica) == (replica,) for replica in set(range(replicas)) - set(members))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 5])
+def test_a_microbatch_is_cut_as_the_service_cuts_it(degree):
+    tokens = [7, 64, 31]
+    padded = padded_tokens(np.array(tokens), degree)
+    positions = np.concatenate([np.arange(n) for n in padded])
+    for member in range(degree):
+        made = make_microbatch(tokens, tuple(range(degree)), member, torch.device("cpu"))
+        rows = member_rows(padded, degree, member)
+        assert made.position_ids.tolist() == positions[rows].tolist()
+        assert made.cu_seqlens.tolist() == [0, *np.cumsum(padded).tolist()]
+        assert made.lengths.tolist() == tokens
+        assert len(made.input_ids) == made.local_tokens
+
+
+def test_items_grow_by_area_by_frames_or_in_time():
+    picture, sound = torch.zeros(1, 28, 56, 3), torch.zeros(640)
+    area, frames = EncodedAs.parse("vision:4:area"), EncodedAs.parse("vision:4:frames")
+    audio = EncodedAs.parse("audio:2:area")
+    for times in (1, 2, 5, 12, 100):
+        item, copies = grown(picture, times, area)
+        assert item.numel() == copies * picture.numel()
+        assert item.shape[0] == 1
+        assert abs(copies - times) <= times / 4
+        assert grown(picture, times, frames)[0].shape == (times, 28, 56, 3)
+        assert grown(sound, times, audio)[0].shape == (640 * times,)
+
+
+@pytest.mark.parametrize("text", ["video:4:area", "vision:four:area", "vision:4:sideways"])
+def test_a_modality_that_is_none_is_refused_with_the_form(text):
+    with pytest.raises(BadArgument, match="NAME:TOKENS_PER_ROW:GROWS"):
+        EncodedAs.parse(text)
+
+
+def test_what_is_no_multimodal_model_is_refused_with_what_it_lacks():
+    with pytest.raises(BadArgument, match="without decode, encode, dummy_item, encoder_trains"):
+        build_model("torch.nn:Identity", torch.device("cpu"), None)
+    with pytest.raises(BadArgument, match="cannot be imported"):
+        build_model("nowhere:build", torch.device("cpu"), None)
