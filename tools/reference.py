@@ -70,7 +70,7 @@ def _default(value: Schema) -> str:
 
 def _type(value: Schema) -> str:
     if "$ref" in value:
-        return value["$ref"].rpartition("/")[2]
+        return str(value["$ref"]).rpartition("/")[2]
     if "const" in value:
         return f"`{value['const']}`"
     if "enum" in value:

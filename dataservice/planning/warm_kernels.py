@@ -6,6 +6,8 @@ compiles all kernels anew and no stale helper is ever used.
 
 import numpy as np
 
+from dataservice.planning.context.degrees_dp import degrees_by_dp
+from dataservice.planning.context.degrees_threshold import degrees_by_threshold
 from dataservice.planning.loads.conv import balance_conv
 from dataservice.planning.loads.padded import balance_padded
 from dataservice.planning.loads.partition import ALGORITHMS, partition
@@ -15,6 +17,8 @@ from dataservice.planning.nodes.rearrange import rearrange_nodewise
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.waves import assign_packs_to_waves
+from dataservice.planning.pipeline.order import order_microbatches
+from dataservice.planning.pipeline.simulator import simulate_1f1b
 
 
 def warm_kernels() -> None:
@@ -44,3 +48,11 @@ def warm_kernels() -> None:
     volume = (np.arange(64, dtype=np.int64) * 7919 % 83).reshape(8, 8)
     rearrange_nodewise(volume, 4, method="search")
     compose_exchange(home, home[::-1], lengths)
+    times = np.linspace(1.0, 2.0, 12 * 3).reshape(12, 3)
+    for count in (6, 12):  # every order, and the search
+        order_microbatches(times[:count], times[:count], virtual_stages=1)
+    order_microbatches(times, times, algorithm="mmscale")
+    simulate_1f1b(times, times)
+    table = np.linspace(8.0, 1.0, 24).reshape(4, 6)
+    degrees_by_threshold(table, ranks=6)
+    degrees_by_dp(table, ranks=6)
