@@ -1,17 +1,16 @@
-"""The coordinator: jobs, their attempts, and who is in which.
+"""The coordinator: attempts of jobs, and who is in which.
 
-Contract. Jobs and attempts are durable before anyone is told of them. A rank opens a session
+Contract. Attempts are durable before anyone is told of them. A rank opens a session
 and waits until its attempt is complete; a newer complete attempt fences the older one, whose
 ranks get FencedError. After a restart of the coordinator the last attempt of each job is
 restored complete, and its ranks rejoin it one by one where they were.
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -19,42 +18,21 @@ from dataservice.core.errors import (
     FencedError,
     NotFoundError,
     ServiceError,
-    SpecError,
 )
-from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, QuarantineEntry
-from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
+from dataservice.core.job import AttemptRecord, CostRecord, QuarantineEntry
+from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
 from dataservice.core.topology import Topology
 from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExplanation
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob
 from dataservice.engine.loop import AttemptLoop
-from dataservice.engine.planner import check_fits, in_order, plan_step
-from dataservice.engine.setup import CostChange, JobSetup
-from dataservice.planning.options import CostModel
+from dataservice.engine.planner import check_fits, in_order
+from dataservice.engine.setup import JobSetup
 
 log = logging.getLogger(__name__)
-
-ReadJob = Callable[[str, str], JobRecord]
-"""Validate a job file (YAML text, base directory) into a record. Raises SpecError."""
-OpenJob = Callable[[JobRecord], JobSetup]
-"""Open a stored job's index. Raises SourceError or IndexStaleError."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RunningJob:
-    """A job with its attempts: the one forming, and the one that runs. `checking` looks
-    whether the index is current, for all ranks that ask meanwhile."""
-
-    record: JobRecord
-    setup: JobSetup | None = None
-    forming: Attempt | None = None
-    attempt: Attempt | None = None
-    loop: AttemptLoop | None = None
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
-    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    checking: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,154 +60,64 @@ class Coordinator:
         metrics: Metrics | None = None,
     ) -> None:
         self._store = store
-        self._read_job = read_job
-        self._open_job = open_job
         self._secret = ticket_secret
         self._attempt_timeout_s = attempt_timeout_s
         self._metrics = metrics or NoMetrics()
-        self._dispatcher = Dispatcher(
-            pool, link, on_receipt=self._note_receipt, metrics=self._metrics
+        self._table = JobTable(
+            store=store,
+            read_job=read_job,
+            open_job=open_job,
+            restore=self._restore,
+            metrics=self._metrics,
         )
-        self._jobs: dict[str, RunningJob] = {}
+        self._dispatcher = Dispatcher(
+            pool, link, on_receipt=self._table.note_receipt, metrics=self._metrics
+        )
         self._sessions: dict[str, Session] = {}
 
     async def start(self) -> None:
         """Restore every stored job and the attempt that was running."""
-        for record in await asyncio.to_thread(self._store.jobs):
-            job = self._jobs[record.name] = RunningJob(record=record)
-            try:
-                if await asyncio.to_thread(self._store.last_attempt, record.name) is not None:
-                    await self._setup(job)
-            except ServiceError as error:
-                log.error("the job cannot be opened for now: %s", error, extra={"job": record.name})
+        await self._table.start()
 
     async def stop(self) -> None:
         """Stop every loop; the store keeps all that is needed to go on."""
-        for job in self._jobs.values():
+        for job in self._table.running.values():
             if job.loop is not None:
                 await job.loop.stop()
 
-    # ---- jobs -----------------------------------------------------------------------------
+    # ---- jobs: the table answers ----------------------------------------------------------
 
     async def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
-        """Register a job. The same file again changes nothing but is checked again; another
-        under its name is refused."""
-        record = await asyncio.to_thread(self._read_job, spec_yaml, base_directory)
-        known = self._jobs.get(record.name)
-        if known is not None:
-            if known.record.spec_json != record.spec_json:
-                raise ConflictError(
-                    f"job {record.name!r} is registered with another job file. Delete it with "
-                    f"`dataservice job delete {record.name}`, or give this one another name."
-                )
-            setup = await self._setup(known)
-            await asyncio.to_thread(setup.require_current)
-            return await self.job(record.name)
-        setup = await asyncio.to_thread(self._open_job, record)
-        await asyncio.to_thread(self._store.put_job, setup.record)
-        self._jobs[record.name] = RunningJob(record=setup.record, setup=setup)
-        return await self.job(record.name)
+        """Register a job; the same file again changes nothing but is checked again."""
+        return await self._table.submit(spec_yaml, base_directory)
 
     async def jobs(self) -> list[JobStatus]:
         """All jobs by name."""
-        return [await self.job(name) for name in sorted(self._jobs)]
+        return await self._table.statuses()
 
     async def job(self, name: str) -> JobStatus:
         """One job and where it stands."""
-        job = self._job(name)
-        quarantined = await asyncio.to_thread(self._store.quarantine, name)
-        return JobStatus(
-            record=job.record,
-            samples=job.setup.catalog.samples if job.setup is not None else -1,
-            attempt=job.attempt.number if job.attempt is not None else 0,
-            world_size=job.attempt.topology.world_size if job.attempt is not None else 0,
-            planned_step=job.loop.planned_step if job.loop is not None else -1,
-            committed_step=job.loop.committed_step if job.loop is not None else -1,
-            quarantined=len({entry.sample_id for entry in quarantined}),
-        )
+        return await self._table.status(name)
 
     async def drain(self, name: str) -> JobStatus:
         """Refuse new attempts; the one that runs may finish."""
-        job = self._job(name)
-        job.record = replace(job.record, state="draining")
-        await asyncio.to_thread(self._store.put_job, job.record)
-        return await self.job(name)
+        return await self._table.drain(name)
 
     async def delete(self, name: str) -> None:
         """Forget a job that no trainer is using."""
-        job = self._job(name)
-        attempts = [a for a in (job.forming, job.attempt) if a is not None and not a.over]
-        if clients := [client for attempt in attempts for client in attempt.clients]:
-            raise ConflictError(
-                f"job {name!r} is in use by {', '.join(clients[:8])}. Stop its trainers, or "
-                f"drain it first with `dataservice job drain {name}`."
-            )
-        if job.loop is not None:
-            await job.loop.stop()
-        await asyncio.to_thread(self._store.delete_job, name)
-        del self._jobs[name]
-        self._metrics.job_deleted(name)
+        await self._table.delete(name)
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
-        """Plan with other coefficients from a step on that no attempt has planned. Durable
-        before any step is planned by it, so that a restart plans every step as it was."""
-        running = self._job(job)
-        cost = cost_model(cost_json)
-        await self._setup(running)
-        async with running.planning:
-            planned = await asyncio.to_thread(self._store.last_planned_step, job)
-            record = CostRecord(
-                job=job,
-                from_step=planned + 1 if from_step is None else from_step,
-                cost_json=json.dumps(cost.to_dict(), sort_keys=True),
-                cost_version=cost.version,
-                recorded_unix_s=time.time(),
-            )
-            if record.from_step <= planned:
-                raise ConflictError(
-                    f"step {record.from_step} of job {job!r} was planned already, as was every "
-                    f"step up to {planned}. Begin at step {planned + 1} or later, or leave the "
-                    "step out."
-                )
-            await asyncio.to_thread(self._store.put_cost, record)
-            assert running.setup is not None, "it was opened above"
-            running.setup = await asyncio.to_thread(self._with_costs, running.setup)
-            if running.loop is not None:
-                running.loop.use(running.setup)
-        log.info("cost %s from step %d on", cost.version, record.from_step, extra={"job": job})
-        return record
+        """Plan by another cost model from a step on that is not planned yet."""
+        return await self._table.recost(job, cost_json, from_step)
 
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were masked, and why."""
-        return await asyncio.to_thread(self._store.quarantine, self._job(name).record.name)
+        return await self._table.quarantine(name)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again."""
-        setup = await self._setup(self._job(job))
-        entry = await asyncio.to_thread(self._store.ledger_entry, job, step, attempt)
-        if entry is None:
-            of_attempt = "" if attempt is None else f" in attempt {attempt}"
-            raise NotFoundError(
-                f"step {step} of job {job!r} has not been planned{of_attempt}. See "
-                f"`dataservice job show {job}` for the last planned step."
-            )
-        topology = setup.topology(entry.world_size)
-        planned = await asyncio.to_thread(
-            plan_step, setup, Cursor.from_json(entry.cursor), topology
-        )
-        assert planned is not None, "a step of the ledger is never past the end"
-        details = await asyncio.to_thread(setup.catalog.details, planned.plan.sample_ids)
-        bad = await asyncio.to_thread(self._store.quarantine, job)
-        return StepExplanation(
-            entry=entry,
-            plan=planned.plan,
-            sample_keys=tuple(f"{ref.source}/{ref.key}" for ref, _ in details),
-            quarantined=tuple(
-                f"{e.source}/{e.key}: {e.reason}"
-                for e in bad
-                if (e.attempt, e.step) == (entry.attempt, step)
-            ),
-        )
+        return await self._table.explain(job, step, attempt)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -244,15 +132,15 @@ class Coordinator:
         rejoin_attempt: int,
     ) -> SessionOpened:
         """Claim a rank; returns once every rank of the attempt has opened."""
-        running = self._job(job)
-        setup = await self._setup(running)
+        running = self._table.get(job)
+        setup = await self._table.setup(running)
         topology = setup.topology(world_size)
         topology.replica_of(rank)
         if rejoin_attempt:
             return self._rejoin(running, rank, world_size, client, rejoin_attempt)
         cursor = in_order(cursor, setup)
         await asyncio.to_thread(check_fits, setup, topology)
-        await self._require_current(running, setup)
+        await self._table.require_current(running, setup)
         attempt = self._forming_attempt(running, rank, client, topology, cursor)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         session = self._remember(running, attempt, claim)
@@ -307,47 +195,6 @@ class Coordinator:
         await loop.commit(known.claim, step, measured_s)
 
     # ---- inside ---------------------------------------------------------------------------
-
-    def _job(self, name: str) -> RunningJob:
-        job = self._jobs.get(name)
-        if job is None:
-            known = ", ".join(sorted(self._jobs)) or "none"
-            raise NotFoundError(
-                f"no job {name!r}; registered: {known}. Submit its job file with "
-                "`dataservice job submit JOB.yaml`."
-            )
-        return job
-
-    async def _setup(self, job: RunningJob) -> JobSetup:
-        """The job, opened, and with it the attempt that ran last. A job that could not be
-        opened (its index was stale, say) is tried again each time it is asked for."""
-        async with job.opening:
-            if job.setup is None:
-                opened = await asyncio.to_thread(self._open_job, job.record)
-                setup = await asyncio.to_thread(self._with_costs, opened)
-                last = await asyncio.to_thread(self._store.last_attempt, job.record.name)
-                if last is not None:
-                    await self._restore(job, setup, last)
-                job.setup = setup
-        return job.setup
-
-    def _with_costs(self, setup: JobSetup) -> JobSetup:
-        """The setup with what the store has on costs that take over."""
-        changes = tuple(
-            CostChange(from_step=record.from_step, cost=cost_model(record.cost_json))
-            for record in self._store.costs(setup.record.name)
-        )
-        return replace(setup, cost_changes=changes)
-
-    async def _require_current(self, job: RunningJob, setup: JobSetup) -> None:
-        """The first rank of an attempt has the index compared with its sources."""
-        if job.forming is not None and not job.forming.over:
-            return
-        if job.checking is None or job.checking.done():
-            job.checking = asyncio.create_task(asyncio.to_thread(setup.require_current))
-            # Read the error even if all who wait are gone, or asyncio reports it as lost.
-            job.checking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(job.checking)
 
     def _session(self, session: str) -> Session:
         known = self._sessions.get(session)
@@ -468,37 +315,3 @@ class Coordinator:
         loop = session.job.loop
         assert loop is not None, "a session is open only once its attempt's loop exists"
         return loop
-
-    async def _note_receipt(self, receipt: PackReceipt) -> None:
-        self._metrics.pack_prepared(receipt)
-        if not receipt.bad_samples:
-            return
-        job = self._jobs.get(receipt.key.job)
-        attempt = job.attempt.number if job is not None and job.attempt is not None else 0
-        entries = [
-            QuarantineEntry(
-                job=receipt.key.job,
-                attempt=attempt,
-                step=receipt.key.step,
-                sample_id=bad.sample_id,
-                source=bad.source,
-                key=bad.key,
-                reason=bad.reason,
-            )
-            for bad in receipt.bad_samples
-        ]
-        about = {"job": receipt.key.job, "attempt": attempt, "step": receipt.key.step}
-        for entry in entries:
-            log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
-        await asyncio.to_thread(self._store.add_quarantine, entries)
-
-
-def cost_model(cost_json: str) -> CostModel:
-    """Coefficients from JSON. Raises SpecError, PlanningError."""
-    try:
-        return CostModel.from_dict(json.loads(cost_json))
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise SpecError(
-            f"the cost is no JSON object of coefficients by phase: {error}. Send what "
-            "`dataservice calibrate` wrote."
-        ) from error

@@ -316,7 +316,7 @@ async def test_another_job_file_under_a_known_name_is_refused(store, books):
     coordinator = make_coordinator(store, books, setup)
     await coordinator.submit("job", "")
     other = replace(setup.record, spec_json="{}")
-    coordinator._read_job = lambda _text, _base: other
+    coordinator._table._read_job = lambda _text, _base: other
     with pytest.raises(ConflictError, match="registered with another job file"):
         await coordinator.submit("job", "")
 

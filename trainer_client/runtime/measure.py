@@ -42,6 +42,7 @@ LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 ITEM_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
 PACKED = 4  # sequences of a pack, items of a batch: what tells linear and square terms apart
+CLIP_FRAMES = 8
 TOKEN_IDS = 251  # ids used; vocabularies are larger, and one id alone would make a slow gradient
 TIMEOUT_S = 300.0
 
@@ -149,21 +150,27 @@ def decoder_loads(
 def encoder_loads(
     model: MultimodalModel, encoded: EncodedAs, item_tokens: Sequence[int], groups: Groups
 ) -> Iterator[Load]:
-    """Each length as one item and as a batch of four."""
+    """Each length as one item and as a batch of four; and for encoders of pictures of any size
+    as one clip, whose frames they may hold apart."""
     dummy = model.dummy_item(encoded.name)
-    rows = len(_encode(model, encoded.name, [dummy]))
-    dummy_tokens = rows * encoded.tokens_per_row
+    dummy_tokens = len(_encode(model, encoded.name, [dummy])) * encoded.tokens_per_row
     seen = set()
     for tokens in item_tokens:
-        for items in (1, PACKED):
-            times = max(1, round(tokens / items / dummy_tokens))
-            item, copies = grown(dummy, times, encoded)
-            load = (round(copies * dummy_tokens),) * items
-            if load in seen:
+        one = grown(dummy, round(tokens / dummy_tokens), encoded)
+        quarter = grown(dummy, round(tokens / PACKED / dummy_tokens), encoded)
+        batches = [[one], [quarter] * PACKED]
+        if encoded.name == "vision" and encoded.grows == "area":
+            batches.append([one.repeat(CLIP_FRAMES, 1, 1, 1)])
+        for batch in batches:
+            # The encoder says itself how many frames it joins, and what it drops.
+            with torch.no_grad():
+                rows = len(_encode(model, encoded.name, batch[:1]))
+            load = (max(1, round(rows * encoded.tokens_per_row)),) * len(batch)
+            if (load, batch[0].shape) in seen:
                 continue
-            seen.add(load)
+            seen.add((load, batch[0].shape))
 
-            def run(batch: list[Tensor] = [item] * items) -> None:
+            def run(batch: list[Tensor] = batch) -> None:
                 features = _encode(model, encoded.name, batch)
                 if features.requires_grad:
                     features.float().square().sum().backward()  # type: ignore[no-untyped-call]
@@ -176,19 +183,19 @@ def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tenso
     exchange = FeatureExchange(
         send_rows=nothing, send_splits=[], recv_splits=[], recv_positions=nothing
     )
-    with torch.set_grad_enabled(model.encoder_trains(modality)):
+    with torch.set_grad_enabled(model.encoder_trains(modality) and torch.is_grad_enabled()):
         return model.encode(modality, ModalityBatch(items=items, exchange=exchange))
 
 
-def grown(dummy: Tensor, times: int, encoded: EncodedAs) -> tuple[Tensor, int]:
-    """The dummy item repeated about `times` times, and how often it was."""
+def grown(dummy: Tensor, times: int, encoded: EncodedAs) -> Tensor:
+    """The dummy item repeated about `times` times, at least once."""
+    times = max(1, times)
     if encoded.name == "audio":
-        return dummy.repeat(times), times
+        return dummy.repeat(times)
     if encoded.grows == "frames":
-        return dummy.repeat(times, 1, 1, 1), times
+        return dummy.repeat(times, 1, 1, 1)
     high = max(1, int(times**0.5))
-    wide = max(1, round(times / high))
-    return dummy.repeat(1, high, wide, 1), high * wide
+    return dummy.repeat(1, high, max(1, round(times / high)), 1)
 
 
 def make_microbatch(
