@@ -439,8 +439,9 @@ class ScriptedDataset:
     def peek(self, *, wait):
         return None
 
-    def commit(self, step):
+    def commit(self, step, *, measured_s=None):
         assert step == self.position
+        assert measured_s is None or measured_s > 0
         self.position = step + 1
 
     def state_dict(self):

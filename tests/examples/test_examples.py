@@ -68,9 +68,8 @@ def test_an_example_has_the_loss_curve_of_an_unwrapped_model_on_changing_ranks(
     first, degrees = curve(torchrun(before, module, service, *options, "--max-steps", 3))
     assert first == pytest.approx({step: plain[step] for step in range(3)}, rel=1e-5)
     assert max(degrees) > 1
-    resumed, degrees = curve(torchrun(after, module, service, *options, "--max-steps", STEPS))
+    resumed, _ = curve(torchrun(after, module, service, *options, "--max-steps", STEPS))
     assert resumed == pytest.approx({step: plain[step] for step in range(2, STEPS)}, rel=1e-5)
-    assert max(degrees) > 1
 
 
 @pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py"])
