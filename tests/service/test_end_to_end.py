@@ -53,7 +53,7 @@ def test_members_of_a_group_hold_the_pack_as_it_was_decoded(epoch, setup):
         for members in packs.values():
             degrees.add(len(members))
             _check_pack(members, decode)
-    assert {1, 2} <= degrees
+    assert min(degrees) == 1 < max(degrees)
 
 
 def _check_pack(members, decode):
