@@ -46,10 +46,6 @@ class DispatchedStep:
     holder: list[WorkerInfo]
     decoding: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
-    def workers(self) -> set[WorkerInfo]:
-        """Every worker that holds a pack of the step."""
-        return set(self.holder)
-
 
 def pack_orders(
     plan: StepPlan, *, job: str, digest: str, pipeline: str, catalog: Catalog

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
@@ -22,11 +21,12 @@ from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS
 from dataservice.sources.length_columns import concatenate, lengths_of
+from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.manifest import Manifest
 from dataservice.sources.ranges import SourceRanges
 
 
-class IndexedCatalog:
+class IndexedCatalog(LengthsById):
     """The port Catalog over indexes on disk. Safe for use from several threads."""
 
     def __init__(
@@ -46,30 +46,6 @@ class IndexedCatalog:
     def fingerprint(self) -> str:
         """Changes whenever a source, a processor or the tokenizer does."""
         return self._fingerprint
-
-    @property
-    def samples(self) -> int:
-        """How many samples there are; ids are 0 .. samples-1."""
-        return len(self._lengths)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of each source, in the order of the job file."""
-        return self.sources.sizes
-
-    @property
-    def llm_tokens(self) -> NDArray[np.int32]:
-        """LLM tokens of all samples by id: int32[samples], read-only."""
-        return self._lengths.llm_tokens
-
-    def source_of(self, sample_id: int) -> str:
-        """The source a sample belongs to. Raises NotFoundError."""
-        return self.sources.source_of(sample_id)
-
-    def lengths(self, sample_ids: IntArray) -> LengthTable:
-        """Lengths of these samples, in this order. Raises NotFoundError."""
-        self.sources.require(sample_ids)
-        return self._lengths.take(sample_ids)
 
     def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths of these samples, in this order. Raises NotFoundError."""

@@ -3,9 +3,6 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dataservice.core.sample import (
     IntArray,
     LengthTable,
@@ -13,10 +10,11 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.ranges import SourceRanges
 
 
-class MemoryCatalog:
+class MemoryCatalog(LengthsById):
     """The port Catalog over the samples of each source: (key, location, lengths)."""
 
     def __init__(
@@ -35,30 +33,6 @@ class MemoryCatalog:
     def fingerprint(self) -> str:
         """Changes with any of the samples."""
         return self._fingerprint
-
-    @property
-    def samples(self) -> int:
-        """How many samples there are; ids are 0 .. samples-1."""
-        return len(self._details)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of each source."""
-        return self.sources.sizes
-
-    @property
-    def llm_tokens(self) -> NDArray[np.int32]:
-        """LLM tokens of all samples by id: int32[samples]."""
-        return self._lengths.llm_tokens
-
-    def source_of(self, sample_id: int) -> str:
-        """The source a sample belongs to. Raises NotFoundError."""
-        return self.sources.source_of(sample_id)
-
-    def lengths(self, sample_ids: IntArray) -> LengthTable:
-        """Lengths of these samples, in this order. Raises NotFoundError."""
-        self.sources.require(sample_ids)
-        return self._lengths.take(sample_ids)
 
     def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
