@@ -5,12 +5,13 @@ assembles it once and holds it until it is released. A *rank shard* is one rank'
 step plan, with the tickets that fetch its bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import Modality, SampleLengths, SampleRef
+from dataservice.core.team import TeamShare
 
 TOKEN_TENSORS = ("input_ids", "position_ids")
 LABEL_TENSORS = ("labels",)
@@ -46,6 +47,8 @@ class PackOrder:
     degree: int
     pipeline: str
     samples: tuple[PackSample, ...]
+    share: TeamShare = field(default=TeamShare(), compare=False)
+    """Of the job's team; it may change while the order stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.core.team import TeamShare
 from dataservice.engine.api import JobStatus, StepExplanation
 
 JOB_STATES: dict[str, Literal["active", "draining"]] = {
@@ -69,18 +70,26 @@ def pack_order_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
         degree=order.degree,
         pipeline=order.pipeline,
         samples=[_pack_sample_to_proto(sample) for sample in order.samples],
+        team_weight=order.share.weight,
+        team_limit=order.share.limit,
     )
 
 
 def pack_order_from_proto(message: worker_pb2.PackOrder) -> PackOrder:
-    """What a worker is to decode and assemble. Raises SpecError on a degree below 1."""
+    """What a worker is to decode and assemble. Raises SpecError on numbers that no order has."""
     if message.degree < 1:
         raise SpecError(f"a pack order has degree {message.degree}; it must be at least 1.")
+    if not (message.team_weight > 0 and message.team_limit > 0):
+        raise SpecError(
+            f"a pack order has team weight {message.team_weight} and limit {message.team_limit}; "
+            "both must be above 0. Run one release of coordinator and workers."
+        )
     return PackOrder(
         key=pack_key_from_proto(message.key),
         degree=message.degree,
         pipeline=message.pipeline,
         samples=tuple(_pack_sample_from_proto(sample) for sample in message.samples),
+        share=TeamShare(weight=message.team_weight, limit=message.team_limit),
     )
 
 

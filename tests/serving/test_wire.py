@@ -253,8 +253,15 @@ def test_a_summary_shows_every_group_of_the_step(make):
 
 def test_a_modality_of_another_release_is_refused():
     item = worker_pb2.ItemLengths(modality=9)
-    order = worker_pb2.PackOrder(degree=1, samples=[worker_pb2.PackSample(items=[item])])
+    sample = worker_pb2.PackSample(items=[item])
+    order = worker_pb2.PackOrder(degree=1, samples=[sample], team_weight=1, team_limit=1)
     with pytest.raises(SpecError, match=r"modality 9 is not known.*0 \(vision\)"):
+        wire.pack_order_from_proto(order)
+
+
+def test_an_order_without_its_teams_share_is_refused():
+    order = worker_pb2.PackOrder(degree=1)
+    with pytest.raises(SpecError, match=r"weight 0.0 and limit 0.0; both must be above 0"):
         wire.pack_order_from_proto(order)
 
 

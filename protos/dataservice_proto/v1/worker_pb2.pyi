@@ -54,8 +54,14 @@ class PackOrder(_message.Message):
     DEGREE_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    TEAM_WEIGHT_FIELD_NUMBER: _builtins.int
+    TEAM_LIMIT_FIELD_NUMBER: _builtins.int
     degree: _builtins.int
     pipeline: _builtins.str
+    team_weight: _builtins.float
+    """decoding time is shared by it"""
+    team_limit: _builtins.float
+    """the fraction of a worker's decoding time the team may take at most"""
     @_builtins.property
     def key(self) -> Global___PackKey: ...
     @_builtins.property
@@ -67,10 +73,12 @@ class PackOrder(_message.Message):
         degree: _builtins.int = ...,
         pipeline: _builtins.str = ...,
         samples: _abc.Iterable[Global___PackSample] | None = ...,
+        team_weight: _builtins.float = ...,
+        team_limit: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degree", b"degree", "key", b"key", "pipeline", b"pipeline", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degree", b"degree", "key", b"key", "pipeline", b"pipeline", "samples", b"samples", "team_limit", b"team_limit", "team_weight", b"team_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

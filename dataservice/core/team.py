@@ -1,0 +1,67 @@
+"""Teams: who asks, whose a job is, and how much of the service a team may take.
+
+A job's full name is `team/job`, so that teams share no names and none can tell another's. A
+service without tokens has one team, of no name: there the full name is the job's own.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dataservice.core.errors import SpecError
+from dataservice.core.job import STRICT
+
+Role = Literal["admin", "team", "reader"]
+"""admin sees and changes all teams; team its own jobs; reader sees its team's, changes nothing."""
+
+NO_TEAM = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who makes a call: `name` is the token's, for the audit log."""
+
+    team: str
+    role: Role
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeamSpec:
+    """A team's share of the service, and its limits."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    weight: float = 1.0
+    """Decoding time while all teams want it is shared in proportion to their weights."""
+    max_jobs: int | None = None
+    """Jobs that may be registered at once; any number by default."""
+    max_ready_bytes: int | None = None
+    """Decoded bytes held ahead of the team's trainers, over all its jobs."""
+    max_decode_cpus: float | None = None
+    """CPUs that its decoding may take at most, even while others are idle."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "max_jobs", "max_ready_bytes", "max_decode_cpus"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SpecError(f"{name} is {value}; it must be above 0, or left out.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeamShare:
+    """What a worker has to know of a team: `weight`, and the fraction of the worker's decoding
+    time that the team may take at most."""
+
+    weight: float = 1.0
+    limit: float = 1.0
+
+
+def full_name(team: str, job: str) -> str:
+    """A job's name in the service."""
+    return f"{team}/{job}" if team else job
+
+
+def team_of(job: str) -> str:
+    """The team of a job's full name."""
+    team, slash, _ = job.partition("/")
+    return team if slash else NO_TEAM
