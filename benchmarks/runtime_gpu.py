@@ -89,8 +89,9 @@ def kernel_row(model: Model, device: torch.device) -> Row:
 
 
 def cost_rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[Row]:
-    """A fit at degree 1 and its error on lengths that it has not seen."""
-    for phase, rows in found.items():
+    """A fit at degree 1 and its error on lengths that it has not seen, clips left out."""
+    for phase, every in found.items():
+        rows = [row for row in every if not row.get("clip")]
         loads = sorted({tuple(row["tokens"]) for row in rows}, key=lambda t: (sum(t), t))
         held = set(loads[HELD_OUT_EVERY // 2 : -1 : HELD_OUT_EVERY])
         terms = np.array([_terms(row["tokens"], phase) for row in rows])
@@ -106,9 +107,10 @@ def cost_rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[Row]:
         )
 
 
-def _terms(tokens: Sequence[int], phase: str) -> tuple[float, float, float]:
-    constant = 1 if phase == "llm" else len(tokens)  # a group's, or each item's
-    return float(sum(t * t for t in tokens)), float(sum(tokens)), float(constant)
+def _terms(tokens: Sequence[int], phase: str) -> tuple[float, ...]:
+    """Of a group or a batch; of encoders also each item's own."""
+    both = float(sum(t * t for t in tokens)), float(sum(tokens)), 1.0
+    return both if phase == "llm" else (*both, float(len(tokens)))
 
 
 def nonnegative_fit(columns: NDArray[np.float64], turns: int = 30) -> NDArray[np.float64]:

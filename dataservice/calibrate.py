@@ -171,7 +171,14 @@ def calibrate(measured: MeasurementFile) -> Calibration:
     fits: dict[str, Fit[ContextCost] | Fit[PhaseCost]] = {"llm": llm, **encoders}
     file = CostFile(
         measured=measured.measured_on,
-        held_out={name: HeldOut.of(fit.held_out) for name, fit in fits.items()},
+        held_out={
+            name: HeldOut.of(error)
+            for phase, fit in fits.items()
+            for name, error in (
+                (phase, fit.held_out),
+                *((f"{phase}, {part}", error) for part, error in fit.apart),
+            )
+        },
         unmeasured=list(llm.unmeasured),
         cost=Coefficients(llm=llm.cost, **{name: fit.cost for name, fit in encoders.items()}),
     )

@@ -109,14 +109,16 @@ class DemoModel(nn.Module):
         attention: PackedAttention,
     ) -> Tensor:
         """Logits [local tokens, vocabulary] of this rank's part of the pack, if any."""
+        x = self.embed(microbatch, features)
+        x = run_layers(self.layers, x, microbatch.position_ids, attention)
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+    def embed(self, microbatch: Microbatch, features: Mapping[str, Features]) -> Tensor:
+        """Rows [local tokens, width]: embedded ids, with features in their places."""
         x: Tensor = self.tokens(microbatch.input_ids)
         for arrived in features.values():
             x = scatter_rows(x, arrived.rows, arrived.positions)
-        head_dim = self.config.width // self.config.heads
-        angles = rotary_angles(microbatch.position_ids[:, None], head_dim, x.dtype)
-        for layer in self.layers:
-            x = layer(x, angles, attention)
-        return functional.linear(self.norm(x), self.tokens.weight)
+        return x
 
 
 class DecoderBlock(nn.Module):
@@ -125,6 +127,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, head_dim = config.width, config.width // config.heads
+        self.head_dim = head_dim
         self.heads = (config.heads, config.kv_heads, config.kv_heads)
         self.widths = [heads * head_dim for heads in self.heads]
         self.attention_norm = nn.RMSNorm(width)
@@ -145,6 +148,17 @@ class DecoderBlock(nn.Module):
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: Tensor = self.down(functional.silu(gate) * up)
         return x + mixed
+
+
+def run_layers(
+    layers: nn.ModuleList, x: Tensor, position_ids: Tensor, attention: PackedAttention
+) -> Tensor:
+    """Decoder blocks one after the other: [rows, width] to the same shape."""
+    for layer in layers:
+        assert isinstance(layer, DecoderBlock)
+        angles = rotary_angles(position_ids[:, None], layer.head_dim, x.dtype)
+        x = layer(x, angles, attention)
+    return x
 
 
 class EncoderBlock(nn.Module):

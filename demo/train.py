@@ -46,7 +46,7 @@ def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace)
             result = run_step(model, shard, groups, upcoming=dataset.peek(wait=False))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            dataset.commit(shard.step, measured_s=result.seconds)
+            dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
             next_step = shard.step + 1
 
             record = step_record(shard, result, step_s=time.perf_counter() - began_s)

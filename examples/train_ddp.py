@@ -43,7 +43,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            dataset.commit(shard.step, measured_s=result.seconds)
+            dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
 
             if dist.get_rank() == 0:
                 degrees = " ".join(map(str, shard.plan.degrees))

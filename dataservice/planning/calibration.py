@@ -2,7 +2,8 @@
 
 Residuals are relative, so that short and long sequences count alike; the loss is soft-L1 and
 its width follows the noise, so that a measurement that was disturbed pulls little. All
-coefficients are at least 0. What is reported is the error on lengths the fit has not seen.
+coefficients are at least 0. What is reported is the error on lengths the fit has not seen, of
+all together and of each degree by itself.
 
 Source: DHP eq. 8–10 for the model. The fit is ours: the overlap max(attention, ring) makes it
 non-convex, so it starts once from a ring that is free and once from one that is not hidden.
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 Cost = TypeVar("Cost", ContextCost, PhaseCost)
 
 LEAST_LOADS = 6
-"""Different loads that a fit needs: three coefficients, one load held out, two to spare."""
+"""Different loads that a fit needs: up to four coefficients, one load held out, one to spare."""
 LEAST_SPREAD = 2.0
 """How many times the smallest load the largest must be."""
 HELD_OUT_EVERY = 4
@@ -43,6 +44,9 @@ class Measurement:
     seconds: float
     degree: int = 1
     crosses_node: bool = False
+    clip: bool = False
+    """Whether the item is of several frames, which an encoder may hold apart. It is judged, not
+    fitted: the model's square is of a whole item."""
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:
@@ -72,12 +76,14 @@ class RelativeError:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit(Generic[Cost]):
     """A fitted cost model. `held_out` is its error on lengths it was not fitted to, `fitted` on
-    those it was; `unmeasured` names coefficients that no measurement speaks of."""
+    those it was; `unmeasured` names coefficients that no measurement speaks of. `apart` are errors
+    on some of what was not fitted: "degree 2", "clips"."""
 
     cost: Cost
     held_out: RelativeError
     fitted: RelativeError
     unmeasured: tuple[str, ...] = ()
+    apart: tuple[tuple[str, RelativeError], ...] = ()
 
 
 def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
@@ -102,6 +108,10 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
         held_out=context_error(cost, held_out),
         fitted=context_error(cost, fitted),
         unmeasured=unmeasured,
+        apart=tuple(
+            (f"degree {degree}", context_error(cost, [m for m in held_out if m.degree == degree]))
+            for degree in sorted({m.degree for m in held_out})
+        ),
     )
 
 
@@ -110,15 +120,24 @@ def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
 
     Raises PlanningError on fewer than 6 different loads, or loads too alike.
     """
-    _require_loads(measurements, "the encoder")
-    fitted, held_out = split_held_out(measurements)
+    clips = [m for m in measurements if m.clip]
+    pictures = [m for m in measurements if not m.clip]
+    _require_loads(pictures, "the encoder")
+    fitted, held_out = split_held_out(pictures)
     columns = np.array(
-        [[sum(m.tokens), sum(t * t for t in m.tokens), len(m.tokens)] for m in fitted],
+        [[sum(m.tokens), sum(t * t for t in m.tokens), len(m.tokens), 1.0] for m in fitted],
         dtype=np.float64,
     )
-    linear, quadratic, item = _fit_columns(columns, _seconds(fitted)).tolist()
-    cost = PhaseCost(linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item)
-    return Fit(cost=cost, held_out=phase_error(cost, held_out), fitted=phase_error(cost, fitted))
+    linear, quadratic, item, batch = _fit_columns(columns, _seconds(fitted)).tolist()
+    cost = PhaseCost(
+        linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item, batch_s=batch
+    )
+    return Fit(
+        cost=cost,
+        held_out=phase_error(cost, held_out),
+        fitted=phase_error(cost, fitted),
+        apart=(("clips", phase_error(cost, clips)),) if clips else (),
+    )
 
 
 def split_held_out(
@@ -140,7 +159,7 @@ def context_error(cost: ContextCost, measurements: Sequence[Measurement]) -> Rel
 
 def phase_error(cost: PhaseCost, measurements: Sequence[Measurement]) -> RelativeError:
     """How far the model is off these measurements."""
-    predicted = [float(cost.item_seconds(m.tokens).sum()) for m in measurements]
+    predicted = [cost.batch_s + float(cost.item_seconds(m.tokens).sum()) for m in measurements]
     return _relative_error(predicted, measurements)
 
 

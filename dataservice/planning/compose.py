@@ -85,7 +85,12 @@ def compose_step(
     if stages.assign == "balanced":
         waves, report = seat_packs(waves, replicas=replicas)
         reports.append(report)
-    waves, report = order_waves(waves, algorithm=stages.order, stages=topology.pipeline_stages)
+    waves, report = order_waves(
+        waves,
+        algorithm=stages.order,
+        stages=topology.pipeline_stages,
+        virtual_stages=topology.virtual_stages,
+    )
     reports.append(report)
     grouped = _grouped_plan(samples, waves, step, replicas, options)
     items = encoder_items(grouped, options.cost)

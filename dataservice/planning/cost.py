@@ -177,7 +177,12 @@ class ContextCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseCost:
-    """Seconds of one encoder item on one replica: a·tokens + b·tokens² + c."""
+    """Seconds of one encoder on one replica: a·tokens + b·tokens² + c for each item, and a constant
+    for each batch of them.
+
+    An encoder that attends inside frames or windows alone takes less for clips than this says:
+    the plan knows items by their tokens only.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -187,14 +192,18 @@ class PhaseCost:
     """Seconds of each pair of tokens, for attention over the whole item."""
     item_s: float = 0.0
     """Seconds of every item, whatever its length."""
+    batch_s: float = 0.0
+    """Seconds of every wave in which anyone has items, however many: launches, sharded weights."""
 
     def __post_init__(self) -> None:
         _require_coefficients(self)
 
     @property
     def version(self) -> str:
-        """Stable digest of the coefficients."""
-        return _digest("phase", self.to_dict())
+        """Stable digest of the coefficients; without `batch_s` where that is 0, as it was before
+        there was one."""
+        values = self.to_dict()
+        return _digest("phase", {k: v for k, v in values.items() if k != "batch_s" or v > 0})
 
     def item_seconds(self, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Seconds [n] of items of `tokens` [n]. Raises PlanningError on a negative length."""

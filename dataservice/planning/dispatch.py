@@ -29,7 +29,8 @@ class EncoderItems:
     """Items of a step by phase, arrays [m].
 
     A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `home` int32
-    is where an item's first token is needed; `seconds` float64 what encoding it takes.
+    is where an item's first token is needed; `seconds` float64 what encoding it takes. `batch_s`
+    float64[modalities] comes on top in every phase that has items.
     """
 
     phases: int
@@ -38,6 +39,7 @@ class EncoderItems:
     encoder_tokens: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
     seconds: NDArray[np.float64]
+    batch_s: NDArray[np.float64]
 
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
@@ -59,6 +61,7 @@ def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
         seconds=seconds,
+        batch_s=np.array([cost.vision.batch_s, cost.audio.batch_s]),
     )
 
 
@@ -93,7 +96,8 @@ def dispatch_reports(
     items: EncoderItems, replica_of: NDArray[np.int32], replicas: int, algorithm: str
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (at home) and
-    after; the bound is the larger of the mean and the longest item."""
+    after; the bound is the larger of the mean and the longest item. What a batch takes by itself
+    is in all three, since replicas without items encode a small one."""
     loads = phase_loads(items.phase, items.seconds, items.home, items.phases, replicas)
     before = loads.max(axis=1)
     mean = loads.sum(axis=1) / replicas
@@ -104,14 +108,16 @@ def dispatch_reports(
             axis=1
         )
     bound = np.maximum(mean, longest)
+    used = np.bincount(items.phase, minlength=items.phases) > 0
+    batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
         StageReport(
             stage=f"dispatch {modality.name.lower()}",
             algorithm=algorithm,
             unit="s",
-            before=float(before[modality::MODALITIES].sum()),
-            after=float(after[modality::MODALITIES].sum()),
-            lower_bound=float(bound[modality::MODALITIES].sum()),
+            before=float(before[modality::MODALITIES].sum()) + batches_s[modality],
+            after=float(after[modality::MODALITIES].sum()) + batches_s[modality],
+            lower_bound=float(bound[modality::MODALITIES].sum()) + batches_s[modality],
         )
         for modality in Modality
     )

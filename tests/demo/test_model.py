@@ -439,7 +439,7 @@ class ScriptedDataset:
     def peek(self, *, wait):
         return None
 
-    def commit(self, step, *, measured_s=None):
+    def commit(self, step, *, measured_s=None, phase_s=None):
         assert step == self.position
         assert measured_s is None or measured_s > 0
         self.position = step + 1

@@ -1,14 +1,19 @@
 """The examples as a reader would start them: torchrun, a real service, several world sizes."""
 
 import json
+import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.examples.ranks import main
 from tests.service.support import job_file, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +23,7 @@ LINE = re.compile(r"^step (\d+)  loss (\S+) .* CP degrees ([\d ]+)$", re.MULTILI
 
 
 def torchrun(ranks, module, service, *arguments):
-    """Run ranks to the end; what they printed."""
+    """Run ranks as a reader would, to the end; what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", module, "--service", service.address]
     done = subprocess.run(
@@ -31,6 +36,38 @@ def torchrun(ranks, module, service, *arguments):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def forked(ranks, module, service, *arguments):
+    """The same from processes in which torch is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "trainer_client.runtime"])
+    with TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        said = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            environment = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+            }  # fmt: skip
+            given = ["--service", service.address, "--job", "job", *map(str, arguments)]
+            environment = {name: str(value) for name, value in environment.items()}
+            processes.append(
+                context.Process(target=main, args=(module, given, environment, said[rank]))
+            )
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+        texts = [path.read_text() for path in said]
+        ended = [process.exitcode for process in processes]
+        assert ended == [0] * ranks, f"{ended}: {texts[0][-4000:]}"
+        return texts[0]
 
 
 def curve(printed):
@@ -52,23 +89,23 @@ def service(corpus, tmp_path_factory):
 def plain(service, tmp_path_factory):
     """Losses of the demo's trainer, whose model nobody wraps."""
     out = tmp_path_factory.mktemp("plain")
-    torchrun(4, "demo.train", service, "--out", out, "--max-steps", STEPS)
+    forked(4, "demo.train", service, "--out", out, "--max-steps", STEPS)
     records = [json.loads(line) for line in (out / "rank0.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records}
 
 
 @pytest.mark.parametrize(
-    ("module", "before", "after"),
-    [("examples.train_ddp", 3, 4), ("examples.train_fsdp2", 4, 3)],
+    ("module", "start", "before", "after"),
+    [("examples.train_ddp", torchrun, 3, 4), ("examples.train_fsdp2", forked, 4, 3)],
 )
 def test_an_example_has_the_loss_curve_of_an_unwrapped_model_on_changing_ranks(
-    service, plain, tmp_path, module, before, after
+    service, plain, tmp_path, module, start, before, after
 ):
     options = ("--checkpoint", tmp_path / "checkpoint", "--steps-per-checkpoint", 2)
-    first, degrees = curve(torchrun(before, module, service, *options, "--max-steps", 3))
+    first, degrees = curve(start(before, module, service, *options, "--max-steps", 3))
     assert first == pytest.approx({step: plain[step] for step in range(3)}, rel=1e-5)
     assert max(degrees) > 1
-    resumed, _ = curve(torchrun(after, module, service, *options, "--max-steps", STEPS))
+    resumed, _ = curve(forked(after, module, service, *options, "--max-steps", STEPS))
     assert resumed == pytest.approx({step: plain[step] for step in range(2, STEPS)}, rel=1e-5)
 
 

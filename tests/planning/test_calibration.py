@@ -1,5 +1,7 @@
 """Fits: known coefficients come back from noisy measurements, and bad ones are refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from dataservice.planning.calibration import (
     context_error,
     fit_context,
     fit_phase,
+    phase_error,
     split_held_out,
 )
 from dataservice.planning.cost import ContextCost, PhaseCost
@@ -93,20 +96,64 @@ def test_coefficients_that_show_are_found_each_by_itself():
     linear=coefficients(1e-6, 1e-4),
     quadratic=st.one_of(st.just(0.0), coefficients(1e-10, 1e-8)),
     item=st.one_of(st.just(0.0), coefficients(1e-4, 1e-2)),
+    batch=st.one_of(st.just(0.0), coefficients(1e-4, 1e-2)),
     seed=st.integers(0, 1000),
 )
-def test_an_encoder_is_found_under_noise_and_outliers(linear, quadratic, item, seed):
-    truth = PhaseCost(linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item)
+def test_an_encoder_is_found_under_noise_and_outliers(linear, quadratic, item, batch, seed):
+    truth = PhaseCost(
+        linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item, batch_s=batch
+    )
     rng = np.random.default_rng(seed)
-    found = []
+    exact, found = [], []
     for tokens in LOADS:
-        seconds = float(truth.item_seconds(tokens).sum()) * (1 + 0.02 * rng.standard_normal())
+        seconds = truth.batch_s + float(truth.item_seconds(tokens).sum())
+        exact.append(Measurement(tokens=tokens, seconds=seconds))
+        seconds *= 1 + 0.02 * rng.standard_normal()
         seconds *= 3 if rng.random() < 0.1 else 1
         found.append(Measurement(tokens=tokens, seconds=seconds))
-    cost = fit_phase(found).cost
-    lengths = np.array(LENGTHS)
-    off = cost.item_seconds(lengths) / truth.item_seconds(lengths) - 1
-    assert np.abs(off).mean() < 0.05
+    assert phase_error(fit_phase(found).cost, exact).mean < 0.05
+
+
+def test_what_a_batch_takes_is_told_from_what_an_item_takes():
+    truth = PhaseCost(linear_s_per_token=2e-5, item_s=5e-4, batch_s=3e-3)
+    cost = fit_phase(encoded(truth)).cost
+    assert cost.item_s == pytest.approx(truth.item_s, rel=0.01)
+    assert cost.batch_s == pytest.approx(truth.batch_s, rel=0.01)
+
+
+def encoded(cost):
+    """Exact measurements of an encoder."""
+    return [
+        Measurement(tokens=t, seconds=cost.batch_s + float(cost.item_seconds(t).sum()))
+        for t in LOADS
+    ]
+
+
+def test_clips_are_judged_and_not_fitted():
+    truth = PhaseCost(linear_s_per_token=2e-5, quadratic_s_per_token2=2e-8, item_s=5e-4)
+    # Four spans that an encoder holds apart.
+    clips = [
+        Measurement(tokens=(4 * n,), seconds=4 * float(truth.item_seconds([n])[0]), clip=True)
+        for n in LENGTHS
+    ]
+    fit = fit_phase(encoded(truth) + clips)
+    assert fit.held_out.largest < 0.01
+    (named,) = fit.apart
+    assert named[0] == "clips"
+    assert named[1].count == len(clips)
+    assert named[1].mean > 0.5
+
+
+def test_each_degree_is_judged_by_itself_too():
+    truth = ContextCost.flexsp_7b()
+    # Rings of three are slower than any model of them says.
+    found = [
+        replace(m, seconds=m.seconds * 1.3) if m.degree == 3 else m
+        for m in measured(truth, nodes=(False,))
+    ]
+    of_degree = dict(fit_context(found).apart)
+    assert list(of_degree) == [f"degree {degree}" for degree in (1, 2, 3, 4)]
+    assert of_degree["degree 3"].mean > 2 * of_degree["degree 1"].mean
 
 
 def test_held_out_lengths_lie_between_fitted_ones_and_keep_their_degrees_together():

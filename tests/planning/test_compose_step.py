@@ -1,6 +1,7 @@
 """Whole plans of random steps: every invariant, under every strategy, on any shape of cluster."""
 
 from dataclasses import fields, replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.plan import StepPlan
-from dataservice.core.sample import LengthTable
+from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.cost import PhaseCost
 from dataservice.planning.dispatch import dispatch_items, encoder_items
-from dataservice.planning.options import STRATEGIES, PlanOptions
+from dataservice.planning.options import STRATEGIES, CostModel, PlanOptions
+from dataservice.planning.pipeline.simulator import simulate_1f1b
 from dataservice.planning.validate import validate_plan
 
 MEMORY = 2048
@@ -134,3 +137,52 @@ def test_a_digest_tells_any_two_plans_apart():
             other = value + type(value)(1)
         seen.add(replace(made, **{field.name: other}).digest)
     assert len(seen) == len(fields(made))
+
+
+def shortest_order(seconds: np.ndarray, *, stages: int, virtual_stages: int) -> float:
+    """Makespan of the best of all orders of waves, whose chunks take alike long."""
+    chunks = stages * virtual_stages
+    forward = np.repeat(seconds[:, None] / 3 / chunks, chunks, axis=1)
+    return min(
+        simulate_1f1b(
+            forward[list(order)], 2 * forward[list(order)], virtual_stages=virtual_stages
+        ).makespan_s
+        for order in permutations(range(len(seconds)))
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_waves_of_an_interleaved_job_are_in_the_simulator_s_best_order(seed):
+    samples = step_samples(70, seed, longest=2000)
+    made = {}
+    for virtual_stages in (1, 2):
+        topology = Topology(
+            world_size=8, ranks_per_replica=2, pipeline_stages=2, virtual_stages=virtual_stages
+        )
+        options = PlanOptions(memory_tokens=MEMORY, pack="balanced", context="power_of_two")
+        planned = compose_step(samples, step=0, topology=topology, options=options)
+        (report,) = [stage for stage in planned.stages if stage.stage == "order"]
+        seconds = np.array(
+            [max(g.seconds for g in planned.groups(w)) for w in range(planned.waves)]
+        )
+        assert 3 <= planned.waves <= 7, "few enough to try every order"
+        best_s = shortest_order(seconds, stages=2, virtual_stages=virtual_stages)
+        assert report.after == pytest.approx(best_s, rel=1e-12)
+        assert report.lower_bound == pytest.approx(seconds.sum() / 2)
+        made[virtual_stages] = report.after
+    assert made[2] < made[1], "interleaving shortens the bubble"
+
+
+def test_what_a_batch_of_items_takes_by_itself_counts_once_a_wave():
+    samples = step_samples(30, 4, longest=2000)
+    plain, launched = CostModel(), replace(CostModel(), vision=PhaseCost(
+        linear_s_per_token=1.2e-5, item_s=1e-3, batch_s=0.5))  # fmt: skip
+    before, after = (plan(samples, 4, None, cost=cost) for cost in (plain, launched))
+    assert (before.item_replica == after.item_replica).all()
+    pack_of = np.repeat(np.arange(len(before.pack_wave)), np.diff(before.pack_offsets))
+    wave_of = np.empty(30, int)
+    wave_of[before.pack_samples] = before.pack_wave[pack_of]
+    waves = len(set(wave_of[before.item_sample[before.item_modality == Modality.VISION]]))
+    assert waves > 1
+    assert after.predicted_s - before.predicted_s == pytest.approx(0.5 * waves)
+    assert before.cost_version != after.cost_version

@@ -12,6 +12,7 @@ causal block has equal numbers of both.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -52,9 +53,15 @@ class BlockKernel(Protocol):
 def choose_kernel(q: Tensor) -> BlockKernel:
     """Flash attention where torch has it for this device and type, else the plain kernel."""
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.is_cuda and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
-        return FlashKernel()
-    return PlainKernel()
+    fits = half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    return FlashKernel() if q.is_cuda and fits and _has_flash(q.device) else PlainKernel()
+
+
+@lru_cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether this torch was built with FlashAttention-2 and the GPU can run it (sm80 and on)."""
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class PlainKernel:

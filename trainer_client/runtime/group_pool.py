@@ -22,10 +22,13 @@ is the same everywhere, so members that wait for one another cannot form a cycle
 """
 
 import itertools
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from types import TracebackType
 from typing import cast
 
@@ -33,13 +36,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from trainer_client.runtime.errors import GroupFormationError, GroupPoolError
+from trainer_client.runtime.errors import GroupFormationError, GroupPoolError, PeerError
 from trainer_client.runtime.peers import (
+    POLL_S,
     FaultBoard,
     PeerGroup,
     Transport,
     as_timedelta,
     grace_s,
+    is_transport_error,
 )
 
 Members = tuple[int, ...]
@@ -85,11 +90,13 @@ class GroupPool:
             pools = base.add(f"cp_groups/{lane}/pools_of/{self.replica}", 1)
             prefix = f"cp_groups/{lane}/{pools}/"
             self._store: Store | None = PrefixStore(prefix, base)
-            # A store client serves one call at a time and waits inside it, so the background
-            # thread has its own.
-            self._background_store = PrefixStore(prefix, _own_client(base))
+            self._open_background_store: Callable[[], Store] = lambda: PrefixStore(
+                prefix, _own_client(base)
+            )
         else:
             self._store = None
+        self._background_store: Store | None = None
+        self._closed_at = math.inf  # of the monotonic clock
         self._ledger = _Ledger(max_groups)
         self._planned: dict[Members, Future[PeerGroup]] = {}
         self._unplanned: dict[Members, PeerGroup] = {}
@@ -113,7 +120,7 @@ class GroupPool:
             if self.replica in members:
                 self._checked(members)
                 self._planned[members] = self._connector.submit(
-                    self._connect, members, f"planned/{admission}", self._background_store
+                    self._connect_planned, members, f"planned/{admission}"
                 )
 
     def get(self, members: Sequence[int]) -> PeerGroup:
@@ -142,9 +149,28 @@ class GroupPool:
         """Planned groups this replica keeps, least recently planned first."""
         return tuple(key for key in self._ledger.groups() if self.replica in key)
 
+    @contextmanager
+    def naming_lost(self, action: str) -> Iterator[None]:
+        """Say which replica is behind an error of DDP's or FSDP's collectives in between.
+
+        Only errors of communication are looked at, and only once ``everyone`` was used. Raises
+        PeerError in their place.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if (blamed := self._blamed(error, action)) is None:
+                raise
+            raise blamed from error
+
     def close(self) -> None:
-        """Drop every group. Call it on all replicas after their last use of the pool."""
-        self._connector.shutdown(wait=False, cancel_futures=True)
+        """Drop every group. Call it on all replicas after their last use of the pool.
+
+        Groups that are still being connected are finished, since their other members wait for
+        this one, but not waited for longer than the grace.
+        """
+        self._closed_at = time.monotonic()
+        self._connector.shutdown(wait=False)
         for future in self._planned.values():
             future.add_done_callback(_close_made)
         for group in self._unplanned.values():
@@ -161,7 +187,17 @@ class GroupPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close; an error of communication on the way out names the lost replica too."""
+        blamed = self._blamed(error, "work between steps")
         self.close()
+        if blamed is not None:
+            raise blamed from error
+
+    def _blamed(self, error: BaseException | None, action: str) -> PeerError | None:
+        everyone = self._unplanned.get(tuple(range(self.replicas)))
+        if everyone is None or not isinstance(error, RuntimeError) or not is_transport_error(error):
+            return None
+        return everyone.blame(error, action=action)
 
     def _checked(self, members: Sequence[int]) -> Members:
         key = tuple(int(member) for member in members)
@@ -177,18 +213,20 @@ class GroupPool:
             )
         return key
 
+    def _connect_planned(self, members: Members, name: str) -> PeerGroup:
+        # A store client serves one call at a time and waits inside it, so this thread has its own.
+        if self._background_store is None:
+            self._background_store = self._open_background_store()
+        return self._connect(members, name, self._background_store)
+
     def _connect(self, members: Members, name: str, pool_store: Store) -> PeerGroup:
         store = PrefixStore(f"{name}/", pool_store)
         index = members.index(self.replica)
-        store.set(f"arrived/{self.replica}", "1")
+        limit_s = self.timeout_s - grace_s(self.timeout_s)
         try:
-            transport = _make_transport(
-                self._backend_name,
-                store,
-                index,
-                len(members),
-                self.timeout_s - grace_s(self.timeout_s),
-            )
+            store.set(f"arrived/{self.replica}", "1")
+            self._await_members(members, store, limit_s)
+            transport = _make_transport(self._backend_name, store, index, len(members), limit_s)
         except RuntimeError as error:
             raise self._formation_error(members, _missing(store, members), error) from error
         board = FaultBoard(self._store or pool_store, replica=self.replica)
@@ -200,6 +238,16 @@ class GroupPool:
             timeout_s=self.timeout_s,
             device=self._device,
         )
+
+    def _await_members(self, members: Members, store: Store, limit_s: float) -> None:
+        """Wait until all members want this group. NCCL would wait for them as long as the store's
+        own timeout. Raises RuntimeError."""
+        deadline = time.monotonic() + limit_s
+        arrivals = [f"arrived/{member}" for member in members]
+        while not store.check(arrivals):
+            if time.monotonic() >= min(deadline, self._closed_at + grace_s(self.timeout_s)):
+                raise RuntimeError(f"not all members came within {limit_s:g} s")
+            time.sleep(POLL_S)
 
     def _formation_error(
         self, members: Members, missing: Sequence[int], error: Exception

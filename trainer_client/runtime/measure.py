@@ -8,14 +8,15 @@ your own torchrun and give the file to `dataservice calibrate --measurements`. `
 a `MultimodalModel` that is not wrapped. It is measured as a step runs it: all replicas at work
 at once, CP groups side by side, a rank that no group needs computing alone as much as a member.
 
-Ring groups are measured inside nodes, and across them where there are several. Seconds are
-medians over repeats and groups, a group's those of its slowest member.
+Ring groups are measured inside nodes, and across them where there are several. A group's seconds
+are those of its slowest member; of all repeats and groups a low quantile is kept.
 """
 
 import argparse
 import importlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,13 +40,14 @@ from trainer_client.runtime.step import MultimodalModel
 from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
 
 FORMAT = 1
-LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-ITEM_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
+LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+ITEM_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
 PACKED = 4  # sequences of a pack, items of a batch: what tells linear and square terms apart
 CLIP_FRAMES = 8
 TOKEN_IDS = 251  # ids used; vocabularies are larger, and one id alone would make a slow gradient
 TIMEOUT_S = 300.0
+LOW_QUANTILE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,20 @@ class Load:
     tokens: tuple[int, ...]
     groups: Groups
     run: Callable[[], None]
+    clip: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """For progress."""
+        what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
+        return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
+
+    def row(self, seconds: float) -> dict[str, Any]:
+        """As the file of measurements has it."""
+        found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
+        if self.phase == "llm":
+            found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
+        return found | ({"clip": True} if self.clip else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +168,7 @@ def encoder_loads(
     model: MultimodalModel, encoded: EncodedAs, item_tokens: Sequence[int], groups: Groups
 ) -> Iterator[Load]:
     """Each length as one item and as a batch of four; and for encoders of pictures of any size
-    as one clip, whose frames they may hold apart."""
+    clips, whose frames they may hold apart."""
     dummy = model.dummy_item(encoded.name)
     dummy_tokens = len(_encode(model, encoded.name, [dummy])) * encoded.tokens_per_row
     seen = set()
@@ -160,8 +177,9 @@ def encoder_loads(
         quarter = grown(dummy, round(tokens / PACKED / dummy_tokens), encoded)
         batches = [[one], [quarter] * PACKED]
         if encoded.name == "vision" and encoded.grows == "area":
-            batches.append([one.repeat(CLIP_FRAMES, 1, 1, 1)])
+            batches.append([quarter.repeat(CLIP_FRAMES, 1, 1, 1)])
         for batch in batches:
+            clip = encoded.grows == "area" and batch[0].ndim == 4 and len(batch[0]) > len(dummy)
             # The encoder says itself how many frames it joins, and what it drops.
             with torch.no_grad():
                 rows = len(_encode(model, encoded.name, batch[:1]))
@@ -175,7 +193,7 @@ def encoder_loads(
                 if features.requires_grad:
                     features.float().square().sum().backward()  # type: ignore[no-untyped-call]
 
-            yield Load(phase=encoded.name, tokens=load, groups=groups, run=run)
+            yield Load(phase=encoded.name, tokens=load, groups=groups, run=run, clip=clip)
 
 
 def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:
@@ -238,29 +256,31 @@ def device_of(model: MultimodalModel) -> torch.device:
 # ---- measuring ----------------------------------------------------------------------------
 
 
-def seconds_of(load: Load, pool: GroupPool, repeats: int, device: torch.device) -> float:
-    """Median over repeats and groups of the slowest member's seconds. Collective."""
-    load.run()  # connects groups, compiles and allocates
-    spent = []
-    for _ in range(repeats):
-        _together(pool, device)
-        started_s = time.perf_counter()
-        load.run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent.append(time.perf_counter() - started_s)
-    own = torch.tensor(spent, dtype=torch.float64, device=pool.everyone.device)
-    everyone = torch.stack(pool.everyone.gather(own, action="collecting seconds")).cpu()
-    slowest = [everyone[list(group)].amax(dim=0) for group in load.groups.members]
-    return float(torch.cat(slowest).median())
+class Stopwatch:
+    """Seconds of work on a device, the host's other programs left out as far as can be.
 
+    CUDA: the device is drained before and behind. CPU with one thread a rank: seconds that this
+    process computed, so that neither other programs nor a slower peer count. CPU with more: time
+    that passed, since threads that wait for one another burn seconds too.
+    """
 
-def _together(pool: GroupPool, device: torch.device) -> None:
-    """No rank starts before all have come, with nothing left on their devices."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    here = torch.zeros(1, device=pool.everyone.device)
-    pool.everyone.gather(here, action="starting together")[0].cpu()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._now = time.process_time if alone else time.perf_counter
+
+    def time(self, work: Callable[[], None]) -> float:
+        """Seconds of one call."""
+        self.drain()
+        started_s = self._now()
+        work()
+        self.drain()
+        return self._now() - started_s
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def measure(
@@ -270,25 +290,62 @@ def measure(
     *,
     tell: Callable[[str], None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """All measurements by phase, the same on every rank. Collective."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", pool.replicas))
-    ways = list(partitions(options.degrees or range(1, pool.replicas + 1), pool.replicas, per_node))
-    alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
-    loads = [load for way in ways for load in decoder_loads(model, pool, way, options.lengths)]
-    for encoded in map(EncodedAs.parse, options.modalities):
-        loads += encoder_loads(model, encoded, options.item_tokens, alone)
+    """All measurements by phase, the same on every rank. Collective.
+
+    All loads run once to warm up, and then in rounds, each in another order, so that a disturbance
+    falls on a round of many loads and not on all repeats of one.
+    """
+    loads = list(all_loads(model, pool, options))
+    watch = Stopwatch(device_of(model))
+    spent = np.zeros((options.repeats + 1, len(loads)))
+    for number in range(options.repeats + 1):  # the first connects groups, compiles and allocates
+        order = list(range(len(loads)))
+        random.Random(number).shuffle(order)
+        for done, index in enumerate(order, start=1):
+            cast(Module, model).zero_grad()
+            watch.drain()
+            _together(pool)
+            spent[number, index] = watch.time(loads[index].run)
+            tell(
+                f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
+                + (f"round {number} of {options.repeats}" if number else "to warm up")
+            )
+    own = torch.from_numpy(spent[1:]).to(pool.everyone.device)
+    # [ranks, repeats, loads]
+    everyone = torch.stack(pool.everyone.gather(own, action="collecting seconds")).cpu().numpy()
     found: dict[str, list[dict[str, Any]]] = {}
-    for number, load in enumerate(loads, start=1):
-        cast(Module, model).zero_grad()
-        seconds = seconds_of(load, pool, options.repeats, device_of(model))
-        way = {"degree": load.groups.degree, "crosses_node": load.groups.crosses_node}
-        row = {"tokens": list(load.tokens), "seconds": seconds}
-        found.setdefault(load.phase, []).append({**row, **(way if load.phase == "llm" else {})})
-        tell(
-            f"measured {number}/{len(loads)} {load.phase}: {len(load.tokens)} × {load.tokens[0]} "
-            f"tokens at degree {load.groups.degree} in {seconds:.4g} s"
-        )
+    for index, load in enumerate(loads):
+        found.setdefault(load.phase, []).append(load.row(undisturbed_s(load, everyone[..., index])))
     return found
+
+
+def undisturbed_s(load: Load, seconds: npt.NDArray[np.float64]) -> float:
+    """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats].
+
+    Low, because whatever else runs on a machine only adds time; not the least, because clocks
+    and caches have lucky moments too.
+    """
+    slowest = [seconds[list(group)].max(axis=0) for group in load.groups.members]
+    return float(np.quantile(np.concatenate(slowest), LOW_QUANTILE))
+
+
+def all_loads(
+    model: MultimodalModel, pool: GroupPool, options: argparse.Namespace
+) -> Iterator[Load]:
+    """What is measured, in one order on all ranks."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", pool.replicas))
+    degrees = options.degrees or range(1, pool.replicas + 1)
+    for way in partitions(degrees, pool.replicas, per_node):
+        yield from decoder_loads(model, pool, way, options.lengths)
+    alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
+    for encoded in map(EncodedAs.parse, options.modalities):
+        yield from encoder_loads(model, encoded, options.item_tokens, alone)
+
+
+def _together(pool: GroupPool) -> None:
+    """No rank starts before all have come."""
+    here = torch.zeros(1, device=pool.everyone.device)
+    pool.everyone.gather(here, action="starting together")[0].cpu()
 
 
 def build_model(path: str, device: torch.device, dtype: torch.dtype | None) -> MultimodalModel:

@@ -8,6 +8,8 @@ Failure: the first transport error or timeout is turned into a ``PeerError``. Th
 notices writes to the store whom it was waiting for, drops its connections so that those who
 wait for *it* notice too, and follows the others' notes to the replica that wrote none: that
 one is named. The whole takes at most ``timeout_s``.
+Failure elsewhere: DDP's and FSDP's own collectives name nobody. ``blame`` turns such an error
+into a ``PeerError`` by looking which connections of this group have gone dead.
 Cancellation: none; a group is not usable after a failure.
 
 With NCCL the host does not wait for transfers, so a silent peer is noticed by NCCL's own
@@ -24,10 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from trainer_client.runtime.errors import GroupPoolError, PeerError
+from trainer_client.runtime.errors import GroupPoolError, PeerError, RuntimeFault
 
 UNKNOWN = "?"
+TRANSPORT_MARKS = ("gloo", "NCCL", "Connection closed by peer")
 POLL_S = 0.02
+PROBE_S = 0.1
+PROBE_CHANNEL = 9  # of receives that only ask whether a peer is there
 
 
 def grace_s(timeout_s: float) -> float:
@@ -53,19 +58,25 @@ class FaultBoard:
     ) -> tuple[int, ...]:
         """Replicas that wrote no note, found by following the notes from ``awaited``.
 
-        Without ``awaited`` (a collective), all members that wrote none within the grace.
+        Without ``awaited`` (a collective), or where the notes end at a replica that was in a
+        collective, all members that wrote none within the grace.
         """
         deadline = time.monotonic() + grace_s
         while True:
-            if awaited is None:
-                silent = tuple(m for m in members if m != self._replica and self._note(m) is None)
-            else:
-                silent = self._follow(awaited)
-            if not silent or time.monotonic() >= deadline:
+            followed = None if awaited is None else self._follow(awaited)
+            silent = self.silent(members) if followed is None else followed
+            open_end = followed is None and awaited is not None
+            if time.monotonic() >= deadline or not (silent or open_end):
                 return silent
             time.sleep(POLL_S)
 
-    def _follow(self, awaited: int) -> tuple[int, ...]:
+    def silent(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Members other than this one that wrote no note."""
+        return tuple(m for m in members if m != self._replica and self._note(m) is None)
+
+    def _follow(self, awaited: int) -> tuple[int, ...] | None:
+        """Who wrote no note; nobody when replicas waited in a circle, None when one of them
+        knows nobody."""
         seen = {self._replica}
         while awaited not in seen:
             seen.add(awaited)
@@ -73,7 +84,7 @@ class FaultBoard:
             if note is None:
                 return (awaited,)
             if note == UNKNOWN:
-                break
+                return None
             awaited = int(note)
         return ()
 
@@ -160,6 +171,11 @@ class PeerGroup:
     @property
     def replica(self) -> int:
         return self.members[self.index]
+
+    def home_of_sums(self, computing: torch.device) -> torch.device:
+        """Where to add up what ``post_sum`` will take: where the transport wants it, and without
+        one on the device that computes, which the host then need not wait for."""
+        return self.device if self.size > 1 else computing
 
     def __repr__(self) -> str:
         return f"PeerGroup(members={list(self.members)}, index={self.index})"
@@ -255,6 +271,50 @@ class PeerGroup:
             cause=str(error),
         )
 
+    def blame(self, error: Exception, *, action: str) -> PeerError:
+        """What an error of somebody else's collective among these members comes from.
+
+        Named are members whose process is gone and that reported no failure themselves; if
+        there are none within the grace, those that reported none.
+        """
+        return PeerError(
+            action=action,
+            members=self.members,
+            replica=self.replica,
+            awaited=None,
+            culprits=self._find_lost(),
+            timeout_s=self.timeout_s,
+            cause=str(error),
+        )
+
+    def _find_lost(self) -> tuple[int, ...]:
+        if self._board is None:
+            return ()
+        deadline = time.monotonic() + grace_s(self.timeout_s)
+        try:
+            self._board.report(None)
+            while True:
+                silent = self._board.silent(self.members)
+                gone = tuple(member for member in silent if self._is_gone(member))
+                if gone:
+                    self._board.report(gone[0])  # for those that waited for this one
+                if gone or not silent or time.monotonic() >= deadline:
+                    return gone or silent
+                time.sleep(PROBE_S)
+        except RuntimeError:  # the store's host is gone as well
+            return ()
+
+    def _is_gone(self, member: int) -> bool:
+        """Whether the connection to a member is known to be dead. Posting a receive tells, which
+        nobody will ever answer; with NCCL nothing does."""
+        if self._transport is None or self._on_stream:
+            return False
+        try:
+            self._transport.recv([torch.empty(1)], self.members.index(member), PROBE_CHANNEL)
+        except RuntimeError:
+            return True
+        return False
+
     def _ask_survivors(self, awaited: int | None) -> tuple[int, ...]:
         known = () if awaited is None else (awaited,)
         if self._board is None:
@@ -301,6 +361,13 @@ class PeerGroup:
             transport.recv([tensor], peer, 0)
         kept = [tensor for tensor, _ in (*sends, *receives)]
         transfer.add(transport._end_coalescing(), None, *kept)
+
+
+def is_transport_error(error: RuntimeError) -> bool:
+    """Whether torch says that ranks could not talk, rather than that a model is wrong."""
+    if isinstance(error, RuntimeFault):
+        return False
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in TRANSPORT_MARKS)
 
 
 def as_timedelta(seconds: float) -> timedelta:

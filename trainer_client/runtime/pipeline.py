@@ -7,7 +7,7 @@ microbatches and are summed over replicas at the end.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_client.runtime.clock import OTHER, Clock, phase_clock, start_clock, switch_phase
 from trainer_client.runtime.errors import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
@@ -36,7 +37,7 @@ from trainer_client.runtime.pipeline_schedule import (
     PipelineSchedule,
     one_forward_one_backward,
 )
-from trainer_client.runtime.pipeline_timeline import Clock, Timeline, start_clock
+from trainer_client.runtime.pipeline_timeline import Timeline
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel, forward_microbatch
 from trainer_client.shard import Microbatch, Shard
@@ -71,12 +72,13 @@ class PipelineResult:
     """The same on all stages of a replica, but for the seconds, which are this rank's own.
 
     ``loss``: mean over the global batch's loss tokens. ``timeline``: of all stages.
+    ``phase_s``: as in ``StepResult``, and ``bubble``, waiting for the stages beside this one.
     """
 
     loss: float
     loss_tokens: int
     seconds: float
-    gradient_sum_seconds: float
+    phase_s: Mapping[str, float]
     timeline: Timeline
 
 
@@ -109,7 +111,8 @@ def run_pipeline_step(
         mesh.stages, mesh.virtual_stages, len(shard.microbatches)
     )
     _check_arguments(chunks, shard, mesh, schedule)
-    with mesh.naming_ranks():
+    lost = mesh.groups.naming_lost("a step")
+    with mesh.naming_ranks(), lost, phase_clock(hidden.device) as phases:
         everyone = mesh.groups.everyone
         reductions = _reductions_of(chunks, everyone)
         _meet(shard, upcoming, mesh)
@@ -118,17 +121,18 @@ def run_pipeline_step(
         loss_tokens = global_loss_tokens(own, everyone)
         stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
         stage.run()
-        sum_started = time.perf_counter()
+        phases.switch("gradients")
         for reduction in dict.fromkeys(reductions):
             reduction.finish()
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
-        sum_ended = time.perf_counter()
+        phases.switch(OTHER)
         loss, tokens, timeline = _share(stage, loss_tokens if labelled else 0, mesh, schedule)
+        phase_s = phases.seconds()
     return PipelineResult(
         loss=loss,
         loss_tokens=tokens,
         seconds=time.perf_counter() - started,
-        gradient_sum_seconds=sum_ended - sum_started,
+        phase_s=phase_s,
         timeline=timeline,
     )
 
@@ -162,21 +166,26 @@ class _Stage:
         self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
         self._marks: list[tuple[Action, int, int]] = []
         self._clock: Clock = start_clock(hidden.device)
-        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=mesh.groups.everyone.device)
+        home = mesh.groups.everyone.home_of_sums(hidden.device)
+        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
 
     def run(self) -> None:
         """Run every action, each receive posted one action ahead."""
         posted = self._post_receive(0)
         for place, action in enumerate(self._actions):
+            switch_phase("bubble")
             arriving, posted = posted, self._post_receive(place + 1)
             taken = None if arriving is None else self._links.receive(action, arriving)
             compute = self._forward if action.kind == FORWARD else self._backward
+            switch_phase("llm_forward" if action.kind == FORWARD else "llm_backward")
             begun = self._clock.mark()
             given = compute(action, taken)
             self._marks.append((action, begun, self._clock.mark()))
             if given is not None:
                 self._links.send(action, given)
+        switch_phase("bubble")
         self._links.finish()
+        switch_phase(OTHER)
 
     def _post_receive(self, place: int) -> tuple[Tensor, Transfer] | None:
         if place >= len(self._actions):

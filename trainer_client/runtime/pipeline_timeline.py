@@ -5,14 +5,11 @@ backward at 1, seconds; chunk c runs on stage c mod p. So its arrays make a ``Ti
 and a measured one gives back the durations that it simulates with.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,55 +90,3 @@ def _row(timeline: Timeline, stage: int, longest_s: float, columns: int) -> str:
                 mark = ("0123456789", "abcdefghij")[kind][microbatch % 10]
                 row[first:last] = mark * (last - first)
     return "".join(row)
-
-
-class Clock(Protocol):
-    """Marks moments of a step; read afterwards, in seconds since the clock was made."""
-
-    def mark(self) -> int:
-        """Note this moment; returns its number."""
-        ...
-
-    def read(self) -> list[float]:
-        """Every moment noted."""
-        ...
-
-
-def start_clock(device: torch.device) -> Clock:
-    """Of the device that computes: the host for CPU, its current stream for CUDA."""
-    return _StreamClock(device) if device.type == "cuda" else _HostClock()
-
-
-class _HostClock:
-    def __init__(self) -> None:
-        self._origin_s = time.perf_counter()
-        self._moments_s: list[float] = []
-
-    def mark(self) -> int:
-        self._moments_s.append(time.perf_counter() - self._origin_s)
-        return len(self._moments_s) - 1
-
-    def read(self) -> list[float]:
-        return self._moments_s
-
-
-class _StreamClock:
-    """The host only enqueues work, so moments are events on its stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._origin = self._event()
-        self._moments: list[torch.cuda.Event] = []
-
-    def mark(self) -> int:
-        self._moments.append(self._event())
-        return len(self._moments) - 1
-
-    def read(self) -> list[float]:
-        self._stream.synchronize()
-        return [self._origin.elapsed_time(moment) / 1e3 for moment in self._moments]
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event

@@ -169,8 +169,8 @@ class _RingAttention(torch.autograd.Function):
             if not last:
                 transfer.wait()
                 keys, values = arriving
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        out, lse = merged.result()
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.group, ctx.scale, ctx.kernel = layout, group, scale, kernel
         return out
 
@@ -211,22 +211,41 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Merged:
-    """Output and log-sum-exp over the blocks seen so far."""
+    """Output and log-sum-exp over the blocks seen so far.
+
+    A first block over all rows (that of a pack without padding) is taken as it is: at degree 1
+    nothing is merged or copied.
+    """
 
     def __init__(self, q: Tensor) -> None:
-        dtype = accumulation_dtype(q.dtype)
-        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        self.lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
+        self._q = q
+        self._so_far: tuple[Tensor, Tensor] | None = None
 
     def add(self, block: Block, out: Tensor, lse: Tensor) -> None:
         """Merge one block: each side weighs exp of its own log-sum-exp minus the new one."""
         rows = block.queries
-        before = rows.take(self.lse, dim=1)
+        if self._so_far is None and rows.cover(self._q.shape[0]):
+            self._so_far = out, lse
+            return
+        merged, merged_lse = self._so_far or self._nothing()
+        merged = merged.to(accumulation_dtype(merged.dtype))
+        before = rows.take(merged_lse, dim=1)
         after = torch.logaddexp(before, lse)
         kept = (before - after).exp().T.unsqueeze(-1)
         new = (lse - after).exp().T.unsqueeze(-1)
-        rows.put(self.out, rows.take(self.out) * kept + out * new)
-        rows.put(self.lse, after, dim=1)
+        rows.put(merged, rows.take(merged) * kept + out * new)
+        rows.put(merged_lse, after, dim=1)
+        self._so_far = merged, merged_lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output like q, and lse [heads, rows] in the accumulation type."""
+        out, lse = self._so_far or self._nothing()
+        return out.to(self._q.dtype), lse
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        q, dtype = self._q, accumulation_dtype(self._q.dtype)
+        lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
+        return torch.zeros(q.shape, dtype=dtype, device=q.device), lse
 
 
 def _attend(

@@ -45,6 +45,10 @@ class Rows:
     def longest(self) -> int:
         return max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
+    def cover(self, rows: int) -> bool:
+        """Whether these are all of so many local rows, in order."""
+        return isinstance(self.index, slice) and self.index == slice(0, rows)
+
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """The chosen rows, contiguous where the kernel would copy them anyway."""
         if isinstance(self.index, slice):

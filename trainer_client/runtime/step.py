@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_client.runtime.clock import OTHER, phase_clock, switch_in_backward, switch_phase
 from trainer_client.runtime.errors import LayoutError, PlanMismatchError
 from trainer_client.runtime.exchange import exchange_features
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
@@ -82,13 +83,18 @@ class MultimodalModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """``loss``: mean over the global batch's loss tokens. Seconds are this replica's own."""
+    """``loss``: mean over the global batch's loss tokens. Seconds are this replica's own.
+
+    ``phase_s``: what they went to: ``vision_forward``, ``vision_backward``, ``audio_...``,
+    ``llm_...`` (rings included), ``exchange`` of features both ways (waiting for slower replicas
+    included), ``gradients`` (their sum, as far as it is not hidden behind the last backward) and
+    ``other``. They add up to the step.
+    """
 
     loss: float
     loss_tokens: int
     seconds: float
-    microbatch_seconds: tuple[float, ...]
-    gradient_sum_seconds: float
+    phase_s: Mapping[str, float]
 
 
 def run_step(
@@ -115,31 +121,36 @@ def run_step(
     everyone = groups.everyone
     reduction = gradients or reduction_of(model, everyone)
     forward = _forward_of(model)
-    _prewarm(shard, upcoming, groups)
-    own_tokens = count_loss_tokens(microbatch.labels for microbatch in shard.microbatches)
-    loss_tokens = global_loss_tokens(own_tokens, everyone)
-    loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.device)
-    microbatch_seconds = []
-    for number, microbatch in enumerate(shard.microbatches, start=1):
-        microbatch_started = time.perf_counter()
-        with reduction.microbatch(last=number == len(shard.microbatches)):
-            logits = forward(microbatch, groups)
-            loss = token_weighted_loss(logits, microbatch.labels.to(logits.device), loss_tokens)
-            (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
-        loss_sum += loss.detach().to(loss_sum.device)
-        microbatch_seconds.append(time.perf_counter() - microbatch_started)
-    sum_started = time.perf_counter()
-    reduction.finish()
-    everyone.post_sum(loss_sum, action="summing the loss").wait()
-    mean_loss = float(loss_sum)  # on a GPU the step ends here, not where the host has queued it
-    ended = time.perf_counter()
+    device = _device_of(model)
+    with groups.naming_lost("a step"), phase_clock(device) as phases:
+        _prewarm(shard, upcoming, groups)
+        own_tokens = count_loss_tokens(microbatch.labels for microbatch in shard.microbatches)
+        loss_tokens = global_loss_tokens(own_tokens, everyone)
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
+        for number, microbatch in enumerate(shard.microbatches, start=1):
+            with reduction.microbatch(last=number == len(shard.microbatches)):
+                logits = forward(microbatch, groups)
+                loss = token_weighted_loss(logits, microbatch.labels.to(logits.device), loss_tokens)
+                phases.switch("llm_backward")
+                (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
+            phases.switch(OTHER)
+            loss_sum += loss.detach().to(loss_sum.device)
+        phases.switch("gradients")
+        reduction.finish()
+        everyone.post_sum(loss_sum, action="summing the loss").wait()
+        mean_loss = float(loss_sum)  # on a GPU the step ends here, not where the host has queued it
+        phase_s = phases.seconds()
     return StepResult(
         loss=mean_loss,
         loss_tokens=loss_tokens,
-        seconds=ended - started,
-        microbatch_seconds=tuple(microbatch_seconds),
-        gradient_sum_seconds=ended - sum_started,
+        seconds=time.perf_counter() - started,
+        phase_s=phase_s,
     )
+
+
+def _device_of(model: Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
@@ -171,12 +182,15 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
         batch: ModalityBatch | None = getattr(microbatch, modality)
         if batch is None:  # then it is None on every replica
             continue
+        switch_phase(f"{modality}_forward")
         trains = model.encoder_trains(modality)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             encoded = _encode(model, modality, batch)
         plan = batch.exchange
+        sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
+        switch_phase("exchange")
         rows = exchange_features(
-            encoded.index_select(0, plan.send_rows.to(encoded.device)),
+            switch_in_backward(sent, f"{modality}_backward"),
             plan.send_splits,
             plan.recv_splits,
             groups.everyone,
@@ -184,7 +198,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             differentiable=trains,
         )
         previous = rows if trains else previous
+        rows = switch_in_backward(rows, "exchange")
         features[modality] = Features(rows=rows, positions=plan.recv_positions)
+    switch_phase("llm_forward")
     if microbatch.idle:
         one_token = _one_token(microbatch)
         logits = model.decode(one_token, features, PackedAttention([0, 1]))

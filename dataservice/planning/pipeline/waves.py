@@ -18,23 +18,27 @@ FORWARD_SHARE = 1.0 / 3.0
 
 
 def order_waves(
-    waves: tuple[ContextPlan, ...], *, algorithm: Order, stages: int
+    waves: tuple[ContextPlan, ...], *, algorithm: Order, stages: int, virtual_stages: int = 1
 ) -> tuple[tuple[ContextPlan, ...], StageReport]:
-    """Waves in execution order, and the simulated 1F1B makespan before and after."""
+    """Waves in execution order, and the simulated makespan of 1F1B before and after; of
+    interleaved 1F1B where each stage has several `virtual_stages`."""
     seconds = np.array([wave.makespan_s for wave in waves])
     if stages == 1 or len(waves) < 2:
         total = float(seconds.sum())
         return waves, _report("as_formed", total, total, total)
-    forward = np.repeat(seconds[:, None] * FORWARD_SHARE / stages, stages, axis=1)
+    chunks = stages * virtual_stages
+    forward = np.repeat(seconds[:, None] * FORWARD_SHARE / chunks, chunks, axis=1)
     backward = forward * (1.0 / FORWARD_SHARE - 1.0)
-    before = simulate_1f1b(forward, backward).makespan_s
+    before = simulate_1f1b(forward, backward, virtual_stages=virtual_stages).makespan_s
     order = (
         np.arange(len(waves), dtype=np.int32)
         if algorithm == "as_formed"
-        else order_microbatches(forward, backward, algorithm=algorithm)
+        else order_microbatches(
+            forward, backward, virtual_stages=virtual_stages, algorithm=algorithm
+        )
     )
-    after = simulate_1f1b(forward[order], backward[order]).makespan_s
-    busiest = float((forward + backward).sum(axis=0).max())
+    after = simulate_1f1b(forward[order], backward[order], virtual_stages=virtual_stages).makespan_s
+    busiest = float((forward + backward).sum(axis=0).reshape(virtual_stages, stages).sum(0).max())
     return tuple(waves[i] for i in order), _report(algorithm, before, after, busiest)
 
 

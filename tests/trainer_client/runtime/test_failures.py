@@ -79,6 +79,21 @@ def in_a_sum(rank, size, manner):
         return facts(error, rank)
 
 
+def in_a_collective_of_torch(rank, size, manner):
+    """As DDP's and FSDP's own are."""
+    try:
+        with GroupPool(timeout_s=LIMIT_S) as pool:
+            assert pool.everyone.size == size
+            with pytest.raises(RuntimeError, match="shapes differ"), pool.naming_lost("a step"):
+                raise RuntimeError("shapes differ")  # the model's own errors stay what they are
+            dist.barrier()
+            if rank == LOST:
+                lose(manner)
+            dist.all_reduce(torch.zeros(5))
+    except PeerError as error:
+        return facts(error, rank)
+
+
 def in_forming_a_group(rank, size, manner):
     pool = GroupPool(timeout_s=LIMIT_S)
     dist.barrier()
@@ -99,6 +114,7 @@ def in_forming_a_group(rank, size, manner):
         (in_an_exchange, "dies"),
         (in_a_sum, "dies"),
         (in_a_sum, "hangs"),
+        (in_a_collective_of_torch, "dies"),
         (in_forming_a_group, "dies"),
     ],
 )

@@ -1,17 +1,24 @@
 """The measuring script: who shares what, how items grow, and packs cut as the service cuts."""
 
+import argparse
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from dataservice.core.layout import member_rows, padded_tokens
 from trainer_client.errors import BadArgument
+from trainer_client.runtime import GroupPool, measure
 from trainer_client.runtime.measure import (
     EncodedAs,
+    Groups,
+    Load,
     build_model,
     grown,
     make_microbatch,
     partitions,
+    undisturbed_s,
 )
 
 
@@ -55,6 +62,44 @@ def test_items_grow_by_area_by_frames_or_in_time():
         assert grown(picture, times, frames).shape == (times, 28, 56, 3)
         assert grown(sound, times, audio).shape == (640 * times,)
     assert grown(picture, 0, area).shape == picture.shape
+
+
+def load(members, **more):
+    groups = Groups(degree=len(members[0]), crosses_node=False, members=members)
+    return Load(phase="llm", tokens=(64,), groups=groups, run=lambda: None, **more)
+
+
+def test_what_disturbs_a_few_repeats_does_not_show():
+    rng = np.random.default_rng(0)
+    calm = 0.1 * (1 + 0.005 * rng.standard_normal((4, 9)))
+    disturbed = calm * np.where(rng.random(calm.shape) < 0.4, rng.uniform(1.2, 4, calm.shape), 1)
+    for members in (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))):
+        assert undisturbed_s(load(members), disturbed) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_group_takes_as_long_as_its_slowest_member():
+    seconds = np.array([[1.0], [3.0], [2.0], [9.0]])  # the last is in no group
+    assert undisturbed_s(load(((0, 1, 2),)), seconds) == 3.0
+
+
+def test_every_load_is_measured_in_every_round_and_rounds_differ_in_order(monkeypatch):
+    ran = []
+
+    def some_loads(model, pool, options):
+        for n in range(12):
+            one = load(((0,),))
+            yield replace(one, tokens=(n,), run=lambda n=n: ran.append(n))
+
+    monkeypatch.setattr(measure, "all_loads", some_loads)
+    with GroupPool() as pool:
+        found = measure.measure(
+            torch.nn.Linear(2, 2), pool, argparse.Namespace(repeats=3), tell=lambda line: None
+        )
+    rounds = [ran[first : first + 12] for first in range(0, len(ran), 12)]
+    assert len(rounds) == 4, "one to warm up"
+    assert all(sorted(of_round) == list(range(12)) for of_round in rounds)
+    assert len({tuple(of_round) for of_round in rounds}) == 4
+    assert [row["tokens"] for row in found["llm"]] == [[n] for n in range(12)]
 
 
 @pytest.mark.parametrize("text", ["video:4:area", "vision:four:area", "vision:4:sideways"])

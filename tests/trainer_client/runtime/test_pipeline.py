@@ -149,6 +149,8 @@ def train_case(rank, case):
             "degrees": {len(members) for wave in waves for members, _ in wave},
             "idle": any(sum(len(m) for m, _ in wave) < replicas for wave in waves),
             "timeline": result.timeline,
+            "phase_s": result.phase_s,
+            "seconds": result.seconds,
         }
 
 
@@ -212,6 +214,17 @@ def test_the_timeline_has_every_action_of_the_row_in_the_order_of_the_schedule(t
                 order = np.argsort(begun)
                 assert (ended[order][:-1] <= begun[order][1:]).all(), "one action at a time"
             assert 0 <= timeline.bubble_fraction < 1
+
+
+def test_each_stage_says_what_its_seconds_went_to(trained):
+    encoders = {"vision_forward", "audio_forward", "exchange"}
+    for (stages, *_), of_case in trained.items():
+        for found in of_case:
+            phases = found["phase_s"].keys()
+            assert {"llm_forward", "llm_backward", "gradients", "bubble", "other"} <= phases
+            assert bool(encoders & phases) == ("inputs" in found["parts"]), stages
+            assert min(found["phase_s"].values()) >= 0
+            assert sum(found["phase_s"].values()) <= found["seconds"]
 
 
 def sharded_then_failing(rank, size):

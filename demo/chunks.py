@@ -1,0 +1,77 @@
+"""The demo's model cut into chunks, for a pipeline.
+
+    encoders ─▶ embedding ─ layer ─┆─ layer ─┆─ layer ─┆─ layer ─ norm, output head
+              FirstChunk           ┆      LaterChunk, once a cut
+
+Chunks hold the whole model's own modules. Its output head is its embedding, so the first and the
+last stage each find a part of that weight's gradient: `sum_tied_gradient` adds them up.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from demo.model import DemoModel, run_layers
+from trainer_client import Microbatch
+from trainer_client.runtime import Features, PackedAttention, PipelineMesh
+
+
+def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
+    """Two or more chunks of about as many layers each, in model order."""
+    places = torch.arange(len(model.layers)).tensor_split(chunks)
+    parts = [[model.layers[place] for place in part.tolist()] for part in places]
+    later = [LaterChunk(model, part, last=part is parts[-1]) for part in parts[1:]]
+    return [FirstChunk(model, parts[0]), *later]
+
+
+class FirstChunk(DemoModel):
+    """A `DemoModel` without its last layers and its head: it decodes to hidden states."""
+
+    def __init__(self, model: DemoModel, layers: Sequence[nn.Module]) -> None:
+        nn.Module.__init__(self)
+        self.config, self.tokens, self.encoders = model.config, model.tokens, model.encoders
+        self.layers = nn.ModuleList(layers)
+
+    def decode(
+        self,
+        microbatch: Microbatch,
+        features: Mapping[str, Features],
+        attention: PackedAttention,
+    ) -> Tensor:
+        """Hidden states [local tokens, width]."""
+        x = self.embed(microbatch, features)
+        return run_layers(self.layers, x, microbatch.position_ids, attention)
+
+
+class LaterChunk(nn.Module):
+    """Some layers, and in the last chunk norm and head."""
+
+    def __init__(self, model: DemoModel, layers: Sequence[nn.Module], *, last: bool) -> None:
+        super().__init__()
+        self.config = model.config
+        self.layers = nn.ModuleList(layers)
+        self.norm = model.norm if last else None
+        self.tokens = model.tokens if last else None
+
+    def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
+        """Hidden states [rows, width], or in the last chunk logits [rows, vocabulary]."""
+        x = run_layers(self.layers, hidden, microbatch.position_ids, attention)
+        if self.norm is None or self.tokens is None:
+            return x
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+
+def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
+    """Give the embedding the gradients of both its uses, on the stages that hold it. Call it after
+    `run_pipeline_step`. Collective over the stages of a replica."""
+    ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
+    held = [chunk.tokens.weight for chunk in ours if chunk.tokens is not None]
+    some = next(ours[0].parameters())
+    grad = some.new_zeros(ours[0].config.vocabulary, ours[0].config.width)
+    if held and held[0].grad is not None:
+        grad += held[0].grad
+    mesh.row.post_sum(grad, action="summing the tied embedding's gradient").wait()
+    if held:
+        held[0].grad = grad

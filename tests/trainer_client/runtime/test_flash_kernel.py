@@ -1,0 +1,167 @@
+"""The path through torch's flash operators, without a GPU: their schemas are real, their shapes
+are worked out on fake CUDA tensors, and a plain implementation stands in for their kernels."""
+
+import importlib
+
+import numpy as np
+import torch
+from torch import library as operators
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.trainer_client.runtime.test_ring_attention import reference, zigzag_rows
+from trainer_client.runtime import GroupPool, PackedAttention, block_attention
+from trainer_client.runtime.block_attention import FlashKernel, PlainKernel, choose_kernel
+from trainer_client.runtime.ring_layout import Block, Rows
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+def kernel_of(device, dtype, dim):
+    return type(choose_kernel(torch.empty(8, HEADS, dim, dtype=dtype, device=device)))
+
+
+def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch):
+    with FakeTensorMode():
+        monkeypatch.setattr(block_attention, "_has_flash", lambda device: True)
+        for dtype in (torch.bfloat16, torch.float16):
+            assert kernel_of("cuda", dtype, 128) is FlashKernel
+            assert kernel_of("cuda", dtype, 100) is PlainKernel
+            assert kernel_of("cuda", dtype, 512) is PlainKernel
+            assert kernel_of("cpu", dtype, 128) is PlainKernel
+        assert kernel_of("cuda", torch.float32, 128) is PlainKernel
+        monkeypatch.setattr(block_attention, "_has_flash", lambda device: False)
+        assert kernel_of("cuda", torch.bfloat16, 128) is PlainKernel
+
+
+def rows(bounds, device):
+    return Rows(
+        index=slice(0, bounds[-1]),
+        bounds=bounds,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+    )
+
+
+def test_the_operators_take_the_arguments_and_give_what_the_ring_merges():
+    with FakeTensorMode():
+        q, grad = (torch.empty(20, HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in "qg")
+        k, v = (torch.empty(40, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+        block = Block(queries=rows((0, 5, 20), "cuda"), keys=rows((0, 10, 40), "cuda"),
+                      causal=False)  # fmt: skip
+        out, lse = FlashKernel().forward(q, k, v, block, 0.25)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == ((HEADS, 20), torch.float32)
+        grads = FlashKernel().backward(grad, q, k, v, out, lse, block, 0.25)
+        assert [found.shape for found in grads] == [q.shape, k.shape, v.shape]
+
+
+# A stand-in for the kernels, written per sequence and in fp32.
+
+
+def sequences(cum_q, cum_k):
+    bounds = zip(cum_q.tolist(), cum_q.tolist()[1:], cum_k.tolist(), cum_k.tolist()[1:],
+                 strict=False)  # fmt: skip
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in bounds]
+
+
+def checked(tensors, cum_q, cum_k, max_q, max_k, dropout):
+    assert all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in tensors)
+    assert cum_q.dtype == cum_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
+    assert dropout == 0.0
+
+
+def scores_of(q, k, causal, scale):
+    """[heads, queries, keys], float32."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    if causal:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1)
+        scores.masked_fill_(future, float("-inf"))
+    return scores
+
+
+def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **_):
+    checked((q, k, v), cum_q, cum_k, max_q, max_k, dropout)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    for mine, theirs in sequences(cum_q, cum_k):
+        scores = scores_of(q[mine], k[theirs], causal, scale)
+        lse[:, mine] = scores.logsumexp(dim=-1)
+        spread = v[theirs].repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), spread).to(out.dtype)
+    none = torch.empty(0)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), none
+
+
+def backward(
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale, **_
+):  # fmt: skip
+    checked((grad, q, k, v, out), cum_q, cum_k, max_q, max_k, dropout)
+    assert lse.is_contiguous()
+    assert lse.dtype == torch.float32
+    group = q.shape[1] // k.shape[1]
+    grads = [torch.zeros(t.shape) for t in (q, k, v)]
+    delta = (grad.float() * out.float()).sum(-1).T
+    for mine, theirs in sequences(cum_q, cum_k):
+        weights = (scores_of(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
+        spread = v[theirs].repeat_interleave(group, dim=1).float()
+        of_weights = torch.einsum("qhd,khd->hqk", grad[mine].float(), spread)
+        of_scores = weights * (of_weights - delta[:, mine, None]) * scale
+        keys = k[theirs].repeat_interleave(group, dim=1).float()
+        grads[0][mine] = torch.einsum("hqk,khd->qhd", of_scores, keys)
+        for target, found in (
+            (1, torch.einsum("hqk,qhd->khd", of_scores, q[mine].float())),
+            (2, torch.einsum("hqk,qhd->khd", weights, grad[mine].float())),
+        ):
+            grads[target][theirs] = found.unflatten(1, (-1, group)).sum(2)
+    return tuple(found.to(q.dtype) for found in grads)
+
+
+def through_flash(rank, size, seeds):
+    """Largest difference of output and gradients, relative to their size, by degree and mask."""
+    operators.impl("aten::_flash_attention_forward", "CPU", forward)
+    operators.impl("aten::_flash_attention_backward", "CPU", backward)
+    importlib.import_module("trainer_client.runtime.ring_attention").choose_kernel = lambda q: (
+        FlashKernel()
+    )
+    answer = {}
+    with GroupPool(timeout_s=30) as pool:
+        for seed in seeds:
+            rng = np.random.default_rng(seed)
+            degree, causal = 1 + seed % size, bool(seed // size % 2)
+            lengths = rng.integers(1, 60, size=3)
+            unit = 2 * degree if degree > 1 else 1
+            padded, cut = -(-lengths // unit) * unit, bool(seed // (2 * size))
+            lengths = lengths if cut else padded
+            if rank < degree:
+                answer[degree, causal, cut] = against_dense(
+                    pool.get(tuple(range(degree))), seed, lengths, padded, causal
+                )
+    return answer
+
+
+def against_dense(group, seed, lengths, padded, causal):
+    generator = torch.Generator().manual_seed(seed)
+    total = int(padded.sum())
+    whole = [
+        torch.randn(total, heads, DIM, generator=generator).bfloat16()
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
+    mine = zigzag_rows(padded, group.size, group.index)
+    q, k, v = (tensor[mine].requires_grad_() for tensor in whole[:3])
+    attention = PackedAttention([0, *np.cumsum(padded)], group=group, lengths=lengths.tolist())
+    out = attention(q, k, v, causal=causal)
+    out.backward(whole[3][mine])
+    dense = [tensor.double().requires_grad_() for tensor in whole[:3]]
+    expected = reference(*dense, lengths, padded, causal)
+    expected.backward(whole[3].double())
+    pairs = zip((out, q.grad, k.grad, v.grad), (expected, *(t.grad for t in dense)), strict=True)
+    with torch.no_grad():
+        return max(float((a - b[mine]).norm() / b[mine].norm()) for a, b in pairs)
+
+
+def test_a_ring_of_flash_blocks_equals_dense_attention(world):
+    answers = world(through_flash, 3, list(range(12)))
+    assert len(answers[0]) == 12
+    for answer in answers.values():
+        for case, difference in answer.items():
+            assert difference < 2e-2, case

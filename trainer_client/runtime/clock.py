@@ -1,0 +1,133 @@
+"""Moments of a step, as the device that computes sees them, and which phase each second went to.
+
+A step is always in one phase, so the seconds of its phases add up to the step's. ``switch_phase``
+costs a clock reading on a CPU and an event on a GPU's stream; nothing waits for the device until
+the step is over.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+OTHER = "other"
+
+
+class Clock(Protocol):
+    """Marks moments of a step; read afterwards, in seconds since the clock was made."""
+
+    def mark(self) -> int:
+        """Note this moment; returns its number."""
+        ...
+
+    def read(self) -> list[float]:
+        """Every moment noted."""
+        ...
+
+
+def start_clock(device: torch.device) -> Clock:
+    """Of the device that computes: the host for CPU, its current stream for CUDA."""
+    return _StreamClock(device) if device.type == "cuda" else _HostClock()
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._origin_s = time.perf_counter()
+        self._moments_s: list[float] = []
+
+    def mark(self) -> int:
+        self._moments_s.append(time.perf_counter() - self._origin_s)
+        return len(self._moments_s) - 1
+
+    def read(self) -> list[float]:
+        return self._moments_s
+
+
+class _StreamClock:
+    """The host only enqueues work, so moments are events on its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._origin = self._event()
+        self._moments: list[torch.cuda.Event] = []
+
+    def mark(self) -> int:
+        self._moments.append(self._event())
+        return len(self._moments) - 1
+
+    def read(self) -> list[float]:
+        self._stream.synchronize()
+        return [self._origin.elapsed_time(moment) / 1e3 for moment in self._moments]
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+class PhaseClock:
+    """Seconds by phase, from when it was made. Begins in ``other``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = start_clock(device)
+        self._begun = [(OTHER, self._clock.mark())]
+
+    def switch(self, phase: str) -> None:
+        """What comes now belongs to this phase."""
+        self._begun.append((phase, self._clock.mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every phase so far. Waits for the device."""
+        ended = self._clock.mark()
+        moments_s = self._clock.read()
+        spent: dict[str, float] = {}
+        ends = [mark for _, mark in self._begun[1:]] + [ended]
+        for (phase, begun), end in zip(self._begun, ends, strict=True):
+            spent[phase] = spent.get(phase, 0.0) + moments_s[end] - moments_s[begun]
+        return spent
+
+
+_running: ContextVar[PhaseClock | None] = ContextVar("phase clock of this step", default=None)
+
+
+@contextmanager
+def phase_clock(device: torch.device) -> Iterator[PhaseClock]:
+    """The clock that ``switch_phase`` of this thread switches."""
+    clock = PhaseClock(device)
+    token = _running.set(clock)
+    try:
+        yield clock
+    finally:
+        _running.reset(token)
+
+
+def switch_phase(phase: str) -> None:
+    """Begin a phase of the step that runs in this thread, if one is measured."""
+    if (clock := _running.get()) is not None:
+        clock.switch(phase)
+
+
+def switch_in_backward(tensor: Tensor, phase: str) -> Tensor:
+    """The same tensor; when its gradient arrives, the phase begins."""
+    clock = _running.get()
+    if clock is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    same: Tensor = _SwitchInBackward.apply(tensor, phase, clock)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _SwitchInBackward(torch.autograd.Function):
+    # Backward may run in a thread of the device, so the clock is handed on.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, phase: str, clock: PhaseClock) -> Tensor:
+        ctx.phase, ctx.clock = phase, clock
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.switch(ctx.phase)
+        return grad, None, None
