@@ -17,14 +17,22 @@ from av.error import FFmpegError
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
-from dataservice.decode.container import count_packets, header_seconds, opened
-from dataservice.decode.limits import DecodeLimits
+from dataservice.decode.container import (
+    count_packets,
+    header_seconds,
+    opened,
+    prepare_decoder,
+)
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
 # The longest delay and padding of a codec in use (MP3, AAC, Opus) is under 0.1 s.
 TOLERATED_S = 0.1
 TOLERATED_SHARE = 0.01
+# Silence takes 20 bytes a second in Opus and 50 in FLAC.
+FEWEST_BYTES_PER_S = 8
+LEAST_RATE_HZ = 1000
 _FULL_SCALE = np.float32(32768)
 # Without an index in the file, their headers' durations are guesses from the first bit rate.
 _GUESSED_DURATION_FORMATS = frozenset({"mp3", "aac"})
@@ -37,42 +45,53 @@ def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
     duration of all packets.
 
     Raises:
-        SampleError: unreadable, without sound, or longer than the limit.
+        SampleError: unreadable, without sound, promised more than its bytes can hold, or above
+            a limit.
     """
-    with opened(blob) as container:
+    with opened(blob, limits) as container:
         stream = _audio_stream(container, blob)
+        _check_signal(blob, stream.rate, stream.channels, limits)
         seconds = header_seconds(container, stream)
         if seconds is None or container.format.name in _GUESSED_DURATION_FORMATS:
             _, spanned_s = count_packets(container, stream)
             if seconds is None or abs(spanned_s - seconds) > _tolerated_s(seconds):
                 seconds = spanned_s
+    limits.check("max_audio_s", seconds, f"audio {blob.name!r}: seconds")
     samples = round(seconds * SAMPLE_RATE_HZ)
     if samples < 1:
         raise SampleError(
             f"audio {blob.name!r} has no sound: its duration is {seconds:g} s. Leave it out."
         )
-    limits.check("max_audio_s", seconds, f"audio {blob.name!r}: seconds")
+    if seconds * FEWEST_BYTES_PER_S > len(blob.data):
+        raise SampleError(
+            f"audio {blob.name!r} is truncated or damaged: its header promises {seconds:.0f} s in "
+            f"{len(blob.data):,} bytes; even silence takes {FEWEST_BYTES_PER_S} a second. Replace "
+            "the file or leave the sample out."
+        )
     return samples
 
 
 def decode_audio(
-    blob: MediaBlob, samples: int, chunks: tuple[AudioChunk, ...]
+    blob: MediaBlob, samples: int, chunks: tuple[AudioChunk, ...], limits: DecodeLimits
 ) -> tuple[NDArray[np.float32], ...]:
     """The planned chunks, float32[chunk.samples] each, in [-1, 1).
 
     `samples` is what `audio_samples` gave. Channels are averaged and resampled at 16 bits, as
-    Whisper's own loader does; at floating point FFmpeg would mix stereo 3 dB louder.
+    Whisper's own loader does; at floating point FFmpeg would mix stereo 3 dB louder. Memory is
+    that of the chunks.
 
     Raises:
         SampleError: damaged, or decodes to more than 0.1 s and 1 % longer or shorter.
     """
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
-    pieces, decoded = [], 0
-    with opened(blob) as container:
+    # Pages of zeros take memory only once they are written.
+    sound, decoded = np.zeros(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
+    with opened(blob, limits) as container:
         resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE_HZ)
-        for frame in chain(_frames(container, blob), (None,)):  # None flushes the resampler
+        for frame in chain(_frames(container, blob, limits), (None,)):  # None flushes
             for resampled in resampler.resample(frame):
-                pieces.append(resampled.to_ndarray()[0].astype(np.float32) / _FULL_SCALE)
+                room = sound[decoded : min(decoded + resampled.samples, samples)]
+                room[:] = resampled.to_ndarray()[0, : len(room)]
                 decoded += resampled.samples
             if decoded > samples + tolerated:
                 break
@@ -83,7 +102,21 @@ def decode_audio(
             f"they may differ by {tolerated / SAMPLE_RATE_HZ:.2f} s. Replace the file or leave "
             "the sample out."
         )
-    return _cut(pieces, samples, chunks)
+    sound /= _FULL_SCALE
+    ends = np.cumsum([chunk.samples for chunk in chunks])
+    return tuple(np.split(sound, ends[:-1]))
+
+
+def _check_signal(blob: MediaBlob, rate_hz: int, channels: int, limits: DecodeLimits) -> None:
+    """Raises SampleError for rates whose resampling filter would be huge."""
+    what = f"audio {blob.name!r}"
+    if rate_hz < LEAST_RATE_HZ or channels < 1:
+        raise SampleError(
+            f"{what} has {rate_hz:,} samples a second in {channels} channels; it needs at least "
+            f"{LEAST_RATE_HZ:,} in one. Replace the file or leave the sample out."
+        )
+    limits.check("max_audio_rate_hz", rate_hz, f"{what}: samples a second")
+    limits.check("max_audio_channels", channels, f"{what}: channels")
 
 
 def _audio_stream(container: InputContainer, blob: MediaBlob) -> AudioStream:
@@ -95,12 +128,22 @@ def _audio_stream(container: InputContainer, blob: MediaBlob) -> AudioStream:
     return container.streams.audio[0]
 
 
-def _frames(container: InputContainer, blob: MediaBlob) -> Iterator[AudioFrame]:
-    """Frames until the end or the first error: what is missing is judged by the caller."""
+def _frames(
+    container: InputContainer, blob: MediaBlob, limits: DecodeLimits
+) -> Iterator[AudioFrame]:
+    """Frames until the end or the first damage: what is missing is judged by the caller."""
     stream = _audio_stream(container, blob)
-    stream.codec_context.thread_count = 1
+    prepare_decoder(stream, limits)
+    # Of FLAC, a damaged frame is dropped on the way to its decoder; those behind it tell by
+    # their numbers, which other formats do not have.
+    numbered, expected = container.format.name == "flac", None
     try:
         for frame in container.decode(stream):
+            if frame.is_corrupt or (expected is not None and frame.pts != expected):
+                return
+            if numbered and frame.pts is not None:
+                expected = frame.pts + frame.samples
+            _check_signal(blob, frame.sample_rate, frame.layout.nb_channels, limits)
             frame.pts = None  # samples are joined as they come; gaps in time are not filled
             yield frame
     except FFmpegError:
@@ -109,17 +152,3 @@ def _frames(container: InputContainer, blob: MediaBlob) -> Iterator[AudioFrame]:
 
 def _tolerated_s(seconds: float) -> float:
     return max(TOLERATED_S, TOLERATED_SHARE * seconds)
-
-
-def _cut(
-    pieces: list[NDArray[np.float32]], samples: int, chunks: tuple[AudioChunk, ...]
-) -> tuple[NDArray[np.float32], ...]:
-    sound = np.concatenate(pieces)[:samples] if pieces else np.zeros(0, dtype=np.float32)
-    items, start = [], 0
-    for chunk in chunks:
-        item = np.zeros(chunk.samples, dtype=np.float32)
-        piece = sound[start : start + chunk.samples]
-        item[: len(piece)] = piece
-        items.append(item)
-        start += chunk.samples
-    return tuple(items)

@@ -109,9 +109,10 @@ def read_record(
     return result
 
 
-def characters(source: Conversation | Document) -> int:
-    """Characters of text in all parts."""
-    return sum(len(part) for part in _parts(source) if isinstance(part, str))
+def text_bytes(source: Conversation | Document) -> int:
+    """Text of all parts in UTF-8."""
+    texts = (part for part in _parts(source) if isinstance(part, str))
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
 def _parts(source: Conversation | Document) -> list[Part]:
@@ -186,7 +187,7 @@ def _turns(record: Mapping[str, object], key: str) -> list[Mapping[str, object]]
     if isinstance(turns, str):  # some Parquet sets keep the list as a JSON string
         try:
             turns = json.loads(turns)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SampleError(
                 f"{key} is a string that is not JSON: {turns[:60]!r}. Store a list of turns."
             ) from error

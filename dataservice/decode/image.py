@@ -1,6 +1,8 @@
 """Still images: size from the header, pixels through a processor's views."""
 
 import io
+import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,10 +20,15 @@ from PIL import (
 )
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
-from dataservice.decode.limits import DecodeLimits
 from dataservice.decode.processors.base import View, VisionPlan
 
+# Sizes are checked against the operator's limits, here and alone: Pillow's own would go before
+# them, for the whole process.
+Image.MAX_IMAGE_PIXELS = None
+# A hostile header may earn one warning a tag; what is wrong with a picture is said by its error.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 # Formats that decode in process: no PostScript, no plugin that starts a program. Naming the
 # plugins registers them; Pillow does so for a few only, until it has failed to open a file.
 FORMATS = tuple(
@@ -36,6 +43,8 @@ FORMATS = tuple(
     )
 )
 _ORIENTATION_TAG = 0x0112
+_TIFF_TILE = (322, 323)  # width and height; a tile is decoded whole
+_START_OF_SCAN = b"\xff\xda"
 _SWAPS_SIDES = frozenset({5, 6, 7, 8})
 
 
@@ -92,16 +101,10 @@ def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
     """The image with only its header read. The border at which Pillow's errors become ours."""
     try:
         with Image.open(io.BytesIO(blob.data), formats=FORMATS) as image:
-            pixels = image.width * image.height
-            limits.check("max_image_pixels", pixels, f"image {blob.name!r}: pixels")
+            _check_header(image, blob, limits)
             yield image
     except SampleError:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise SampleError(
-            f"image {blob.name!r}: {error} The limit max_image_pixels is "
-            f"{limits.max_image_pixels:,}. Make the image smaller before indexing."
-        ) from error
     except UnidentifiedImageError as error:  # its own text names an object in memory
         raise SampleError(
             f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: it has no header "
@@ -111,10 +114,24 @@ def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
     # Damaged bytes make Pillow's readers raise nearly anything (OSError, SyntaxError,
     # struct.error, ValueError, EOFError, zlib.error …), so all of it is this sample's fault.
     except Exception as error:
+        text = str(error) or type(error).__name__
         raise SampleError(
-            f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: {error}. "
+            f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: {text}. "
             f"Replace the file or leave the sample out; readable are {', '.join(FORMATS)}."
         ) from error
+
+
+def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> None:
+    what = f"image {blob.name!r}"
+    limits.check("max_image_pixels", image.width * image.height, f"{what}: pixels")
+    limits.check("max_image_side", max(image.size), f"{what}: the longer side")
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
+        # Each scan of a progressive JPEG goes over the whole picture, and needs a few bytes.
+        limits.check("max_image_scans", blob.data.count(_START_OF_SCAN), f"{what}: scans")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        sides = [image.tag_v2.get(tag, 1) for tag in _TIFF_TILE]
+        tile = math.prod(side if isinstance(side, int) else 0 for side in sides)
+        limits.check("max_image_pixels", tile, f"{what}: pixels of one tile")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -136,13 +153,21 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
+    """The whole picture as RGB, in at most 10 bytes a pixel besides the file."""
     if image.mode.startswith("I;16"):
         # Pillow clips 16-bit greys to 255 instead of scaling them.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        deep = np.asarray(image)
+        high = np.right_shift(deep, 8, out=np.empty(deep.shape, np.uint8), casting="unsafe")
+        return Image.fromarray(high).convert("RGB")
     if image.has_transparency_data:
-        shown = image.convert("RGBA")
-        ground = Image.new("RGBA", shown.size, (255, 255, 255, 255))
-        return Image.alpha_composite(ground, shown).convert("RGB")
+        shown = image if image.mode == "RGBA" else image.convert("RGBA")
+        shown.load()
+        ground = Image.new("RGB", shown.size, (255, 255, 255))
+        ground.paste(shown, mask=shown.getchannel("A"))
+        return ground
+    if image.mode == "RGB":
+        image.load()
+        return image
     return image.convert("RGB")
 
 

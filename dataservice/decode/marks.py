@@ -17,4 +17,6 @@ LOSS_CLOSE = "\ufdd2"
 SLOTS: dict[MediaKind, str] = {"image": "\ufdd3", "video": "\ufdd4", "audio": "\ufdd5"}
 """Where a medium goes."""
 
-RESERVED = re.compile("[\ufdd0-\ufdd5]")
+RESERVED = re.compile("[\ufdd0-\ufdd5\ud800-\udfff]")
+"""What no text may hold: the marks, and halves of surrogate pairs, which JSON can write and
+UTF-8 cannot."""

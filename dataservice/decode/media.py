@@ -1,5 +1,6 @@
 """One file of a sample: from its header to planned encoder items, from its bytes to arrays."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob, Modality
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.image import decode_image, image_size
-from dataservice.decode.limits import DecodeLimits
 from dataservice.decode.processors.base import VideoHeader, VisionPlan, VisionProcessor
 from dataservice.decode.processors.whisper import AudioChunk, WhisperProcessor
 from dataservice.decode.video import decode_video, video_header
@@ -27,6 +28,11 @@ class ItemCost:
     encoder_tokens: int
     llm_tokens: int
     shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the decoded item."""
+        return math.prod(self.shape) * (1 if self.modality is Modality.VISION else 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +109,12 @@ class MediaPipeline:
         if blob.kind == "image":
             width, height = image_size(blob, self.limits)
             with _naming(blob):
-                return ImageMedia(plan=self.vision.plan_image(width=width, height=height))
+                plan = self.vision.plan_image(width=width, height=height)
+                return ImageMedia(plan=self._allowed(plan))
         header = video_header(blob, self.limits)
         with _naming(blob):
-            return VideoMedia(header=header, plan=self.vision.plan_video(header))
+            plan = self.vision.plan_video(header)
+            return VideoMedia(header=header, plan=self._allowed(plan))
 
     def decode(self, blob: MediaBlob, media: Media) -> tuple[ItemArray, ...]:
         """The arrays of `item_costs(media)`, in the same order and of the same shapes.
@@ -115,10 +123,17 @@ class MediaPipeline:
             SampleError: damaged, or cannot take the planned shape.
         """
         if isinstance(media, AudioMedia):
-            return decode_audio(blob, media.samples, media.chunks)
+            return decode_audio(blob, media.samples, media.chunks, self.limits)
         if isinstance(media, ImageMedia):
             return (decode_image(blob, media.plan, self.limits),)
         return (decode_video(blob, media.header, media.plan, self.limits),)
+
+    def _allowed(self, plan: VisionPlan) -> VisionPlan:
+        """The plan, unless a processor's options ask for more than the service allows."""
+        for view in plan.views:
+            self.limits.check("max_image_pixels", view.width * view.height, "resized, its pixels")
+        self.limits.check("max_decoded_bytes", math.prod(plan.shape), "decoded, its bytes")
+        return plan
 
     def _plan_audio(self, blob: MediaBlob) -> AudioMedia:
         if self.audio is None:

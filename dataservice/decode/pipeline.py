@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleDecoder, SampleMeasurer
 from dataservice.core.sample import DecodedSample, ItemLengths, RawSample, SampleLengths
 from dataservice.decode.chat_template import ChatTemplate
@@ -18,8 +19,7 @@ from dataservice.decode.choose import (
     distinct_pads,
     guarded_tokens,
 )
-from dataservice.decode.conversation import characters, read_record
-from dataservice.decode.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.decode.conversation import Conversation, read_record, text_bytes
 from dataservice.decode.media import ItemArray, ItemCost, Media, MediaPipeline, item_costs
 from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
 from dataservice.decode.text import TextPipeline, TokenSequence
@@ -96,10 +96,18 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         """What measuring and decoding share: tokens, media plans, and the lengths they give."""
         limits = self._media.limits
         limits.check("max_media_items", len(raw.media), "the sample: media files")
+        limits.check_nesting(raw.record, "the record")
         source = read_record(raw.record, [blob.kind for blob in raw.media])
-        limits.check("max_text_chars", characters(source), "the sample: characters of text")
+        if isinstance(source, Conversation):  # from strings of JSON too
+            limits.check_nesting([source.tools, [m.extras for m in source.messages]], "the record")
+        limits.check("max_text_bytes", text_bytes(source), "the sample: bytes of text")
         media = [self._media.plan(blob) for blob in raw.media]
         costs = [item_costs(one) for one in media]
+        limits.check(
+            "max_decoded_bytes",
+            sum(item.size_bytes for cost in costs for item in cost),
+            "the sample: bytes of its pixels and sound, decoded",
+        )
         files = [
             (blob.kind, sum(item.llm_tokens for item in cost))
             for blob, cost in zip(raw.media, costs, strict=True)
@@ -152,6 +160,7 @@ def build_pipeline(
             template=template,
             placeholders=placeholders,
             end_of_document=end_of_document,
+            limits=limits,
         ),
         media=MediaPipeline(vision=vision, audio=spec.audio, limits=limits),
         fingerprint=_digest(
@@ -168,6 +177,8 @@ def build_pipeline(
             _source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
             asdict(spec.audio) if spec.audio else None,
             spec.max_sample_tokens,
+            # Other limits leave other samples in the index.
+            limits.changed,
         ),
         pad_token_id=tokenizer.pad_token_id,
     )

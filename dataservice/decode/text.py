@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaKind
 from dataservice.decode.chat_template import ChatTemplate
 from dataservice.decode.conversation import Conversation, Document, MediaPart
@@ -63,6 +64,7 @@ class TextPipeline:
         template: ChatTemplate,
         placeholders: Mapping[MediaKind, PlaceholderTokens],
         end_of_document: str | None,
+        limits: DecodeLimits,
     ) -> None:
         """`placeholders` are the tokens of the kinds that the job has a processor for."""
         self._tokenizer = tokenizer
@@ -75,6 +77,7 @@ class TextPipeline:
         self._pad_ids = self._ids(tokens.pad for tokens in placeholders.values())
         self._media_ids = self._ids(t for tokens in placeholders.values() for t in tokens.tokens)
         self._end_of_document = end_of_document
+        self._limits = limits
 
     def tokens(
         self, source: Conversation | Document, files: Sequence[tuple[MediaKind, int]]
@@ -84,12 +87,16 @@ class TextPipeline:
         The k-th placeholder of a kind shows the k-th file of that kind. O(characters).
 
         Raises:
-            SampleError: the template refuses it, or placeholders do not survive tokenising.
+            SampleError: the template refuses it, placeholders do not survive tokenising, or it
+                is above a limit.
         """
         if isinstance(source, Document):
             marked = self._document(source)
         else:
+            self._limits.check("max_turns", len(source.messages), "the sample: turns")
             marked = self._template.render(source)
+        # A template may repeat what the sample has once.
+        self._limits.check("max_text_bytes", len(marked.encode()), "the sample: bytes of text")
         kinds = [self._kind_of[match[0]] for match in self._slot.finditer(marked)]
         text = self._slot.sub(lambda match: self._slot_text.get(match[0], match[0]), marked)
         ids, learnt = self._encode(text)
@@ -101,6 +108,8 @@ class TextPipeline:
                 f"files. The tokenizer {self._tokenizer.path!r} reads a media token in its text; "
                 "remove it from the text."
             )
+        repeats = sum(tokens for _, tokens in files)
+        self._limits.check("max_llm_tokens", len(ids) + repeats, "the sample: tokens")
         learnt &= ~np.isin(ids, self._media_ids)
         return _expanded(ids, learnt, pads, order, [tokens for _, tokens in files])
 

@@ -105,11 +105,11 @@ class Guard:
         self._each = re.compile(f"(?={choices})(.)", re.DOTALL)
 
     def protect(self, text: str) -> str:
-        """Raises SampleError for a text that contains the marks themselves."""
+        """Raises SampleError for a text that contains the marks themselves, or is no Unicode."""
         if RESERVED.search(text):
             raise SampleError(
                 "the text contains a Unicode noncharacter in U+FDD0..U+FDD5, which marks places "
-                "while text is tokenised. Remove it from the text."
+                "while text is tokenised, or half of a surrogate pair. Remove it from the text."
             )
         if self._any.search(text) is None:
             return text

@@ -1,5 +1,6 @@
 """Clips: size and frame count from the header, sampled frames through a processor's view."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,10 +12,15 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
-from dataservice.decode.container import count_packets, header_seconds, opened
+from dataservice.decode.container import (
+    count_packets,
+    header_seconds,
+    opened,
+    prepare_decoder,
+)
 from dataservice.decode.image import cut_tiles
-from dataservice.decode.limits import DecodeLimits
 from dataservice.decode.processors.base import VideoHeader, VisionPlan
 
 # Containers count frames that an edit list hides from the decoder, and encoders cut a clip's
@@ -32,12 +38,14 @@ def video_header(blob: MediaBlob, limits: DecodeLimits) -> VideoHeader:
         SampleError: unreadable, without a video stream or frames, truncated so that packets
             end before 90 % of the header's duration, or above a limit.
     """
-    with opened(blob) as container:
+    with opened(blob, limits) as container:
         stream = _video_stream(container, blob)
         seconds, frames = header_seconds(container, stream), stream.frames
         width, height, rate = stream.width, stream.height, stream.average_rate
+        limits.check("max_video_pixels", width * height, f"video {blob.name!r}: pixels a frame")
         if frames < 1:
-            frames, spanned_s = count_packets(container, stream)
+            frames, spanned_s = count_packets(container, stream, limits.max_video_frames)
+            limits.check("max_video_frames", frames, f"video {blob.name!r}: frames")
             if seconds is not None and spanned_s < 0.9 * seconds - 0.5:
                 raise SampleError(
                     f"video {blob.name!r} is truncated: its header says {seconds:.1f} s, its "
@@ -49,14 +57,13 @@ def video_header(blob: MediaBlob, limits: DecodeLimits) -> VideoHeader:
             "frame is needed. Replace the file or leave the sample out."
         )
     frames_per_s = float(rate) if rate else (frames / seconds if seconds else 0.0)
-    if frames_per_s <= 0:
+    if not 0 < frames_per_s < math.inf:
         raise SampleError(
             f"video {blob.name!r} has neither a frame rate nor a duration in its header. "
             "Write it again with timestamps, or leave the sample out."
         )
     limits.check("max_video_frames", frames, f"video {blob.name!r}: frames")
     limits.check("max_video_s", frames / frames_per_s, f"video {blob.name!r}: seconds")
-    limits.check("max_video_pixels", width * height, f"video {blob.name!r}: pixels a frame")
     return VideoHeader(width=width, height=height, frames=frames, frames_per_s=frames_per_s)
 
 
@@ -73,8 +80,8 @@ def decode_video(
     pixels = np.empty(plan.shape, dtype=np.uint8)
     wanted = np.asarray(plan.frame_indices)
     decoded, last = 0, None
-    with opened(blob) as container:
-        for frame in _frames(container, _video_stream(container, blob)):
+    with opened(blob, limits) as container:
+        for frame in _frames(container, blob, limits):
             if decoded > wanted.max():
                 break
             places = np.flatnonzero(wanted == decoded)
@@ -99,12 +106,17 @@ def _video_stream(container: InputContainer, blob: MediaBlob) -> VideoStream:
     return container.streams.video[0]
 
 
-def _frames(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    """Frames until the end or the first error: what is missing is judged by the caller."""
-    # Workers decode many samples at once; FFmpeg's own threads would only get in their way.
-    stream.codec_context.thread_count = 1
+def _frames(
+    container: InputContainer, blob: MediaBlob, limits: DecodeLimits
+) -> Iterator[VideoFrame]:
+    """Whole frames until the end or the first damage: what is missing is judged by the caller."""
+    stream = _video_stream(container, blob)
+    prepare_decoder(stream, limits)
     try:
-        yield from container.decode(stream)
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                return
+            yield frame
     except FFmpegError:
         return
 

@@ -3,61 +3,61 @@
 Contract.
   Success      `prepare` returns once the pack is assembled; it is held until released. The
                same order again joins the work or returns the same receipt.
-  Bad sample   Whatever one sample raises masks that sample alone; the receipt names it.
+  Bad sample   Whatever one sample does masks that sample alone; the receipt names it.
   Failure      When the pack itself cannot be built (its pipeline is refused, memory is out),
                `prepare` and all who wait for its parts raise; nothing is held, so the same
-               order may be tried again.
+               order may be tried again. WorkerLostError: this worker can decode no more.
   Cancelling   a call stops the caller's waiting, never the work: others may wait for it, and
                a retry finds it done. `release` stops the work: samples not yet started are
-               dropped, those in a thread run out unused, and who waits gets NotFoundError.
+               dropped, those on a slot run out unused, and who waits gets NotFoundError.
+  Room         A pack that is not needed yet waits while the worker holds its limit of bytes;
+               one that a rank asks for never does (see held_bytes.py).
 
-Everything here runs on one event loop; only reading, decoding and assembling run in threads.
+Everything here runs on one event loop; only assembling, and what decodes, run in threads.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataservice.core.errors import NotFoundError, SampleError, SourceError, SpecError
-from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt, PackSample
-from dataservice.core.ports import SampleDecoder, SampleReader
-from dataservice.core.sample import DecodedSample
+from dataservice.core.errors import NotFoundError
+from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt, SourceWork
+from dataservice.workers.decoders import Decoders, SampleOutcome
+from dataservice.workers.fair_queue import TeamLoad
+from dataservice.workers.held_bytes import HeldBytes
 from dataservice.workers.pack import (
     AssembledPack,
     ItemArray,
     SequencePart,
     assemble,
-    check_planned_shape,
     masked_sample,
+    planned_bytes,
 )
-from dataservice.workers.pipelines import Pipeline, PipelineCache, PipelineFactory
+from dataservice.workers.slots import Slots
 
 logger = logging.getLogger(__name__)
 
-REASON_LIMIT = 1000  # characters of a bad sample's reason that are kept
 ORDER_GRACE_S = 2.0
+HELD_BYTES = 4 * 2**30
+PAD_TOKENS_KEPT = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStats:
-    """A worker's packs now, and its work since it started. `decode_s` is summed over threads."""
+    """A worker's packs now, and its work since it started.
+
+    `packs_waiting` of those pending have no room yet; `held_bytes` counts the ready ones.
+    """
 
     packs_pending: int
+    packs_waiting: int
     packs_ready: int
     held_bytes: int
     samples_decoded: int
     samples_masked: int
     decode_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    sample: DecodedSample
-    reason: str
-    seconds: float
+    teams: tuple[TeamLoad, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,52 +81,31 @@ class _Held:
             self.ready.exception()  # marks it as seen: there may be nobody waiting
 
 
-def decode_one(pipeline: Pipeline, sample: PackSample) -> _Outcome:
-    """Read and decode one sample; masked, with the reason, when that cannot be done."""
-    started_s = time.perf_counter()
-    reason = ""
-    try:
-        raw = pipeline.reader.read(sample.ref)
-        decoded = pipeline.decoder.decode(raw, sample.lengths)
-        check_planned_shape(decoded, sample.lengths)
-    except (SampleError, SourceError) as error:
-        reason = str(error) or type(error).__name__
-    except Exception as error:  # a codec's surprise is this sample's fault, not the pack's
-        reason = f"reading or decoding failed unexpectedly: {type(error).__name__}: {error}"
-        logger.warning("sample %s of %s", sample.ref.key, sample.ref.source, exc_info=True)
-    if reason:
-        decoded = masked_sample(sample.lengths, pipeline.decoder.pad_token_id)
-    return _Outcome(
-        sample=decoded,
-        reason=reason[:REASON_LIMIT],
-        seconds=time.perf_counter() - started_s,
-    )
-
-
 class DecodingHost:
-    """core.ports.PackHost over a pool of threads. Made anywhere, used on one event loop."""
+    """core.ports.PackHost over decoders. Made anywhere, used on one event loop."""
 
     def __init__(
         self,
+        decoders: Decoders,
         *,
-        reader_for: Callable[[str], SampleReader],
-        decoder_for: Callable[[str], SampleDecoder],
-        slots: int,
+        held_bytes: int = HELD_BYTES,
         order_grace_s: float = ORDER_GRACE_S,
     ) -> None:
-        """`slots` samples are decoded at once; readers and decoders are shared by threads. A
-        part of a pack that was not ordered yet is waited for `order_grace_s`."""
-        if slots < 1:
-            raise SpecError(f"a worker has {slots} decoding slots; give it at least 1.")
-        self._threads = ThreadPoolExecutor(slots, thread_name_prefix="decode")
-        factory = PipelineFactory(reader_for=reader_for, decoder_for=decoder_for)
-        self._pipelines = PipelineCache(factory, self._threads)
+        """Packs are decoded ahead of need up to `held_bytes`. A part of a pack that was not
+        ordered yet is waited for `order_grace_s`."""
+        self._slots = Slots(decoders)
+        self._room = HeldBytes(held_bytes)
+        self._pad_tokens: dict[str, int] = {}
         self._held: dict[PackKey, _Held] = {}
         self._awaited: dict[PackKey, asyncio.Future[_Held]] = {}
         self._order_grace_s = order_grace_s
         self._samples_decoded = 0
         self._samples_masked = 0
         self._decode_s = 0.0
+
+    async def start(self) -> None:
+        """Have the decoders ready. Raises WorkerLostError."""
+        await self._slots.start()
 
     async def prepare(self, order: PackOrder) -> PackReceipt:
         """Decode, assemble and hold a pack."""
@@ -164,69 +143,95 @@ class DecodingHost:
             held = self._held.pop(key, None)
             if held is not None:
                 held.give_up(_unknown(key))
+        self._let_in(self._room.remove(packs))
+
+    def held(self) -> Sequence[PackKey]:
+        """Packs that were ordered here and not released."""
+        return tuple(self._held)
 
     def stats(self) -> HostStats:
         """Counts for metrics. O(packs held)."""
         ready = [h.ready.result() for h in self._held.values() if h.ready.done()]
         return HostStats(
             packs_pending=len(self._held) - len(ready),
+            packs_waiting=self._room.waiting,
             packs_ready=len(ready),
             held_bytes=sum(each.receipt.size_bytes for each in ready),
             samples_decoded=self._samples_decoded,
             samples_masked=self._samples_masked,
             decode_s=self._decode_s,
+            teams=self._slots.teams(),
         )
 
     def close(self) -> None:
-        """Release everything and let the threads end. Does not wait for them."""
+        """Release everything and end the decoders."""
         self.release(tuple(self._held))
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._slots.close()
 
     def _begin(self, order: PackOrder) -> _Held:
         # Another order under this key is of a job deleted and made again: it replaces the old.
-        self.release([order.key])
-        loop = asyncio.get_running_loop()
-        held = _Held(order=order, ready=loop.create_future())
+        if order.key in self._held:
+            self.release([order.key])
+        held = _Held(order=order, ready=asyncio.get_running_loop().create_future())
         self._held[order.key] = held
         arrival = self._awaited.pop(order.key, None)
+        let_in = self._room.add(order.key, planned_bytes(order))
         if arrival is not None:
             arrival.set_result(held)
-        held.work = loop.create_task(self._work(held), name=f"pack {order.key.pack}")
+            let_in = let_in or self._room.ask(order.key)
+        if let_in:
+            self._let_in([order.key])
         return held
+
+    def _let_in(self, packs: Sequence[PackKey]) -> None:
+        """Begin the work on packs that now have room."""
+        for key in packs:
+            held = self._held[key]
+            work = self._work(held)
+            held.work = asyncio.get_running_loop().create_task(work, name=f"pack {key.pack}")
 
     async def _work(self, held: _Held) -> None:
         try:
             held.ready.set_result(await self._build(held.order))
         except Exception as error:
-            if self._held.get(held.order.key) is held:
-                del self._held[held.order.key]
+            key = held.order.key
+            if self._held.get(key) is held:
+                del self._held[key]
+                self._let_in(self._room.remove([key]))
             held.give_up(error)
 
     async def _build(self, order: PackOrder) -> _Ready:
-        pipeline = await self._pipelines.get(order.pipeline)
-        loop = asyncio.get_running_loop()
-        outcomes = await asyncio.gather(
-            *(loop.run_in_executor(self._threads, decode_one, pipeline, s) for s in order.samples)
-        )
+        pad_token_id = await self._pad_token(order.pipeline)
+        outcomes = await self._slots.decode(order)
         self._count(outcomes)
-        pack = await loop.run_in_executor(
-            self._threads,
-            lambda: assemble(
-                order.samples,
-                [outcome.sample for outcome in outcomes],
-                degree=order.degree,
-                pad_token_id=pipeline.decoder.pad_token_id,
-            ),
+        decoded = [
+            outcome.sample or masked_sample(sample.lengths, pad_token_id)
+            for sample, outcome in zip(order.samples, outcomes, strict=True)
+        ]
+        pack = await asyncio.to_thread(
+            assemble, order.samples, decoded, degree=order.degree, pad_token_id=pad_token_id
         )
         return _Ready(pack=pack, receipt=_receipt(order, pack, outcomes))
 
-    def _count(self, outcomes: Sequence[_Outcome]) -> None:
+    async def _pad_token(self, pipeline: str) -> int:
+        """Builds a pipeline that is new here, so that one that cannot be built fails its packs
+        before a sample is tried."""
+        if pipeline not in self._pad_tokens:
+            pad_token_id = await self._slots.open(pipeline)
+            while len(self._pad_tokens) >= PAD_TOKENS_KEPT:
+                del self._pad_tokens[next(iter(self._pad_tokens))]
+            self._pad_tokens[pipeline] = pad_token_id
+        return self._pad_tokens[pipeline]
+
+    def _count(self, outcomes: Sequence[SampleOutcome]) -> None:
         self._samples_decoded += len(outcomes)
         self._samples_masked += sum(bool(outcome.reason) for outcome in outcomes)
         self._decode_s += sum(outcome.seconds for outcome in outcomes)
 
     async def _ready(self, key: PackKey) -> AssembledPack:
         held = self._held.get(key) or await self._ordered(key)
+        if self._room.ask(key):
+            self._let_in([key])
         return (await asyncio.shield(held.ready)).pack
 
     async def _ordered(self, key: PackKey) -> _Held:
@@ -240,7 +245,9 @@ class DecodingHost:
             self._awaited.pop(key, None)
 
 
-def _receipt(order: PackOrder, pack: AssembledPack, outcomes: Sequence[_Outcome]) -> PackReceipt:
+def _receipt(
+    order: PackOrder, pack: AssembledPack, outcomes: Sequence[SampleOutcome]
+) -> PackReceipt:
     return PackReceipt(
         key=order.key,
         size_bytes=pack.size_bytes,
@@ -255,6 +262,23 @@ def _receipt(order: PackOrder, pack: AssembledPack, outcomes: Sequence[_Outcome]
             for sample, outcome in zip(order.samples, outcomes, strict=True)
             if outcome.reason
         ),
+        sources=_by_source(order, outcomes),
+    )
+
+
+def _by_source(order: PackOrder, outcomes: Sequence[SampleOutcome]) -> tuple[SourceWork, ...]:
+    found: dict[str, list[SampleOutcome]] = {}
+    for sample, outcome in zip(order.samples, outcomes, strict=True):
+        found.setdefault(sample.ref.source, []).append(outcome)
+    return tuple(
+        SourceWork(
+            source=source,
+            samples=len(own),
+            read_s=sum(outcome.read_s for outcome in own),
+            decode_s=sum(outcome.seconds - outcome.read_s for outcome in own),
+            read_bytes=sum(outcome.read_bytes for outcome in own),
+        )
+        for source, own in sorted(found.items())
     )
 
 

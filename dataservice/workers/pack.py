@@ -1,5 +1,6 @@
 """From decoded samples to a padded pack, and from the pack to its parts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,11 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
-from dataservice.core.orders import PackSample
+from dataservice.core.orders import PackOrder, PackSample
 from dataservice.core.sample import DecodedSample, ItemLengths, Modality, SampleLengths
 
 IGNORED_LABEL = -100
+SEQUENCE_ARRAYS = 3  # input_ids, labels, position_ids
 ITEM_DTYPES: dict[Modality, np.dtype[Any]] = {
     Modality.VISION: np.dtype(np.uint8),
     Modality.AUDIO: np.dtype(np.float32),
@@ -38,6 +40,17 @@ class AssembledPack:
         """Memory held by the arrays."""
         sequences = sum(array.nbytes for member in self.members for array in member.values())
         return sequences + sum(item.nbytes for item in self.items)
+
+
+def planned_bytes(order: PackOrder) -> int:
+    """What the pack takes once it is assembled. O(samples)."""
+    tokens = np.array([sample.lengths.llm_tokens for sample in order.samples], dtype=np.int64)
+    sequences = SEQUENCE_ARRAYS * 4 * int(padded_tokens(tokens, order.degree).sum())
+    return sequences + sum(
+        ITEM_DTYPES[item.modality].itemsize * math.prod(item.shape)
+        for sample in order.samples
+        for item in sample.lengths.items
+    )
 
 
 def assemble(

@@ -1,20 +1,20 @@
 """One reader and one decoder for each distinct pipeline, built when first asked for."""
 
-import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from dataservice.core.ports import SampleDecoder, SampleReader
 
-# A pipeline holds a tokenizer and open files; a worker that serves many jobs in turn
-# forgets the ones it has not used for longest.
+# A pipeline holds a tokenizer and open files; who serves many jobs in turn forgets the ones
+# that were not used for longest.
 PIPELINES_KEPT = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """How one job's samples are read and decoded. Both are called from several threads."""
+    """How one job's samples are read and decoded."""
 
     reader: SampleReader
     decoder: SampleDecoder
@@ -33,31 +33,37 @@ class PipelineFactory:
 
 
 class PipelineCache:
-    """Least recently used pipelines, each built once.
+    """Least recently used pipelines, each built once, by whichever thread asks first.
 
     Success: all who ask while it is built get the same one. Failure: all who wait get the
-    error, and the next to ask builds again. Cancellation stops only the one who waits.
+    error, and the next to ask builds again.
     """
 
-    def __init__(self, factory: PipelineFactory, threads: Executor) -> None:
+    def __init__(self, factory: PipelineFactory) -> None:
         self._factory = factory
-        self._threads = threads
-        self._built: dict[str, asyncio.Future[Pipeline]] = {}
+        self._built: dict[str, Future[Pipeline]] = {}
+        self._lock = threading.Lock()
 
-    async def get(self, pipeline: str) -> Pipeline:
+    def __contains__(self, pipeline: str) -> bool:
+        return pipeline in self._built
+
+    def get(self, pipeline: str) -> Pipeline:
         """The pipeline of this JSON. Raises what building it raises."""
-        future = self._built.pop(pipeline, None)
-        if future is None:
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._threads, self._factory.build, pipeline)
-            # Read the error even if all who wait are gone, or asyncio reports it as lost.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._built[pipeline] = future
-        if len(self._built) > PIPELINES_KEPT:
-            del self._built[next(iter(self._built))]
+        with self._lock:
+            future = self._built.pop(pipeline, None)
+            mine = future is None
+            self._built[pipeline] = future = future or Future()
+            if len(self._built) > PIPELINES_KEPT:
+                del self._built[next(iter(self._built))]
+        if mine:
+            self._build(pipeline, future)
+        return future.result()
+
+    def _build(self, pipeline: str, future: Future[Pipeline]) -> None:
         try:
-            return await asyncio.shield(future)
-        except Exception:
-            if self._built.get(pipeline) is future:
-                del self._built[pipeline]
-            raise
+            future.set_result(self._factory.build(pipeline))
+        except BaseException as error:
+            with self._lock:
+                if self._built.get(pipeline) is future:
+                    del self._built[pipeline]
+            future.set_exception(error)

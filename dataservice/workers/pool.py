@@ -5,22 +5,32 @@ new name, `worker-<seat>.<incarnation>`, so that nothing meant for a dead one re
 successor.
 
 Contract.
-  start        returns when every seat serves; if one cannot, all are ended and it raises.
-  A worker     that dies or stops answering leaves `workers()` and is replaced in its seat. A
-               seat that cannot be filled is tried again, ever more slowly, until `stop`.
+  start        returns when every seat serves. Workers that a former pool left behind keep
+               their seats if they are like those this pool would start; others are ended. If a
+               seat cannot be filled all are ended and it raises, unless a worker was found:
+               then the others serve, and the seat is tried again.
+  A worker     that dies or stops answering leaves `workers()` and is replaced in its seat; one
+               that has not answered for `silent_after_s` is "silent" until it does. A seat that
+               cannot be filled is tried again, ever more slowly, until `stop`.
   replace      ends the worker and fills its seat. A name that no longer sits is ignored, so
                two reports of one death start one successor. It does not raise when the
                successor fails to start: the seat's supervisor goes on trying.
-  Cancelling   `replace` leaves the seat empty; its supervisor fills it.
+  renew        gives a worker's seat to a successor, and keeps the worker, "draining", until it
+               is drained or `drain_timeout_s` is over. Where there is no room for both it
+               drains first, in its seat.
+  Cancelling   `replace` or `renew` may leave a seat empty, which its supervisor fills, or a
+               worker draining, which `stop` ends.
   stop         lets open streams finish up to `stop_timeout_s`, then ends everything; it waits
-               for a `replace` that is under way. A pool that has stopped stays stopped.
+               for a `replace` that is under way. Workers that outlive the pool are let go
+               instead. A pool that has stopped stays stopped.
 """
 
 import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
@@ -38,8 +48,11 @@ class PoolConfig:
     workers: int
     slots_per_worker: int = 2
     health_interval_s: float = 2.0
+    silent_after_s: float = 5.0
     health_timeout_s: float = 20.0
     start_timeout_s: float = 60.0
+    successor_timeout_s: float = 20.0
+    drain_timeout_s: float = 300.0
     stop_timeout_s: float = 10.0
     longest_retry_s: float = 30.0
 
@@ -47,6 +60,15 @@ class PoolConfig:
         for name in ("workers", "slots_per_worker"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running(Generic[Handle]):
+    """A worker that runs: where it serves, and how it is reached to be watched and ended."""
+
+    worker: str
+    address: str
+    handle: Handle
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -58,6 +80,15 @@ class _Seat(Generic[Handle]):
     handle: Handle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def take(self, running: Running[Handle], slots: int) -> None:
+        """Seat a worker."""
+        self.info = WorkerInfo(worker=running.worker, address=running.address, slots=slots)
+        self.handle, self.failures = running.handle, 0
+
+    def holds(self, worker: str) -> bool:
+        """Whether this very worker sits here."""
+        return self.info is not None and self.info.worker == worker
+
 
 class SupervisedPool(ABC, Generic[Handle]):
     """core.ports.WorkerPool; where and how a worker runs is left to the subclass."""
@@ -65,6 +96,7 @@ class SupervisedPool(ABC, Generic[Handle]):
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
         self._seats: list[_Seat[Handle]] = [_Seat(number=n) for n in range(config.workers)]
+        self._leaving: dict[str, tuple[WorkerInfo, Handle]] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -73,6 +105,11 @@ class SupervisedPool(ABC, Generic[Handle]):
     @abstractmethod
     async def _open(self) -> None:
         """Make ready to launch workers."""
+
+    async def _found(self) -> list[Running[Handle]]:
+        """Workers left behind by a former pool that are like those of this one. What else it
+        left is ended, and its names noted with `_used`."""
+        return []
 
     @abstractmethod
     async def _launch(self, worker: str) -> tuple[str, Handle]:
@@ -86,6 +123,11 @@ class SupervisedPool(ABC, Generic[Handle]):
     async def _end(self, handle: Handle, *, gracefully: bool) -> None:
         """End a worker, letting its streams finish if `gracefully`. Never raises."""
 
+    @property
+    def _outlived(self) -> bool:
+        """Whether workers go on when the pool stops."""
+        return False
+
     @abstractmethod
     async def _close(self) -> None:
         """Undo `_open`."""
@@ -96,52 +138,99 @@ class SupervisedPool(ABC, Generic[Handle]):
         """Start all workers; returns when each serves. Raises the ServiceError of the first
         that cannot start, WorkerLostError where it gave none."""
         await self._open()
+        found = False
         try:
-            filled = await asyncio.gather(*map(self._fill, self._seats), return_exceptions=True)
-            for error in filled:
-                if error is not None:
+            found = await self._seat_found()
+            empty = [seat for seat in self._seats if seat.info is None]
+            filled = await asyncio.gather(*map(self._fill, empty), return_exceptions=True)
+            for seat, error in zip(empty, filled, strict=True):
+                if error is not None and not (found and isinstance(error, ServiceError)):
                     raise error
+                if error is not None:
+                    self._note_failure(seat, error)
         except BaseException:
-            await self.stop()
+            await self._stop(keep=found and self._outlived)
             raise
         self._supervisors = [asyncio.create_task(self._supervise(seat)) for seat in self._seats]
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers now believed to be alive, by seat."""
-        return tuple(seat.info for seat in self._seats if seat.info is not None)
+        """The workers now believed to be alive, by seat; then those that leave."""
+        seated = (seat.info for seat in self._seats if seat.info is not None)
+        return (*seated, *(info for info, _ in self._leaving.values()))
 
     async def replace(self, worker: str) -> None:
         """The worker does not answer: end it and start another in its seat."""
+        if worker in self._leaving:
+            await self._end_leaving(worker, gracefully=False)
+            return
         for seat in self._seats:
-            if not self._stopping and seat.info is not None and seat.info.worker == worker:
+            if not self._stopping and seat.holds(worker):
                 async with seat.lock:
-                    if seat.info is not None and seat.info.worker == worker:
+                    if seat.holds(worker):
                         await self._empty(seat, gracefully=False)
                         await self._try_fill(seat)
                 return
 
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Replace these workers, one after another, as the module's contract says."""
+        for worker in workers:
+            for seat in self._seats:
+                if seat.holds(worker) and not self._stopping:
+                    await self._renew(seat, worker, drained)
+
     async def stop(self) -> None:
-        """Stop watching, let open streams finish, end all workers."""
+        """Stop watching, let open streams finish, end all workers but those that outlive us."""
+        await self._stop(keep=self._outlived)
+
+    async def _stop(self, *, keep: bool) -> None:
         self._stopping = True
         for task in self._supervisors:
             task.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._supervisors = []
-        await asyncio.gather(*map(self._vacate, self._seats))
+        leaving = [] if keep else list(self._leaving)
+        await asyncio.gather(
+            *(self._vacate(seat, keep=keep) for seat in self._seats),
+            *(self._end_leaving(worker, gracefully=True) for worker in leaving),
+        )
+        self._leaving.clear()
         await self._close()
 
     # ---- one seat ----------------------------------------------------------------------
 
-    async def _fill(self, seat: _Seat[Handle]) -> None:
+    async def _seat_found(self) -> bool:
+        """Give workers of a former pool their seats; the newest of a seat, if there is one."""
+        surplus = []
+        for running in sorted(await self._found(), key=lambda r: _place(r.worker), reverse=True):
+            number, _ = _place(running.worker)
+            if number < len(self._seats) and self._seats[number].info is None:
+                self._seats[number].take(running, self._config.slots_per_worker)
+                self._used(running.worker)
+                logger.info("%s goes on serving at %s", running.worker, running.address)
+            else:
+                surplus.append(running.handle)
+        await asyncio.gather(*(self._end(handle, gracefully=True) for handle in surplus))
+        return any(seat.info is not None for seat in self._seats)
+
+    def _used(self, worker: str) -> None:
+        """This name is never to be given again."""
+        number, incarnation = _place(worker)
+        if number < len(self._seats):
+            seat = self._seats[number]
+            seat.incarnation = max(seat.incarnation, incarnation)
+
+    async def _started(self, seat: _Seat[Handle], timeout_s: float) -> Running[Handle]:
         seat.incarnation += 1
         worker = f"worker-{seat.number}.{seat.incarnation}"
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 address, handle = await self._launch(worker)
         except TimeoutError as error:
             raise WorkerLostError(
-                f"{worker} did not start within {self._config.start_timeout_s:g} s. Look at the "
-                "workers' logs, ask for fewer workers, or raise start_timeout_s."
+                f"{worker} did not start within {timeout_s:g} s. Look at the workers' logs, ask "
+                "for fewer workers, or raise start_timeout_s."
             ) from error
         except ServiceError:
             raise
@@ -150,30 +239,82 @@ class SupervisedPool(ABC, Generic[Handle]):
                 f"{worker} did not start: {type(error).__name__}: {error}. Look at the workers' "
                 "logs."
             ) from error
-        seat.handle, seat.failures = handle, 0
-        seat.info = WorkerInfo(worker=worker, address=address, slots=self._config.slots_per_worker)
         logger.info("%s serves at %s", worker, address)
+        return Running(worker=worker, address=address, handle=handle)
+
+    async def _fill(self, seat: _Seat[Handle]) -> None:
+        running = await self._started(seat, self._config.start_timeout_s)
+        seat.take(running, self._config.slots_per_worker)
 
     async def _try_fill(self, seat: _Seat[Handle]) -> None:
         try:
             await self._fill(seat)
         except Exception as error:
-            seat.failures += 1
-            logger.error("seat %d stays empty for now: %s", seat.number, error)
+            self._note_failure(seat, error)
+
+    def _note_failure(self, seat: _Seat[Handle], error: BaseException) -> None:
+        seat.failures += 1
+        logger.error("seat %d stays empty for now: %s", seat.number, error)
 
     async def _empty(self, seat: _Seat[Handle], *, gracefully: bool) -> None:
         handle, seat.info, seat.handle = seat.handle, None, None
-        if handle is None:
-            return
+        if handle is not None:
+            await self._end_within(handle, gracefully=gracefully)
+
+    async def _end_within(self, handle: Handle, *, gracefully: bool) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.stop_timeout_s if gracefully else None):
                 await self._end(handle, gracefully=gracefully)
             return
         await self._end(handle, gracefully=False)
 
-    async def _vacate(self, seat: _Seat[Handle]) -> None:
+    async def _vacate(self, seat: _Seat[Handle], *, keep: bool) -> None:
         async with seat.lock:  # a successor that is just starting must not be missed
-            await self._empty(seat, gracefully=True)
+            if keep:
+                seat.info = seat.handle = None
+            else:
+                await self._empty(seat, gracefully=True)
+
+    # ---- renewing ----------------------------------------------------------------------
+
+    async def _renew(
+        self, seat: _Seat[Handle], worker: str, drained: Callable[[str], Awaitable[None]]
+    ) -> None:
+        async with seat.lock:
+            if not seat.holds(worker):
+                return
+            try:
+                successor = await self._started(seat, self._config.successor_timeout_s)
+            except ServiceError as error:
+                logger.info("%s drains before its successor starts: %s", worker, error)
+                assert seat.info is not None, "the seat holds the worker"
+                seat.info = replace(seat.info, state="draining")
+            else:
+                assert seat.info is not None, "the seat holds the worker"
+                assert seat.handle is not None, "the seat holds the worker"
+                self._leaving[worker] = (replace(seat.info, state="draining"), seat.handle)
+                seat.take(successor, self._config.slots_per_worker)
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await drained(worker)
+        except TimeoutError:
+            logger.warning(
+                "%s still holds packs after %g s and ends now: they are decoded again",
+                worker,
+                self._config.drain_timeout_s,
+            )
+        await self._end_leaving(worker, gracefully=True)
+        async with seat.lock:
+            if seat.holds(worker):
+                await self._empty(seat, gracefully=True)
+                await self._try_fill(seat)
+
+    async def _end_leaving(self, worker: str, *, gracefully: bool) -> None:
+        _, handle = self._leaving.pop(worker, (None, None))
+        if handle is not None:
+            await self._end_within(handle, gracefully=gracefully)
+
+    # ---- supervision -------------------------------------------------------------------
 
     async def _supervise(self, seat: _Seat[Handle]) -> None:
         while True:
@@ -194,11 +335,33 @@ class SupervisedPool(ABC, Generic[Handle]):
                 if seat.info is None:
                     await self._try_fill(seat)
             return
-        try:
-            async with asyncio.timeout(self._config.health_timeout_s):
-                alive = await self._alive(handle)
-        except TimeoutError:
-            alive = False
-        if not alive:
+        if not await self._answers(seat, info.worker, handle):
             logger.warning("%s at %s is gone; starting another", info.worker, info.address)
             await self.replace(info.worker)
+
+    async def _answers(self, seat: _Seat[Handle], worker: str, handle: Handle) -> bool:
+        asked = asyncio.ensure_future(self._alive(handle))
+        patience_s = min(self._config.silent_after_s, self._config.health_timeout_s)
+        try:
+            await asyncio.wait({asked}, timeout=patience_s)
+            if not asked.done():
+                logger.warning("%s has been silent for %g s", worker, patience_s)
+                self._mark(seat, worker, silent=True)
+                await asyncio.wait({asked}, timeout=self._config.health_timeout_s - patience_s)
+            answered = asked.done() and asked.result()
+        finally:
+            asked.cancel()
+        if answered:
+            self._mark(seat, worker, silent=False)
+        return answered
+
+    def _mark(self, seat: _Seat[Handle], worker: str, *, silent: bool) -> None:
+        info = seat.info
+        if info is not None and info.worker == worker and info.state != "draining":
+            seat.info = replace(info, state="silent" if silent else "serving")
+
+
+def _place(worker: str) -> tuple[int, int]:
+    """The seat and the incarnation that a worker's name tells."""
+    seat, _, incarnation = worker.removeprefix("worker-").partition(".")
+    return int(seat), int(incarnation)

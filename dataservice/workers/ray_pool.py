@@ -1,14 +1,20 @@
 """Workers as Ray actors, each a process that serves gRPC. The only file that imports ray.
 
 Ray places the processes, watches them and limits their CPUs; no sample passes through it.
+
+In a Ray that was there before, workers may outlive the pool: they are detached actors in the
+service's own namespace, and the pool that comes next goes on with those that answer and were
+started with the same settings. One that no pool has asked after for long ends itself.
 """
 
+import asyncio
 import contextlib
 import logging
 import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +25,7 @@ from ray.exceptions import RayError
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
-from dataservice.workers.pool import PoolConfig, SupervisedPool
+from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +34,24 @@ logger = logging.getLogger(__name__)
 TEMP_DIR_LIMIT_BYTES = 45
 # Ray refuses less than 75 MiB; nothing of ours is ever put there.
 SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
+# How long a worker that was left behind has to say who it is.
+INTRODUCTION_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayPoolConfig(PoolConfig):
-    """Where Ray runs. Without `address` a Ray of our own starts on this machine."""
+    """Where Ray runs. Without `address` a Ray of our own starts on this machine.
+
+    With a `namespace`, which is this service's alone, workers of a former pool of the same
+    `settings` are taken over; with `outlive` they go on when this pool stops, and end
+    themselves once none has asked after them for `orphan_after_s`.
+    """
 
     address: str | None = None
+    namespace: str | None = None
+    settings: str = ""
+    outlive: bool = False
+    orphan_after_s: float = 900.0
     cpus_per_worker: float = 1.0
     temp_dir: Path | None = None
     object_store_bytes: int = SMALLEST_OBJECT_STORE_BYTES
@@ -51,26 +68,67 @@ class RayPoolConfig(PoolConfig):
                 f"Ray's temp_dir {str(self.temp_dir)!r} is {length_bytes} bytes long; Ray's "
                 f"sockets need it to be at most {TEMP_DIR_LIMIT_BYTES}. Choose a shorter path."
             )
+        if self.outlive and self.namespace is None:
+            raise SpecError("workers that outlive their pool need a namespace to be found in.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Introduction:
+    """What a worker says of itself: where it serves, on which Ray node, and what it was
+    started with."""
+
+    address: str
+    node_id: str
+    process_id: int
+    settings: str
 
 
 class _WorkerProcess:
     """Runs as a Ray actor: one served worker on the actor's own event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: str, orphan_after_s: float) -> None:
+        self._settings = settings
+        self._orphan_after_s = orphan_after_s
         self._served: ServedWorker | None = None
+        self._heard_s = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
 
-    async def serve(self, serve: ServeWorker, worker: str) -> tuple[str, str, int]:
-        """Start the worker; (address, Ray node, process id)."""
+    async def serve(self, serve: ServeWorker, worker: str) -> _Introduction:
+        """Start the worker."""
         self._served = await serve(worker)
-        return self._served.address, ray.get_runtime_context().get_node_id(), os.getpid()
+        self._watch = asyncio.create_task(self._end_when_orphaned())
+        return self._introduction(self._served)
+
+    async def introduce(self) -> _Introduction | None:
+        """Who this is; None while it does not serve."""
+        self._heard_s = time.monotonic()
+        return None if self._served is None else self._introduction(self._served)
 
     async def ping(self) -> None:
         """Returns if the event loop that serves streams still turns."""
+        self._heard_s = time.monotonic()
 
     async def stop(self) -> None:
         """Finish open streams and close the port."""
         if self._served is not None:
             await self._served.stop()
+
+    def _introduction(self, served: ServedWorker) -> _Introduction:
+        return _Introduction(
+            address=served.address,
+            node_id=ray.get_runtime_context().get_node_id(),
+            process_id=os.getpid(),
+            settings=self._settings,
+        )
+
+    async def _end_when_orphaned(self) -> None:
+        left_s = self._orphan_after_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            left_s = self._heard_s + self._orphan_after_s - time.monotonic()
+        logger.warning("no coordinator has asked for %g s: this worker ends", self._orphan_after_s)
+        await self.stop()
+        _kill(ray.get_runtime_context().current_actor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,20 +163,61 @@ class RayWorkerPool(SupervisedPool[_Actor]):
             _init_ray(self._ray_config)
         self._owns_ray = True
 
-    async def _launch(self, worker: str) -> tuple[str, _Actor]:
-        remote = ray.remote(num_cpus=self._ray_config.cpus_per_worker, max_restarts=0)
-        actor: Any = remote(_WorkerProcess).options(name=worker).remote()
+    @property
+    def _outlived(self) -> bool:
+        return self._ray_config.outlive
+
+    async def _found(self) -> list[Running[_Actor]]:
+        namespace = self._ray_config.namespace
+        if namespace is None:
+            return []
+        # Ray writes no types for it: names and namespaces, both text.
+        named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+        workers = [each["name"] for each in named if each["namespace"] == namespace]
+        met = await asyncio.gather(*(self._meet(worker, namespace) for worker in workers))
+        return [running for running in met if running is not None]
+
+    async def _meet(self, worker: str, namespace: str) -> Running[_Actor] | None:
+        """A worker that was left behind, if it is like ours; else it is ended."""
+        self._used(worker)
         try:
-            address, node_id, process_id = await actor.serve.remote(self._serve, worker)
+            actor: Any = ray.get_actor(worker, namespace=namespace)
+        except ValueError:
+            return None  # it has just ended
+        said: _Introduction | None = None
+        # AttributeError: a release whose workers did not introduce themselves.
+        with contextlib.suppress(TimeoutError, RayError, AttributeError):
+            async with asyncio.timeout(INTRODUCTION_S):
+                said = await actor.introduce.remote()
+        if said is not None and said.settings == self._ray_config.settings:
+            handle = _actor(worker, actor, said)
+            return Running(worker=worker, address=said.address, handle=handle)
+        why = "does not answer" if said is None else "was started with other settings"
+        logger.warning("%s of a former coordinator %s: it is replaced", worker, why)
+        await self._end(_Actor(worker=worker, actor=actor), gracefully=False)
+        return None
+
+    async def _launch(self, worker: str) -> tuple[str, _Actor]:
+        config = self._ray_config
+        remote = ray.remote(num_cpus=config.cpus_per_worker, max_restarts=0)
+        actor: Any = (
+            remote(_WorkerProcess)
+            .options(
+                name=worker,
+                namespace=config.namespace,
+                lifetime="detached" if config.outlive else None,
+            )
+            .remote(config.settings, config.orphan_after_s)
+        )
+        try:
+            said: _Introduction = await actor.serve.remote(self._serve, worker)
         except RayError as error:
             _kill(actor)
             raise _start_failure(worker, error) from error
         except BaseException:
             _kill(actor)
             raise
-        local = node_id == ray.get_runtime_context().get_node_id()
-        process = _process_descriptor(process_id) if local else -1
-        return address, _Actor(worker=worker, actor=actor, process=process)
+        return said.address, _actor(worker, actor, said)
 
     async def _alive(self, handle: _Actor) -> bool:
         try:
@@ -134,7 +233,7 @@ class RayWorkerPool(SupervisedPool[_Actor]):
                 await handle.actor.stop.remote()
         _kill(handle.actor)
         if handle.process >= 0:
-            # Ray asks first, and a stopped process does not hear it: its CPUs would stay taken.
+            # Ray asks first; a stopped process does not hear it, and keeps its CPUs for seconds.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle.process, signal.SIGKILL)
             os.close(handle.process)
@@ -170,8 +269,10 @@ def _init_ray(config: RayPoolConfig) -> None:
     except (ConnectionError, OSError, RuntimeError, ValueError, RayError) as error:
         where = "on this machine" if config.address is None else f"at {config.address}"
         raise WorkerLostError(
-            f"Ray {where} cannot be used: {error}. Check the address, that it runs the same Ray "
-            f"({ray.__version__}) and Python, and that its temp_dir is writable."
+            f"Ray {where} cannot be used: {str(error).rstrip('.')}. Check the address, that it "
+            f"runs the same Ray ({ray.__version__}) and Python, that its temp_dir is writable, "
+            "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
+            "~/.ray/auth_token)."
         ) from error
 
 
@@ -185,6 +286,12 @@ def _sigterm_kept() -> Iterator[None]:
         # Outside the main thread Ray could not take it, and it cannot be given back.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_DFL if kept is None else kept)
+
+
+def _actor(worker: str, actor: Any, said: _Introduction) -> _Actor:
+    local = said.node_id == ray.get_runtime_context().get_node_id()
+    process = _process_descriptor(said.process_id) if local else -1
+    return _Actor(worker=worker, actor=actor, process=process)
 
 
 def _kill(actor: Any) -> None:

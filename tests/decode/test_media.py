@@ -5,9 +5,9 @@ import pytest
 from PIL import Image
 
 from dataservice.core.errors import SampleError
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.image import cut_tiles, decode_image, image_size
-from dataservice.decode.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.decode.media import MediaPipeline
 from dataservice.decode.processors.base import View, VisionPlan
 from dataservice.decode.processors.internvl import InternVLProcessor
@@ -264,7 +264,7 @@ def test_a_recording_decodes_to_the_length_of_its_header(
     samples = audio_samples(blob, DEFAULT_LIMITS)
     assert samples / 16_000 == pytest.approx(seconds, abs=0.1)
     chunks = WhisperProcessor().plan(samples)
-    (sound,) = decode_audio(blob, samples, chunks)
+    (sound,) = decode_audio(blob, samples, chunks, DEFAULT_LIMITS)
     assert sound.shape == (chunks[0].samples,)
     assert sound.dtype == np.float32
     # A tone of half of full scale, 440 Hz.
@@ -280,15 +280,17 @@ def test_an_mp3_without_an_index_is_measured_by_its_packets(files):
     blob = files.blob("audio", data.replace(name, b"\0\0\0\0"))
     samples = audio_samples(blob, DEFAULT_LIMITS)
     assert samples / 16_000 == pytest.approx(4.0, abs=0.1)
-    assert len(decode_audio(blob, samples, WhisperProcessor().plan(samples))) == 1
+    chunks = WhisperProcessor().plan(samples)
+    assert len(decode_audio(blob, samples, chunks, DEFAULT_LIMITS)) == 1
 
 
 def test_a_long_recording_becomes_chunks_that_join_to_it(files):
     blob = files.blob("audio", files.audio(2.5))
     samples = audio_samples(blob, DEFAULT_LIMITS)
-    pieces = decode_audio(blob, samples, WhisperProcessor(chunk_s=1.0).plan(samples))
+    seconds = WhisperProcessor(chunk_s=1.0).plan(samples)
+    pieces = decode_audio(blob, samples, seconds, DEFAULT_LIMITS)
     assert [len(piece) for piece in pieces] == [16_000, 16_000, 8_000]
-    (sound,) = decode_audio(blob, samples, WhisperProcessor().plan(samples))
+    (sound,) = decode_audio(blob, samples, WhisperProcessor().plan(samples), DEFAULT_LIMITS)
     assert (np.concatenate(pieces) == sound).all()
 
 
@@ -298,7 +300,7 @@ def test_a_truncated_recording_is_reported_with_both_lengths(files, container, c
     blob = files.blob("audio", data[: len(data) // 2], "000009.wav")
     samples = audio_samples(blob, DEFAULT_LIMITS)
     with pytest.raises(SampleError, match=r"'000009.wav' is truncated.*promises 4.0"):
-        decode_audio(blob, samples, WhisperProcessor().plan(samples))
+        decode_audio(blob, samples, WhisperProcessor().plan(samples), DEFAULT_LIMITS)
 
 
 def test_noise_that_is_no_file_is_reported(files):

@@ -9,8 +9,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import Modality
-from dataservice.decode.limits import DecodeLimits
 from dataservice.decode.pipeline import PipelineSpec, build_pipeline
 from dataservice.decode.placeholders import PlaceholderTokens
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan
@@ -154,9 +154,9 @@ def test_samples_longer_than_the_limit_are_refused_with_their_length(kitchen, sa
 
 
 def test_text_and_media_counts_have_limits(kitchen, sample, files):
-    limits = DecodeLimits(max_text_chars=5, max_media_items=1)
+    limits = DecodeLimits(max_text_bytes=5, max_media_items=1)
     pipeline = build_pipeline(kitchen.spec(), limits=limits)
-    with pytest.raises(SampleError, match="max_text_chars is 5"):
+    with pytest.raises(SampleError, match="max_text_bytes is 5"):
         pipeline.measure(sample({"text": "the cat"}))
     image = files.blob("image", files.image(28, 28))
     with pytest.raises(SampleError, match="max_media_items is 1"):

@@ -18,6 +18,9 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.workers.host import DecodingHost
+from dataservice.workers.pack import planned_bytes
+from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.thread_decoders import ThreadDecoders
 
 PAD = 9
 SHAPE = (1, 2, 2, 3)
@@ -55,12 +58,12 @@ class Library:
         return DecodedSample(input_ids=ids, labels=ids, items=items)
 
 
-def order(*keys, pack=0, degree=1, pipeline="{}", tokens=4):
+def order(*keys, pack=0, step=3, degree=1, pipeline="{}", tokens=4):
     image = ItemLengths(
         modality=Modality.VISION, encoder_tokens=4, llm_tokens=1, position=0, shape=SHAPE
     )
     return PackOrder(
-        key=PackKey(job="j", step=3, plan_digest="d" * 32, pack=pack),
+        key=PackKey(job="j", step=step, plan_digest="d" * 32, pack=pack),
         degree=degree,
         pipeline=pipeline,
         samples=tuple(
@@ -75,6 +78,14 @@ def order(*keys, pack=0, degree=1, pipeline="{}", tokens=4):
     )
 
 
+def threads(library, decoder_for=None, slots=2):
+    """Decoders in this process, so that a test sees what they do."""
+    factory = PipelineFactory(
+        reader_for=lambda _: library, decoder_for=decoder_for or (lambda _: library)
+    )
+    return ThreadDecoders(factory, slots=slots)
+
+
 @pytest.fixture
 def library():
     return Library()
@@ -82,9 +93,7 @@ def library():
 
 @pytest.fixture
 async def host(library):
-    host = DecodingHost(
-        reader_for=lambda _: library, decoder_for=lambda _: library, slots=2, order_grace_s=0.1
-    )
+    host = DecodingHost(threads(library), order_grace_s=0.1)
     yield host
     library.gate.set()
     host.close()
@@ -210,7 +219,7 @@ async def test_a_pipeline_that_cannot_be_built_fails_the_pack_until_it_can():
             raise SpecError(f"unknown processor {json.loads(pipeline)['processor']!r}")
         return library
 
-    host = DecodingHost(reader_for=lambda _: library, decoder_for=decoder_for, slots=1)
+    host = DecodingHost(threads(library, decoder_for, slots=1))
     asked = order("a", pipeline='{"processor": "odd"}')
     with pytest.raises(SpecError, match="odd"):
         await host.prepare(asked)
@@ -228,12 +237,71 @@ async def test_each_distinct_pipeline_is_built_once():
         built.append(pipeline)
         return library
 
-    host = DecodingHost(reader_for=lambda _: library, decoder_for=decoder_for, slots=2)
+    host = DecodingHost(threads(library, decoder_for))
     await asyncio.gather(
         *(host.prepare(order("a", pack=n, pipeline=["x", "y"][n % 2])) for n in range(6))
     )
     assert sorted(built) == ["x", "y"]
     host.close()
+
+
+def size_of(*keys):
+    return planned_bytes(order(*keys))
+
+
+async def test_packs_beyond_the_limit_of_bytes_wait_until_others_are_released(library):
+    host = DecodingHost(threads(library), held_bytes=2 * size_of("a"))
+    now, next_one, later = (order("a", step=step, pack=step) for step in range(3))
+    await host.prepare(now)
+    await host.prepare(next_one)
+    waiting = asyncio.create_task(host.prepare(later))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    assert (host.stats().packs_pending, host.stats().packs_waiting) == (1, 1)
+    assert later.key in host.held()
+    host.release([now.key])
+    await waiting
+    assert host.stats().packs_waiting == 0
+    host.close()
+
+
+async def test_a_rank_that_asks_for_a_pack_never_waits_for_room(library):
+    host = DecodingHost(threads(library), held_bytes=1, order_grace_s=5)
+    await host.prepare(order("a", step=0))
+    ordered = asyncio.create_task(host.prepare(order("b", step=1)))
+    await asyncio.sleep(0.05)
+    assert not ordered.done()
+    assert (await host.sequence(order(step=1).key, 0))["input_ids"].tolist() == [1] * 4
+    await ordered
+    early = asyncio.create_task(host.items(order(step=2).key, [0]))
+    await asyncio.sleep(0)
+    await host.prepare(order("c", step=2))
+    assert len(await early) == 1
+    host.close()
+
+
+async def test_a_pack_that_fails_leaves_its_room(library):
+    def decoder_for(pipeline):
+        if pipeline == "bad":
+            raise SpecError("no such tokenizer")
+        return library
+
+    host = DecodingHost(threads(library, decoder_for), held_bytes=size_of("a"))
+    await host.prepare(order("a", step=0))
+    failing = asyncio.create_task(host.prepare(order("b", step=1, pipeline="bad")))
+    waiting = asyncio.create_task(host.prepare(order("c", step=2)))
+    await asyncio.sleep(0.05)
+    assert host.stats().packs_waiting == 2
+    host.release([order(step=0).key])
+    with pytest.raises(SpecError, match="no such tokenizer"):
+        await failing
+    assert (await waiting).bad_samples == ()
+    host.close()
+
+
+async def test_a_pack_takes_the_bytes_that_were_planned_for_it(host):
+    asked = order("a", "b", "c", degree=3, tokens=5)
+    assert (await host.prepare(asked)).size_bytes == planned_bytes(asked)
 
 
 async def test_stats_count_what_is_held_and_what_was_done(host):
@@ -249,4 +317,4 @@ async def test_stats_count_what_is_held_and_what_was_done(host):
 
 def test_a_worker_without_slots_is_refused():
     with pytest.raises(SpecError, match="0 decoding slots"):
-        DecodingHost(reader_for=lambda _: None, decoder_for=lambda _: None, slots=0)
+        threads(None, slots=0)

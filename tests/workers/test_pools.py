@@ -33,8 +33,10 @@ from dataservice.serving.wire import ticket_to_proto
 from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
+from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+from dataservice.workers.thread_decoders import ThreadDecoders
 
 # A test module cannot be imported by Ray's workers: send what it defines by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -117,7 +119,7 @@ def local_pool(serve, **config):
 
 
 def ray_pool(serve, **config):
-    config = RayPoolConfig(**QUICK, **config, cpus_per_worker=0.5)
+    config = RayPoolConfig(**{**QUICK, **config}, cpus_per_worker=0.5)
     return RayWorkerPool(serve=serve, config=config)
 
 
@@ -216,6 +218,184 @@ async def test_a_ray_worker_that_dies_or_hangs_is_noticed_and_replaced(make_ray_
     await pool.stop()
 
 
+class Drain:
+    """Stands for the dispatcher: says when a worker holds nothing any more."""
+
+    def __init__(self):
+        self.asked = []
+        self.over = asyncio.Event()
+
+    async def __call__(self, worker):
+        self.asked.append(worker)
+        await self.over.wait()
+
+
+def states(pool):
+    return {each.worker: each.state for each in pool.workers()}
+
+
+async def test_a_renewed_worker_serves_beside_its_successor_until_it_is_drained(make_pool):
+    pool, drain = make_pool(serve, workers=2), Drain()
+    await pool.start()
+    old, other = pool.workers()
+    renewing = asyncio.create_task(pool.renew([old.worker], drain))
+    await until(lambda: drain.asked)
+    assert states(pool) == {
+        "worker-0.2": "serving",
+        "worker-1.1": "serving",
+        "worker-0.1": "draining",
+    }
+    assert (await ask(old.address))[0] == "worker-0.1"
+    drain.over.set()
+    await renewing
+    assert set(states(pool)) == {"worker-0.2", "worker-1.1"}
+    with pytest.raises(ConnectionRefusedError):
+        await ask(old.address)
+    assert (await ask(other.address))[0] == "worker-1.1"
+    await pool.stop()
+
+
+async def test_workers_are_renewed_one_after_another_and_not_for_ever(make_pool):
+    pool, drain = make_pool(serve, workers=2, drain_timeout_s=0.2), Drain()
+    await pool.start()
+    await pool.renew([each.worker for each in pool.workers()] + ["worker-9.1"], drain)
+    assert drain.asked == ["worker-0.1", "worker-1.1"]
+    assert set(states(pool)) == {"worker-0.2", "worker-1.2"}
+    await pool.stop()
+
+
+async def test_where_there_is_no_room_for_a_successor_the_worker_drains_first():
+    async def serve_one_at_a_time(worker):
+        if pool.workers():
+            raise OSError("no room")
+        return await serve(worker)
+
+    pool, drain = local_pool(serve_one_at_a_time, workers=1), Drain()
+    await pool.start()
+    (old,) = pool.workers()
+    renewing = asyncio.create_task(pool.renew([old.worker], drain))
+    await until(lambda: drain.asked)
+    assert states(pool) == {"worker-0.1": "draining"}
+    assert (await ask(old.address))[0] == "worker-0.1"
+    drain.over.set()
+    await renewing
+    assert states(pool) == {"worker-0.3": "serving"}
+    await pool.stop()
+
+
+async def test_a_worker_that_drains_and_dies_is_gone_at_once(make_ray_pool):
+    pool, drain = make_ray_pool(serve, workers=1), Drain()
+    await pool.start()
+    (old,) = pool.workers()
+    renewing = asyncio.create_task(pool.renew([old.worker], drain))
+    await until(lambda: drain.asked)
+    await pool.replace(old.worker)
+    assert states(pool) == {"worker-0.2": "serving"}
+    drain.over.set()
+    await renewing
+    assert states(pool) == {"worker-0.2": "serving"}
+    await pool.stop()
+
+
+async def test_a_worker_that_is_silent_for_a_while_is_told_apart_and_kept(make_ray_pool):
+    pool = make_ray_pool(serve, workers=1, silent_after_s=0.3, health_timeout_s=60.0)
+    await pool.start()
+    (info,) = pool.workers()
+    _, process_id = await ask(info.address)
+    os.kill(process_id, signal.SIGSTOP)
+    await until(lambda: states(pool) == {"worker-0.1": "silent"})
+    os.kill(process_id, signal.SIGCONT)
+    await until(lambda: states(pool) == {"worker-0.1": "serving"})
+    assert await ask(info.address) == ("worker-0.1", process_id)
+    await pool.stop()
+
+
+def kept_pool(serve, namespace="service-a", settings="today", **config):
+    """A pool whose workers outlive it."""
+    return ray_pool(serve, namespace=namespace, settings=settings, outlive=True, **config)
+
+
+async def end_workers(pool):
+    """End what outlives a pool."""
+    for name in [each.worker for each in pool.workers()]:
+        seat = next(seat for seat in pool._seats if seat.holds(name))
+        await pool._empty(seat, gracefully=False)
+    await pool.stop()
+
+
+async def test_workers_outlive_their_pool_and_the_next_one_takes_them_over(small_ray):
+    former = kept_pool(serve, workers=2)
+    await former.start()
+    serving = former.workers()
+    processes = [await ask(each.address) for each in serving]
+    await former.stop()
+    assert former.workers() == ()
+    assert [await ask(each.address) for each in serving] == processes
+
+    # Another service in the same Ray starts its own, and leaves these alone.
+    stranger = kept_pool(serve, workers=1, namespace="service-b")
+    await stranger.start()
+    assert states(stranger) == {"worker-0.1": "serving"}
+    assert stranger.workers()[0].address not in {each.address for each in serving}
+    await end_workers(stranger)
+
+    # The next one needs fewer.
+    successor = kept_pool(serve, workers=1)
+    await successor.start()
+    assert successor.workers() == serving[:1]
+    assert await ask(serving[0].address) == processes[0]
+    with pytest.raises(ConnectionRefusedError):
+        await ask(serving[1].address)
+    await successor.replace("worker-0.1")  # it can be ended, and is watched, as one's own
+    assert states(successor) == {"worker-0.2": "serving"}
+    await end_workers(successor)
+
+
+async def test_workers_of_other_settings_or_that_do_not_answer_are_replaced(small_ray, monkeypatch):
+    monkeypatch.setattr("dataservice.workers.ray_pool.INTRODUCTION_S", 1.0)
+    former = kept_pool(serve, workers=2)
+    await former.start()
+    stopped = (await ask(former.workers()[0].address))[1]
+    await former.stop()
+    os.kill(stopped, signal.SIGSTOP)
+    same = kept_pool(serve, workers=2)
+    await same.start()
+    assert [each.worker for each in same.workers()] == ["worker-0.2", "worker-1.1"]
+    await same.stop()
+    other = kept_pool(serve, workers=2, settings="tomorrow")
+    await other.start()
+    assert [each.worker for each in other.workers()] == ["worker-0.3", "worker-1.2"]
+    await until(lambda: not Path(f"/proc/{stopped}").exists())
+    await end_workers(other)
+
+
+async def test_a_worker_that_nobody_asks_after_ends_itself(small_ray):
+    pool = kept_pool(serve, workers=1, orphan_after_s=1.0)
+    await pool.start()
+    (info,) = pool.workers()
+    await asyncio.sleep(2.0)
+    _, process_id = await ask(info.address)  # it is asked after
+    await pool.stop()
+    await until(lambda: not Path(f"/proc/{process_id}").exists())
+    successor = kept_pool(serve, workers=1)
+    await successor.start()
+    assert states(successor) == {"worker-0.1": "serving"}
+    await end_workers(successor)
+
+
+async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
+    former = kept_pool(serve, workers=1)
+    await former.start()
+    (info,) = former.workers()
+    await former.stop()
+    last = ray_pool(serve, namespace="service-a", settings="today", workers=1)
+    await last.start()
+    assert last.workers() == (info,)
+    await last.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await ask(info.address)
+
+
 class Counting:
     """A pipeline that needs no files."""
 
@@ -230,7 +410,8 @@ class Counting:
 
 
 async def serve_packs(worker, *, secret):
-    host = DecodingHost(reader_for=lambda _: Counting(), decoder_for=lambda _: Counting(), slots=1)
+    factory = PipelineFactory(reader_for=lambda _: Counting(), decoder_for=lambda _: Counting())
+    host = DecodingHost(ThreadDecoders(factory, slots=1))
     return await serve_worker(
         host, worker=worker, listen="127.0.0.1:0", secret=secret, on_stopped=host.close
     )
@@ -309,6 +490,7 @@ def test_a_pool_without_an_address_runs_a_ray_of_its_own_and_ends_it():
         ({"workers": 0}, "workers is 0"),
         ({"workers": 1, "slots_per_worker": 0}, "slots_per_worker is 0"),
         ({"workers": 1, "cpus_per_worker": -1}, "cpus_per_worker is -1"),
+        ({"workers": 1, "outlive": True}, "need a namespace"),
         ({"workers": 1, "temp_dir": Path("/" + "x" * 60)}, "at most 45"),
     ],
 )

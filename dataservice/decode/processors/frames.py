@@ -2,6 +2,19 @@
 
 import numpy as np
 
+from dataservice.core.errors import SpecError
+
+MOST_FRAMES = 65_536
+
+
+def require_frames(processor: str, video_frames: int) -> None:
+    """Raises SpecError for a number of frames that no model takes: each gets tokens, before any
+    clip is looked at."""
+    if not 1 <= video_frames <= MOST_FRAMES:
+        raise SpecError(
+            f"{processor} video_frames is {video_frames}; it must be in 1..{MOST_FRAMES:,}."
+        )
+
 
 def evenly_spaced(total: int, count: int) -> tuple[int, ...]:
     """`count` indices from the first frame to the last: round(linspace(0, total−1, count)).

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from dataservice.core.errors import SpecError
 from dataservice.core.job import STRICT
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan
-from dataservice.decode.processors.frames import segment_midpoints
+from dataservice.decode.processors.frames import require_frames, segment_midpoints
 
 TILE = 448
 ENCODER_TOKENS_PER_TILE = 1024
@@ -73,8 +73,7 @@ class InternVLProcessor:
                 f"internvl min_tiles is {self.min_tiles} and max_tiles {self.max_tiles}; they "
                 "must be in 1..256, in this order."
             )
-        if self.video_frames < 1:
-            raise SpecError(f"internvl video_frames is {self.video_frames}; it must be at least 1.")
+        require_frames("internvl", self.video_frames)
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
         """Tiles row by row, then the thumbnail."""

@@ -7,10 +7,10 @@ class token dropped, each patch one LLM token.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.errors import SampleError
 from dataservice.core.job import STRICT
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan
-from dataservice.decode.processors.frames import segment_midpoints
+from dataservice.decode.processors.frames import require_frames, segment_midpoints
 
 SIDE = 336
 TOKENS_PER_IMAGE = 576
@@ -34,8 +34,7 @@ class LlavaProcessor:
     """Frames sampled from a clip; each is one square."""
 
     def __post_init__(self) -> None:
-        if self.video_frames < 1:
-            raise SpecError(f"llava video_frames is {self.video_frames}; it must be at least 1.")
+        require_frames("llava", self.video_frames)
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
         """One square."""

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.job import STRICT
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan
-from dataservice.decode.processors.frames import evenly_spaced
+from dataservice.decode.processors.frames import MOST_FRAMES, evenly_spaced
 
 PATCH = 14
 MERGE = 2
@@ -94,10 +94,11 @@ class Qwen2VLProcessor:
                     f"qwen2_vl {low} is {getattr(self, low)}, above {high} "
                     f"{getattr(self, high)}. Raise the second or lower the first."
                 )
-        if not TEMPORAL_PATCH <= self.video_min_frames <= self.video_max_frames:
+        if not TEMPORAL_PATCH <= self.video_min_frames <= self.video_max_frames <= MOST_FRAMES:
             raise SpecError(
                 f"qwen2_vl video_min_frames is {self.video_min_frames} and video_max_frames "
-                f"{self.video_max_frames}; they must be at least {TEMPORAL_PATCH}, in this order."
+                f"{self.video_max_frames}; they must be in {TEMPORAL_PATCH}..{MOST_FRAMES:,}, in "
+                "this order."
             )
         if not self.video_fps > 0:
             raise SpecError(f"qwen2_vl video_fps is {self.video_fps}; it must be above 0.")

@@ -1,0 +1,237 @@
+"""Samples that wait for a slot of a worker, and which is decoded next.
+
+    teams, by weight ──► jobs of the team, equally ──► packs by step, then place in the step
+
+Between teams and between the jobs of one it is fair in seconds of slots (see fair_share.py);
+within a job what its trainers need first comes first. It is work-conserving: a slot stays
+empty only when nothing waits, or when all that waits is of teams at their own `limit`.
+
+A limit is a bucket that fills with `limit` seconds a second and slot, up to a small burst, and
+is emptied by what is decoded. Pure: the caller brings the clock.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.sample import SampleLengths
+from dataservice.core.team import TeamShare, team_of
+from dataservice.workers.fair_share import FairShare, Run
+
+BURST_S = 1.0
+SHORTEST_PAUSE_S = 0.001
+FIRST_GUESS_S = 1e-4  # seconds a token, until something was measured
+MEMORY = 0.98  # a sample's part in the mean, against that of the one before it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeamLoad:
+    """A team's samples that wait for a slot, and the seconds that slots have worked for it."""
+
+    team: str
+    queued: int
+    decode_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """A sample of a pack, to be decoded. `place` is its place in the pack."""
+
+    key: PackKey
+    place: int
+    sample: PackSample
+    pipeline: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Begun:
+    """A task that has a slot."""
+
+    task: Task
+    run: Run
+
+
+@dataclass(kw_only=True, slots=True)
+class _Speed:
+    """Decayed mean of seconds a token."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def learn(self, tokens: float, seconds: float) -> None:
+        self.seconds = MEMORY * self.seconds + seconds
+        self.tokens = MEMORY * self.tokens + tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class _Line:
+    """A job's packs, first needed first. Those withdrawn leave the heap when they come up."""
+
+    packs: dict[PackKey, deque[Task]] = field(default_factory=dict)
+    heap: list[tuple[int, int, str]] = field(default_factory=list)
+    job: str
+
+    def first(self) -> deque[Task]:
+        """Tasks of the first pack. There is one."""
+        while (tasks := self.packs.get(self._key())) is None:
+            heapq.heappop(self.heap)
+        return tasks
+
+    def add(self, key: PackKey, tasks: deque[Task]) -> None:
+        self.packs[key] = tasks
+        heapq.heappush(self.heap, (key.step, key.pack, key.plan_digest))
+
+    def _key(self) -> PackKey:
+        step, pack, digest = self.heap[0]
+        return PackKey(job=self.job, step=step, plan_digest=digest, pack=pack)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Team:
+    name: str
+    share: TeamShare
+    bucket_s: float
+    filled_s: float
+    queued: int = 0
+    decode_s: float = 0.0
+    speed: _Speed = field(default_factory=_Speed)
+    jobs: FairShare[str] = field(default_factory=FairShare)
+    lines: dict[str, _Line] = field(default_factory=dict)
+
+
+class FairQueue:
+    """Orders go in, samples come out one by one. Times are of any clock that only goes on."""
+
+    def __init__(self, *, slots: int) -> None:
+        self._slots = slots
+        self._teams: dict[str, _Team] = {}
+        self._shares: FairShare[str] = FairShare()
+        self._speed = _Speed()
+
+    @property
+    def queued(self) -> int:
+        """Samples that wait for a slot."""
+        return sum(team.queued for team in self._teams.values())
+
+    def push(self, order: PackOrder, now_s: float) -> None:
+        """Add a pack's samples. Its `share` is the team's from now on."""
+        key = order.key
+        name = team_of(key.job)
+        team = self._teams.get(name)
+        if team is None:
+            burst_s = self._burst_s(order.share)
+            team = self._teams[name] = _Team(
+                name=name, share=order.share, bucket_s=burst_s, filled_s=now_s
+            )
+        team.share = order.share
+        tasks = deque(
+            Task(key=key, place=place, sample=sample, pipeline=order.pipeline)
+            for place, sample in enumerate(order.samples)
+        )
+        if tasks:
+            team.lines.setdefault(key.job, _Line(job=key.job)).add(key, tasks)
+            team.jobs.wants(key.job)
+            team.queued += len(tasks)
+
+    def withdraw(self, key: PackKey) -> None:
+        """Forget the samples of this pack that have no slot yet, if there are any."""
+        team = self._teams.get(team_of(key.job))
+        line = team.lines.get(key.job) if team is not None else None
+        if team is not None and line is not None and key in line.packs:
+            team.queued -= len(line.packs.pop(key))
+            self._close_empty(team, line)
+
+    def next(
+        self, now_s: float, *, only: Callable[[Task, float], bool] = lambda task, seconds: True
+    ) -> Begun | None:
+        """The sample that is to be decoded now, charged as estimated; None when there is none,
+        or when it is not one that the caller takes, who is told the estimate."""
+        for team in self._teams.values():
+            self._throttle(team, now_s)
+        name = self._shares.lowest(now_s)
+        if name is None:
+            return None
+        team = self._teams[name]
+        job = team.jobs.lowest(now_s)
+        assert job is not None, "a team that waits has a job that waits"
+        line = team.lines[job]
+        tasks = line.first()
+        estimate_s = self._estimate_s(team, tasks[0])
+        if not only(tasks[0], estimate_s):
+            return None
+        task = tasks.popleft()
+        run = Run(started_s=now_s, charged_s=estimate_s)
+        self._shares.begin(name, run)
+        team.jobs.begin(job, run)
+        team.bucket_s -= run.charged_s
+        team.queued -= 1
+        if not tasks:
+            del line.packs[task.key]
+            self._close_empty(team, line)
+        return Begun(task=task, run=run)
+
+    def done(self, begun: Begun, seconds: float) -> None:
+        """The sample kept its slot for so long."""
+        key, run = begun.task.key, begun.run
+        team = self._teams[team_of(key.job)]
+        self._shares.end(team.name, run, seconds)
+        team.jobs.end(key.job, run, seconds)
+        team.bucket_s += run.charged_s - seconds
+        team.decode_s += seconds
+        tokens = decode_tokens(begun.task.sample.lengths)
+        for speed in (team.speed, self._speed):
+            speed.learn(tokens, seconds)
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds until a team at its limit may go on; None when no team waits for that."""
+        pauses = [
+            -self._allowance_s(team, now_s) / (team.share.limit * self._slots)
+            for team in self._teams.values()
+            if team.queued and self._allowance_s(team, now_s) <= 0
+        ]
+        return max(SHORTEST_PAUSE_S, min(pauses)) if pauses else None
+
+    def teams(self) -> tuple[TeamLoad, ...]:
+        """Every team that was ever served here."""
+        return tuple(
+            TeamLoad(team=team.name, queued=team.queued, decode_s=team.decode_s)
+            for team in self._teams.values()
+        )
+
+    def _throttle(self, team: _Team, now_s: float) -> None:
+        """A team at its limit is as one without work, so that waiting earns it no credit."""
+        if team.queued and self._allowance_s(team, now_s) > 0:
+            self._shares.wants(team.name, weight=team.share.weight)
+        else:
+            self._shares.rests(team.name)
+
+    def _allowance_s(self, team: _Team, now_s: float) -> float:
+        """Slot-seconds that the team may take now. Fills its bucket up to now."""
+        if team.share.limit >= 1:
+            return float("inf")
+        gained_s = (now_s - team.filled_s) * team.share.limit * self._slots
+        team.bucket_s = min(self._burst_s(team.share), team.bucket_s + gained_s)
+        team.filled_s = now_s
+        return team.bucket_s
+
+    def _burst_s(self, share: TeamShare) -> float:
+        return BURST_S * share.limit * self._slots
+
+    def _estimate_s(self, team: _Team, task: Task) -> float:
+        tokens = decode_tokens(task.sample.lengths)
+        for speed in (team.speed, self._speed):
+            if speed.tokens > 0:
+                return tokens * speed.seconds / speed.tokens
+        return tokens * FIRST_GUESS_S
+
+    def _close_empty(self, team: _Team, line: _Line) -> None:
+        if not line.packs:
+            del team.lines[line.job]
+            team.jobs.rests(line.job)
+
+
+def decode_tokens(lengths: SampleLengths) -> float:
+    """What decoding a sample takes, in tokens: pixels and sound dominate, text is cheap."""
+    return lengths.llm_tokens + 4.0 * sum(item.encoder_tokens for item in lengths.items)

@@ -1,0 +1,286 @@
+"""Decoders in processes of their own, one a slot: whatever a codec does, the worker lives on.
+
+Contract.
+  A sample that is not done after `timeout_s` has its process killed and is masked; reading
+           counts, building the pipeline has a limit of its own, of the same length.
+  A process that dies, or is stopped from outside, is replaced; the sample it was on is tried
+           once more in a fresh one, and masked when that dies too. What waited behind it goes
+           on in the fresh process. So a decoder killed by hand costs no sample.
+  A pipeline that kills its process twice while it is built masks the samples like that too.
+  Losing   WorkerLostError when no process can be started any more: the worker is of no use.
+"""
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dataservice.core import errors
+from dataservice.core.errors import ServiceError, SpecError
+from dataservice.core.orders import PackSample
+from dataservice.core.sample import SampleLengths
+from dataservice.workers.decoder_messages import (
+    Answer,
+    AnswerReader,
+    Kind,
+    ProtocolError,
+    order_bytes,
+)
+from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
+from dataservice.workers.nursery import DecoderProcess, Nursery
+from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
+from dataservice.workers.thread_decoders import require_slots
+
+logger = logging.getLogger(__name__)
+
+DECODE_TIMEOUT_S = 60.0
+MOST_READ_BYTES = 2**40
+TRIES = 2  # of a sample whose process dies
+REMEDY = (
+    "Leave the sample out, make it smaller, or raise the service's limits; the worker's log "
+    "says more."
+)
+
+
+class ProcessDecoders(Decoders):
+    """Decodes in child processes. Use it from `slots` threads at most."""
+
+    def __init__(
+        self,
+        factory: PipelineFactory,
+        *,
+        slots: int,
+        timeout_s: float = DECODE_TIMEOUT_S,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """The factory is pickled; nothing runs before `start`. Raises SpecError when there is
+        no slot."""
+        require_slots(slots)
+        self._nursery = Nursery(factory, memory_bytes=memory_bytes)
+        self._slots = [_Slot(self._nursery, timeout_s) for _ in range(slots)]
+        self._idle: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        for slot in self._slots:
+            self._idle.put(slot)
+
+    @property
+    def slots(self) -> int:
+        """How many samples are decoded at once."""
+        return len(self._slots)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes that live now."""
+        return [slot.process_id for slot in self._slots if slot.process_id is not None]
+
+    def start(self) -> None:
+        """Start all processes. Call it from a thread that lives as long as they shall."""
+        self._nursery.start()
+        for slot in self._slots:
+            slot.ready()
+
+    def open(self, pipeline: str) -> int:
+        """Build this pipeline in one process; its pad token."""
+        slot = self._idle.get()
+        try:
+            return slot.open(pipeline)
+        finally:
+            self._idle.put(slot)
+
+    def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
+        """Decode these samples one after another in one process."""
+        slot = self._idle.get()
+        try:
+            return slot.decode(pipeline, samples)
+        finally:
+            self._idle.put(slot)
+
+    def close(self) -> None:
+        """Kill all processes; calls that are under way raise WorkerLostError."""
+        self._nursery.refuse()
+        for slot in self._slots:
+            slot.kill()
+        while True:
+            try:
+                self._idle.get_nowait().drop()
+            except queue.Empty:
+                break
+        self._nursery.close()
+
+
+class _Slot:
+    """One process after the other. Used by one thread at a time, but for `kill`."""
+
+    def __init__(self, nursery: Nursery, timeout_s: float) -> None:
+        self._nursery = nursery
+        self._timeout_s = timeout_s
+        self._process: DecoderProcess | None = None
+        self._answers: AnswerReader | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def process_id(self) -> int | None:
+        process = self._process
+        return process.process_id if process is not None else None
+
+    def ready(self) -> AnswerReader:
+        """Have a live process."""
+        if self._process is not None and self._process.ended:
+            self.drop()
+        if self._process is None or self._answers is None:
+            process = self._nursery.fork()
+            with self._lock:
+                self._process = process
+            self._answers = AnswerReader(sock=process.orders)
+        return self._answers
+
+    def drop(self) -> str:
+        """End the process, if there is one; how it ended, in words."""
+        with self._lock:
+            process, self._process = self._process, None
+        if self._answers is not None:
+            self._answers.close()
+            self._answers = None
+        return self._nursery.end(process) if process is not None else ""
+
+    def kill(self) -> None:
+        """Kill the process; who waits for it notices."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+
+    # ---- orders --------------------------------------------------------------------------
+
+    def open(self, pipeline: str) -> int:
+        """The pipeline's pad token. Raises what building it raises."""
+        for left in reversed(range(TRIES)):
+            try:
+                return _pad_token(next(self._order(pipeline, ())))
+            except (OSError, ProtocolError) as error:
+                what, again = self._end_of(error)
+                if not again or left == 0:
+                    raise SpecError(
+                        f"the job's pipeline cannot be built: {what}. Look at its tokenizer, "
+                        "template and processors, or raise decode_timeout_s."
+                    ) from error
+        raise AssertionError("the last try returns or raises")
+
+    def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
+        """An outcome for each sample."""
+        outcomes: list[SampleOutcome] = []
+        deaths, lost_s = 0, 0.0
+        while (done := len(outcomes)) < len(samples):
+            began_s = time.monotonic()
+            try:
+                for answer in self._order(pipeline, samples[done:]):
+                    took_s = min(answer.seconds, time.monotonic() - began_s)
+                    planned = samples[len(outcomes)].lengths
+                    outcomes.append(_outcome(answer, planned, seconds=lost_s + took_s))
+                    deaths, lost_s, began_s = 0, 0.0, time.monotonic()
+            except (OSError, ProtocolError) as error:
+                what, again = self._end_of(error)
+                deaths, lost_s = deaths + 1, lost_s + time.monotonic() - began_s
+                if again and deaths < TRIES:
+                    continue
+                reason = f"{what}. {REMEDY}"
+                outcomes.append(SampleOutcome(sample=None, reason=reason, seconds=lost_s))
+                deaths, lost_s = 0, 0.0
+        return outcomes
+
+    def _order(self, pipeline: str, samples: Sequence[PackSample]) -> Iterator[Answer]:
+        """Send an order; an answer for each sample, or that of the pipeline if there is none."""
+        answers = self.ready()
+        answers.sock.settimeout(self._timeout_s)
+        answers.sock.sendall(order_bytes(pipeline, samples))
+        answer = self._next(answers)
+        if answer.kind is Kind.BUILT and samples:
+            answer = self._next(answers)
+        if answer.kind is Kind.REFUSED:
+            raise _refusal(answer)
+        yield answer
+        for _ in samples[1:]:
+            yield self._next(answers)
+
+    def _next(self, answers: AnswerReader) -> Answer:
+        answers.left_s = self._timeout_s
+        return answers.read()
+
+    def _end_of(self, error: Exception) -> tuple[str, bool]:
+        """The process has failed us and is ended: why, and whether another may do better."""
+        process = self._process
+        if process is None:
+            raise AssertionError("an order fails on a process") from error
+        late = isinstance(error, TimeoutError)
+        stopped = late and _is_stopped(process.process_id)
+        ending = self.drop()
+        logger.warning("decoder %d: %s; it %s", process.process_id, repr(error), ending)
+        if late and not stopped:
+            limit = f"decode_timeout_s, {self._timeout_s:g} s"
+            return f"reading and decoding took longer than {limit}, and was stopped", False
+        if stopped:
+            ending = "was stopped from outside"
+        elif isinstance(error, ProtocolError):
+            ending = f"answered with {error}"
+        return f"the decoder process {ending}, at the last of {TRIES} tries", True
+
+
+def _outcome(answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
+    """Raises ProtocolError when the answer does not fit what was planned."""
+    if not (seconds >= 0 and answer.read_s >= 0):
+        raise ProtocolError(f"an answer after {answer.seconds} s, {answer.read_s} s of reading")
+    read_bytes = min(answer.read_bytes, MOST_READ_BYTES)  # a worker believes no answer
+    if answer.kind is Kind.BAD:
+        reason = answer.payload.decode(errors="replace")[:REASON_LIMIT]
+        return SampleOutcome(
+            sample=None,
+            reason=reason or "unknown",
+            seconds=seconds,
+            read_s=min(answer.read_s, seconds),
+            read_bytes=read_bytes,
+        )
+    if answer.kind is Kind.MEMORY:
+        try:
+            sample = sample_of_memory(answer.descriptor, planned)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+    elif answer.kind is Kind.INLINE and len(answer.payload) == sample_bytes(planned):
+        sample = sample_of_bytes(answer.payload, planned)
+    else:
+        raise ProtocolError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
+    return SampleOutcome(
+        sample=sample,
+        seconds=seconds,
+        read_s=min(answer.read_s, seconds),
+        read_bytes=read_bytes,
+    )
+
+
+def _pad_token(answer: Answer) -> int:
+    try:
+        return int(answer.payload)
+    except ValueError as error:
+        raise ProtocolError("a pad token that is no number") from error
+
+
+def _refusal(answer: Answer) -> ServiceError:
+    """The error of a pipeline that could not be built, as one of ours."""
+    try:
+        kind, text = json.loads(answer.payload)
+    except ValueError as error:
+        raise ProtocolError("a refusal without an error") from error
+    named = getattr(errors, str(kind), None)
+    if isinstance(named, type) and issubclass(named, ServiceError):
+        return named(str(text))
+    return ServiceError(f"the job's pipeline cannot be built: {text}")
+
+
+def _is_stopped(process_id: int) -> bool:
+    """SIGSTOP, or a debugger. The process is ours to reap, so that the number is its own."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

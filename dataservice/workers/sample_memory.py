@@ -1,0 +1,151 @@
+"""A decoded sample as one run of bytes, passed between processes without copying it twice.
+
+    input_ids │ labels │ item 0 │ item 1 │ …        each at a multiple of 64 bytes
+
+Where each array lies follows from the sample's planned lengths, which both sides know: no
+shape or offset that the other side names is ever believed. A large sample is written into a
+sealed memory file: one copy, in the decoder's process. The worker maps it and serves views of
+the mapping; nothing has a name that could be left behind, and the last view unmaps it.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.sample import DecodedSample, SampleLengths
+from dataservice.workers.pack import ITEM_DTYPES
+
+ALIGNMENT_BYTES = 64
+# Below this, copying through the socket costs less than a memory file does.
+INLINE_LIMIT_BYTES = 32 * 1024
+# A descriptor whose file may still shrink under a mapping is a way to crash who maps it.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+def sample_bytes(planned: SampleLengths) -> int:
+    """Size of a sample of these lengths."""
+    return _end(_places(planned))
+
+
+def sample_buffers(decoded: DecodedSample, planned: SampleLengths) -> list[memoryview | bytes]:
+    """The sample's bytes in order, gaps included; arrays are not copied unless they are strided.
+    It has its planned shape."""
+    buffers: list[memoryview | bytes] = []
+    at = 0
+    arrays = (decoded.input_ids, decoded.labels, *decoded.items)
+    for place, array in zip(_places(planned), arrays, strict=True):
+        if place.size_bytes == 0:
+            continue
+        if place.offset_bytes > at:
+            buffers.append(bytes(place.offset_bytes - at))
+        buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        at = place.offset_bytes + place.size_bytes
+    return buffers
+
+
+def write_memory(buffers: list[memoryview | bytes], size_bytes: int) -> int:
+    """A descriptor of a sealed memory file that holds these buffers. Raises OSError."""
+    descriptor = os.memfd_create("sample", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        at = 0
+        for buffer in buffers:
+            view = memoryview(buffer)
+            while len(view):
+                written = os.pwrite(descriptor, view, at)
+                view, at = view[written:], at + written
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def sample_of_memory(descriptor: int, planned: SampleLengths) -> DecodedSample:
+    """Views of a memory file, which is closed. ValueError unless it is sealed and as large as
+    planned; OSError or MemoryError when it can be neither mapped nor read."""
+    try:
+        size_bytes = sample_bytes(planned)
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError("the memory file of a sample is not sealed")
+        if os.fstat(descriptor).st_size != size_bytes:
+            raise ValueError("the memory file of a sample has not its planned size")
+        return sample_of_bytes(_mapped(descriptor, size_bytes), planned)
+    finally:
+        os.close(descriptor)
+
+
+def sample_of_bytes(data: Any, planned: SampleLengths) -> DecodedSample:
+    """Views of a buffer that holds exactly a sample of these lengths."""
+    whole = np.frombuffer(data, dtype=np.uint8)
+    ids, labels, *items = (
+        whole[place.offset_bytes : place.offset_bytes + place.size_bytes]
+        .view(place.dtype)
+        .reshape(place.shape)
+        for place in _places(planned)
+    )
+    return DecodedSample(input_ids=ids, labels=labels, items=tuple(items))
+
+
+def _places(planned: SampleLengths) -> list[_Place]:
+    tokens: tuple[np.dtype[Any], tuple[int, ...]] = (np.dtype(np.int32), (planned.llm_tokens,))
+    arrays = [tokens, tokens]
+    arrays += [(ITEM_DTYPES[item.modality], item.shape) for item in planned.items]
+    places: list[_Place] = []
+    for dtype, shape in arrays:
+        start = -(-_end(places[-1:]) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        places.append(_Place(dtype=dtype, shape=shape, offset_bytes=start))
+    return places
+
+
+def _end(places: list[_Place]) -> int:
+    return places[-1].offset_bytes + places[-1].size_bytes if places else 0
+
+
+def _mapped(descriptor: int, size_bytes: int) -> Any:
+    """The file's bytes as a buffer that unmaps itself. Python's own mmap would keep a descriptor
+    for each; and a process may have only so many mappings, beyond which the file is read."""
+    protection, flags = mmap.PROT_READ, mmap.MAP_PRIVATE
+    address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        return _read(descriptor, size_bytes)
+    buffer = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
+    return memoryview(buffer).toreadonly()
+
+
+def _read(descriptor: int, size_bytes: int) -> NDArray[np.uint8]:
+    data = np.empty(size_bytes, dtype=np.uint8)
+    view, at = data.data, 0
+    while at < size_bytes:
+        read = os.preadv(descriptor, [view[at:]], at)
+        if read == 0:
+            raise ValueError("the memory file of a sample ends early")
+        at += read
+    return data

@@ -1,0 +1,164 @@
+"""A worker's slots at work: samples of all packs go through one fair queue to the decoders.
+
+Contract.
+  decode     returns the outcomes of a pack's samples, in its order. When a pipeline cannot be
+             built or the decoders are lost, all packs that had a sample there raise.
+  Cancelling drops the pack's samples that have no slot yet; those that have one run out unused.
+
+Small texts go to a slot several at a time: handing one over takes about as long as decoding it.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from dataservice.core.orders import PackKey, PackOrder
+from dataservice.workers.decoders import Decoders, SampleOutcome
+from dataservice.workers.fair_queue import Begun, FairQueue, Task, TeamLoad
+
+BATCH_SAMPLES = 16
+BATCH_S = 0.01  # as estimated
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pack:
+    outcomes: list[SampleOutcome | None]
+    left: int
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Served:
+    outcomes: list[SampleOutcome]
+    slot_s: float
+
+
+class Slots:
+    """Decodes packs. Used on one event loop."""
+
+    def __init__(self, decoders: Decoders) -> None:
+        self._decoders = decoders
+        self._threads = ThreadPoolExecutor(decoders.slots, thread_name_prefix="slot")
+        self._queue = FairQueue(slots=decoders.slots)
+        self._packs: dict[PackKey, _Pack] = {}
+        self._busy = 0
+        self._closed = False
+        self._alarm: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Have the decoders ready. Raises WorkerLostError."""
+        # On a thread of ours: the kernel ends decoder processes with the thread that made them.
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._decoders.start)
+
+    async def open(self, pipeline: str) -> int:
+        """Build a pipeline on a slot; its pad token. Raises what building it raises."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._decoders.open, pipeline)
+
+    async def decode(self, order: PackOrder) -> list[SampleOutcome]:
+        """Outcomes of a pack's samples. The pack is not being decoded already."""
+        pack = _Pack(
+            outcomes=[None] * len(order.samples),
+            left=len(order.samples),
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self._packs[order.key] = pack
+        self._queue.push(order, time.monotonic())
+        self._fill()
+        try:
+            if pack.left:
+                await pack.done
+        finally:
+            if self._packs.get(order.key) is pack:
+                self._queue.withdraw(order.key)
+                del self._packs[order.key]
+        return [outcome for outcome in pack.outcomes if outcome is not None]
+
+    def teams(self) -> tuple[TeamLoad, ...]:
+        """What waits, and what was done, by team."""
+        return self._queue.teams()
+
+    def close(self) -> None:
+        """End the decoders and let the threads end. Does not wait for them."""
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._decoders.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _fill(self) -> None:
+        """Give samples to all slots that are free."""
+        if self._closed:
+            return
+        now_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        while self._busy < self._decoders.slots and (batch := self._batch(now_s)):
+            self._busy += 1
+            packs = [self._packs[begun.task.key] for begun in batch]
+            running = loop.run_in_executor(self._threads, self._serve, batch)
+            running.add_done_callback(partial(self._served, batch, packs))
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        pause_s = self._queue.pause_s(now_s) if self._busy < self._decoders.slots else None
+        if pause_s is not None:
+            self._alarm = loop.call_later(pause_s, self._fill)
+
+    def _batch(self, now_s: float) -> list[Begun]:
+        """The next sample, and small texts behind it when there are enough for all slots."""
+        first = self._queue.next(now_s)
+        if first is None:
+            return []
+        batch = [first]
+        # Not more than is there for each slot: a batch is served by one.
+        room = min(BATCH_SAMPLES, 1 + self._queue.queued // self._decoders.slots)
+        left_s = BATCH_S - first.run.charged_s
+
+        def fits(task: Task, seconds: float) -> bool:
+            is_text = not task.sample.lengths.items
+            return is_text and seconds <= left_s and task.pipeline == first.task.pipeline
+
+        while len(batch) < room and not first.task.sample.lengths.items:
+            also = self._queue.next(now_s, only=fits)
+            if also is None:
+                break
+            batch.append(also)
+            left_s -= also.run.charged_s
+        return batch
+
+    def _serve(self, batch: Sequence[Begun]) -> _Served:
+        """In a thread: the batch on one slot."""
+        began_s = time.monotonic()
+        outcomes = self._decoders.decode(
+            batch[0].task.pipeline, [begun.task.sample for begun in batch]
+        )
+        return _Served(outcomes=outcomes, slot_s=time.monotonic() - began_s)
+
+    def _served(
+        self, batch: Sequence[Begun], packs: Sequence[_Pack], running: asyncio.Future[_Served]
+    ) -> None:
+        self._busy -= 1
+        if running.cancelled():  # closed
+            return
+        error = running.exception()
+        if error is None:
+            self._settle(batch, packs, running.result())
+        else:
+            for begun, pack in zip(batch, packs, strict=True):
+                self._queue.done(begun, time.monotonic() - begun.run.started_s)
+                if not pack.done.done():
+                    pack.done.set_exception(error)
+        self._fill()
+
+    def _settle(self, batch: Sequence[Begun], packs: Sequence[_Pack], served: _Served) -> None:
+        decode_s = sum(outcome.seconds for outcome in served.outcomes)
+        besides_s = max(0.0, served.slot_s - decode_s) / len(batch)
+        for begun, pack, outcome in zip(batch, packs, served.outcomes, strict=True):
+            self._queue.done(begun, outcome.seconds + besides_s)
+            pack.outcomes[begun.task.place] = outcome
+            pack.left -= 1
+            if pack.left == 0 and not pack.done.done():
+                pack.done.set_result(None)

@@ -1,0 +1,339 @@
+"""Decoders in processes of their own, killed, hung and starved for real."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dataservice.core.errors import SpecError, WorkerLostError
+from dataservice.workers.host import DecodingHost
+from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.process_decoders import ProcessDecoders
+from tests.workers.trouble import FACTORY, a_sample, an_order, pipeline_in
+
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def decoding(slots=1, timeout_s=30.0, memory_bytes=None, factory=FACTORY):
+    decoders = ProcessDecoders(factory, slots=slots, timeout_s=timeout_s, memory_bytes=memory_bytes)
+    # The kernel ends the processes with the thread that starts them.
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(decoders.start).result()
+        try:
+            yield decoders
+        finally:
+            decoders.close()
+
+
+@pytest.fixture(scope="module")
+def one():
+    """One slot, shared by tests that leave it whole."""
+    with decoding() as decoders:
+        yield decoders
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    return pipeline_in(tmp_path)
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+def process_that_is_at(folder, key):
+    """The process that has begun to decode this sample."""
+    (mark,) = wait_for(lambda: [*folder.glob(f"{key}.[0-9]*")])
+    return int(mark.suffix[1:])
+
+
+def lives(process_id):
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def decode(decoders, pipeline, *keys, **shape):
+    samples = [a_sample(number, key, **shape) for number, key in enumerate(keys, 1)]
+    return decoders.decode(pipeline, samples)
+
+
+# ---- what dies and hangs ------------------------------------------------------------------
+
+
+def test_a_pipeline_that_kills_who_builds_it_is_refused(one, tmp_path):
+    with pytest.raises(SpecError, match=r"cannot be built.*SIGSEGV.*last of 2 tries"):
+        one.open(pipeline_in(tmp_path, deadly=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("segv", "died of SIGSEGV"),
+        ("abort", "died of SIGABRT"),
+        ("exit", "ended by itself with status 3"),
+    ],
+)
+def test_a_sample_that_kills_its_process_is_masked_alone(one, pipeline, tmp_path, key, reason):
+    outcomes = decode(one, pipeline, "good-1", key, "good-2", "good-3")
+    assert [outcome.sample is None for outcome in outcomes] == [False, True, False, False]
+    assert reason in outcomes[1].reason
+    assert "last of 2 tries" in outcomes[1].reason
+    assert len([*tmp_path.glob(f"{key}.*")]) == 2, "it had a second chance, in another process"
+    assert len([*tmp_path.glob("good-1.*")]) == 1, "what was done is not done again"
+
+
+def test_a_process_that_dies_once_costs_no_sample(one, pipeline, tmp_path):
+    outcomes = decode(one, pipeline, "good-1", "once", "good-2")
+    assert [outcome.reason for outcome in outcomes] == ["", "", ""]
+    assert len([*tmp_path.glob("once.[0-9]*")]) == 2
+
+
+@pytest.mark.parametrize("key", ["hang", "spin"])
+def test_a_sample_that_hangs_is_ended_at_the_limit_and_not_tried_again(tmp_path, key):
+    with decoding(timeout_s=0.5) as decoders:
+        outcomes = decode(decoders, pipeline_in(tmp_path), "good-1", key, "good-2")
+        assert [outcome.sample is None for outcome in outcomes] == [False, True, False]
+        assert "longer than decode_timeout_s, 0.5 s" in outcomes[1].reason
+        assert outcomes[1].seconds >= 0.5
+        assert not lives(process_that_is_at(tmp_path, key))
+
+
+def test_a_sample_beyond_the_memory_limit_is_masked_and_its_process_lives_on(tmp_path):
+    with decoding(memory_bytes=2**30) as decoders:
+        outcomes = decode(decoders, pipeline_in(tmp_path), "good-1", "hog", "good-2", images=1)
+    assert [outcome.sample is None for outcome in outcomes] == [False, True, False]
+    assert "decode_memory_bytes" in outcomes[1].reason
+    assert process_that_is_at(tmp_path, "good-1") == process_that_is_at(tmp_path, "good-2")
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_decoder_struck_from_outside_loses_nothing(tmp_path, blow):
+    with decoding(timeout_s=2.0) as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "good", "take-0.7", "good")
+        struck = process_that_is_at(tmp_path, "take-0.7")
+        os.kill(struck, blow)
+        assert [outcome.reason for outcome in call.result(LIMIT_S)] == ["", "", ""]
+        assert not lives(struck)
+
+
+def test_a_decoder_that_dies_idle_is_replaced_before_its_next_sample(one, pipeline, tmp_path):
+    decode(one, pipeline, "good-1")
+    idle = process_that_is_at(tmp_path, "good-1")
+    os.kill(idle, signal.SIGKILL)
+    wait_for(lambda: not lives(idle))
+    # A first death would leave this sample only one more chance, which it uses up.
+    (outcome,) = decode(one, pipeline, "once")
+    assert outcome.reason == ""
+
+
+def test_a_nursery_that_dies_is_started_anew(tmp_path):
+    with decoding(slots=2) as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "take-0.5", "good")
+        decoder = process_that_is_at(tmp_path, "take-0.5")
+        nursery = parent_of(decoder)
+        os.kill(nursery, signal.SIGKILL)
+        assert [outcome.reason for outcome in call.result(LIMIT_S)] == ["", ""]
+        assert not lives(decoder)
+        assert decode(decoders, pipeline_in(tmp_path), "good")[0].reason == ""
+
+
+def test_a_factory_that_a_fresh_process_cannot_import_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "fleeting.py").write_text("def make(pipeline): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import fleeting
+
+    factory = PipelineFactory(reader_for=fleeting.make, decoder_for=fleeting.make)
+    decoders = ProcessDecoders(factory, slots=1)
+    (tmp_path / "fleeting.py").unlink()
+    with pytest.raises(WorkerLostError, match=r"cannot start: ModuleNotFoundError.*fleeting"):
+        decoders.start()
+    decoders.close()
+
+
+# ---- all together -------------------------------------------------------------------------
+
+
+def parent_of(process_id):
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_of_300_samples_exactly_the_killers_are_masked(tmp_path):
+    killers = {17: "segv", 80: "exit", 81: "hang", 160: "abort", 299: "spin"}
+    keys = [killers.get(number, f"good-{number}") for number in range(300)]
+    host = DecodingHost(ProcessDecoders(FACTORY, slots=2, timeout_s=1.0))
+    await host.start()
+    bad = []
+    for pack in range(10):
+        mine = keys[30 * pack : 30 * pack + 30]
+        order = an_order(tmp_path, mine, pack=pack, first=30 * pack, images=pack % 2)
+        receipt = await host.prepare(order)
+        bad += [each.sample_id for each in receipt.bad_samples]
+        part = await host.sequence(order.key, 0)
+        wanted = [n if n not in killers else 9 for n in range(30 * pack, 30 * pack + 30)]
+        assert part["input_ids"][::4].tolist() == wanted
+    host.close()
+    assert bad == sorted(killers)
+    twice = Counter(path.name.partition(".")[0] for path in tmp_path.glob("good-*"))
+    assert set(twice.values()) == {1}
+
+
+def descriptors_and_mappings():
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:")
+
+
+async def test_what_was_released_leaves_no_descriptor_and_no_mapping(tmp_path):
+    host = DecodingHost(ProcessDecoders(FACTORY, slots=2))
+    await host.start()
+    await host.prepare(an_order(tmp_path, ["good"], images=1))
+    before, _ = descriptors_and_mappings()
+    for pack in range(1, 200):
+        order = an_order(tmp_path, ["good", "once-" + str(pack % 50)], pack=pack, images=1)
+        await host.prepare(order)
+    held, mapped = descriptors_and_mappings()
+    assert held <= before + 2
+    assert mapped >= 2 * 199
+    host.release([an_order(tmp_path, [], pack=pack).key for pack in range(200)])
+    # A thread that has just handed its pack over may not have let go of it.
+    await asyncio.to_thread(wait_for, lambda: descriptors_and_mappings()[1] == 0)
+    assert descriptors_and_mappings()[0] <= before + 2
+    host.close()
+
+
+WORKER = """
+import asyncio, os, socket, sys, threading
+from pathlib import Path
+from dataservice.workers.host import DecodingHost
+from dataservice.workers.process_decoders import ProcessDecoders
+from tests.workers.trouble import FACTORY, an_order
+
+async def main():
+    port = socket.create_server(("127.0.0.1", 0))
+    os.set_inheritable(port.fileno(), True)
+    host = DecodingHost(ProcessDecoders(FACTORY, slots=2))
+    await host.start()
+    folder = Path(sys.argv[1])
+    (folder / "worker.port").write_text(str(port.getsockname()[1]))
+    await host.prepare(an_order(folder, ["good", "spin", "hang"]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_decoders_end_with_a_worker_that_is_killed_and_never_hold_its_port(tmp_path, busy):
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)]) as worker:
+        spinning = process_that_is_at(tmp_path, "spin")
+        sleeping = process_that_is_at(tmp_path, "hang")
+        nursery = parent_of(spinning)
+        if not busy:
+            os.kill(nursery, signal.SIGSTOP)
+        for process_id in (nursery, spinning, sleeping):
+            links = [os.readlink(fd) for fd in Path(f"/proc/{process_id}/fd").iterdir()]
+            assert sum(link.startswith("socket:") for link in links) == 1
+        worker.kill()
+    wait_for(lambda: not any(map(lives, (nursery, spinning, sleeping))))
+
+
+def test_a_signal_to_the_whole_group_leaves_decoders_at_work(tmp_path):
+    with decoding() as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "take-0.3")
+        decoder = process_that_is_at(tmp_path, "take-0.3")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(decoder, number)
+            os.kill(parent_of(decoder), number)
+        assert call.result(LIMIT_S)[0].reason == ""
+        assert len([*tmp_path.glob("take*")]) == 1
+
+
+def test_closing_ends_every_process_and_whoever_waits(tmp_path):
+    with decoding(slots=2) as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "hang")
+        decoder = process_that_is_at(tmp_path, "hang")
+        nursery = parent_of(decoder)
+        decoders.close()
+        with pytest.raises(WorkerLostError, match="stopped"):
+            call.result(LIMIT_S)
+        wait_for(lambda: not lives(decoder) and not lives(nursery))
+
+
+def test_the_nursery_has_one_thread_and_loads_neither_grpc_nor_ray(tmp_path):
+    """Forking is sound only where no other thread may hold a lock."""
+    from dataservice.job_pipeline import decoder_of, reader_of
+
+    factory = PipelineFactory(reader_for=reader_of, decoder_for=decoder_of)
+    with decoding(factory=factory) as decoders:
+        nursery = parent_of(decoders.process_ids[0])
+        threads = [
+            (task / "comm").read_text().strip() for task in Path(f"/proc/{nursery}/task").iterdir()
+        ]
+        loaded = Path(f"/proc/{nursery}/maps").read_text()
+    assert set(threads) <= {"nursery", "jemalloc_bg_thd"}
+    assert "av" in loaded
+    assert not any(library in loaded for library in ("cygrpc", "_raylet", "numba"))
+
+
+STOPPED = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from dataservice.workers.process_decoders import ProcessDecoders
+from tests.workers.trouble import FACTORY, a_sample, pipeline_in
+
+folder = Path(sys.argv[1])
+decoders = ProcessDecoders(FACTORY, slots=1, timeout_s=3.0)
+decoders.start()
+(outcome,) = decoders.decode(pipeline_in(folder), [a_sample(1, "take-1")])
+(folder / "reason").write_text(outcome.reason or "none")
+decoders.close()
+"""
+
+
+def test_a_worker_that_is_stopped_with_its_decoders_blames_no_sample_for_it(tmp_path):
+    """As when a node is frozen: time goes on, and nobody is at fault."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)]) as worker:
+        family = [process_that_is_at(tmp_path, "take-1"), worker.pid]
+        for process_id in family:
+            os.kill(process_id, signal.SIGSTOP)
+        time.sleep(4.0)  # longer than the limit
+        for process_id in reversed(family):
+            os.kill(process_id, signal.SIGCONT)
+        assert worker.wait(LIMIT_S) == 0
+    assert (tmp_path / "reason").read_text() == "none"
+    assert len([*tmp_path.glob("take-1.*")]) == 1
+
+
+def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('LOADS_FOR_EVER'): time.sleep(3600)\n"
+        "def make(pipeline): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import endless
+
+    factory = PipelineFactory(reader_for=endless.make, decoder_for=endless.make)
+    decoders = ProcessDecoders(factory, slots=1)
+    monkeypatch.setenv("LOADS_FOR_EVER", "1")
+    with ThreadPoolExecutor(1) as starter:
+        call = starter.submit(decoders.start)
+        time.sleep(0.2)
+        decoders.close()
+        with pytest.raises(WorkerLostError, match="cannot start"):
+            call.result(LIMIT_S)

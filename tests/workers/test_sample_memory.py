@@ -1,0 +1,169 @@
+"""What a decoder process hands over is checked against the plan before it is believed."""
+
+import gc
+import os
+import socket
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataservice.core.orders import PackSample
+from dataservice.core.sample import ByteSpan, DecodedSample, SampleLocation, SampleRef
+from dataservice.workers import sample_memory
+from dataservice.workers.decoder_messages import (
+    Answer,
+    AnswerReader,
+    Kind,
+    ProtocolError,
+    order_bytes,
+    read_order,
+    send_answer,
+)
+from dataservice.workers.sample_memory import (
+    sample_buffers,
+    sample_bytes,
+    sample_of_memory,
+    write_memory,
+)
+from tests.workers.trouble import a_sample
+
+PLANNED = a_sample(1, "k", tokens=5, images=1, sounds=2).lengths
+
+
+def decoded():
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 1000, 5, dtype=np.int32)
+    strided = rng.integers(0, 256, (2, 224, 448, 3), dtype=np.uint8)[:, :, ::2]
+    sounds = [rng.random(16001, dtype=np.float32) for _ in range(2)]
+    return DecodedSample(input_ids=ids, labels=ids[::-1], items=(strided, *sounds))
+
+
+def memory_of(sample):
+    return write_memory(sample_buffers(sample, PLANNED), sample_bytes(PLANNED))
+
+
+def require_same(one, other):
+    for mine, theirs in zip(
+        (one.input_ids, one.labels, *one.items),
+        (other.input_ids, other.labels, *other.items),
+        strict=True,
+    ):
+        assert mine.dtype == theirs.dtype
+        assert mine.ctypes.data % 4 == 0
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:sample")
+
+
+def test_a_sample_is_seen_through_a_mapping_that_ends_with_its_last_view():
+    before = len(os.listdir("/proc/self/fd")), mappings()
+    sample = sample_of_memory(memory_of(decoded()), PLANNED)
+    require_same(sample, decoded())
+    view = sample.items[1][5:9]
+    del sample
+    gc.collect()
+    assert mappings() == before[1] + 1
+    assert len(view.tolist()) == 4
+    del view
+    assert (len(os.listdir("/proc/self/fd")), mappings()) == before
+
+
+def test_a_sample_that_cannot_be_mapped_is_read(monkeypatch):
+    """A process may have only so many mappings."""
+    no_room = type("Library", (), {"mmap": staticmethod(lambda *_: sample_memory._MAP_FAILED)})
+    monkeypatch.setattr(sample_memory, "_libc", no_room)
+    before = mappings()
+    sample = sample_of_memory(memory_of(decoded()), PLANNED)
+    require_same(sample, decoded())
+    assert mappings() == before
+
+
+def test_memory_that_could_still_shrink_under_its_reader_is_refused():
+    open_memory = os.memfd_create("sample", os.MFD_ALLOW_SEALING)
+    os.ftruncate(open_memory, sample_bytes(PLANNED))
+    with pytest.raises(ValueError, match="not sealed"):
+        sample_of_memory(open_memory, PLANNED)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(open_memory)
+
+
+def test_memory_of_another_size_than_planned_is_refused():
+    with pytest.raises(ValueError, match="planned size"):
+        sample_of_memory(write_memory([b"short"], 5), PLANNED)
+
+
+# ---- messages -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends():
+    one, other = socket.socketpair()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def reader_of(sock):
+    return AnswerReader(sock=sock, left_s=5.0)
+
+
+def test_an_order_arrives_as_it_was_sent(ends):
+    spans = tuple(ByteSpan(name=f"é {n}.jpg", offset_bytes=2**40 + n, size_bytes=n) for n in (0, 7))
+    ref = SampleRef(
+        sample_id=2**62,
+        source="a/b",
+        key="odd \udcff key",
+        location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1),
+    )
+    samples = [PackSample(ref=ref, lengths=PLANNED), a_sample(2, "")]
+    ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples))
+    ends[0].close()
+    assert read_order(ends[1]) == ('{"tokenizer": "ü"}', samples)
+    assert read_order(ends[1]) is None
+
+
+def test_answers_arrive_with_their_own_descriptors(ends):
+    files = [os.memfd_create(name) for name in "ab"]
+    for number, file in enumerate(files):
+        os.pwrite(file, str(number).encode(), 0)
+        send_answer(ends[0], Answer(kind=Kind.BAD, payload=b"why", seconds=2.5))
+        send_answer(ends[0], Answer(kind=Kind.MEMORY, descriptor=file))
+        os.close(file)
+    answers = reader_of(ends[1])
+    for number in range(2):
+        bad = answers.read()
+        assert (bad.kind, bad.payload, bad.seconds) == (Kind.BAD, b"why", 2.5)
+        received = answers.read().descriptor
+        assert os.pread(received, 9, 0) == str(number).encode()
+        assert not os.get_inheritable(received)
+        os.close(received)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        struct.pack("<BIddQ", 99, 0, 0.0, 0.0, 0),
+        struct.pack("<BIddQ", Kind.INLINE, 2**31, 0.0, 0.0, 0),
+        struct.pack("<BIddQ", Kind.MEMORY, 0, 0.0, 0.0, 0),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
+    ends[0].sendall(junk)
+    with pytest.raises(ProtocolError):
+        reader_of(ends[1]).read()
+
+
+def test_an_answer_is_waited_for_until_its_deadline_however_it_trickles_in(ends):
+    answers = AnswerReader(sock=ends[1], left_s=0.1)
+    ends[0].sendall(b"\x03")
+    with pytest.raises(TimeoutError):
+        answers.read()
+    send_answer(ends[0], Answer(kind=Kind.BAD, payload=b"why"))
+    assert answers.read().payload == b"why", "what has arrived is not late"
+    ends[0].close()
+    with pytest.raises(ConnectionResetError):
+        reader_of(ends[1]).read()

@@ -1,0 +1,168 @@
+"""Readers and decoders that a fresh process can import: a sample's key says what it does there.
+
+The pipeline names a folder, where decoders leave marks for the test to see.
+"""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dataservice.core.errors import SampleError, SourceError, SpecError
+from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.sample import (
+    DecodedSample,
+    ItemLengths,
+    Modality,
+    RawSample,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.core.team import TeamShare
+from dataservice.workers.pipelines import PipelineFactory
+
+PAD = 9
+IMAGE = (2, 224, 224, 3)
+
+
+class Reader:
+    def read(self, ref):
+        if ref.key == "gone":
+            raise SourceError("the source has vanished")
+        return RawSample(key=ref.key, record={"id": ref.sample_id})
+
+
+class Decoder:
+    pad_token_id = PAD
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def decode(self, raw, planned):
+        self.mark(f"{raw.key}.{os.getpid()}")
+        act = raw.key.partition("-")[0]
+        if act in ACTS:
+            ACTS[act](self, raw)
+        number = raw.record["id"]
+        ids = np.full(planned.llm_tokens - (act == "short"), number, np.int32)
+        items = tuple(
+            np.full(item.shape, number % 256, np.uint8)
+            if item.modality is Modality.VISION
+            else np.full(item.shape, number / 8, np.float32)
+            for item in planned.items
+        )
+        return DecodedSample(input_ids=ids, labels=-ids, items=items)
+
+    def mark(self, name):
+        (self.folder / name).touch()
+
+    def first_time(self, key):
+        """Whether nobody has marked this key so."""
+        try:
+            (self.folder / f"{key}.first").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def refuse(decoder, raw):
+    raise SampleError("the image is truncated")
+
+
+def surprise(decoder, raw):
+    raise ZeroDivisionError("in the codec")
+
+
+def spin(decoder, raw):
+    """In C, with the interpreter's lock held: no signal handler of Python's ever runs."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def die_once(decoder, raw):
+    if decoder.first_time(raw.key):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hog(decoder, raw):
+    np.ones(2**31, np.uint8)
+
+
+def take_s(decoder, raw):
+    time.sleep(float(raw.key.split("-")[1]))
+
+
+def meet(decoder, raw):
+    """Wait until the other of a pair is being decoded too."""
+    other = {"meet-a": "meet-b", "meet-b": "meet-a"}[raw.key]
+    deadline_s = time.monotonic() + 20
+    while not any(decoder.folder.glob(f"{other}.*")):
+        if time.monotonic() > deadline_s:
+            raise SampleError("the other never came")
+        time.sleep(0.01)
+
+
+ACTS = {
+    "meet": meet,
+    "refuse": refuse,
+    "surprise": surprise,
+    "hang": lambda decoder, raw: time.sleep(3600),
+    "spin": spin,
+    "segv": lambda decoder, raw: ctypes.string_at(0),
+    "abort": lambda decoder, raw: os.abort(),
+    "exit": lambda decoder, raw: os._exit(3),
+    "once": die_once,
+    "hog": hog,
+    "take": take_s,
+}
+
+
+def reader_for(pipeline):
+    return Reader()
+
+
+def decoder_for(pipeline):
+    plain = json.loads(pipeline)
+    if plain.get("refused"):
+        raise SpecError("unknown processor 'odd'")
+    if plain.get("deadly"):
+        ctypes.string_at(0)
+    return Decoder(plain["folder"])
+
+
+FACTORY = PipelineFactory(reader_for=reader_for, decoder_for=decoder_for)
+
+
+def pipeline_in(folder, **more):
+    return json.dumps({"folder": str(folder), **more})
+
+
+def a_sample(number, key, *, tokens=4, images=0, sounds=0):
+    image = ItemLengths(
+        modality=Modality.VISION, encoder_tokens=64, llm_tokens=1, position=0, shape=IMAGE
+    )
+    sound = ItemLengths(
+        modality=Modality.AUDIO, encoder_tokens=50, llm_tokens=1, position=0, shape=(16001,)
+    )
+    items = (image,) * images + (sound,) * sounds
+    return PackSample(
+        ref=SampleRef(
+            sample_id=number, source="src", key=key, location=SampleLocation(file="a b.tar")
+        ),
+        lengths=SampleLengths(llm_tokens=tokens, loss_tokens=tokens, items=items),
+    )
+
+
+def an_order(folder, keys, *, pack=0, step=0, job="j", share=None, first=1, **shape):
+    return PackOrder(
+        key=PackKey(job=job, step=step, plan_digest="d" * 8, pack=pack),
+        degree=1,
+        pipeline=pipeline_in(folder),
+        samples=tuple(a_sample(first + i, key, **shape) for i, key in enumerate(keys)),
+        share=share or TeamShare(),
+    )
