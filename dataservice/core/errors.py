@@ -6,6 +6,7 @@
     ├── SourceError                    a source is missing or cannot be read
     │   └── IndexStaleError            an index no longer describes its source or its processors
     ├── SampleError                    one sample cannot be used; the rest can
+    ├── ErrorBudgetError               a source's samples are bad more often than its budget allows
     ├── StateError                     durable state is damaged, full or read-only
     ├── NotFoundError                  no such job, step or pack
     ├── ConflictError                  the name or rank is taken, or the request is out of order
@@ -13,6 +14,9 @@
     │   ├── RankClaimedError           two live clients claim one rank
     │   ├── CursorMismatchError        ranks resume from different places
     │   └── FencedError                a newer attempt of the job has replaced this one
+    ├── QuotaError                     a team has as much already as it may have
+    ├── TokenError                     no token came with a call, or none that is known and valid
+    ├── RoleError                      the token is known, and its role may not do this
     ├── TicketError                    a ticket is forged, expired or for another worker
     └── WorkerLostError                a worker cannot be reached
 
@@ -45,6 +49,10 @@ class SampleError(ServiceError):
     """One sample cannot be used. It is quarantined; the job goes on."""
 
 
+class ErrorBudgetError(ServiceError):
+    """A source's samples are bad more often than its budget allows."""
+
+
 class StateError(ServiceError):
     """Durable state is damaged, full or read-only."""
 
@@ -71,6 +79,18 @@ class CursorMismatchError(ConflictError):
 
 class FencedError(ConflictError):
     """A newer attempt of the job has replaced this one."""
+
+
+class QuotaError(ServiceError):
+    """A team has as much already as it may have."""
+
+
+class TokenError(ServiceError):
+    """A call carries no token, or none that this service knows and that is still valid."""
+
+
+class RoleError(ServiceError):
+    """A token's role does not allow the call."""
 
 
 class TicketError(ServiceError):

@@ -13,6 +13,29 @@ STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBudget:
+    """How often a source's samples may be bad before its job stops."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    rate: float = 0.01
+    """Bad samples among a source's last `window_samples`, as a fraction; 1 never stops."""
+    window_samples: int = 1000
+    """Over how many samples of the source, in the order of training, the rate is taken."""
+    min_bad_samples: int = 10
+    """So many bad samples must be in the window before a job stops, whatever their rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise SpecError(f"the error budget's rate is {self.rate}; it must be from 0 to 1.")
+        if not 1 <= self.min_bad_samples <= self.window_samples:
+            raise SpecError(
+                f"the error budget asks for {self.min_bad_samples} bad samples in a window of "
+                f"{self.window_samples}; min_bad_samples must be from 1 to window_samples."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
     """One dataset at a URL, in one format."""
 
@@ -30,6 +53,11 @@ class SourceSpec:
     """Parquet: the column of struct{bytes, path}, or a list of them."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Passed to fsspec, for example an endpoint or a profile. Never a secret."""
+    media_root: str = ""
+    """Where the media paths of records start: a folder of the same storage. By default each
+    file's own folder. Paths and links that leave it are refused."""
+    error_budget: ErrorBudget | None = None
+    """How often this source's samples may be bad; by default the job's own error_budget."""
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0 "):
@@ -126,3 +154,21 @@ class QuarantineEntry:
     source: str
     key: str
     reason: str
+
+
+SkipAction = Literal["skip", "train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipRecord:
+    """Steps, both ends included, that attempts from `from_attempt` on pass over ("skip"), or
+    train after all ("train"). Of the records that name a step, the one of highest `number`
+    counts."""
+
+    job: str
+    number: int
+    first_step: int
+    last_step: int
+    action: SkipAction
+    from_attempt: int
+    recorded_unix_s: float

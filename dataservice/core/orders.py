@@ -62,13 +62,26 @@ class BadSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceWork:
+    """What the samples of one source took in a pack: seconds of slots, and `read_bytes` as they
+    were stored, of those that could be read."""
+
+    source: str
+    samples: int
+    read_s: float
+    decode_s: float
+    read_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackReceipt:
-    """What assembling a pack took."""
+    """What assembling a pack took; `decode_s` with reading, and all of it again by source."""
 
     key: PackKey
     size_bytes: int
     decode_s: float
     bad_samples: tuple[BadSample, ...] = ()
+    sources: tuple[SourceWork, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """What the rooms ask of each other. Each port has a real and an in-memory implementation."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from dataservice.core.job import (
     JobRecord,
     LedgerEntry,
     QuarantineEntry,
+    SkipAction,
+    SkipRecord,
 )
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
@@ -115,6 +117,11 @@ class SampleDecoder(Protocol):
 # ---- workers ------------------------------------------------------------------------------
 
 
+WorkerState = Literal["serving", "silent", "draining"]
+"""serving takes orders; silent has not answered for a while, and may yet; draining takes no
+orders and serves what it holds until that is released."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
     """A live worker: its name, its gRPC address, and how many samples it decodes at once."""
@@ -122,6 +129,7 @@ class WorkerInfo:
     worker: str
     address: str
     slots: int
+    state: WorkerState = "serving"
 
 
 class ServedWorker(Protocol):
@@ -156,8 +164,16 @@ class WorkerPool(Protocol):
         """The worker does not answer: make sure that it is gone and start another."""
         ...
 
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Replace these workers one after another without losing what they hold: each ends
+        once `drained(worker)` returns, or a time limit is over. Names not of the pool are
+        ignored."""
+        ...
+
     async def stop(self) -> None:
-        """Stop all workers."""
+        """End all workers; those that are to outlive this process are left as they are."""
         ...
 
 
@@ -171,6 +187,10 @@ class WorkerLink(Protocol):
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Forget these packs. Unknown ones are ignored; never raises for a lost worker."""
+        ...
+
+    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        """The packs that a worker holds or decodes. Raises WorkerLostError."""
         ...
 
 
@@ -194,6 +214,10 @@ class PackHost(Protocol):
 
     def release(self, packs: Sequence[PackKey]) -> None:
         """Forget these packs; unknown ones are ignored."""
+        ...
+
+    def held(self) -> Sequence[PackKey]:
+        """Every pack that was ordered here and not released, decoded or not."""
         ...
 
 
@@ -227,6 +251,10 @@ class StateStore(Protocol):
         """The newest attempt of a job."""
         ...
 
+    def attempts(self, job: str) -> list[AttemptRecord]:
+        """All attempts of a job, the first first."""
+        ...
+
     def put_ledger(self, entry: LedgerEntry) -> None:
         """Insert, or replace the entry of the same (job, attempt, step)."""
         ...
@@ -251,6 +279,20 @@ class StateStore(Protocol):
         """All entries of a job by (attempt, step)."""
         ...
 
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        """The entries of one step, by attempt."""
+        ...
+
+    def last_entry(
+        self, job: str, attempt: int, *, before: int | None = None
+    ) -> LedgerEntry | None:
+        """The attempt's entry of the highest step, or of the highest below `before`."""
+        ...
+
+    def last_committed_step(self, job: str, attempt: int) -> int:
+        """The attempt's highest step that is committed; -1 if none is."""
+        ...
+
     def last_planned_step(self, job: str) -> int:
         """The last step of the ledger in any attempt; -1 if it is empty."""
         ...
@@ -263,12 +305,34 @@ class StateStore(Protocol):
         """The job's cost records by the step they begin at."""
         ...
 
+    def add_skips(
+        self,
+        job: str,
+        ranges: Sequence[tuple[int, int]],
+        action: SkipAction,
+        recorded_unix_s: float,
+    ) -> list[SkipRecord]:
+        """Record these ranges of steps for every attempt that is yet to begin."""
+        ...
+
+    def skips(self, job: str) -> list[SkipRecord]:
+        """The job's records of skipped steps by number."""
+        ...
+
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
         """Append; an entry of the same (job, attempt, step, sample_id) is kept once."""
         ...
 
     def quarantine(self, job: str) -> list[QuarantineEntry]:
         """All entries of a job by (attempt, step, sample_id)."""
+        ...
+
+    def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
+        """The entries of one step of one attempt by sample_id."""
+        ...
+
+    def quarantined_samples(self, job: str) -> int:
+        """How many samples have an entry."""
         ...
 
     def close(self) -> None:
@@ -299,16 +363,44 @@ class Metrics(Protocol):
         """A trained step took its slowest rank `measured_s`, and was planned as `predicted_s`."""
         ...
 
+    def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
+        """In a trained step the slowest rank of each phase took so long."""
+        ...
+
+    def data_waited(self, job: str, step_s: float) -> None:
+        """A rank's loop stood so long without data, a step, over its last few."""
+        ...
+
+    def waiting_ranks(self, job: str, ranks: int) -> None:
+        """The loops of so many ranks stand without data now."""
+        ...
+
+    def worker_slots(self, slots: int) -> None:
+        """All workers together decode so many samples at once."""
+        ...
+
     def pack_prepared(self, receipt: PackReceipt) -> None:
         """A worker has decoded and assembled a pack."""
+        ...
+
+    def error_budget_used(self, job: str, source: str, share: float) -> None:
+        """Of a source's error budget this share is used in the window now; at 1 the job stops."""
         ...
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
         """So much decoding, counted in tokens, was ordered from a worker and is not done."""
         ...
 
+    def pack_hedged(self, job: str) -> None:
+        """A pack that was overdue at a slow worker was ordered at a second one."""
+        ...
+
     def worker_lost(self, worker: str) -> None:
         """A worker is gone; its name is never used again."""
+        ...
+
+    def worker_retired(self, worker: str) -> None:
+        """A worker was drained and has ended; its name is never used again."""
         ...
 
     def job_deleted(self, job: str) -> None:
@@ -323,9 +415,16 @@ class NoMetrics(Metrics):
     def ready_steps(self, job: str, steps: int) -> None: ...
     def step_committed(self, job: str) -> None: ...
     def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None: ...
+    def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None: ...
+    def data_waited(self, job: str, step_s: float) -> None: ...
+    def waiting_ranks(self, job: str, ranks: int) -> None: ...
+    def worker_slots(self, slots: int) -> None: ...
     def pack_prepared(self, receipt: PackReceipt) -> None: ...
+    def error_budget_used(self, job: str, source: str, share: float) -> None: ...
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
+    def pack_hedged(self, job: str) -> None: ...
     def worker_lost(self, worker: str) -> None: ...
+    def worker_retired(self, worker: str) -> None: ...
     def job_deleted(self, job: str) -> None: ...
 
 
@@ -345,4 +444,5 @@ __all__ = [
     "WorkerInfo",
     "WorkerLink",
     "WorkerPool",
+    "WorkerState",
 ]

@@ -49,12 +49,14 @@ class SampleLocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRef:
-    """A sample by name: enough for a worker to read it without the index."""
+    """A sample by name: enough for a worker to read it without the index. `crc32` is that of
+    its bytes when it was indexed; None is not compared."""
 
     sample_id: int
     source: str
     key: str
     location: SampleLocation
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,12 +20,14 @@ from dataservice.core.errors import WorldSizeError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel), each
-    replica cut into `pipeline_stages`. All ranks of a replica get the same microbatches.
+    replica cut into `pipeline_stages`, each of which holds `virtual_stages` model chunks
+    (interleaved 1F1B). All ranks of a replica get the same microbatches.
     """
 
     world_size: int
     ranks_per_replica: int = 1
     pipeline_stages: int = 1
+    virtual_stages: int = 1
     replicas_per_node: int | None = None
 
     def __post_init__(self) -> None:

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import IntArray, LengthTable, SampleLengths, SampleRef
-from dataservice.sources.detail_file import DetailFile, DetailWriter, sample_detail
+from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS
@@ -24,6 +25,8 @@ from dataservice.sources.length_columns import concatenate, lengths_of
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.manifest import Manifest
 from dataservice.sources.ranges import SourceRanges
+from dataservice.sources.roots import Roots
+from dataservice.sources.soundness import require_bounded, require_schema, require_sound
 
 
 class IndexedCatalog(LengthsById):
@@ -51,17 +54,19 @@ class IndexedCatalog(LengthsById):
         """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
         self.sources.require(sample_ids)
         files = np.searchsorted(self._file_starts, sample_ids, side="right") - 1
-        cells = self._details.take(sample_ids)
-        return [
-            sample_detail(int(sample_id), self._files[file], row)
-            for sample_id, file, row in zip(sample_ids, files, cells, strict=True)
-        ]
+        return self._details.take(sample_ids, [self._files[file] for file in files.tolist()])
 
 
 def open_catalog(
-    specs: Sequence[SourceSpec], index_dir: str, measurer_fingerprint: str
+    specs: Sequence[SourceSpec],
+    index_dir: str,
+    measurer_fingerprint: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    roots: Roots | None = None,
 ) -> IndexedCatalog:
-    """Open the indexes of a job's sources; sample ids are dense over them, in this order.
+    """Open the indexes of a job's sources; sample ids are dense over them, in this order. The
+    indexes are read under `roots` only, where given.
 
     Raises:
         IndexStaleError: an index is missing, damaged, or not of these files, this processor
@@ -71,12 +76,13 @@ def open_catalog(
     manifests, tables = [], []
     with DetailWriter() as writer:
         for spec in specs:
-            folder = IndexFolder(index_dir, spec.name)
+            folder = IndexFolder(index_dir, spec.name, roots)
             manifest = _manifest(spec, folder)
             require_current(spec, manifest, measurer_fingerprint)
             for part in manifest.parts:
-                for table in _read_part(folder, spec, part_name(part.file.path), part.rows):
-                    tables.append(lengths_of(table))
+                name = part_name(part.file.path)
+                for table, lengths in _read_part(folder, spec, name, part.rows, limits):
+                    tables.append(lengths)
                     writer.write(table)
             manifests.append(manifest)
         details = writer.finish()
@@ -115,16 +121,23 @@ def _manifest(spec: SourceSpec, folder: IndexFolder) -> Manifest:
     return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")
 
 
-def _read_part(folder: IndexFolder, spec: SourceSpec, name: str, rows: int) -> Iterator[pa.Table]:
-    """The columns of a part, one row group at a time."""
+def _read_part(
+    folder: IndexFolder, spec: SourceSpec, name: str, rows: int, limits: DecodeLimits
+) -> Iterator[tuple[pa.Table, LengthTable]]:
+    """The columns of a part, one row group at a time, and of these the lengths."""
     found = 0
     try:
-        with folder.open(name) as stream, pq.ParquetFile(stream) as part:
+        with folder.open(name) as stream:
+            require_bounded(stream, limits)
+            part = pq.ParquetFile(stream)
+            require_schema(part.schema_arrow)
             for group in range(part.num_row_groups):
                 table = part.read_row_group(group, columns=[*LENGTH_COLUMNS, *DETAIL_COLUMNS])
+                lengths = lengths_of(table)
+                require_sound(table, lengths, limits)
                 found += table.num_rows
-                yield table
-    except (OSError, pa.ArrowException) as error:
+                yield table, lengths
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise IndexStaleError(
             f"index of source {spec.name!r}: {folder.path}/{name} is missing or damaged "
             f"({error}). Write it again: `dataservice index JOB.yaml`."

@@ -2,12 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dataservice.core.sample import (
     ByteSpan,
@@ -22,6 +23,10 @@ from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEM
 
 _SCHEMA = pa.schema([SCHEMA.field(name) for name in (*DETAIL_COLUMNS, *LENGTH_COLUMNS)])
 _BATCH_ROWS = 16_384
+_MODALITIES = tuple(Modality)
+PLAIN_COLUMNS = ("key", "row_group", "row", "crc32", "llm_tokens", "loss_tokens")
+SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
+ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 
 
 class DetailFile:
@@ -32,17 +37,21 @@ class DetailFile:
         self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
         self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)], dtype=np.int64)
 
-    def take(self, rows: IntArray) -> list[dict[str, Any]]:
-        """The cells of these rows, in this order; repeats are allowed."""
-        rows = np.asarray(rows, dtype=np.int64)
+    def take(
+        self, sample_ids: IntArray, files: Sequence[tuple[str, str]]
+    ) -> list[tuple[SampleRef, SampleLengths]]:
+        """These samples, whose ids are rows, in this order; repeats are allowed. `files[i]` is
+        the (source, path) of the i-th."""
+        rows = np.asarray(sample_ids, dtype=np.int64)
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
-        out: list[dict[str, Any]] = [{}] * len(rows)
+        out: dict[int, tuple[SampleRef, SampleLengths]] = {}
         for number in np.unique(batch_of):
             places = np.flatnonzero(batch_of == number)
             taken = self._batches[number].take(pa.array(rows[places] - self._starts[number]))
-            for place, cells in zip(places, taken.to_pylist(), strict=True):
-                out[place] = cells
-        return out
+            of_places = [files[place] for place in places.tolist()]
+            details = _details(taken, rows[places].tolist(), of_places)
+            out.update(zip(places.tolist(), details, strict=True))
+        return [out[place] for place in range(len(rows))]
 
 
 class DetailWriter:
@@ -73,32 +82,54 @@ class DetailWriter:
         return DetailFile(pa.ipc.open_file(pa.memory_map(self._path)))
 
 
-def sample_detail(
-    sample_id: int, file: tuple[str, str], cells: Mapping[str, Any]
-) -> tuple[SampleRef, SampleLengths]:
-    """One row as the ports speak of it; `file` is (source, path)."""
-    source, path = file
-    spans = zip(
-        cells["span_name"], cells["span_offset_bytes"], cells["span_size_bytes"], strict=True
-    )
-    location = SampleLocation(
-        file=path,
-        spans=tuple(ByteSpan(name=n, offset_bytes=o, size_bytes=s) for n, o, s in spans),
-        row_group=cells["row_group"],
-        row=cells["row"],
-    )
-    ref = SampleRef(sample_id=sample_id, source=source, key=cells["key"], location=location)
-    items = tuple(
-        ItemLengths(
-            modality=Modality(cells["item_modality"][k]),
-            encoder_tokens=cells["item_encoder_tokens"][k],
-            llm_tokens=cells["item_llm_tokens"][k],
-            position=cells["item_position"][k],
-            shape=tuple(shape),
+def _details(
+    batch: pa.RecordBatch, sample_ids: Sequence[int], files: Sequence[tuple[str, str]]
+) -> Iterator[tuple[SampleRef, SampleLengths]]:
+    """Rows as the ports speak of them. Column by column: a step has 100,000 samples and more,
+    and a dict for each would take most of the time."""
+    spans = [
+        ByteSpan(name=name, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        for name, offset_bytes, size_bytes in zip(
+            *(_flat(batch, column) for column in SPAN_COLUMNS), strict=True
         )
-        for k, shape in enumerate(cells["item_shape"])
-    )
-    lengths = SampleLengths(
-        llm_tokens=cells["llm_tokens"], loss_tokens=cells["loss_tokens"], items=items
-    )
-    return ref, lengths
+    ]
+    shapes = pc.list_flatten(batch.column("item_shape"))
+    sides = pc.list_flatten(shapes).to_pylist()
+    items = [
+        ItemLengths(
+            modality=_MODALITIES[modality],
+            encoder_tokens=encoder_tokens,
+            llm_tokens=llm_tokens,
+            position=position,
+            shape=tuple(sides[of_item]),
+        )
+        for modality, encoder_tokens, llm_tokens, position, of_item in zip(
+            *(_flat(batch, column) for column in ITEM_COLUMNS), _cuts(shapes), strict=True
+        )
+    ]
+    plain = [batch.column(name).to_pylist() for name in PLAIN_COLUMNS]
+    cuts = [_cuts(batch.column(name)) for name in ("span_name", "item_shape")]
+    places = zip(sample_ids, files, *cuts, *plain, strict=True)
+    for sample_id, (source, path), own_spans, own_items, *cells in places:
+        key, row_group, row, crc32, llm_tokens, loss_tokens = cells
+        location = SampleLocation(
+            file=path, spans=tuple(spans[own_spans]), row_group=row_group, row=row
+        )
+        yield (
+            SampleRef(sample_id=sample_id, source=source, key=key, location=location, crc32=crc32),
+            SampleLengths(
+                llm_tokens=llm_tokens, loss_tokens=loss_tokens, items=tuple(items[own_items])
+            ),
+        )
+
+
+def _flat(batch: pa.RecordBatch, column: str) -> list[Any]:
+    """The elements of a column of lists, end to end."""
+    return pc.list_flatten(batch.column(column)).to_pylist()
+
+
+def _cuts(lists: "pa.Array[Any]") -> list[slice]:
+    """Where the elements of each list are among all of them."""
+    lengths = pc.list_value_length(lists).to_numpy()
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return list(map(slice, (ends - lengths).tolist(), ends.tolist()))

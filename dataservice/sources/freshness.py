@@ -32,9 +32,14 @@ def _recipe_changes(indexed: Recipe, wanted: Recipe) -> list[str]:
         changes.append(
             f"its image_column was {indexed.image_column!r}, the job says {wanted.image_column!r}"
         )
+    if indexed.media_root != wanted.media_root:
+        changes.append(
+            f"its media_root was {indexed.media_root!r}, the job says {wanted.media_root!r}"
+        )
     if indexed.measurer != wanted.measurer:
         changes.append(
-            "the processor, the chat template or the tokenizer differs (fingerprint "
+            "the processor, the chat template, the service's limits or the tokenizer differs "
+            "(fingerprint "
             f"{indexed.measurer[:12]!r} in the index, {wanted.measurer[:12]!r} in the job)"
         )
     return changes

@@ -18,6 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 
 from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
@@ -55,6 +56,7 @@ def build_index(
     make_measurer: MakeMeasurer,
     workers: int = 1,
     progress: Progress | None = None,
+    limits: DecodeLimits = DEFAULT_LIMITS,
 ) -> IndexSummary:
     """Index `spec` into `out_dir/<source name>/`; what is current already is kept.
 
@@ -64,6 +66,7 @@ def build_index(
             process (started by spawn) makes its own.
         workers: processes; files are shared out among them.
         progress: told (rows done, bytes done, bytes in all) now and then, in this thread.
+        limits: what a sample may ask of the reader; the measurer has been made with the same.
 
     Raises:
         SourceError: a file is missing, damaged or unreadable, the index cannot be written, or
@@ -77,7 +80,9 @@ def build_index(
     recipe = Recipe.of(spec, make_measurer().fingerprint)
     records = {file.path: record for file, record in _current_parts(folder, files, recipe)}
     reused = len(records)
-    task = _Task(spec=spec, out_dir=out_dir, recipe=recipe, make_measurer=make_measurer)
+    task = _Task(
+        spec=spec, out_dir=out_dir, recipe=recipe, make_measurer=make_measurer, limits=limits
+    )
     todo = [file for file in files if file.path not in records]
     for record in _index_files(task, todo, workers, progress):
         records[record.file.path] = record
@@ -152,6 +157,7 @@ class _Task:
     out_dir: str
     recipe: Recipe
     make_measurer: MakeMeasurer
+    limits: DecodeLimits
 
 
 class _FileIndexer:
@@ -161,7 +167,7 @@ class _FileIndexer:
         self._task = task
         self._counter = counter
         self._measurer = task.make_measurer()
-        self._format = open_format(task.spec)
+        self._format = open_format(task.spec, task.limits)
         self._folder = IndexFolder(task.out_dir, task.spec.name)
 
     def index(self, file: SourceFile) -> PartRecord:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import IO, cast
 
 from dataservice.core.errors import SourceError
-from dataservice.sources.storage import open_filesystem, translate
+from dataservice.sources.roots import Roots
+from dataservice.sources.storage import open_filesystem, require_allowed, translate
 
 MANIFEST = "manifest.json"
 
@@ -19,8 +20,10 @@ MANIFEST = "manifest.json"
 class IndexFolder:
     """The index of one source. Files appear whole or not at all."""
 
-    def __init__(self, index_dir: str, source: str) -> None:
-        """Raises SourceError when `index_dir` is no path and no URL that fsspec opens."""
+    def __init__(self, index_dir: str, source: str, roots: Roots | None = None) -> None:
+        """Reads under `roots` only, where given. Raises SourceError when `index_dir` is no path
+        and no URL that fsspec opens."""
+        self._roots = roots
         self._owner = f"index of source {source!r}"
         self._fs, root = open_filesystem(index_dir, {}, self._owner)
         self.path = f"{root.rstrip('/')}/{source}"
@@ -32,6 +35,7 @@ class IndexFolder:
 
     def read(self, name: str) -> bytes | None:
         """A whole file, or None when there is none."""
+        require_allowed(self._roots, self._fs, f"{self.path}/{name}", self._owner)
         with translate(self._owner, f"{self.path}/{name}", "be read"):
             try:
                 return cast(bytes, self._fs.cat_file(f"{self.path}/{name}"))
@@ -42,6 +46,7 @@ class IndexFolder:
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """A file for reading. Raises FileNotFoundError, or SourceError for anything else."""
         path = f"{self.path}/{name}"
+        require_allowed(self._roots, self._fs, path, self._owner)
         with translate(self._owner, path, "be read", pass_on=(FileNotFoundError,)):
             stream = self._fs.open(path, "rb")
         with stream:

@@ -1,14 +1,15 @@
 """One part of an index: the samples of one source file as Parquet, one row a sample."""
 
 from collections.abc import Iterable, Iterator
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataservice.core.errors import SampleError
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import SampleLengths, SampleLocation
+from dataservice.core.sample import RawSample, SampleLengths, SampleLocation
+from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.manifest import PartRecord, Recipe, SkippedSample
 from dataservice.sources.storage import SourceFile
@@ -28,6 +29,7 @@ DETAIL_COLUMNS = (
     "span_size_bytes",
     "row_group",
     "row",
+    "crc32",
     "item_shape",
 )
 SCHEMA = pa.schema(
@@ -39,6 +41,7 @@ SCHEMA = pa.schema(
         ("span_size_bytes", pa.list_(pa.int64())),
         ("row_group", pa.int32()),
         ("row", pa.int32()),
+        ("crc32", pa.uint32()),
         ("llm_tokens", pa.int32()),
         ("loss_tokens", pa.int32()),
         ("item_modality", pa.list_(pa.int8())),
@@ -49,7 +52,9 @@ SCHEMA = pa.schema(
     ]
 )
 _RECORD_KEY = b"dataservice.part"
-_ROWS_PER_GROUP = 16_384
+ROWS_PER_GROUP = 16_384
+_ITEMS_PER_GROUP = 2**18
+_LONGEST_REASON = 1000
 _COUNT_EVERY_ROWS = 64
 
 
@@ -75,18 +80,22 @@ def write_part(
     Memory is one row group, whatever the size of the file.
     """
     skipped: list[SkippedSample] = []
-    rows: list[dict[str, object]] = []
-    written = 0
+    rows: list[dict[str, Any]] = []
+    written = items = 0
     with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
         for sample in _counted(samples, file, counter):
             try:
-                rows.append(_row(sample, _measured(sample, measurer)))
+                raw = _usable(sample)
+                rows.append(_row(sample, _measured(raw, measurer), sample_crc32(raw)))
+                items += len(rows[-1]["item_shape"])
             except SampleError as error:
-                skipped.append(SkippedSample(file=file.path, key=sample.key, reason=str(error)))
-            if len(rows) == _ROWS_PER_GROUP:
+                reason = str(error)[:_LONGEST_REASON]
+                skipped.append(SkippedSample(file=file.path, key=sample.key, reason=reason))
+            if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
                 writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
                 written += len(rows)
                 rows.clear()
+                items = 0
         if rows or not written:
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
         record = PartRecord(
@@ -107,16 +116,20 @@ def read_record(stream: IO[bytes]) -> PartRecord | None:
         return None
 
 
-def _measured(sample: ScannedSample, measurer: SampleMeasurer) -> SampleLengths:
+def _usable(sample: ScannedSample) -> RawSample:
     if isinstance(sample.raw, SampleError):
         raise sample.raw
-    lengths = measurer.measure(sample.raw)
+    return sample.raw
+
+
+def _measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
+    lengths = measurer.measure(raw)
     if lengths.llm_tokens < 1:
         raise SampleError("the sample is empty: it has 0 tokens. Give it text or media.")
     return lengths
 
 
-def _row(sample: ScannedSample, lengths: SampleLengths) -> dict[str, object]:
+def _row(sample: ScannedSample, lengths: SampleLengths, crc32: int) -> dict[str, Any]:
     location: SampleLocation = sample.location
     return {
         "key": sample.key,
@@ -126,6 +139,7 @@ def _row(sample: ScannedSample, lengths: SampleLengths) -> dict[str, object]:
         "span_size_bytes": [span.size_bytes for span in location.spans],
         "row_group": location.row_group,
         "row": location.row,
+        "crc32": crc32,
         "llm_tokens": lengths.llm_tokens,
         "loss_tokens": lengths.loss_tokens,
         "item_modality": [int(item.modality) for item in lengths.items],

@@ -13,7 +13,8 @@ from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.sources.storage import SourceFile
 
-INDEX_VERSION = 1
+# Version 2 added each sample's checksum.
+INDEX_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,7 @@ class Recipe:
 
     format: str
     image_column: str
+    media_root: str
     measurer: str
     version: int = INDEX_VERSION
 
@@ -38,7 +40,10 @@ class Recipe:
     def of(spec: SourceSpec, measurer_fingerprint: str) -> "Recipe":
         """The recipe that a job asks for."""
         return Recipe(
-            format=spec.format, image_column=spec.image_column, measurer=measurer_fingerprint
+            format=spec.format,
+            image_column=spec.image_column,
+            media_root=spec.media_root,
+            measurer=measurer_fingerprint,
         )
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import RawSample
-from dataservice.sources.formats import jsonl
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 
@@ -117,10 +117,15 @@ def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path: Path, spec
         scan(spec(tmp_path / "a.json", "jsonl"))
 
 
-def test_an_endless_line_is_refused_by_number(
-    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 100)
-    (tmp_path / "a.jsonl").write_text("{}\n" + "x" * 101)
-    with pytest.raises(SourceError, match=r"line 2 of .* longer than 100"):
-        scan(spec(tmp_path / "a.jsonl", "jsonl"))
+def test_an_endless_line_is_passed_over_by_number(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" + "x" * 5000 + '\n{"text": "b"}')
+    source, limits = spec(tmp_path / "a.jsonl", "jsonl"), DecodeLimits(max_record_bytes=100)
+    opened = open_format(source, limits)
+    first, second, third = opened.scan(list_files(source)[0])
+    assert "line 2 of" in str(second.raw)
+    assert "5,001; the limit max_record_bytes is 100" in str(second.raw)
+    assert third.raw == opened.read(third.key, third.location)
+    assert third.raw.record == {"text": "b"}
+    with pytest.raises(SampleError, match="max_record_bytes"):
+        opened.read(second.key, second.location)
+    assert isinstance(first.raw, RawSample)

@@ -12,7 +12,7 @@ import pytest
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import RawSample, SampleLocation
-from dataservice.sources.formats import parquet
+from dataservice.sources.formats import parquet, parquet_file
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 
@@ -70,7 +70,7 @@ def test_rows_read_in_any_order_from_any_thread_are_those_scanned(
     monkeypatch: pytest.MonkeyPatch,
     kept_bytes: int,
 ) -> None:
-    monkeypatch.setattr(parquet, "_KEPT_ROW_GROUP_BYTES", kept_bytes)
+    monkeypatch.setattr(parquet_file, "KEPT_BYTES", kept_bytes)
     source = spec(eight_rows(tmp_path, write_parquet), "parquet")
     samples = scan(source)
     opened = open_format(source)

@@ -75,7 +75,7 @@ def test_unbalanced_braces_are_refused(tmp_path: Path, spec: Spec) -> None:
 
 
 def test_an_unknown_protocol_is_refused(spec: Spec) -> None:
-    with pytest.raises(SourceError, match="not a URL that fsspec opens"):
+    with pytest.raises(SourceError, match="of no storage that jobs may read"):
         list_files(spec("nosuch://bucket/a.tar", "webdataset"))
 
 

@@ -17,6 +17,7 @@ _EXTENSIONS: Mapping[MediaKind, tuple[str, ...]] = {
 }
 _KIND_OF = {name: kind for kind, names in _EXTENSIONS.items() for name in names}
 _KEY_FIELDS = ("id", "key", "__key__")
+_LONGEST_KEY = 512
 
 
 def media_kind(name: str) -> MediaKind | None:
@@ -58,10 +59,21 @@ def parse_record(data: bytes | str, what: str) -> dict[str, object]:
     return record
 
 
+def is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8. JSON may hold halves of surrogate pairs."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def record_key(record: Mapping[str, object], fallback: str) -> str:
-    """The record's own id where it has one."""
+    """The record's own id where it has one that can be written and is not a text in itself."""
     for field in _KEY_FIELDS:
         value = record.get(field)
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
-            return str(value)
+            key = str(value)
+            if len(key) <= _LONGEST_KEY and is_text(key):
+                return key
     return fallback

@@ -6,13 +6,13 @@ from typing import IO, ClassVar
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan, MediaBlob, RawSample, SampleLocation
 from dataservice.sources.formats.content import KINDS, parse_record, record_key
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.storage import SourceFile, Storage
 
-# A line beyond this is no record but a file of another kind; reading it whole may not end well.
-MAX_LINE_BYTES = 256 * 1024 * 1024
+_SKIPPED_BYTES = 2**20
 
 
 class Jsonl:
@@ -20,16 +20,17 @@ class Jsonl:
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
-    def __init__(self, spec: SourceSpec, storage: Storage) -> None:
+    def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         self._owner = f"source {spec.name!r}"
         self._storage = storage
+        self._limits = limits
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All lines of a file. Raises SourceError when it is not made of lines of JSON."""
         name = posixpath.basename(file.path)
         with self._storage.open(file.path) as stream:
             self._refuse_other_kinds(stream, file)
-            for number, span, line in self._lines(stream, file):
+            for number, span, line in self._lines(stream):
                 key, raw = self._scanned(file, f"{name}:{number}", span, line)
                 yield ScannedSample(
                     key=key,
@@ -41,31 +42,34 @@ class Jsonl:
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample from the span of its line."""
         (span,) = location.spans
+        self._limits.check("max_record_bytes", span.size_bytes, f"{span.name}: bytes")
         (line,) = self._storage.read_spans(location.file, (span,))
         record = parse_record(line, f"{span.name} of {location.file}")
         return RawSample(key=key, record=record, media=self._media(record, location.file))
 
-    def _lines(self, stream: IO[bytes], file: SourceFile) -> Iterator[tuple[int, ByteSpan, bytes]]:
-        """(line number from 1, span, bytes) of every line that is not blank."""
+    def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, ByteSpan, bytes]]:
+        """(line number from 1, span, bytes) of every line that is not blank. A line above the
+        limit is passed over; its bytes are only its beginning."""
+        most = self._limits.max_record_bytes
         offset = number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
+        while line := stream.readline(most + 1):
             number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise SourceError(
-                    f"{self._owner}: line {number} of {file.path} is longer than "
-                    f"{MAX_LINE_BYTES} bytes. Write one JSON object a line, and media as files."
-                )
+            size = len(line)
+            if size > most and not line.endswith(b"\n"):
+                size += _rest_of_line(stream)
             if line.strip():
-                span = ByteSpan(name=f"line {number}", offset_bytes=offset, size_bytes=len(line))
+                span = ByteSpan(name=f"line {number}", offset_bytes=offset, size_bytes=size)
                 yield number, span, line
-            offset += len(line)
+            offset += size
 
     def _scanned(
         self, file: SourceFile, fallback_key: str, span: ByteSpan, line: bytes
     ) -> tuple[str, RawSample | SampleError]:
         key = fallback_key
         try:
-            record = parse_record(line, f"{span.name} of {file.path}")
+            what = f"{span.name} of {file.path}"
+            self._limits.check("max_record_bytes", span.size_bytes, f"{what}: bytes")
+            record = parse_record(line, what)
             key = record_key(record, fallback_key)
             media = self._media(record, file.path)
         except SampleError as error:
@@ -73,11 +77,15 @@ class Jsonl:
         return key, RawSample(key=key, record=record, media=media)
 
     def _media(self, record: Mapping[str, object], file: str) -> tuple[MediaBlob, ...]:
-        return tuple(
-            MediaBlob(kind=kind, name=name, data=self._storage.read_beside(file, name))
-            for kind in KINDS
-            for name in _names(record, kind)
-        )
+        named = [(kind, name) for kind in KINDS for name in _names(record, kind)]
+        self._limits.check("max_media_items", len(named), "the record: media files")
+        blobs, size_bytes = [], 0
+        for kind, name in named:
+            data = self._storage.read_beside(file, name, self._limits)
+            size_bytes += len(data)
+            self._limits.check("max_sample_bytes", size_bytes, "the sample: bytes of its media")
+            blobs.append(MediaBlob(kind=kind, name=name, data=data))
+        return tuple(blobs)
 
     def _refuse_other_kinds(self, stream: IO[bytes], file: SourceFile) -> None:
         head = stream.read(64)
@@ -92,6 +100,16 @@ class Jsonl:
                 f"{self._owner}: {file.path} is one JSON array, not one object a line. Convert "
                 "it: jq -c '.[]' FILE.json > FILE.jsonl"
             )
+
+
+def _rest_of_line(stream: IO[bytes]) -> int:
+    """Reads to the end of the line, keeping nothing; its size in bytes."""
+    size = 0
+    while piece := stream.readline(_SKIPPED_BYTES):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
 
 
 def _names(record: Mapping[str, object], kind: str) -> list[str]:

@@ -6,21 +6,29 @@
 
 Row groups are the unit of reading. Each thread keeps its open files and the last row group,
 so that neighbouring rows cost one read; a row group too large to keep is walked up to the row.
+
+A file of kilobytes may unfold to gigabytes at three places, and each is bounded before it is
+entered: its pages (parquet_pages.py), values that many rows share (kept as Arrow's
+dictionaries), and rows as Python objects (parquet_rows.py).
 """
 
+import contextlib
 import posixpath
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, cast
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob, RawSample, SampleLocation
 from dataservice.sources.formats.content import parse_json, record_key
+from dataservice.sources.formats.parquet_file import Holding, ParquetFile
+from dataservice.sources.formats.parquet_rows import row_bytes
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.storage import SourceFile, Storage
 
@@ -28,9 +36,7 @@ Row = dict[str, object]
 
 _DEFAULT_IMAGE_COLUMN = "image"
 _JSON_COLUMNS = ("conversations", "messages")
-_SCAN_ROWS = 32
 _OPEN_FILES = 8
-_KEPT_ROW_GROUP_BYTES = 64 * 1024 * 1024  # a thread and source
 
 
 class Parquet:
@@ -38,20 +44,23 @@ class Parquet:
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def __init__(self, spec: SourceSpec, storage: Storage) -> None:
+    def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         self._spec = spec
         self._owner = f"source {spec.name!r}"
         self._storage = storage
+        self._limits = limits
         self._local = threading.local()
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All rows of a file, a few at a time. Raises SourceError when it is no Parquet file."""
-        with self._storage.translate(file.path, "be read as Parquet"), self._open(file.path) as pf:
-            columns = self._columns(pf.schema_arrow, file.path)
+        with (
+            self._storage.translate(file.path, "be read as Parquet"),
+            contextlib.closing(self._open(file.path, looks_at_pages=True)) as opened,
+        ):
             behind_bytes = 0
-            for group in range(pf.num_row_groups):
-                behind_bytes += _stored_bytes(pf, group)
-                for row, cells in _rows(pf, group, columns):
+            for group, meta in enumerate(opened.groups):
+                behind_bytes += meta.stored_bytes
+                for row, cells in self._rows(opened, group, opened.holding(group)):
                     key, raw = self._scanned(file.path, group, row, cells)
                     yield ScannedSample(
                         key=key,
@@ -64,15 +73,20 @@ class Parquet:
         """One sample from its row."""
         with self._storage.translate(location.file, "be read as Parquet"):
             cells = self._row(location)
+        if isinstance(cells, SampleError):
+            raise cells
         record, media = self._parse(cells, location.file)
         return RawSample(key=key, record=record, media=media)
 
     # ---- rows to samples ------------------------------------------------------------------
 
     def _scanned(
-        self, path: str, group: int, row: int, cells: Row
+        self, path: str, group: int, row: int, cells: Row | SampleError
     ) -> tuple[str, RawSample | SampleError]:
-        key = record_key(cells, f"{posixpath.basename(path)}:{group}:{row}")
+        key = f"{posixpath.basename(path)}:{group}:{row}"
+        if isinstance(cells, SampleError):
+            return key, cells
+        key = record_key(cells, key)
         try:
             record, media = self._parse(cells, path)
         except SampleError as error:
@@ -90,10 +104,13 @@ class Parquet:
         }
         value = cells.get(column) if column else None
         images = value if isinstance(value, list) else [] if value is None else [value]
-        media = tuple(
-            self._blob(image, f"{column}[{place}]", path) for place, image in enumerate(images)
-        )
-        return record, media
+        self._limits.check("max_media_items", len(images), "the row: images")
+        media, size_bytes = [], 0
+        for place, image in enumerate(images):
+            media.append(self._blob(image, f"{column}[{place}]", path))
+            size_bytes += len(media[-1].data)
+            self._limits.check("max_sample_bytes", size_bytes, "the row: bytes of its images")
+        return record, tuple(media)
 
     def _blob(self, cell: object, place: str, path: str) -> MediaBlob:
         """One image cell; null bytes mean that its path, beside the Parquet file, holds them."""
@@ -107,7 +124,8 @@ class Parquet:
                 raise SampleError(
                     f"{place} has neither bytes nor a path. Store the image's file in `bytes`."
                 )
-            return MediaBlob(kind="image", name=name, data=self._storage.read_beside(path, name))
+            data = self._storage.read_beside(path, name, self._limits)
+            return MediaBlob(kind="image", name=name, data=data)
         if not isinstance(data, bytes):
             raise SampleError(
                 f"{place} holds {type(data).__name__}; it must be struct{{bytes, path}}, the "
@@ -136,71 +154,84 @@ class Parquet:
 
     # ---- random access --------------------------------------------------------------------
 
-    def _row(self, location: SampleLocation) -> Row:
-        pf = self._kept_file(location.file)
+    def _row(self, location: SampleLocation) -> Row | SampleError:
+        opened = self._kept_file(location.file)
         group, row = location.row_group, location.row
-        if not (
-            0 <= group < pf.num_row_groups and 0 <= row < pf.metadata.row_group(group).num_rows
-        ):
+        if not (0 <= group < len(opened.groups) and 0 <= row < opened.groups[group].rows):
             raise SourceError(
                 f"{self._owner}: {location.file} has no row {row} in row group {group}. The file "
                 "was changed after it was indexed: run `dataservice index JOB.yaml`."
             )
-        columns = self._columns(pf.schema_arrow, location.file)
-        if pf.metadata.row_group(group).total_byte_size > _KEPT_ROW_GROUP_BYTES:
-            return next(cells for at, cells in _rows(pf, group, columns) if at == row)
-        return cast(Row, self._kept_group(location, pf, columns).slice(row, 1).to_pylist()[0])
+        table = self._kept_group(location, opened)
+        if table is not None:
+            batches = table.slice(row, 1).to_batches()
+            return next(cells for batch in batches for cells in self._cells(batch))
+        for at, cells in self._rows(opened, group, self._local.holding):
+            if at == row:
+                return cells
+        raise SourceError(
+            f"{self._owner}: {location.file} is damaged: its row group {group} ends before row "
+            f"{row}. Copy the file again."
+        )
 
-    def _kept_file(self, path: str) -> pq.ParquetFile:
+    def _kept_file(self, path: str) -> ParquetFile:
         """This thread's open file."""
-        files: OrderedDict[str, pq.ParquetFile] = self._local.__dict__.setdefault(
+        files: OrderedDict[str, ParquetFile] = self._local.__dict__.setdefault(
             "files", OrderedDict()
         )
         if path not in files:
-            files[path] = self._open(path)
+            files[path] = self._open(path, looks_at_pages=self._storage.is_local)
         files.move_to_end(path)
         while len(files) > _OPEN_FILES:
             files.popitem(last=False)[1].close()
         return files[path]
 
-    def _kept_group(
-        self, location: SampleLocation, pf: pq.ParquetFile, columns: Sequence[str]
-    ) -> pa.Table:
-        """This thread's last row group."""
+    def _kept_group(self, location: SampleLocation, opened: ParquetFile) -> pa.Table | None:
+        """This thread's last row group; None for one that is not held whole."""
         wanted = (location.file, location.row_group)
         if getattr(self._local, "group", None) != wanted:
-            self._local.group = None
-            self._local.table = pf.read_row_group(
-                location.row_group, columns=list(columns), use_threads=False
-            )
+            self._local.group = self._local.table = None
+            self._local.holding = opened.holding(location.row_group)
+            if self._local.holding == "whole":
+                self._local.table = opened.table(location.row_group)
             self._local.group = wanted
-        return cast(pa.Table, self._local.table)
+        return cast("pa.Table | None", self._local.table)
 
-    def _open(self, path: str) -> pq.ParquetFile:
-        try:
-            return pq.ParquetFile(path, filesystem=self._storage.fs)
-        except pa.ArrowInvalid as error:
-            raise SourceError(
-                f"{self._owner}: {path} is not a Parquet file, or a truncated one: {error}. Copy "
-                "the file again, or correct the source's format."
-            ) from error
+    def _open(self, path: str, *, looks_at_pages: bool) -> ParquetFile:
+        with contextlib.ExitStack() as opening:
+            stream = opening.enter_context(self._storage.open(path))
+            opened = ParquetFile.open(
+                stream,
+                owner=f"{self._owner}: {path}",
+                columns_of=lambda schema: self._columns(schema, path),
+                limits=self._limits,
+                looks_at_pages=looks_at_pages,
+            )
+            opening.pop_all()
+        return opened
 
+    def _rows(
+        self, opened: ParquetFile, group: int, holding: Holding
+    ) -> Iterator[tuple[int, Row | SampleError]]:
+        """(row in the group, its cells or why it has none) of a row group."""
+        batches = opened.batches(group, holding)
+        yield from enumerate(cells for batch in batches for cells in self._cells(batch))
 
-def _rows(pf: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """(row in the group, cells) of a row group, holding a few rows at a time."""
-    row = 0
-    batches = pf.iter_batches(
-        batch_size=_SCAN_ROWS, row_groups=[group], columns=list(columns), use_threads=False
-    )
-    for batch in batches:
-        for cells in batch.to_pylist():
-            yield row, cells
-            row += 1
-
-
-def _stored_bytes(pf: pq.ParquetFile, group: int) -> int:
-    meta = pf.metadata.row_group(group)
-    return sum(meta.column(k).total_compressed_size for k in range(meta.num_columns))
+    def _cells(self, batch: pa.RecordBatch) -> Iterator[Row | SampleError]:
+        """Rows as objects, one at a time; those that would be too large are not made."""
+        image = self._image_column(batch.schema.names)
+        sizes = {"max_record_bytes": np.zeros(batch.num_rows, np.int64)}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            limit = "max_sample_bytes" if name == image else "max_record_bytes"
+            sizes[limit] = sizes.get(limit, 0) + row_bytes(column)
+        for row in range(batch.num_rows):
+            try:
+                for limit, each in sizes.items():
+                    self._limits.check(limit, int(each[row]), "the row: bytes")
+            except SampleError as error:
+                yield error
+            else:
+                yield cast(Row, batch.slice(row, 1).to_pylist()[0])
 
 
 def _is_textual(kind: pa.DataType) -> bool:

@@ -3,25 +3,30 @@
 from collections.abc import Callable, Mapping
 
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.sources.formats.jsonl import Jsonl
 from dataservice.sources.formats.parquet import Parquet
 from dataservice.sources.formats.protocol import Format
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
+from dataservice.sources.roots import Roots
 from dataservice.sources.storage import SourceFile, Storage
 
-FORMATS: Mapping[str, Callable[[SourceSpec, Storage], Format]] = {
+FORMATS: Mapping[str, Callable[[SourceSpec, Storage, DecodeLimits], Format]] = {
     "webdataset": WebDatasetTar,
     "parquet": Parquet,
     "jsonl": Jsonl,
 }
 
 
-def open_format(spec: SourceSpec) -> Format:
-    """The reader of a source's files. Raises SourceError when its URL cannot be opened."""
-    return FORMATS[spec.format](spec, Storage(spec))
+def open_format(
+    spec: SourceSpec, limits: DecodeLimits = DEFAULT_LIMITS, roots: Roots | None = None
+) -> Format:
+    """The reader of a source's files, under `roots` only where given. Raises SourceError when
+    its URL cannot be opened."""
+    return FORMATS[spec.format](spec, Storage(spec, roots), limits)
 
 
 def list_files(spec: SourceSpec) -> tuple[SourceFile, ...]:
     """The files of a source, sorted by path. Raises SourceError when one is missing."""
     storage = Storage(spec)
-    return storage.files(FORMATS[spec.format](spec, storage).suffixes)
+    return storage.files(FORMATS[spec.format](spec, storage, DEFAULT_LIMITS).suffixes)

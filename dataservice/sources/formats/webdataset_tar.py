@@ -9,10 +9,11 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, ClassVar
+from typing import IO, ClassVar, cast
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan, MediaBlob, RawSample, SampleLocation
 from dataservice.sources.formats.content import (
     extension,
@@ -34,8 +35,10 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 _TAIL_BYTES = 64 * 1024
+_MOST_GLOBALS = 1024
+_MOST_READS_AT_END = 64
 # tarfile lets these through from damaged headers, besides its own errors.
-_DAMAGE = (tarfile.TarError, ValueError, ArithmeticError, LookupError, EOFError)
+_DAMAGE = (tarfile.TarError, ValueError, ArithmeticError, LookupError, EOFError, RecursionError)
 
 
 @dataclass(slots=True)
@@ -45,7 +48,36 @@ class _Group:
     key: str
     spans: list[ByteSpan] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    size_bytes: int = 0
     problem: str = ""
+
+
+class _HeaderStream:
+    """A tar as `tarfile` sees it: it reads headers, whose sizes the file itself states.
+
+    A long name may claim to have gigabytes, and some headers are read until they end, which in
+    a cut file they never do.
+    """
+
+    def __init__(self, stream: IO[bytes], limits: DecodeLimits) -> None:
+        self._stream = stream
+        self._most_bytes = limits.max_header_bytes
+        self._reads_at_end = 0
+        self.seek = stream.seek
+        self.tell = stream.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """Raises tarfile.ReadError for a header above the limit, or behind the file's end."""
+        if not 0 <= size <= self._most_bytes + tarfile.BLOCKSIZE:
+            raise tarfile.ReadError(
+                f"a header of {size:,} bytes; the limit max_header_bytes is {self._most_bytes:,}"
+            )
+        data = self._stream.read(size)
+        self._reads_at_end += not data and size > 0
+        if self._reads_at_end > _MOST_READS_AT_END:
+            raise tarfile.ReadError("a header that does not end")
+        return data
 
 
 class WebDatasetTar:
@@ -53,9 +85,10 @@ class WebDatasetTar:
 
     suffixes: ClassVar[tuple[str, ...]] = (".tar",)
 
-    def __init__(self, spec: SourceSpec, storage: Storage) -> None:
+    def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         self._owner = f"source {spec.name!r}"
         self._storage = storage
+        self._limits = limits
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All samples of a tar. Raises SourceError when it is compressed, cut or damaged."""
@@ -78,6 +111,8 @@ class WebDatasetTar:
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample from its members' byte ranges."""
+        size_bytes = sum(span.size_bytes for span in location.spans)
+        self._check_sample_size(len(location.spans), size_bytes)
         blobs = self._storage.read_spans(location.file, location.spans)
         return _assemble(key, location.spans, blobs)
 
@@ -99,30 +134,55 @@ class WebDatasetTar:
     def _add(self, group: _Group, member: tarfile.TarInfo, stream: IO[bytes]) -> None:
         if media_kind(member.name) is None and extension(member.name) not in _TEXT_EXTENSIONS:
             return
+        if group.problem:
+            return
         if not member.isreg() or member.issparse():
             group.problem = (
                 f"member {member.name!r} is a link, a sparse file or a special file; only plain "
                 "files are read. Write the tar again with `tar --dereference`."
             )
             return
-        if any(span.name == member.name for span in group.spans):
+        if member.name in group.names:
             group.problem = (
                 f"member {member.name!r} occurs twice in its sample. Keep one of the two."
             )
             return
         span = ByteSpan(name=member.name, offset_bytes=member.offset_data, size_bytes=member.size)
+        group.size_bytes += span.size_bytes
+        try:
+            self._check_member_size(span)
+            self._check_sample_size(len(group.spans) + 1, group.size_bytes)
+        except SampleError as error:
+            group.problem = str(error)
+            group.blobs.clear()
+            return
         stream.seek(span.offset_bytes)
+        group.names.add(span.name)
         group.spans.append(span)
         group.blobs.append(stream.read(span.size_bytes))
+
+    def _check_sample_size(self, members: int, size_bytes: int) -> None:
+        self._limits.check("max_media_items", members, "the sample: its members")
+        self._limits.check("max_sample_bytes", size_bytes, "the sample: bytes")
+
+    def _check_member_size(self, span: ByteSpan) -> None:
+        named = "max_media_bytes" if media_kind(span.name) else "max_record_bytes"
+        self._limits.check(named, span.size_bytes, f"member {span.name!r}: bytes")
 
     def _members(self, stream: IO[bytes], file: SourceFile) -> Iterator[tarfile.TarInfo]:
         """Members that lie wholly in the file; checks that the archive ends as it should."""
         try:
-            with tarfile.open(fileobj=stream, mode="r:") as tar:
+            headers = cast(IO[bytes], _HeaderStream(stream, self._limits))
+            # Names that are no UTF-8 stay readable, and can be written down.
+            with tarfile.open(
+                fileobj=headers, mode="r:", encoding="utf-8", errors="backslashreplace"
+            ) as tar:
                 start = -1
                 while (member := tar.next()) is not None:
                     tar.members.clear()  # type: ignore[attr-defined]  # it keeps every member
                     self._check_member(member, file, previous_start=start)
+                    if len(tar.pax_headers) > _MOST_GLOBALS:
+                        raise tarfile.ReadError(f"more than {_MOST_GLOBALS} global headers")
                     start = member.offset
                     if not member.isdir():
                         yield member

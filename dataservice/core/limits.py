@@ -1,0 +1,106 @@
+"""How much one sample may ask of the process that reads and decodes it.
+
+A hostile or broken file states sizes that it does not have, or unfolds to thousands of times
+its own. Each way by which a user's bytes become memory or time has a cap here, checked before
+the allocation it guards. The operator sets them, for all jobs of a service.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
+
+from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.job import STRICT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLimits:
+    """Caps on one sample. What exceeds one is left out of the index, by name."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    max_sample_bytes: int = 2**30
+    """Encoded size of one sample, all its files together."""
+    max_media_bytes: int = 2**30
+    """Encoded size of one file."""
+    max_media_items: int = 4096
+    """Files of one sample: members of its archive, images of its row, paths of its record."""
+    max_record_bytes: int = 16 * 2**20
+    """Size of one sample's text and JSON: a line, a member, the textual cells of a row."""
+    max_record_depth: int = 64
+    """How deep a record's objects and lists may nest."""
+    max_text_bytes: int = 2 * 2**20
+    """One sample's text in UTF-8, as its chat template renders it. Tokenising takes some 250
+    times that."""
+    max_turns: int = 2048
+    """Turns of one conversation."""
+    max_decoded_bytes: int = 512 * 2**20
+    """Pixels and sound that one sample becomes."""
+    max_llm_tokens: int = 2**24
+    """Tokens of one sample, those of its media included."""
+    max_image_pixels: int = 89_478_485
+    """Width × height of one image."""
+    max_image_side: int = 65_535
+    """Width or height of one image, the most that JPEG can say."""
+    max_image_scans: int = 128
+    """Passes of a progressive JPEG over its picture. Ten are usual."""
+    max_video_pixels: int = 4096 * 4096
+    """Width × height of one video frame; a decoder keeps up to 17 of them."""
+    max_video_frames: int = 1_000_000
+    """Frames of one clip before sampling."""
+    max_video_s: float = 4 * 3600.0
+    """Length of one clip."""
+    max_media_packets: int = 4_000_000
+    """Packets that the header of an MP4 may list, over all its tracks and edits."""
+    max_media_streams: int = 32
+    """Tracks of one clip or recording."""
+    max_audio_s: float = 2 * 3600.0
+    """Length of one recording."""
+    max_audio_rate_hz: int = 768_000
+    """Samples a second of one recording; the least is 1,000."""
+    max_audio_channels: int = 64
+    """Channels of one recording."""
+    max_page_bytes: int = 256 * 2**20
+    """Parquet: one page of a column, uncompressed. Reading a row takes the page it lies in. A
+    dictionary may have a quarter of it: it is held several times."""
+    max_row_group_values: int = 2**24
+    """Parquet: values of one column in one row group, the items of lists counted."""
+    max_header_bytes: int = 2**20
+    """Tar: one extended header, such as that of a long name."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise SpecError(f"limits.{name} is {value}; it must be above 0.")
+
+    def check(self, limit: str, value: float, what: str) -> None:
+        """Raises SampleError when `value` is above the limit of that name, or is no number."""
+        allowed = getattr(self, limit)
+        if not value <= allowed:
+            raise SampleError(
+                f"{what} is {value:,.10g}; the limit {limit} is {allowed:,.10g}. Leave the sample "
+                "out, make it smaller before indexing, or have the service's limits raised."
+            )
+
+    def check_nesting(self, value: object, what: str) -> None:
+        """Raises SampleError when objects and lists nest deeper than `max_record_depth`.
+        O(values)."""
+        level, depth = [value], 0
+        while level := [v for v in level if isinstance(v, Mapping | list | tuple)]:
+            depth += 1
+            self.check("max_record_depth", depth, f"{what}: levels of nesting")
+            level = [
+                inner for v in level for inner in (v.values() if isinstance(v, Mapping) else v)
+            ]
+
+    @property
+    def changed(self) -> dict[str, float]:
+        """The limits that differ from their defaults, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+
+DEFAULT_LIMITS = DecodeLimits()

@@ -1,0 +1,123 @@
+"""One open Parquet file whose row groups are looked at before they are unfolded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataservice.core.errors import SourceError
+from dataservice.core.limits import DecodeLimits
+from dataservice.sources.formats.parquet_footer import RowGroup, read_footer
+from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
+
+KEPT_BYTES = 64 * 2**20
+FEW_ROWS = 32
+_READ_BUFFER_BYTES = 256 * 1024
+
+Holding = Literal["whole", "few rows", "one row"]
+"""How much of a row group may be in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParquetFile:
+    """`columns` are the ones that are read; `columns_of` chooses them from the schema. With
+    `looks_at_pages` every page's header is read first, which over a network costs a request."""
+
+    owner: str
+    stream: IO[bytes]
+    opened: pq.ParquetFile
+    groups: tuple[RowGroup, ...]
+    columns: list[str]
+    limits: DecodeLimits
+    looks_at_pages: bool
+
+    @staticmethod
+    def open(
+        stream: IO[bytes],
+        *,
+        owner: str,
+        columns_of: Callable[[pa.Schema], list[str]],
+        limits: DecodeLimits,
+        looks_at_pages: bool,
+    ) -> "ParquetFile":
+        """Raises SourceError when it is no Parquet file; `owner` opens its text."""
+        try:
+            groups = read_footer(stream)
+            opened = pq.ParquetFile(
+                stream,
+                # Shared values stay shared: as plain ones, a page may unfold a million times.
+                read_dictionary=_shared_columns(groups),
+                pre_buffer=False,
+                buffer_size=_READ_BUFFER_BYTES,
+                page_checksum_verification=True,
+            )
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise SourceError(
+                f"{owner} is not a Parquet file, or a truncated one: {error}. Copy the file again, "
+                "or correct the source's format."
+            ) from error
+        return ParquetFile(
+            owner=owner,
+            stream=stream,
+            opened=opened,
+            groups=groups,
+            columns=columns_of(opened.schema_arrow),
+            limits=limits,
+            looks_at_pages=looks_at_pages,
+        )
+
+    def close(self) -> None:
+        """Close the file and its stream."""
+        self.opened.close(force=True)
+        self.stream.close()
+
+    def holding(self, group: int) -> Holding:
+        """How much of a row group to hold. Raises SourceError when even one row takes more than
+        the limits allow, ValueError when its pages are damaged."""
+        claimed_bytes, found_bytes, shares_prefixes = 0, 0, False
+        for column in self.groups[group].columns:
+            if column.column not in self.columns:
+                continue
+            claimed_bytes += column.unfolded_bytes
+            if self.looks_at_pages:
+                what = f"{self.owner}: column {column.path!r} of row group {group}"
+                pages = column_pages(self.stream, column)
+                require_allowed(pages, self.limits, what)
+                if pages.dictionary_bytes and not column.has_dictionary:
+                    raise ValueError(f"{what} has a dictionary that the footer does not name")
+                if pages.shares_prefixes and pages.values > self.groups[group].rows:
+                    raise SourceError(
+                        f"{what} keeps lists as DELTA_BYTE_ARRAY, whose size shows only once they "
+                        "are decoded. Write the file again with another encoding."
+                    )
+                found_bytes += pages.size_bytes
+                shares_prefixes |= pages.shares_prefixes
+        if shares_prefixes:
+            return "one row"
+        return "whole" if max(claimed_bytes, found_bytes) <= KEPT_BYTES else "few rows"
+
+    def batches(self, group: int, holding: Holding) -> Iterator[pa.RecordBatch]:
+        """A row group from its beginning, a few rows at a time."""
+        return self.opened.iter_batches(
+            batch_size=1 if holding == "one row" else FEW_ROWS,
+            row_groups=[group],
+            columns=self.columns,
+            use_threads=False,
+        )
+
+    def table(self, group: int) -> pa.Table:
+        """A whole row group."""
+        return self.opened.read_row_group(group, columns=self.columns, use_threads=False)
+
+
+def _shared_columns(groups: Sequence[RowGroup]) -> list[str]:
+    """Columns of strings or bytes that have a dictionary in some row group."""
+    shared = {
+        column.path
+        for group in groups
+        for column in group.columns
+        if column.holds_texts and column.has_dictionary
+    }
+    return sorted(shared)

@@ -1,0 +1,98 @@
+"""What the pages of a Parquet column unfold to, before Arrow unfolds them.
+
+The footer's sizes are what a writer says of itself and Arrow does not hold pages to them: a
+page of a kilobyte may state, and decompress to, two gigabytes. The true numbers stand in the
+header of each page, so they are read first, and the pages skipped.
+
+Source: parquet-format, `PageHeader` in parquet.thrift.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from dataservice.core.errors import SourceError
+from dataservice.core.limits import DecodeLimits
+from dataservice.sources.formats.parquet_footer import ColumnChunk
+from dataservice.sources.formats.thrift import Struct, integer, read_struct
+
+_HEADER_BYTES = 4096
+_LONGEST_HEADER_BYTES = 2**24  # statistics may hold whole values
+# Numbers of fields in PageHeader and in the headers of its kinds of page.
+_UNCOMPRESSED, _COMPRESSED = 2, 3
+_DATA_PAGES = {5: 2, 8: 4}  # kind of header: its field `encoding`
+_DICTIONARY_PAGE = 7
+_DELTA_BYTE_ARRAY = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnPages:
+    """One column in one row group: its pages' sizes together and at most, all uncompressed, and
+    its values with the items of lists. `shares_prefixes`: each value repeats a part of the last
+    (DELTA_BYTE_ARRAY), so that pages unfold to more than their size."""
+
+    size_bytes: int = 0
+    largest_bytes: int = 0
+    values: int = 0
+    dictionary_bytes: int = 0
+    shares_prefixes: bool = False
+
+
+def column_pages(stream: IO[bytes], column: ColumnChunk) -> ColumnPages:
+    """Read the page headers of a column. Raises ValueError when they are damaged."""
+    size_bytes = largest_bytes = values = dictionary_bytes = 0
+    shares_prefixes = False
+    for header in _headers(stream, column.offset_bytes, column.stored_bytes):
+        page_bytes = integer(header, _UNCOMPRESSED)
+        size_bytes += page_bytes
+        largest_bytes = max(largest_bytes, page_bytes)
+        if _DICTIONARY_PAGE in header:
+            dictionary_bytes = max(dictionary_bytes, page_bytes)
+        for kind, encoding in _DATA_PAGES.items():
+            fields = header.get(kind)
+            if isinstance(fields, dict):
+                values += integer(fields, 1)
+                shares_prefixes |= fields.get(encoding) == _DELTA_BYTE_ARRAY
+    return ColumnPages(
+        size_bytes=size_bytes,
+        largest_bytes=largest_bytes,
+        values=values,
+        dictionary_bytes=dictionary_bytes,
+        shares_prefixes=shares_prefixes,
+    )
+
+
+def require_allowed(pages: ColumnPages, limits: DecodeLimits, what: str) -> None:
+    """Raises SourceError when reading the column would take more than the limits allow."""
+    for limit, value, unit in (
+        ("max_page_bytes", pages.largest_bytes, "bytes in one page"),
+        ("max_page_bytes", 4 * pages.dictionary_bytes, "bytes in four copies of its dictionary"),
+        ("max_row_group_values", pages.values, "values"),
+    ):
+        if value > getattr(limits, limit):
+            raise SourceError(
+                f"{what} has {value:,} {unit}; the limit {limit} is {getattr(limits, limit):,}. "
+                "Write the file again with smaller row groups, such as row_group_size=100."
+            )
+
+
+def _headers(stream: IO[bytes], start: int, size_bytes: int) -> Iterator[Struct]:
+    end = start + size_bytes
+    while start < end:
+        header, header_bytes = _header(stream, start)
+        yield header
+        start += header_bytes + integer(header, _COMPRESSED)
+
+
+def _header(stream: IO[bytes], start: int) -> tuple[Struct, int]:
+    """The header at an offset, and its own size in bytes."""
+    wanted = _HEADER_BYTES
+    while True:
+        stream.seek(start)
+        data = stream.read(wanted)
+        try:
+            return read_struct(data)
+        except IndexError:
+            if len(data) < wanted or wanted >= _LONGEST_HEADER_BYTES:
+                raise ValueError(f"the page header at byte {start} does not end") from None
+            wanted *= 16

@@ -1,0 +1,45 @@
+"""How many bytes each row of an Arrow array takes once it is Python objects.
+
+Arrow keeps a value that many rows share once (dictionary encoding); as objects each has its
+own. So rows are weighed before they are converted.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+# A Python object with its place in a list or dict.
+_OBJECT_BYTES = 64
+
+
+def row_bytes(array: "pa.Array[Any]") -> NDArray[np.int64]:
+    """int64[rows], an upper bound within a small factor. O(values), without copying them."""
+    if isinstance(array, pa.DictionaryArray):
+        each = row_bytes(array.dictionary)
+        return np.take(each, _numbers(array.indices)) if len(each) else _objects(len(array))
+    if isinstance(array, pa.StructArray):
+        fields = [row_bytes(field) for field in array.flatten()]
+        return np.sum([_objects(len(array)), *fields], axis=0, dtype=np.int64)
+    if isinstance(array, pa.ListArray | pa.LargeListArray):
+        counts = _numbers(pc.list_value_length(array))
+        ends = np.cumsum(counts, dtype=np.int64)
+        items = np.concatenate([[0], np.cumsum(row_bytes(pc.list_flatten(array)))])
+        own: NDArray[np.int64] = _objects(len(array))
+        return own + np.take(items, ends) - np.take(items, ends - counts)
+    if isinstance(array, pa.StringArray | pa.LargeStringArray):
+        return _objects(len(array)) + _numbers(pc.binary_length(array))
+    if isinstance(array, pa.BinaryArray | pa.LargeBinaryArray):
+        return _objects(len(array)) + _numbers(pc.binary_length(array))
+    return _objects(len(array))
+
+
+def _objects(rows: int) -> NDArray[np.int64]:
+    return np.full(rows, _OBJECT_BYTES, dtype=np.int64)
+
+
+def _numbers(array: "pa.Array[Any]") -> NDArray[np.int64]:
+    """Empty cells as 0."""
+    return np.asarray(array.fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)

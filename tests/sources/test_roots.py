@@ -1,0 +1,138 @@
+"""Where a service reads: whatever a path, link, URL, glob or brace says, never beyond its roots."""
+
+from pathlib import Path
+
+import pytest
+
+from dataservice.core.errors import SampleError, SourceError, SpecError
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.sample import ByteSpan
+from dataservice.sources.index_folder import IndexFolder
+from dataservice.sources.patterns import MOST_PATTERNS, expand
+from dataservice.sources.roots import Roots
+from dataservice.sources.storage import Storage
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A team's folder, another team's, and links between them."""
+    for team in ("vision", "audio"):
+        (tmp_path / "data" / team).mkdir(parents=True)
+        (tmp_path / "data" / team / "a.jsonl").write_text(f'{{"text": "{team}"}}\n')
+    (tmp_path / "data" / "vision-2").mkdir()
+    own = tmp_path / "data" / "vision"
+    (own / "folder").symlink_to(tmp_path / "data" / "audio")
+    (own / "theirs.jsonl").symlink_to(tmp_path / "data" / "audio" / "a.jsonl")
+    (own / "mine.jsonl").symlink_to(own / "a.jsonl")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def roots(home: Path) -> Roots:
+    return Roots.of([f"{home}/{{team}}", "s3://bucket/{team}/", "https://data.test/open"], "vision")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "HOME/vision",
+        "HOME/vision/a.jsonl",
+        "HOME/vision/*.jsonl",
+        "HOME/vision/{a,mine}.jsonl",
+        "HOME/vision/mine.jsonl",
+        "HOME/vision/new/x.tar",
+        "HOME/audio/../vision/a.jsonl",
+        "file://HOME/vision/a.jsonl",
+        "s3://bucket/vision/*.tar",
+        "s3://bucket/vision",
+        "https://data.test/open/a.tar",
+    ],
+)
+def test_what_lies_under_a_root_is_read(home: Path, roots: Roots, place: str) -> None:
+    roots.require(place.replace("HOME", str(home)), "url")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "/etc/passwd",
+        "HOME",
+        "HOME/audio/a.jsonl",
+        "HOME/vision-2/x.tar",
+        "HOME/vision/../audio/a.jsonl",
+        "HOME/vision/theirs.jsonl",
+        "HOME/vision/folder/a.jsonl",
+        "HOME/vision/folder/*",
+        "HOME/vision/*/../../audio/a.jsonl",
+        "HOME/vision/{a,../audio/a}.jsonl",
+        "HOME/vision/{a,b/../../../audio/a}.jsonl",
+        "{HOME/vision/a,HOME/audio/a}.jsonl",
+        "file://HOME/audio/a.jsonl",
+        "local:///etc/passwd",
+        "vision/a.jsonl",
+        "s3://bucket/audio/a.tar",
+        "s3://bucket/vision-2/a.tar",
+        "s3://bucket/vision/../audio/a.tar",
+        "s3://bucket/vision/%2e%2e/audio/a.tar",
+        "s3://bucket/vision/a::file:///etc/passwd",
+        "simplecache::HOME/vision/a.jsonl",
+        "https://data.test@evil.test/open/a.tar",
+        "https://data.test/opening/a.tar",
+        "HOME/vision/a\0.jsonl",
+    ],
+)
+def test_what_does_not_is_refused_with_what_is(home: Path, roots: Roots, place: str) -> None:
+    with pytest.raises(SpecError, match=r"url is .* does not read. It reads under .*data/vision"):
+        roots.require(place.replace("HOME", str(home)), "url")
+
+
+def test_a_root_of_teams_is_not_for_those_without_one(home: Path) -> None:
+    roots = Roots.of([f"{home}/{{team}}", f"{home}/audio"], "")
+    assert roots.folders == (f"{home}/audio",)
+
+
+def test_files_are_judged_again_whenever_they_are_opened(home: Path, roots: Roots) -> None:
+    """A team may have made a link of what was a file when its job was submitted."""
+    spec = SourceSpec(name="s", url=f"{home}/vision/*.jsonl", format="jsonl")
+    storage = Storage(spec, roots)
+    mine, theirs = f"{home}/vision/a.jsonl", f"{home}/vision/theirs.jsonl"
+    span = ByteSpan(name="line 1", offset_bytes=0, size_bytes=4)
+    assert storage.read_spans(mine, [span]) == [b'{"te']
+    for read in (lambda path: storage.open(path), lambda path: storage.read_spans(path, [span])):
+        with pytest.raises(SourceError, match="a link that leads out of it"):
+            read(theirs)
+    with pytest.raises(SampleError, match="links included"):
+        storage.read_beside(mine, "theirs.jsonl", DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match="links included"):
+        storage.read_beside(f"{home}/audio/a.jsonl", "a.jsonl", DEFAULT_LIMITS)
+    assert Storage(spec).read_spans(theirs, [span]) == [b'{"te']
+
+
+def test_an_index_is_judged_file_by_file(home: Path, roots: Roots) -> None:
+    folder = home / "vision" / "index" / "s"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").symlink_to(home / "audio" / "a.jsonl")
+    index = IndexFolder(str(home / "vision" / "index"), "s", roots)
+    with pytest.raises(SourceError, match=r"index of source 's': .* leads out of it"):
+        index.read("manifest.json")
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_text("{}")
+    assert index.read("manifest.json") == b"{}"
+
+
+@pytest.mark.parametrize(
+    "url", ["{a,b}" * 40, "{1..1000000000}", f"{{x,{'{a,b}' * 40}}}", "{a..z}" * 4]
+)
+def test_braces_that_stand_for_too_many_files_are_refused_without_writing_them_out(
+    url: str,
+) -> None:
+    with pytest.raises(ValueError, match=f"at most {MOST_PATTERNS:,}"):
+        expand(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "patterns"), [("a", 1), ("{000..127}", 128), ("{a,{b,c}{d,e}}-{x..z}", 15), ("{a}", 1)]
+)
+def test_braces_that_stand_for_some_are_written_out(url: str, patterns: int) -> None:
+    assert len(expand(url)) == patterns
