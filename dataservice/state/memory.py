@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dataservice.core.errors import ConflictError, NotFoundError
-from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    SkipAction,
+    SkipRecord,
+)
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 
 
@@ -19,6 +27,7 @@ class MemoryStateStore:
         self._ledger: dict[str, dict[tuple[int, int], LedgerEntry]] = {}
         self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
         self._costs: dict[str, list[CostRecord]] = {}
+        self._skips: dict[str, list[SkipRecord]] = {}
 
     def close(self) -> None:
         """Nothing to flush."""
@@ -43,6 +52,7 @@ class MemoryStateStore:
         with self._turn:
             for table in (
                 self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
+                self._skips,
             ):  # fmt: skip
                 table.pop(name, None)
 
@@ -60,6 +70,11 @@ class MemoryStateStore:
         with self._turn:
             attempts = self._attempts.get(job)
             return attempts[-1] if attempts else None
+
+    def attempts(self, job: str) -> list[AttemptRecord]:
+        """All attempts of a job, the first first."""
+        with self._turn:
+            return list(self._attempts.get(job, []))
 
     def put_ledger(self, entry: LedgerEntry) -> None:
         """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError
@@ -102,6 +117,26 @@ class MemoryStateStore:
             entries = self._ledger.get(job, {})
             return [entries[place] for place in sorted(entries)]
 
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        """The entries of one step, by attempt."""
+        return [entry for entry in self.ledger(job) if entry.step == step]
+
+    def last_entry(
+        self, job: str, attempt: int, *, before: int | None = None
+    ) -> LedgerEntry | None:
+        """The attempt's entry of the highest step, or of the highest below `before`."""
+        with self._turn:
+            entries = self._ledger.get(job, {})
+            steps = [s for a, s in entries if a == attempt and (before is None or s < before)]
+            return entries[attempt, max(steps)] if steps else None
+
+    def last_committed_step(self, job: str, attempt: int) -> int:
+        """The attempt's highest step that is committed; -1 if none is."""
+        with self._turn:
+            entries = self._ledger.get(job, {}).values()
+            mine = [e for e in entries if e.attempt == attempt and e.committed_unix_s is not None]
+            return max((entry.step for entry in mine), default=-1)
+
     def last_planned_step(self, job: str) -> int:
         """The last step of the ledger in any attempt; -1 if it is empty."""
         with self._turn:
@@ -121,6 +156,38 @@ class MemoryStateStore:
         with self._turn:
             return list(self._costs.get(job, []))
 
+    def add_skips(
+        self,
+        job: str,
+        ranges: Sequence[tuple[int, int]],
+        action: SkipAction,
+        recorded_unix_s: float,
+    ) -> list[SkipRecord]:
+        """Record these ranges of steps for every attempt that is yet to begin. All or none.
+        Raises NotFoundError without their job."""
+        with self._turn:
+            self._require_job(job)
+            known = self._skips.setdefault(job, [])
+            records = [
+                SkipRecord(
+                    job=job,
+                    number=len(known) + 1 + place,
+                    first_step=first,
+                    last_step=last,
+                    action=action,
+                    from_attempt=len(self._attempts.get(job, [])) + 1,
+                    recorded_unix_s=recorded_unix_s,
+                )
+                for place, (first, last) in enumerate(ranges)
+            ]
+            known.extend(records)
+            return records
+
+    def skips(self, job: str) -> list[SkipRecord]:
+        """The job's records of skipped steps by number."""
+        with self._turn:
+            return list(self._skips.get(job, []))
+
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
         """Append; the first entry of a (job, attempt, step, sample_id) is kept. All or none.
         Raises NotFoundError without their job."""
@@ -136,6 +203,15 @@ class MemoryStateStore:
         with self._turn:
             entries = self._quarantine.get(job, {})
             return [entries[place] for place in sorted(entries)]
+
+    def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
+        """The entries of one step of one attempt by sample_id."""
+        entries = self.quarantine(job)
+        return [entry for entry in entries if (entry.attempt, entry.step) == (attempt, step)]
+
+    def quarantined_samples(self, job: str) -> int:
+        """How many samples have an entry."""
+        return len({entry.sample_id for entry in self.quarantine(job)})
 
     def _require_job(self, name: str) -> None:
         if name not in self._jobs:

@@ -5,6 +5,7 @@ A migration is never edited once released: the next one changes what it made.
 
 import sqlite3
 import time
+from contextlib import closing
 
 from dataservice.core.errors import StateError
 
@@ -63,7 +64,21 @@ CREATE TABLE costs (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS)
+# Steps that attempts from a number on pass over.
+_SKIPS = """
+CREATE TABLE skips (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    first_step INTEGER NOT NULL,
+    last_step INTEGER NOT NULL,
+    action TEXT NOT NULL,
+    from_attempt INTEGER NOT NULL,
+    recorded_unix_s REAL NOT NULL,
+    PRIMARY KEY (job, number)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS)
 """MIGRATIONS[k] leads from version k to version k + 1."""
 
 _CREATE_MIGRATIONS = """
@@ -74,21 +89,48 @@ CREATE TABLE IF NOT EXISTS migrations (
 """
 
 
-def migrate(connection: sqlite3.Connection, where: str) -> None:
-    """Bring a database up to date; each migration is applied whole or not at all.
-
-    Raises:
-        StateError: the database was written by a newer release.
-    """
-    connection.executescript(_CREATE_MIGRATIONS)
-    (version,) = connection.execute("SELECT COALESCE(MAX(version), 0) FROM migrations").fetchone()
+def require_known(connection: sqlite3.Connection, where: str) -> None:
+    """Raises StateError unless the database is empty, or has just the tables of a version that
+    this release knows. Reads only."""
+    found = _tables(connection)
+    version = _version(connection) if "migrations" in found else 0
     if version > len(MIGRATIONS):
         raise StateError(
             f"{where} has schema version {version}; this release knows up to {len(MIGRATIONS)}. "
             "Start the release that wrote it, or a newer one."
         )
-    for number in range(version, len(MIGRATIONS)):
+    if found and found != _tables_of(version):
+        raise StateError(
+            f"{where} says schema version {version} and has the tables "
+            f"{', '.join(found)}, which is no state of this service. Nothing was changed; choose "
+            "another directory with --state-dir, or move the file away."
+        )
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a database that is known up to date; each migration is applied whole or not at
+    all."""
+    connection.executescript(_CREATE_MIGRATIONS)
+    for number in range(_version(connection), len(MIGRATIONS)):
         connection.executescript(
             f"BEGIN IMMEDIATE; {MIGRATIONS[number]} "
             f"INSERT INTO migrations VALUES ({number + 1}, {time.time()}); COMMIT;"
         )
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("SELECT COALESCE(MAX(version), 0) FROM migrations").fetchone()
+    return int(version)
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, list[str]]:
+    """The columns of every table."""
+    names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+    columns = "SELECT name FROM pragma_table_info(?)"
+    return {name: [c for (c,) in connection.execute(columns, (name,))] for (name,) in names}
+
+
+def _tables_of(version: int) -> dict[str, list[str]]:
+    with closing(sqlite3.connect(":memory:")) as scratch:
+        scratch.executescript(_CREATE_MIGRATIONS + "".join(MIGRATIONS[:version]))
+        return _tables(scratch)

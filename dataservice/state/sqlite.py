@@ -6,15 +6,13 @@ turns. A second process is refused, since a coordinator's memory would not see i
 kernel drops the lock when the holder dies, however it dies.
 """
 
-import fcntl
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 from dataservice.core.errors import ConflictError, NotFoundError, StateError
 from dataservice.core.job import (
@@ -23,14 +21,15 @@ from dataservice.core.job import (
     JobRecord,
     LedgerEntry,
     QuarantineEntry,
+    SkipAction,
+    SkipRecord,
 )
+from dataservice.state import directory as folder
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
-from dataservice.state.schema import migrate
 
-_FILE = "state.db"
-_LOCK = "state.lock"
-
-_Record = TypeVar("_Record", JobRecord, AttemptRecord, LedgerEntry, QuarantineEntry, CostRecord)
+_Record = TypeVar(
+    "_Record", JobRecord, AttemptRecord, LedgerEntry, QuarantineEntry, CostRecord, SkipRecord
+)
 
 
 class SqliteStateStore:
@@ -43,12 +42,12 @@ class SqliteStateStore:
             StateError: the directory cannot be written, another process holds it, or the file
                 is damaged or of a newer release.
         """
-        self._path = directory / _FILE
+        self._path = directory / folder.FILE
         self._turn = threading.RLock()
-        self._lock_file = _hold(directory)
+        self._lock_file = folder.hold(directory)
         try:
             with self._translated():
-                self._connection = _connect(self._path)
+                self._connection = folder.connect(self._path)
         except BaseException:
             self._lock_file.close()
             raise
@@ -105,6 +104,10 @@ class SqliteStateStore:
             )
         )
 
+    def attempts(self, job: str) -> list[AttemptRecord]:
+        """All attempts of a job, the first first."""
+        return self._select(AttemptRecord, "FROM attempts WHERE job = ? ORDER BY attempt", job)
+
     # ---- ledger ---------------------------------------------------------------------------
 
     def put_ledger(self, entry: LedgerEntry) -> None:
@@ -147,13 +150,36 @@ class SqliteStateStore:
         """All entries of a job by (attempt, step)."""
         return self._select(LedgerEntry, "FROM ledger WHERE job = ? ORDER BY attempt, step", job)
 
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        """The entries of one step, by attempt."""
+        rest = "FROM ledger WHERE job = ? AND step = ? ORDER BY attempt"
+        return self._select(LedgerEntry, rest, job, step)
+
+    def last_entry(
+        self, job: str, attempt: int, *, before: int | None = None
+    ) -> LedgerEntry | None:
+        """The attempt's entry of the highest step, or of the highest below `before`."""
+        rest = "FROM ledger WHERE job = ? AND attempt = ?"
+        last = "ORDER BY step DESC LIMIT 1"
+        if before is None:
+            return _first(self._select(LedgerEntry, f"{rest} {last}", job, attempt))
+        return _first(
+            self._select(LedgerEntry, f"{rest} AND step < ? {last}", job, attempt, before)
+        )
+
+    def last_committed_step(self, job: str, attempt: int) -> int:
+        """The attempt's highest step that is committed; -1 if none is."""
+        # Planned ahead of the committed there are few: the search ends soon.
+        return self._number(
+            "SELECT COALESCE((SELECT step FROM ledger WHERE job = ? AND attempt = ? "
+            "AND committed_unix_s IS NOT NULL ORDER BY step DESC LIMIT 1), -1)",
+            job,
+            attempt,
+        )
+
     def last_planned_step(self, job: str) -> int:
         """The last step of the ledger in any attempt; -1 if it is empty."""
-        with self._turn, self._translated():
-            (last,) = self._connection.execute(
-                "SELECT COALESCE(MAX(step), -1) FROM ledger WHERE job = ?", (job,)
-            ).fetchone()
-            return int(last)
+        return self._number("SELECT COALESCE(MAX(step), -1) FROM ledger WHERE job = ?", job)
 
     # ---- costs ----------------------------------------------------------------------------
 
@@ -170,6 +196,47 @@ class SqliteStateStore:
     def costs(self, job: str) -> list[CostRecord]:
         """The job's cost records by the step they begin at."""
         return self._select(CostRecord, "FROM costs WHERE job = ? ORDER BY from_step", job)
+
+    # ---- skips ----------------------------------------------------------------------------
+
+    def add_skips(
+        self,
+        job: str,
+        ranges: Sequence[tuple[int, int]],
+        action: SkipAction,
+        recorded_unix_s: float,
+    ) -> list[SkipRecord]:
+        """Record these ranges of steps for every attempt that is yet to begin. All or none.
+        Raises NotFoundError without their job."""
+        with self._transaction() as db:
+            self._require_job(db, job)
+            (attempt,) = db.execute(
+                "SELECT COALESCE(MAX(attempt), 0) + 1 FROM attempts WHERE job = ?", (job,)
+            ).fetchone()
+            (number,) = db.execute(
+                "SELECT COALESCE(MAX(number), 0) + 1 FROM skips WHERE job = ?", (job,)
+            ).fetchone()
+            records = [
+                SkipRecord(
+                    job=job,
+                    number=number + place,
+                    first_step=first,
+                    last_step=last,
+                    action=action,
+                    from_attempt=attempt,
+                    recorded_unix_s=recorded_unix_s,
+                )
+                for place, (first, last) in enumerate(ranges)
+            ]
+            db.executemany(
+                "INSERT INTO skips VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [astuple(record) for record in records],
+            )
+            return records
+
+    def skips(self, job: str) -> list[SkipRecord]:
+        """The job's records of skipped steps by number."""
+        return self._select(SkipRecord, "FROM skips WHERE job = ? ORDER BY number", job)
 
     # ---- quarantine -----------------------------------------------------------------------
 
@@ -191,6 +258,20 @@ class SqliteStateStore:
             "FROM quarantine WHERE job = ? ORDER BY attempt, step, sample_id",
             job,
         )
+
+    def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
+        """The entries of one step of one attempt by sample_id."""
+        return self._select(
+            QuarantineEntry,
+            "FROM quarantine WHERE job = ? AND attempt = ? AND step = ? ORDER BY sample_id",
+            job,
+            attempt,
+            step,
+        )
+
+    def quarantined_samples(self, job: str) -> int:
+        """How many samples have an entry."""
+        return self._number("SELECT COUNT(DISTINCT sample_id) FROM quarantine WHERE job = ?", job)
 
     # ---- transactions ---------------------------------------------------------------------
 
@@ -214,6 +295,11 @@ class SqliteStateStore:
             names = [column[0] for column in cursor.description]
             return [kind(**dict(zip(names, row, strict=True))) for row in cursor]
 
+    def _number(self, query: str, *values: object) -> int:
+        with self._turn, self._translated():
+            (number,) = self._connection.execute(query, values).fetchone()
+            return int(number)
+
     @staticmethod
     def _require_job(db: sqlite3.Connection, name: str) -> None:
         if db.execute("SELECT 1 FROM jobs WHERE name = ?", (name,)).fetchone() is None:
@@ -224,79 +310,7 @@ class SqliteStateStore:
         try:
             yield
         except sqlite3.Error as error:
-            raise StateError(f"{self._path}: {_explain(error)}") from error
-
-
-def _hold(directory: Path) -> IO[str]:
-    """Make the directory and lock it for this process."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock_file = (directory / _LOCK).open("a+", encoding="ascii")
-    except OSError as error:
-        raise StateError(_unwritable(directory, error)) from error
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock_file.truncate(0)
-        lock_file.write(f"{os.getpid()}\n")
-        lock_file.flush()
-    except BlockingIOError as error:
-        lock_file.seek(0)
-        holder = lock_file.read(20).strip() or "unknown"
-        lock_file.close()
-        raise StateError(
-            f"state directory {directory} is held by another service (process {holder}). Stop "
-            "that one first, or choose another directory with --state-dir."
-        ) from error
-    except OSError as error:
-        lock_file.close()
-        raise StateError(_unwritable(directory, error)) from error
-    return lock_file
-
-
-def _unwritable(directory: Path, error: OSError) -> str:
-    return (
-        f"state directory {directory} cannot be written: {error.strerror}. Make it writable for "
-        "this user, free space on its disk, or choose another with --state-dir."
-    )
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            raise sqlite3.DatabaseError(f"database disk image is malformed: {verdict}")
-        migrate(connection, str(path))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _explain(error: sqlite3.Error) -> str:
-    """What SQLite says, and what to do about it."""
-    remedies: dict[int, str] = {
-        sqlite3.SQLITE_FULL: "Nothing of this change was kept. Free space on its disk.",
-        sqlite3.SQLITE_READONLY: "Make the file and its directory writable for this user.",
-        sqlite3.SQLITE_CANTOPEN: "Make the file and its directory writable for this user.",
-        sqlite3.SQLITE_IOERR: "Nothing of this change was kept. Check the disk (space, health).",
-        sqlite3.SQLITE_CORRUPT: _DAMAGED,
-        sqlite3.SQLITE_NOTADB: _DAMAGED,
-    }
-    code: Any = getattr(error, "sqlite_errorcode", None)
-    if code is None and isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error):
-        return f"{error}. {_DAMAGED}"
-    remedy = remedies.get(code & 0xFF if code is not None else -1, "Restart the service.")
-    return f"{error}. {remedy}"
-
-
-_DAMAGED = (
-    "The file is damaged: move it (and its -wal and -shm) away to keep what can be salvaged, "
-    "restore a backup, or start anew; trainers' checkpoints hold their own positions."
-)
+            raise StateError(folder.explain(error, self._path)) from error
 
 
 def _first(records: list[_Record]) -> _Record | None:

@@ -70,7 +70,7 @@ def test_a_second_store_in_the_same_process_is_refused_too(tmp_path: Path) -> No
 
 def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"not a database at all" * 300)
-    with pytest.raises(StateError, match=r"damaged.*backup"):
+    with pytest.raises(StateError, match=r"damaged.*no backup"):
         SqliteStateStore(tmp_path)
     assert (tmp_path / "state.db").read_bytes().startswith(b"not a database")
 
@@ -83,7 +83,7 @@ def test_a_damaged_page_is_found_when_opening(tmp_path: Path) -> None:
     with (tmp_path / "state.db").open("r+b") as file:
         file.seek(8 * 4096)
         file.write(b"\xff" * 4096 * 8)
-    with pytest.raises(StateError, match=r"damaged.*backup"):
+    with pytest.raises(StateError, match=r"damaged.*no backup"):
         SqliteStateStore(tmp_path)
     with pytest.raises(StateError, match="damaged"):  # and the directory was let go of
         SqliteStateStore(tmp_path)
@@ -94,7 +94,7 @@ def test_a_file_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as connection:
         connection.execute("INSERT INTO migrations VALUES (99, 0.0)")
     connection.close()
-    with pytest.raises(StateError, match=r"schema version 99.*knows up to 2"):
+    with pytest.raises(StateError, match=r"schema version 99.*knows up to 3"):
         SqliteStateStore(tmp_path)
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from dataservice.core.errors import ConflictError, NotFoundError
-from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    SkipRecord,
+)
 from dataservice.core.ports import StateStore
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
@@ -212,6 +219,70 @@ def test_planning_a_step_again_replaces_its_entry(store: StateStore) -> None:
     store.put_ledger(entry(0))
     store.put_ledger(entry(0, plan_digest="again"))
     assert store.ledger("vlm-sft") == [entry(0, plan_digest="again")]
+
+
+def test_the_entries_of_a_step_and_the_last_of_an_attempt_are_found(store: StateStore) -> None:
+    store.put_job(job())
+    for number, step in ((1, 0), (1, 1), (1, 5), (2, 1), (2, 2)):
+        store.put_ledger(entry(step, number))
+    assert store.ledger_of_step("vlm-sft", 1) == [entry(1, 1), entry(1, 2)]
+    assert store.ledger_of_step("vlm-sft", 9) == []
+    assert store.last_entry("vlm-sft", 1) == entry(5, 1)
+    assert store.last_entry("vlm-sft", 1, before=5) == entry(1, 1)
+    assert store.last_entry("vlm-sft", 1, before=0) is None
+    assert store.last_entry("vlm-sft", 3) is None
+
+
+def test_the_last_committed_step_is_that_of_its_attempt(store: StateStore) -> None:
+    store.put_job(job())
+    for number, step in ((1, 0), (1, 1), (1, 5), (2, 1)):
+        store.put_ledger(entry(step, number))
+    assert store.last_committed_step("vlm-sft", 1) == -1
+    store.commit_step("vlm-sft", 1, 0, 1.0)
+    store.commit_step("vlm-sft", 1, 1, 1.0)
+    assert (store.last_committed_step("vlm-sft", 1), store.last_committed_step("vlm-sft", 2)) == (
+        1,
+        -1,
+    )
+
+
+def test_all_attempts_are_listed_in_order(store: StateStore) -> None:
+    store.put_job(job())
+    for number in (1, 2, 3):
+        store.put_attempt(attempt(number))
+    assert store.attempts("vlm-sft") == [attempt(1), attempt(2), attempt(3)]
+    assert store.attempts("other") == []
+
+
+def test_skips_hold_from_the_next_attempt_on_and_are_numbered(store: StateStore) -> None:
+    store.put_job(job())
+    (first,) = store.add_skips("vlm-sft", [(3, 5)], "skip", 20.5)
+    store.put_attempt(attempt(1))
+    more = store.add_skips("vlm-sft", [(7, 7), (4, 4)], "train", 21.5)
+    assert first == SkipRecord(
+        job="vlm-sft", number=1, first_step=3, last_step=5, action="skip", from_attempt=1,
+        recorded_unix_s=20.5,
+    )  # fmt: skip
+    assert [(skip.number, skip.from_attempt, skip.action) for skip in more] == [
+        (2, 2, "train"),
+        (3, 2, "train"),
+    ]
+    assert store.skips("vlm-sft") == [first, *more]
+    assert store.skips("other") == []
+    with pytest.raises(NotFoundError, match="no job 'other'"):
+        store.add_skips("other", [(3, 5)], "skip", 20.5)
+    store.delete_job("vlm-sft")
+    store.put_job(job())
+    assert store.skips("vlm-sft") == []
+
+
+def test_samples_in_quarantine_are_counted_once_and_found_by_step(store: StateStore) -> None:
+    store.put_job(job())
+    store.add_quarantine([bad(9, step=1), bad(2, step=1), bad(9, step=0, number=2), bad(5)])
+    assert store.quarantined_samples("vlm-sft") == 3
+    assert store.quarantined_samples("other") == 0
+    assert store.quarantine_of_step("vlm-sft", 1, 1) == [bad(2, step=1), bad(9, step=1)]
+    assert store.quarantine_of_step("vlm-sft", 2, 1) == []
 
 
 def test_a_quarantined_sample_is_kept_once_a_step_and_listed_in_order(store: StateStore) -> None:

@@ -1,0 +1,163 @@
+"""The state directory: one process holds it, a damaged file is left alone, a backup is kept.
+
+    hold DIR/state.lock ─▶ sound? (log, then every page, read-only) ─▶ back up ─▶ migrate
+
+Nothing is written before the file was found sound, so what is refused can still be salvaged.
+The backup is the file as this start found it, before any migration.
+"""
+
+import fcntl
+import logging
+import os
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import IO
+
+from dataservice.core.errors import StateError
+from dataservice.state.schema import migrate, require_known
+from dataservice.state.wal import lost_transactions
+
+log = logging.getLogger(__name__)
+
+FILE = "state.db"
+BACKUP = "state.backup.db"
+_LOCK = "state.lock"
+
+
+def hold(directory: Path) -> IO[str]:
+    """Make the directory and lock it for this process, until the file given is closed.
+
+    Raises StateError: it cannot be written, or another process holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock_file = (directory / _LOCK).open("a+", encoding="ascii")
+    except OSError as error:
+        raise StateError(_unwritable(directory, error)) from error
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file.truncate(0)
+        lock_file.write(f"{os.getpid()}\n")
+        lock_file.flush()
+    except BlockingIOError as error:
+        lock_file.seek(0)
+        holder = lock_file.read(20).strip() or "unknown"
+        lock_file.close()
+        raise StateError(
+            f"state directory {directory} is held by another service (process {holder}). Stop "
+            "that one first, or choose another directory with --state-dir."
+        ) from error
+    except OSError as error:
+        lock_file.close()
+        raise StateError(_unwritable(directory, error)) from error
+    return lock_file
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a sound state file, back it up and bring it up to date; make one where none is.
+
+    Raises StateError and sqlite3.Error; then the file is as it was.
+    """
+    backup = path.with_name(BACKUP)
+    there = path.exists() and path.stat().st_size > 0
+    if there:
+        _require_sound(path)
+    elif backup.exists():
+        raise StateError(
+            f"{path} is {'empty' if path.exists() else 'missing'}, but its backup {backup} is "
+            f"there. {restoring(path)}, or move the backup away too to start anew."
+        )
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if there:
+            _back_up(connection, backup)
+        migrate(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def explain(error: sqlite3.Error, path: Path) -> str:
+    """What SQLite says, and what to do about it."""
+    code = getattr(error, "sqlite_errorcode", None)
+    remedies: dict[int | None, str] = {
+        sqlite3.SQLITE_FULL: "Nothing of this change was kept, and nothing else is lost. Free "
+        "space on its disk; the service need not be restarted.",
+        sqlite3.SQLITE_READONLY: "Make the file and its directory writable for this user.",
+        sqlite3.SQLITE_CANTOPEN: "Make the file and its directory writable for this user.",
+        sqlite3.SQLITE_IOERR: "Nothing of this change was kept. Check the disk (space, health); "
+        "the service need not be restarted once it can be written.",
+        sqlite3.SQLITE_CORRUPT: _damaged(path),
+        sqlite3.SQLITE_NOTADB: _damaged(path),
+    }
+    remedy = remedies.get(None if code is None else code & 0xFF, "Restart the service.")
+    return f"{path}: {error}. {remedy}"
+
+
+def restoring(path: Path) -> str:
+    """How the backup takes the place of the file."""
+    return (
+        f"Stop all trainers, move {path.name}, {path.name}-wal and {path.name}-shm away, and "
+        f"`cp {path.with_name(BACKUP)} {path}`"
+    )
+
+
+def _require_sound(path: Path) -> None:
+    """Read-only, so that closing the file again writes nothing of its log into it."""
+    wal = path.with_name(f"{path.name}-wal")
+    try:
+        wrong = lost_transactions(wal)
+        logged = wal.exists() and wal.stat().st_size > 0
+    except OSError as error:
+        raise StateError(f"{wal} cannot be read: {error.strerror}. Check the disk.") from error
+    if wrong:
+        raise StateError(f"{wal}: {wrong}. {_damaged(path)}")
+    # Nobody else has the directory. Without a log the file is all, and none is to be made.
+    query = "mode=ro" if logged else "mode=ro&immutable=1"
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{query}", uri=True)) as reader:
+        (verdict,) = reader.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            detail = " ".join(verdict.split())
+            raise StateError(f"{path}: {detail}. {_damaged(path)}")
+        require_known(reader, str(path))
+
+
+def _damaged(path: Path) -> str:
+    way = "there is no backup: move it (and its -wal and -shm) away and start anew"
+    if path.with_name(BACKUP).exists():
+        way = (
+            f"restore the backup of the service's last start. {restoring(path)}: what was "
+            "recorded since then is gone"
+        )
+    return (
+        f"The file is damaged and was left as it is; {way}. Trainers' checkpoints hold their own "
+        "positions."
+    )
+
+
+def _back_up(connection: sqlite3.Connection, backup: Path) -> None:
+    """Whole or not at all. That a disk has no room for it stops no service."""
+    making = backup.with_name(f"{BACKUP}.part")
+    try:
+        making.unlink(missing_ok=True)
+        with closing(sqlite3.connect(making)) as copy:
+            connection.backup(copy)
+        with making.open("rb") as made:
+            os.fsync(made.fileno())
+        making.replace(backup)
+    except (OSError, sqlite3.Error) as error:
+        with suppress(OSError):
+            making.unlink()
+        log.warning("the state was not backed up to %s: %s", backup, error)
+
+
+def _unwritable(directory: Path, error: OSError) -> str:
+    return (
+        f"state directory {directory} cannot be written: {error.strerror}. Make it writable for "
+        "this user, free space on its disk, or choose another with --state-dir."
+    )
