@@ -11,8 +11,8 @@ LONGEST_WAIT_S = 5.0
 class Backoff:
     """One failing thing's retries. The clock starts with the first `wait`.
 
-    Each wait is drawn evenly from half to all of a limit that doubles up to
-    `LONGEST_WAIT_S`, so that many ranks do not come back in step.
+    Each wait is drawn evenly from zero to a limit that doubles up to `LONGEST_WAIT_S` ("full
+    jitter"), so that many ranks that failed at once do not come back at once.
     """
 
     def __init__(self, stop: threading.Event, deadline_s: float) -> None:
@@ -35,4 +35,4 @@ class Backoff:
             return False
         limit_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self.attempts, 16))
         self.attempts += 1
-        return not self._stop.wait(min(left_s, random.uniform(limit_s / 2, limit_s)))
+        return not self._stop.wait(min(left_s, random.uniform(0.0, limit_s)))

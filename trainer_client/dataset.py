@@ -9,9 +9,10 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,7 @@ from trainer_client.errors import (
     StateMismatch,
 )
 from trainer_client.parts import EVERYTHING, WantedParts
+from trainer_client.prefetch import Trained
 from trainer_client.run import Position, Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
@@ -41,7 +43,9 @@ class ShardDataset(IterableDataset[Shard]):
     """Yields this rank's `Shard` of every step from the position on.
 
     `rank` and `world_size` default to RANK and WORLD_SIZE, as torchrun sets them. `token` is
-    the team's bearer token; `tls` is True for the system's certificates, or a `Tls`.
+    the team's bearer token; or `token_file` holds it, and is read again for every call; by
+    default DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN say. `tls` is True for the system's
+    certificates, or a `Tls`.
     `parts` are what this rank reads of its microbatches, all by default: see `parts.py`.
     `device` is where tokens, encoder items and exchange indices are wanted; for a GPU they are
     received in pinned memory and copied on a stream of their own, `prefetch_steps` ahead. By
@@ -50,7 +54,8 @@ class ShardDataset(IterableDataset[Shard]):
     `prefetch_steps` shards are kept ready or on their way; their bytes are what this costs.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other
     wait: for the other ranks to open, for a step, for a broken connection or a lost worker to
-    come back. A worker that sends nothing for `stall_timeout_s` is reported and replaced.
+    come back. What a worker has not begun to send within `stall_timeout_s`, or stops sending
+    for as long, is asked for again: from wherever the service has it first.
 
     Nothing is opened before the first shard is asked for. Each pass over the dataset is a new
     attempt of the job: all ranks take part, and it starts at the committed position, so a
@@ -73,13 +78,14 @@ class ShardDataset(IterableDataset[Shard]):
         world_size: int | None = None,
         parts: Collection[str] = EVERYTHING,
         token: str | None = None,
+        token_file: str | Path | None = None,
         tls: Tls | bool | None = None,
         device: torch.device | str | None = None,
         prefetch_steps: int = 2,
         parallel_streams: int = 8,
         connect_timeout_s: float = 30.0,
         timeout_s: float = 300.0,
-        stall_timeout_s: float = 60.0,
+        stall_timeout_s: float = 10.0,
         transport: Transport | None = None,
     ) -> None:
         self._options = RunOptions(
@@ -96,7 +102,7 @@ class ShardDataset(IterableDataset[Shard]):
             device=None if device is None else torch.device(device),
         )
         _check(self._options)
-        self._transport = transport or GrpcTransport(token=token, tls=tls)
+        self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
         self._committed = _BEGINNING
         self._yielded: deque[Position] = deque()  # behind each shard that is not committed
         self._ended = False
@@ -142,11 +148,17 @@ class ShardDataset(IterableDataset[Shard]):
         finally:
             self._peeked_s += time.monotonic() - began_s
 
-    def commit(self, step: int, *, measured_s: float | None = None) -> None:
+    def commit(
+        self,
+        step: int,
+        *,
+        measured_s: float | None = None,
+        phase_s: Mapping[str, float] | None = None,
+    ) -> None:
         """This rank has trained `step`, and with it every step before.
 
         `measured_s` are the seconds it took (`StepResult.seconds`), which the service sets
-        against those it predicted.
+        against those it predicted; `phase_s` what they went to (`StepResult.phase_s`).
         Does not wait for the service: it is told in the background, in order. Committing a
         step again changes nothing. Raises MisuseError for a step that was not yielded, and
         whatever went wrong with an earlier commit.
@@ -162,8 +174,10 @@ class ShardDataset(IterableDataset[Shard]):
         while self._yielded and self._yielded[0].step <= step + 1:
             self._committed = self._yielded.popleft()
             if self._run is not None:
-                trained = self._committed.step - 1
-                self._run.commit(trained, measured_s if trained == step else None)
+                trained = Trained(step=self._committed.step - 1)
+                if trained.step == step:
+                    trained = replace(trained, measured_s=measured_s, phase_s=phase_s or {})
+                self._run.commit(trained)
 
     def state_dict(self) -> dict[str, str | int]:
         """The position behind the last committed step: version, job, step, cursor.

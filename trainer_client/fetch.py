@@ -178,7 +178,8 @@ def receive(
 class PartFetcher:
     """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
 
-    A stream that brings nothing for `stall_timeout_s` is given up. With `pin_memory` bytes
+    A stream that brings nothing for `stall_timeout_s` is given up: its worker may be decoding
+    still, or be gone. With `pin_memory` bytes
     arrive where a GPU copies them from without the host's help.
     """
 
@@ -278,6 +279,7 @@ class _Stream:
         self._call: grpc.Call | None = None
         self._heard_s = 0.0
         self._stalled = False
+        self._limit_s = 0.0
 
     def run(self, channel: grpc.Channel | None) -> None:
         """Stream to the end, or to the last wanted part; never raises a deliberate error."""
@@ -296,7 +298,7 @@ class _Stream:
         """Cancel the call if it has brought nothing for `limit_s`."""
         call = self._call
         if call is not None and time.monotonic() - self._heard_s > limit_s:
-            self._stalled = True
+            self._stalled, self._limit_s = True, limit_s
             call.cancel()
 
     def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
@@ -320,7 +322,7 @@ class _Stream:
         if not self._missing:
             return  # it broke behind the last byte that mattered
         if self._stalled:
-            error = ServiceTimeout(f"worker {self.ticket.worker} stopped sending")
+            error = ServiceTimeout(f"nothing came for {self._limit_s:g} s")
         self.failure = TicketFailure(
             worker=self.ticket.worker, address=self.ticket.address, error=error
         )

@@ -10,7 +10,8 @@ thread is blocked in must be ended by its owner (close the channels first).
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer_client.errors import MisuseError, ServiceTimeout
@@ -19,14 +20,11 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Keeps up to `depth` items ready or on their way: `load(first)`, `load(first + 1)`, …
+    """Keeps up to `depth` items ready or on their way; `load` gives one after another, and None
+    at the end."""
 
-    None from `load` is the end.
-    """
-
-    def __init__(self, load: Callable[[int], Item | None], *, first: int, depth: int) -> None:
+    def __init__(self, load: Callable[[], Item | None], *, depth: int) -> None:
         self._load = load
-        self._first = first
         self._depth = depth
         self._ready: deque[Item] = deque()
         self._changed = threading.Condition()
@@ -86,14 +84,13 @@ class Prefetcher(Generic[Item]):
         return self._closed or len(self._ready) < self._depth
 
     def _run(self) -> None:
-        number = self._first
         try:
             while True:
                 with self._changed:
                     self._changed.wait_for(self._room)
                     if self._closed:
                         return
-                item = self._load(number)
+                item = self._load()
                 with self._changed:
                     if item is None:
                         self._ended = True
@@ -103,31 +100,40 @@ class Prefetcher(Generic[Item]):
                 if item is None:
                     return
                 del item
-                number += 1
         except BaseException as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
 
-class Committer:
-    """Sends `commit(step, measured_s)` for each put, in order, without blocking who puts it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A step that this rank has trained, the seconds it took where they were measured, and what
+    they went to by phase."""
 
-    def __init__(self, commit: Callable[[int, float | None], None]) -> None:
+    step: int
+    measured_s: float | None = None
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Committer:
+    """Sends `commit(trained)` for each put, in order, without blocking who puts it."""
+
+    def __init__(self, commit: Callable[[Trained], None]) -> None:
         self._commit = commit
-        self._steps: deque[tuple[int, float | None]] = deque()
+        self._steps: deque[Trained] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shard-commit", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, measured_s: float | None = None) -> None:
+    def put(self, trained: Trained) -> None:
         """Have a step sent. Raises what went wrong with an earlier one."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            self._steps.append((step, measured_s))
+            self._steps.append(trained)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
@@ -138,9 +144,9 @@ class Committer:
                 raise self._failure
             if self._steps and not self._closed:
                 raise ServiceTimeout(
-                    f"{len(self._steps)} commits, from step {self._steps[0][0]} on, were not taken "
-                    f"within {timeout_s:g} s. The position in the checkpoint does not depend on "
-                    "them; check that the coordinator is reachable."
+                    f"{len(self._steps)} commits, from step {self._steps[0].step} on, were not "
+                    f"taken within {timeout_s:g} s. The position in the checkpoint does not depend "
+                    "on them; check that the coordinator is reachable."
                 )
 
     def close(self) -> None:
@@ -163,8 +169,8 @@ class Committer:
                     self._changed.wait_for(lambda: self._steps or self._closed)
                     if self._closed:
                         return
-                    step, measured_s = self._steps[0]
-                self._commit(step, measured_s)
+                    trained = self._steps[0]
+                self._commit(trained)
                 with self._changed:
                     self._steps.popleft()  # only now: `flush` waits for the answer
                     self._changed.notify_all()

@@ -1,7 +1,8 @@
 """One pass over a job, from a cursor on: everything that lives while a dataset is iterated.
 
     channel ─ Session ─┬─ StepLoader ─ Prefetcher ─▶ next()
-                       └─ Committer ◀─ commit()
+                       ├─ Committer ◀─ commit()
+                       └─ Heartbeat
 
 `close` may be called at any time, from any thread, more than once; it returns within
 seconds, whatever the threads are blocked in.
@@ -18,8 +19,9 @@ import torch
 from trainer_client.device import DeviceCopier, Sent
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
+from trainer_client.heartbeat import DataWait, Heartbeat
 from trainer_client.parts import WantedParts
-from trainer_client.prefetch import Committer, Prefetcher
+from trainer_client.prefetch import Committer, Prefetcher, Trained
 from trainer_client.session import Claim, Session
 from trainer_client.shard import Shard
 from trainer_client.steps import StepLoader
@@ -92,6 +94,8 @@ class Run:
         )
         self._prefetcher: Prefetcher[Sent] | None = None
         self._committer: Committer | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._waits = DataWait()
         try:
             self._open(start)
         except BaseException:
@@ -101,21 +105,28 @@ class Run:
     def next(self) -> Shard | None:
         """The next step's shard; None behind the last."""
         assert self._prefetcher is not None
-        sent = self._prefetcher.next(self._options.timeout_s + GRACE_S)
-        return None if sent is None else self._copier.arrive(sent)
+        with self._waits.waiting():
+            sent = self._prefetcher.next(self._options.timeout_s + GRACE_S)
+            shard = None if sent is None else self._copier.arrive(sent)
+        if shard is not None:
+            self._waits.begin(shard.step)
+        return shard
 
     def peek(self, *, wait: bool) -> Shard | None:
         """The shard that `next` will give; without `wait` only if it is there."""
         prefetcher = self._prefetcher
         assert prefetcher is not None
-        limit_s = self._options.timeout_s + GRACE_S
-        sent = prefetcher.peek(limit_s) if wait else prefetcher.ready()
+        if not wait:
+            sent = prefetcher.ready()
+        else:
+            with self._waits.waiting():
+                sent = prefetcher.peek(self._options.timeout_s + GRACE_S)
         return None if sent is None else sent.shard
 
-    def commit(self, step: int, measured_s: float | None = None) -> None:
+    def commit(self, trained: Trained) -> None:
         """Send the commit of a step in the background. Raises what an earlier one met."""
         assert self._committer is not None
-        self._committer.put(step, measured_s)
+        self._committer.put(trained)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the service has taken all commits."""
@@ -161,15 +172,29 @@ class Run:
         )
         self._committer = Committer(loader.commit)
 
-        def load(step: int) -> Sent | None:
-            shard = loader.load(step)
-            return None if shard is None else self._copier.send(shard)
+        step = start.step
 
-        self._prefetcher = Prefetcher(load, first=start.step, depth=options.prefetch_steps)
+        def load() -> Sent | None:
+            nonlocal step
+            shard = loader.load(step)
+            if shard is None:
+                return None
+            step = shard.step + 1  # those between may have been skipped
+            return self._copier.send(shard)
+
+        self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)
+        self._heartbeat = Heartbeat(
+            self._channel,
+            self._session,
+            self._waits,
+            every_s=lease.report_every_s,
+            stop=self._stop,
+        )
 
     def _end(self) -> None:
         self._stop.set()
-        threads = [t for t in (self._session, self._prefetcher, self._committer) if t is not None]
+        each = (self._session, self._prefetcher, self._committer, self._heartbeat)
+        threads = [thread for thread in each if thread is not None]
         for thread in threads:
             thread.close()
         self._fetcher.close()

@@ -56,12 +56,14 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """A claim that was granted. `generation` counts the streams that held it."""
+    """A claim that was granted. `generation` counts the streams that held it; the service wants
+    to hear of the rank every `report_every_s` seconds, never if 0."""
 
     session: str
     attempt: int
     start_step: int
     generation: int
+    report_every_s: float = 0.0
 
 
 class Session:
@@ -106,6 +108,11 @@ class Session:
                 )
             return self._usable()
 
+    @property
+    def lease(self) -> Lease | None:
+        """The claim while its stream is open."""
+        return self._lease
+
     def call(self, rpc: Callable[[str], Answer]) -> Answer:
         """Run `rpc(session)` under the current session, again after a break or a long wait.
 
@@ -128,8 +135,13 @@ class Session:
             elif isinstance(error, UnknownJob | Fenced):
                 if not self._stale(lease):
                     raise error
-            elif not isinstance(error, ServiceUnreachable) or not retry.wait():
+            elif not isinstance(error, ServiceUnreachable):
                 raise error
+            elif not retry.wait():
+                raise type(error)(
+                    f"{error} (the last of {retry.attempts + 1} calls in {retry.spent_s:.0f} s; "
+                    "the session itself is open). Look in the service's log for why it refuses."
+                ) from error
 
     def close(self) -> None:
         """Wake all callers. The stream itself ends with its channel."""
@@ -209,6 +221,7 @@ class Session:
                 attempt=event.attempt,
                 start_step=event.start_step,
                 generation=self._last.generation + 1 if self._last else 1,
+                report_every_s=event.report_every_s,
             )
             self._changed.notify_all()
 

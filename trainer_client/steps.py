@@ -1,13 +1,15 @@
 """One step's shard, however long it takes: ask, fetch, and ask again for what did not come.
 
 GetShard ─▶ tickets ─▶ fetch ──all parts──▶ assemble ─▶ Shard
-    ▲                    │ some failed
-    └── failed_workers ──┘ only the missing parts are fetched again
+    ▲                    │ some failed, or nothing came for a while
+    └─ failed_workers, ──┘ only the missing parts are fetched again
+       slow_workers
 """
 
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -20,10 +22,12 @@ from trainer_client.errors import (
     MalformedShard,
     MisuseError,
     PlanDigestMismatch,
+    ServiceTimeout,
     WorkerUnreachable,
 )
 from trainer_client.fetch import Part, PartFetcher, PartId, TicketFailure
 from trainer_client.parts import WantedParts
+from trainer_client.prefetch import Trained
 from trainer_client.session import Session
 from trainer_client.shard import Shard
 
@@ -31,6 +35,15 @@ from trainer_client.shard import Shard
 POLL_S = 30.0
 # A step that is corrupt this often does not suffer from a flipped bit.
 MAX_CORRUPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Workers to name to the coordinator: those that failed, and those that only sent nothing
+    for a while, which may be decoding still."""
+
+    failed: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
 
 
 class StepLoader:
@@ -54,58 +67,72 @@ class StepLoader:
         self._timeout_s = timeout_s
 
     def load(self, step: int) -> Shard | None:
-        """The shard of a step whose predecessors have all arrived; None behind the last step.
+        """The shard of a step whose predecessors have all arrived, or of the first behind it
+        that is not skipped; None behind the last step.
 
-        Raises WorkerUnreachable when parts fail for `timeout_s`, CorruptPart when one stays
+        Raises WorkerUnreachable when no part came for `timeout_s`, CorruptPart when one stays
         corrupt, PlanDigestMismatch when the plan changes between two tries, and what
         `Session.call` raises.
         """
         held: dict[PartId, Part] = {}
         retry, troubles = Backoff(self._stop, self._timeout_s), _Troubles(step)
-        digest = ""
-        failed_workers: tuple[str, ...] = ()
+        digest, blame = "", Blame()
         while True:
-            shard = self._ask(step, failed_workers)
+            shard = self._ask(step, blame)
             if shard is None:
                 return None
+            step = shard.step
             digest = check_digest(shard, digest)
             wanted = {PartId.of(spec) for ticket in shard.tickets for spec in ticket.parts}
             fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys())
             held |= fetched.parts
             if not fetched.failures:
                 return assemble_shard(shard, held, self._wanted)
-            failed_workers = troubles.judge(fetched.failures)
+            blame = troubles.judge(fetched.failures)
+            if fetched.parts:  # the deadline is for the next part, not for all of a large step
+                retry = Backoff(self._stop, self._timeout_s)
             if not retry.wait():
                 raise troubles.verdict(retry, missing=len(wanted - held.keys()))
 
-    def commit(self, step: int, measured_s: float | None = None) -> None:
+    def commit(self, trained: Trained) -> None:
         """Tell the service that this rank has trained a step, and in how many seconds."""
 
         def rpc(session: str) -> None:
             request = coordinator_pb2.CommitStepRequest(
-                session=session, step=step, measured_s=measured_s
+                session=session,
+                step=trained.step,
+                measured_s=trained.measured_s,
+                phase_s=trained.phase_s,
             )
             self._stub.CommitStep(request, timeout=POLL_S)
 
         self._session.call(rpc)
 
-    def _ask(self, step: int, failed_workers: Sequence[str]) -> coordinator_pb2.RankShard | None:
+    def _ask(self, step: int, blame: Blame) -> coordinator_pb2.RankShard | None:
         def rpc(session: str) -> coordinator_pb2.GetShardResponse:
             request = coordinator_pb2.GetShardRequest(
                 session=session,
                 step=step,
                 received_step=step - 1,
-                failed_workers=failed_workers,
+                failed_workers=blame.failed,
+                slow_workers=blame.slow,
                 wanted=self._wanted.to_proto(),
             )
             return self._stub.GetShard(request, timeout=POLL_S)
 
-        response = self._session.call(rpc)
-        if response.WhichOneof("result") != "shard":
-            return None
-        if response.shard.step != step:
-            raise MalformedShard(f"step {step} was asked for, {response.shard.step} came")
-        return response.shard
+        while True:
+            response = self._session.call(rpc)
+            kind = response.WhichOneof("result")
+            if kind == "shard" and response.shard.step == step:
+                return response.shard
+            if kind == "end_of_data":
+                return None
+            if kind == "shard":
+                raise MalformedShard(f"step {step} was asked for, {response.shard.step} came")
+            if kind != "skipped" or response.skipped.next_step <= step:
+                said = str(response)[:120] or "an answer of another release"
+                raise MalformedShard(f"step {step} was asked for, and what came is: {said}")
+            step = response.skipped.next_step
 
 
 def check_digest(shard: coordinator_pb2.RankShard, earlier: str) -> str:
@@ -130,20 +157,24 @@ class _Troubles:
     def __init__(self, step: int) -> None:
         self._step = step
         self._doubts: Counter[str] = Counter()
+        self._tried: Counter[str] = Counter()
         self._corrupt_rounds = 0
         self._last: TicketFailure | None = None
 
-    def judge(self, failures: Sequence[TicketFailure]) -> tuple[str, ...]:
+    def judge(self, failures: Sequence[TicketFailure]) -> Blame:
         """The workers to report. Raises what retrying cannot mend."""
-        named = []
+        failed, slow = [], []
         for failure in failures:
             self._last = failure
+            self._tried[failure.worker] += 1
             if isinstance(failure.error, MisuseError):
                 raise failure.error
             doubtful = isinstance(failure.error, AccessDenied | CorruptPart)
             self._doubts[failure.worker] += doubtful
-            if not doubtful or self._doubts[failure.worker] > 1:
-                named.append(failure.worker)
+            if isinstance(failure.error, ServiceTimeout):
+                slow.append(failure.worker)
+            elif not doubtful or self._doubts[failure.worker] > 1:
+                failed.append(failure.worker)
         corrupt = [f for f in failures if isinstance(f.error, CorruptPart)]
         self._corrupt_rounds += bool(corrupt)
         if corrupt and self._corrupt_rounds >= MAX_CORRUPT:
@@ -151,16 +182,17 @@ class _Troubles:
                 f"step {self._step}, {_place(corrupt[0])}: {corrupt[0].error}. It happened "
                 f"{self._corrupt_rounds} times in a row: check that machine's memory and network."
             )
-        return tuple(named)
+        return Blame(tuple(failed), tuple(slow))
 
     def verdict(self, retry: Backoff, missing: int) -> WorkerUnreachable:
         """The error to raise at the deadline."""
         last = self._last
         assert last is not None
+        tried = ", ".join(f"{name} {times}×" for name, times in self._tried.most_common(8))
         return WorkerUnreachable(
             f"step {self._step}: {missing} parts did not come in {retry.spent_s:.0f} s "
-            f"({retry.attempts + 1} attempts); last, {_place(last)}: {last.error}. Check that "
-            "the workers' addresses can be reached from this machine."
+            f"({retry.attempts + 1} attempts; failed or silent: {tried}); last, {_place(last)}: "
+            f"{last.error}. Check that the workers' addresses can be reached from this machine."
         )
 
 

@@ -4,10 +4,18 @@ The seam is one method: a `Transport` opens a channel to an address. Tests and s
 networks bring their own.
 """
 
+import os
+import socket
+import ssl
+import time
 from collections import namedtuple
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -33,8 +41,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+PROBE_S = 2.0
+RETRY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +86,29 @@ class Transport(Protocol):
 
 class GrpcTransport:
     """Channels over TCP, plain or TLS. The token goes to the coordinator alone: workers are
-    shown tickets."""
+    shown tickets.
 
-    def __init__(self, *, token: str | None = None, tls: Tls | bool | None = None) -> None:
-        self._token = token
+    `token_file` is read again for every call, so that a new token is taken up; with neither,
+    DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN is used if set. Without TLS the token goes to
+    this machine only, unless `plaintext_token` (or DATASERVICE_PLAINTEXT_TOKEN=1) allows more.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+        tls: Tls | bool | None = None,
+        plaintext_token: bool = False,
+    ) -> None:
+        self._token = _token_source(token, token_file)
         self._tls = (Tls() if tls else None) if isinstance(tls, bool) else tls
+        allowed = os.environ.get("DATASERVICE_PLAINTEXT_TOKEN", "").lower() in ("1", "true")
+        self._plaintext_token = plaintext_token or allowed
 
     def channel(self, address: str, *, authorised: bool) -> grpc.Channel:
-        """A new channel; nothing is sent until it is used."""
+        """A new channel; nothing is sent until it is used. Raises BadArgument when a file
+        cannot be read, or the token would go to another machine in the clear."""
         if self._tls is None:
             channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
@@ -94,8 +117,53 @@ class GrpcTransport:
                 options.append(("grpc.ssl_target_name_override", self._tls.server_name))
             channel = grpc.secure_channel(address, self._tls.credentials(), options=options)
         if authorised and self._token is not None:
+            self._require_private(address)
             channel = grpc.intercept_channel(channel, _BearerToken(self._token))
         return channel
+
+    def _require_private(self, address: str) -> None:
+        if self._tls is None and not self._plaintext_token and not _is_loopback(address):
+            raise BadArgument(
+                f"the token would go to {address} in the clear. Pass tls=True or tls=Tls(...); "
+                "where the network itself is trusted, set DATASERVICE_PLAINTEXT_TOKEN=1."
+            )
+
+
+def _token_source(token: str | None, token_file: str | Path | None) -> Callable[[], str] | None:
+    """Gives the token of the moment; None when there is none. Raises BadArgument."""
+    if token is not None and token_file is not None:
+        raise BadArgument("token and token_file were both given; give one of them.")
+    if token is None and token_file is None:
+        token_file = os.environ.get("DATASERVICE_TOKEN_FILE") or None
+        token = None if token_file else os.environ.get("DATASERVICE_TOKEN", "").strip() or None
+    if token_file is None:
+        return None if token is None else partial(str, token)
+    return _TokenFile(Path(token_file))
+
+
+class _TokenFile:
+    """A token that is replaced now and then. While its file is away the last one serves."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._last = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise BadArgument(f"cannot read the token file {path}: {reason}") from error
+
+    def __call__(self) -> str:
+        with suppress(OSError, UnicodeDecodeError):
+            self._last = self._path.read_text(encoding="ascii").strip() or self._last
+        return self._last
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _CallDetails(
@@ -108,14 +176,14 @@ class _CallDetails(
 class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
     """Adds `authorization: Bearer …` to every call."""
 
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
 
     def _with_token(self, details: grpc.ClientCallDetails) -> _CallDetails:
         return _CallDetails(
             details.method,
             details.timeout,
-            [*(details.metadata or ()), self._header],
+            [*(details.metadata or ()), ("authorization", f"Bearer {self._token()}")],
             details.credentials,
             details.wait_for_ready,
         )
@@ -136,24 +204,72 @@ def wait_until_reachable(
     check.
     """
     stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-    try:
-        stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=timeout_s, wait_for_ready=True)
-    except grpc.RpcError as waited:
-        if not _no_answer(waited):
-            return
-        reason = "no answer"
+    deadline_s = time.monotonic() + timeout_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            # Without waiting, gRPC says why the connection fails.
-            stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=1.0)
-        except grpc.RpcError as refused:
-            if not _no_answer(refused):
-                return
-            reason = refused.details() or reason if isinstance(refused, grpc.Call) else reason
-        raise ServiceUnreachable(
-            f"no data service answers at {address} after {timeout_s:g} s ({reason}). Check that "
-            "`dataservice serve` runs there, that host and port are right and open from this "
-            "machine, and that both sides agree on TLS."
-        ) from None
+            stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=left_s, wait_for_ready=True)
+        except grpc.RpcError as waited:
+            if _no_answer(waited):
+                time.sleep(min(RETRY_S, left_s))  # a connection broke under the question
+                continue
+        return
+    reason = "no answer"
+    try:
+        # Without waiting, gRPC says why the connection fails.
+        stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=1.0)
+    except grpc.RpcError as refused:
+        if not _no_answer(refused):
+            return
+        reason = refused.details() or reason if isinstance(refused, grpc.Call) else reason
+    raise ServiceUnreachable(
+        f"no data service answers at {address} after {timeout_s:g} s ({reason}). "
+        f"{_advice(address, reason)}"
+    )
+
+
+def _advice(address: str, reason: str) -> str:
+    """What to check, after a look at what the port speaks."""
+    spoken = _tls_at(address)
+    refused = "handshake failed" in reason or "verification" in reason.lower()
+    if spoken == "none" and refused:
+        return "The port speaks no TLS: leave tls out, or correct the address."
+    if spoken == "mutual":
+        return (
+            "The service wants a client's certificate: pass tls=Tls(ca_file=..., "
+            "certificate_file=..., key_file=...) with one that it accepts."
+        )
+    if spoken == "server" and refused:
+        return (
+            "This client does not accept the service's certificate: check the ca_file of tls, and "
+            "set its server_name if the certificate bears another name than the address."
+        )
+    if spoken == "server":
+        return "The port speaks TLS: pass tls=True, or tls=Tls(ca_file=...)."
+    return (
+        "Check that `dataservice serve` runs there, that host and port are right and open from "
+        "this machine, and that both sides agree on TLS."
+    )
+
+
+def _tls_at(address: str) -> Literal["none", "server", "mutual"] | None:
+    """What a port speaks: plaintext, TLS, or TLS that wants a client's certificate; None when
+    it does not say."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # it is asked what it speaks, and told nothing
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as plain,
+            context.wrap_socket(plain) as secured,
+        ):
+            # A client without a certificate is turned away behind the handshake.
+            return "server" if secured.recv(1) else "mutual"
+    except ssl.SSLError as error:
+        return "mutual" if "CERTIFICATE_REQUIRED" in str(error.reason) else "none"
+    except (OSError, ValueError):
+        return None
 
 
 def _no_answer(error: grpc.RpcError) -> bool:

@@ -1,4 +1,4 @@
-"""The command `dataservice`: index, serve, job, calibrate, explain, status."""
+"""The command `dataservice`: index, serve, job, workers, calibrate, explain, status."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dataservice.app import Service, index_job, load_processors, serve_until_signal
+from dataservice.app import Service, index_job, serve_until_signal
 from dataservice.calibrate import (
     MeasuringOptions,
     calibrate,
@@ -19,11 +19,16 @@ from dataservice.calibrate import (
     modalities_of,
     read_measurements,
 )
-from dataservice.cli import show
+from dataservice.cli import show, show_records
+from dataservice.cli.connection import connected
 from dataservice.cli.progress import index_progress, measuring_progress
+from dataservice.cli.records import DIFFERS, quarantine, replay, skip
+from dataservice.cli.tokens import tokens
+from dataservice.cli.workers import workers as workers_commands
 from dataservice.core.errors import ServiceError, SpecError
 from dataservice.cost_file import read_cost_file, write_cost_file
 from dataservice.engine.api import JobStatus
+from dataservice.job_pipeline import load_processors
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.spec import JobSpec, read_config, read_job, read_text
@@ -36,16 +41,16 @@ app = typer.Typer(
 )
 jobs = typer.Typer(help="Register and look at jobs.", no_args_is_help=True)
 app.add_typer(jobs, name="job")
+for command in (skip, replay, quarantine):
+    jobs.command()(command)
+app.add_typer(tokens, name="token")
+app.add_typer(workers_commands, name="workers")
 
 console = Console()
 
-ServiceAddress = Annotated[
-    str, typer.Option("--service", envvar="DATASERVICE_ADDRESS", help="host:port of the service.")
-]
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's config (YAML).")]
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 @app.command()
@@ -63,10 +68,14 @@ def index(
     Example: `dataservice index job.yaml --processes 8`
     """
     spec = _read_job_file(job_file)
-    custom = read_config(config, {}).custom_processors
+    settings = read_config(config, {})
     with index_progress(Console(stderr=True)) as progress:
         summaries = index_job(
-            spec, custom_processors=custom, processes=processes, progress=progress
+            spec,
+            custom_processors=settings.custom_processors,
+            processes=processes,
+            progress=progress,
+            limits=settings.limits,
         )
     if as_json:
         print(show.index_json(summaries))
@@ -87,8 +96,19 @@ def serve(
     ] = None,
     pool: Annotated[str | None, typer.Option(help="ray, or local (threads here).")] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster.")] = None,
+    keep_workers: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-workers/--stop-workers",
+            help="Whether workers in an existing Ray cluster go on when the service stops.",
+        ),
+    ] = None,
     metrics_listen: Annotated[
         str | None, typer.Option(help="host:port where Prometheus scrapes /metrics.")
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Serve other hosts without tokens or TLS."),
     ] = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = (
         False
@@ -106,7 +126,9 @@ def serve(
         "slots_per_worker": slots_per_worker,
         "pool": pool,
         "ray_address": ray_address,
+        "keep_workers": keep_workers,
         "metrics_listen": metrics_listen,
+        "insecure": insecure,
     }
 
     def ready(service: Service) -> None:
@@ -175,109 +197,109 @@ def calibrate_model(
 
 
 @app.command()
+@connected
 def explain(
+    client: CoordinatorClient,
     job: Annotated[str, typer.Argument(help="Name of the job.")],
     step: Annotated[int, typer.Option(help="The step to explain.", min=0)],
     attempt: Annotated[
-        int | None, typer.Option(help="Of this attempt; by default the newest that has it.")
+        int | None, typer.Option(help="Of this attempt; by default the newest that came to it.")
     ] = None,
     samples: Annotated[bool, typer.Option(help="Name every sample of every pack.")] = True,
-    service: ServiceAddress = DEFAULT_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a step was planned: waves, CP groups, ranks, samples, and each stage's gain.
+    """Show how a step was planned: waves, CP groups, ranks, samples, and each stage's gain; or
+    by which record it was skipped. Exits 3 where the plan made again is not the recorded one.
 
     Example: `dataservice explain vlm-sft --step 3`
     """
-    with CoordinatorClient(service) as client:
-        explained = client.explain(job, step, attempt)
+    explained = client.explain(job, step, attempt)
     if as_json:
         print(show.explained_json(explained))
-        return
-    for part in show.explained_tables(explained, name_samples=samples):
-        console.print(part)
+    else:
+        for part in show.explained_tables(explained, name_samples=samples):
+            console.print(part)
+    if not explained.as_recorded:
+        raise typer.Exit(DIFFERS)
 
 
 @app.command()
-def status(service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+@connected
+def status(client: CoordinatorClient, as_json: AsJson = False) -> None:
     """Show all jobs and where they stand.
 
     Example: `dataservice status --service trainer-data:50051`
     """
-    _list_jobs(service, as_json)
+    _print_jobs(client.jobs(), as_json)
 
 
 @jobs.command()
-def submit(
-    job_file: JobFile, service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False
-) -> None:
+@connected
+def submit(client: CoordinatorClient, job_file: JobFile, as_json: AsJson = False) -> None:
     """Register a job. The same file again changes nothing.
 
     Example: `dataservice job submit job.yaml`
     """
     text = read_text(job_file, "job file")
-    with CoordinatorClient(service) as client:
-        status = client.submit(text, str(job_file.parent.absolute()))
-    _print_jobs([status], as_json)
+    _print_jobs([client.submit(text, str(job_file.parent.absolute()))], as_json)
 
 
 @jobs.command("list")
-def list_jobs(service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+@connected
+def list_jobs(client: CoordinatorClient, as_json: AsJson = False) -> None:
     """List all jobs. Example: `dataservice job list --json`"""
-    _list_jobs(service, as_json)
+    _print_jobs(client.jobs(), as_json)
 
 
 @jobs.command("show")
-def show_job(job: str, service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
-    """Show one job and which samples were masked. Example: `dataservice job show vlm-sft`"""
-    with CoordinatorClient(service) as client:
-        status, masked = client.job(job), client.quarantine(job)
+@connected
+def show_job(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
+    """Show one job, which steps it skips and which samples were masked.
+
+    Example: `dataservice job show vlm-sft`
+    """
+    status, masked = client.job(job), client.quarantine(job)
     if as_json:
         print(show.job_json(status, masked))
         return
     console.print(show.job_table([status]))
-    for line in show.masked_samples(masked):
+    for line in (*show_records.skip_lines(status), *show.masked_samples(masked)):
         console.print(line)
 
 
 @jobs.command()
-def drain(job: str, service: ServiceAddress = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+@connected
+def drain(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
     """Refuse new attempts; let the running one finish. Example: `dataservice job drain vlm-sft`"""
-    with CoordinatorClient(service) as client:
-        _print_jobs([client.drain(job)], as_json)
+    _print_jobs([client.drain(job)], as_json)
 
 
 @jobs.command()
+@connected
 def recost(
+    client: CoordinatorClient,
     job: str,
     cost_file: Annotated[Path, typer.Argument(help="What `dataservice calibrate` wrote.")],
     from_step: Annotated[
         int | None,
         typer.Option(help="First step to plan by it; by default the first never planned.", min=0),
     ] = None,
-    service: ServiceAddress = DEFAULT_ADDRESS,
 ) -> None:
     """Plan with refitted costs from a step on. Steps planned before are replayed as they were.
 
     Example: `dataservice job recost vlm-sft cost.yaml`
     """
     cost = read_cost_file(cost_file).cost.model
-    with CoordinatorClient(service) as client:
-        begins, version = client.recost(job, json.dumps(cost.to_dict()), from_step)
+    begins, version = client.recost(job, json.dumps(cost.to_dict()), from_step)
     console.print(f"{job} plans with cost {version} from step {begins} on", highlight=False)
 
 
 @jobs.command()
-def delete(job: str, service: ServiceAddress = DEFAULT_ADDRESS) -> None:
+@connected
+def delete(client: CoordinatorClient, job: str) -> None:
     """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
-    with CoordinatorClient(service) as client:
-        client.delete(job)
+    client.delete(job)
     console.print(f"deleted {job}", highlight=False)
-
-
-def _list_jobs(service: str, as_json: bool) -> None:
-    with CoordinatorClient(service) as client:
-        _print_jobs(client.jobs(), as_json)
 
 
 def _print_jobs(statuses: list[JobStatus], as_json: bool) -> None:

@@ -1,6 +1,6 @@
-"""Progress bars: of indexing, one a source with rows a second; of measuring a model."""
+"""Progress bars: of indexing, one a source with rows a second; of measuring a model; of steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -60,3 +60,17 @@ def measuring_progress(console: Console) -> Iterator[TellMeasured]:
             bars.update(task, completed=done, total=total, description=last)
 
         yield tell
+
+
+@contextmanager
+def steps_progress(console: Console, doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yields the function that is called once a step."""
+    columns = (
+        TextColumn(doing),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(doing, total=total)
+        yield lambda: bars.advance(task)

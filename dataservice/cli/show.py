@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataservice.calibrate import Calibration
+from dataservice.cli.show_records import local_time, skip_words
 from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
 from dataservice.core.sample import Modality
@@ -99,7 +100,7 @@ def masked_samples(masked: Sequence[QuarantineEntry]) -> Iterator[Text]:
         yield Text(f"and {len(entries) - NAMED_BAD_SAMPLES} more; --json names all", style="yellow")
 
 
-def _job_fields(status: JobStatus) -> dict[str, str | int | float]:
+def _job_fields(status: JobStatus) -> dict[str, object]:
     return {
         "job": status.record.name,
         "state": status.record.state,
@@ -111,6 +112,7 @@ def _job_fields(status: JobStatus) -> dict[str, str | int | float]:
         "quarantined": status.quarantined,
         "index_fingerprint": status.record.index_fingerprint,
         "created_unix_s": status.record.created_unix_s,
+        "skips": [asdict(skip) for skip in status.skips],
     }
 
 
@@ -128,6 +130,10 @@ def explained_json(explained: ExplainedStep) -> str:
             "cost_version": explained.cost_version,
             "plan_digest": explained.plan_digest,
             "ledger_plan_digest": explained.ledger_plan_digest,
+            "as_recorded": explained.as_recorded,
+            "attempts": {fate.attempt: fate.fate for fate in explained.fates},
+            "skipped_by": None if explained.skipped_by is None else asdict(explained.skipped_by),
+            "ranks_per_replica": explained.ranks_per_replica,
             "samples": list(explained.sample_keys),
             "quarantined": list(explained.quarantined),
             "plan": json.loads(explained.plan.to_json()),
@@ -163,7 +169,11 @@ def calibration_tables(made: Calibration) -> Iterator[Text | Table]:
     for name in ("phase", "lengths", "measurements", "mean", "median", "largest"):
         errors.add_column(name, justify="left" if name in ("phase", "lengths") else "right")
     for phase, fit in made.fits.items():
-        for which, error in (("fitted", fit.fitted), ("held out", fit.held_out)):
+        for which, error in (
+            ("fitted", fit.fitted),
+            ("held out", fit.held_out),
+            *((f"held out, {part}", error) for part, error in fit.apart),
+        ):
             shares = (f"{value:.1%}" for value in (error.mean, error.median, error.largest))
             errors.add_row(phase, which, str(error.count), *shares)
     yield errors
@@ -194,19 +204,40 @@ def stage_table(stages: Sequence[StageReport]) -> Table:
 
 def _headline(explained: ExplainedStep) -> Text:
     plan = explained.plan
-    agrees = explained.plan_digest == explained.ledger_plan_digest
     state = "committed" if explained.committed else "not committed"
+    if explained.skipped_by is not None:
+        state = "skipped"
     text = Text(
         f"step {plan.step} of attempt {explained.attempt} ({state}): {len(plan.sample_ids)} "
-        f"samples, {int(plan.sample_tokens.sum())} tokens, {plan.replicas} replicas, "
-        f"{plan.waves} waves, predicted {plan.predicted_s:.3f} s{_measured(explained)}\n"
-        f"plan {explained.plan_digest} "
+        f"samples, {int(plan.sample_tokens.sum())} tokens, {plan.replicas} replicas"
+        f"{_ranks(explained)}, {plan.waves} waves, predicted {plan.predicted_s:.3f} s"
+        f"{_measured(explained)}\n"
     )
-    if agrees:
-        text.append("(as recorded)", style="green")
+    for fate in explained.fates:
+        if fate.attempt != explained.attempt:
+            text.append(f"attempt {fate.attempt}: {fate.fate}\n")
+    text.append(f"plan {explained.plan_digest} ")
+    if explained.skipped_by is not None:
+        text.append(
+            f"would have been trained; {skip_words(explained.skipped_by)} "
+            f"({local_time(explained.skipped_by.recorded_unix_s)})",
+            style="yellow",
+        )
+    elif explained.as_recorded:
+        text.append("made again (as recorded)", style="green")
     else:
-        text.append(f"differs from the ledger's {explained.ledger_plan_digest}", style="bold red")
+        text.append(
+            f"differs from the ledger's {explained.ledger_plan_digest}: the index, the job or the "
+            "release has changed since, and what is shown is not what was trained",
+            style="bold red",
+        )
     return text
+
+
+def _ranks(explained: ExplainedStep) -> str:
+    if explained.ranks_per_replica == 1:
+        return ""
+    return f" of {explained.ranks_per_replica} ranks"
 
 
 def _measured(explained: ExplainedStep) -> str:

@@ -43,6 +43,7 @@ class Attempt:
         self.topology = topology
         self.start = start
         self.claims: dict[int, Claim] = {}
+        self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # A future nobody awaits must not log "exception was never retrieved".
@@ -109,6 +110,21 @@ class Attempt:
         """The clients that hold a rank now."""
         return sorted({claim.client for claim in self.claims.values() if claim.live})
 
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that no client holds."""
+        return tuple(rank for rank in range(self.topology.world_size) if rank not in self.claims)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its first rank came."""
+        return asyncio.get_running_loop().time() - self._begun_s
+
+    @property
+    def failure(self) -> str:
+        """Why it is over; empty while it is not."""
+        return str(self._over.exception()) if self.over else ""
+
     def complete_now(self) -> None:
         """Let the ranks go on: all are here, or the attempt is restored and they will rejoin."""
         self._complete.set()
@@ -144,10 +160,9 @@ class Attempt:
         if self._over.done():
             await self._over
         if not self.complete:
-            missing = sorted(set(range(self.topology.world_size)) - set(self.claims))
             raise self.end(
                 WorldSizeError(
-                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks {missing[:16]} of "
+                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks {list(self.missing[:16])} of "
                     f"{self.topology.world_size}. Start every rank, or lower the world size."
                 )
             )

@@ -8,9 +8,10 @@ restored complete, and its ranks rejoin it one by one where they were.
 
 import asyncio
 import logging
+import operator
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -19,18 +20,40 @@ from dataservice.core.errors import (
     NotFoundError,
     ServiceError,
 )
-from dataservice.core.job import AttemptRecord, CostRecord, QuarantineEntry
+from dataservice.core.health import RankReport, ServiceHealth
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    QuarantineEntry,
+    SkipAction,
+    SkipRecord,
+)
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
+from dataservice.core.team import NO_TEAM, TeamSpec
 from dataservice.core.topology import Topology
-from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExplanation
+from dataservice.engine.api import (
+    EndOfData,
+    JobStatus,
+    ReplayedStep,
+    SessionOpened,
+    SkippedSteps,
+    StepExplanation,
+    WorkerStatus,
+)
 from dataservice.engine.attempt import Attempt, Claim
+from dataservice.engine.crew import Crew
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob
-from dataservice.engine.loop import AttemptLoop
+from dataservice.engine.health import Diagnose, HealthView, report_every_s
+from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob, SameJob
+from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.planner import check_fits, in_order
+from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.setup import JobSetup
+from dataservice.engine.shares import Shares
+from dataservice.engine.skips import Skips
+from dataservice.engine.vitals import Vitals
 
 log = logging.getLogger(__name__)
 
@@ -57,39 +80,86 @@ class Coordinator:
         open_job: OpenJob,
         ticket_secret: bytes,
         attempt_timeout_s: float = 300.0,
+        idle_release_s: float = 60.0,
         metrics: Metrics | None = None,
+        teams: Callable[[], Mapping[str, TeamSpec]] = dict,
+        same_job: SameJob = operator.eq,
+        diagnose: Diagnose = lambda job, fleet: (),
+        wanted_workers: int = 0,
     ) -> None:
+        """`teams` gives the limits of the teams as they are now; `wanted_workers` should be
+        there; `diagnose` puts in words what can be seen of a job."""
         self._store = store
-        self._secret = ticket_secret
         self._attempt_timeout_s = attempt_timeout_s
-        self._metrics = metrics or NoMetrics()
+        self._metrics = self._vitals = Vitals(metrics or NoMetrics())
         self._table = JobTable(
             store=store,
             read_job=read_job,
             open_job=open_job,
             restore=self._restore,
             metrics=self._metrics,
+            same_job=same_job,
         )
         self._dispatcher = Dispatcher(
             pool, link, on_receipt=self._table.note_receipt, metrics=self._metrics
         )
+        self._ports = LoopPorts(
+            store=store,
+            dispatcher=self._dispatcher,
+            metrics=self._metrics,
+            ready_bytes=ReadyBytes(teams),
+            shares=Shares(teams=teams, pool=pool),
+            idle_release_s=idle_release_s,
+            ticket_secret=ticket_secret,
+        )
+        self._view = HealthView(
+            vitals=self._vitals,
+            pool=pool,
+            dispatcher=self._dispatcher,
+            shares=self._ports.shares,
+            diagnose=diagnose,
+            wanted_workers=wanted_workers,
+        )
+        self._crew = Crew(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
 
     async def start(self) -> None:
         """Restore every stored job and the attempt that was running."""
+        await self._dispatcher.start()
         await self._table.start()
 
     async def stop(self) -> None:
-        """Stop every loop; the store keeps all that is needed to go on."""
+        """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
+        hold: they end with us, or serve it until a successor takes them over."""
+        await self._crew.stop()
+        self._dispatcher.let_be()
         for job in self._table.running.values():
             if job.loop is not None:
                 await job.loop.stop()
+        await self._dispatcher.stop()
+
+    # ---- workers --------------------------------------------------------------------------
+
+    async def workers(self) -> list[WorkerStatus]:
+        """The workers as they are now."""
+        return self._crew.status()
+
+    async def restart_workers(self, workers: Sequence[str]) -> list[str]:
+        """Begin to replace these workers, all by default."""
+        return self._crew.restart(workers)
 
     # ---- jobs: the table answers ----------------------------------------------------------
 
-    async def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
-        """Register a job; the same file again changes nothing but is checked again."""
-        return await self._table.submit(spec_yaml, base_directory)
+    async def submit(
+        self,
+        spec_yaml: str,
+        base_directory: str,
+        *,
+        team: str = NO_TEAM,
+        max_jobs: int | None = None,
+    ) -> JobStatus:
+        """Register a team's job; the same file again changes nothing but is checked again."""
+        return await self._table.submit(spec_yaml, base_directory, team=team, max_jobs=max_jobs)
 
     async def jobs(self) -> list[JobStatus]:
         """All jobs by name."""
@@ -119,6 +189,18 @@ class Coordinator:
         """Plan a step of the ledger again."""
         return await self._table.explain(job, step, attempt)
 
+    def replay(
+        self, job: str, first_step: int, last_step: int, attempt: int | None
+    ) -> AsyncIterator[ReplayedStep]:
+        """Plan the steps of a range again, as far as the ledger goes."""
+        return self._table.replay(job, first_step, last_step, attempt)
+
+    async def skip(
+        self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
+    ) -> list[SkipRecord]:
+        """Have attempts that are yet to begin pass over these steps, or train them after all."""
+        return await self._table.skip(job, ranges, action)
+
     # ---- sessions -------------------------------------------------------------------------
 
     async def open_session(
@@ -146,12 +228,13 @@ class Coordinator:
         session = self._remember(running, attempt, claim)
         try:
             if attempt.full:
-                await self._begin(running, attempt)
+                running.forming = None  # whoever comes now is of the next attempt
+                await self._begin_for_all(running, attempt)
             await attempt.wait_complete(self._attempt_timeout_s)
         except BaseException:
             self.close_session(claim.session)
             raise
-        return session
+        return replace(session, attempt=attempt.number)  # settled once it is durable
 
     async def session_ended(self, session: str) -> None:
         """Wait until the session's attempt is over; raises why."""
@@ -163,6 +246,11 @@ class Coordinator:
         if known is None:
             return
         known.claim.live = False
+        if (
+            known.attempt is known.job.attempt
+            and known.attempt.claims.get(known.claim.rank) is known.claim
+        ):
+            self._vitals.rank_left(known.job.record.name, known.claim.rank)
         if known.job.forming is known.attempt:
             known.attempt.claims.pop(known.claim.rank, None)
             if not known.attempt.claims:
@@ -175,8 +263,9 @@ class Coordinator:
         *,
         received_step: int,
         failed_workers: Sequence[str],
+        slow_workers: Sequence[str] = (),
         wanted: WantedParts = EVERYTHING,
-    ) -> tuple[RankShard, StepPlan] | EndOfData:
+    ) -> tuple[RankShard, StepPlan] | SkippedSteps | EndOfData:
         """The session's part of a step."""
         known = self._session(session)
         loop = await self._loop_of(known)
@@ -185,14 +274,36 @@ class Coordinator:
             step,
             received_step=received_step,
             failed_workers=failed_workers,
+            slow_workers=slow_workers,
             wanted=wanted,
         )
 
-    async def commit(self, session: str, step: int, *, measured_s: float | None = None) -> None:
-        """The session's rank has trained this step, in so many seconds if it tells."""
+    async def commit(
+        self,
+        session: str,
+        step: int,
+        *,
+        measured_s: float | None = None,
+        phase_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """The session's rank has trained this step, in so many seconds if it tells, and what
+        they went to by phase."""
         known = self._session(session)
         loop = await self._loop_of(known)
-        await loop.commit(known.claim, step, measured_s)
+        await loop.commit(known.claim, step, measured_s, phase_s)
+
+    # ---- health ---------------------------------------------------------------------------
+
+    async def report(self, session: str, report: RankReport) -> None:
+        """The session's rank lives, and has waited so long for data."""
+        known = self._session(session)
+        if known.attempt is known.job.attempt and known.claim.live:
+            self._vitals.reported(known.job.record.name, known.claim.rank, report)
+
+    async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
+        """These jobs as they can be seen now, and what is concluded."""
+        chosen = [self._table.get(name) for name in jobs]
+        return self._view.of(chosen, self._table.running.values(), team=team)
 
     # ---- inside ---------------------------------------------------------------------------
 
@@ -207,7 +318,12 @@ class Coordinator:
 
     def _remember(self, job: RunningJob, attempt: Attempt, claim: Claim) -> SessionOpened:
         self._sessions[claim.session] = Session(job=job, attempt=attempt, claim=claim)
-        return SessionOpened(session=claim.session, attempt=attempt.number, start=attempt.start)
+        return SessionOpened(
+            session=claim.session,
+            attempt=attempt.number,
+            start=attempt.start,
+            report_every_s=report_every_s(attempt.topology.world_size),
+        )
 
     def _forming_attempt(
         self, job: RunningJob, rank: int, client: str, topology: Topology, cursor: Cursor
@@ -226,17 +342,21 @@ class Coordinator:
             )
         return job.forming
 
+    async def _begin_for_all(self, job: RunningJob, attempt: Attempt) -> None:
+        """Begin whatever becomes of the rank that came last: the others wait for it too."""
+
+        async def begin() -> None:
+            async with job.beginning:
+                await self._begin(job, attempt)
+
+        task = asyncio.create_task(begin())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(task)
+
     async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
         """All ranks are here: make the attempt durable, fence the older, start its loop."""
-        record = AttemptRecord(
-            job=attempt.job,
-            attempt=attempt.number,
-            world_size=attempt.topology.world_size,
-            start_cursor=attempt.start.to_json(),
-            opened_unix_s=time.time(),
-        )
         try:
-            await asyncio.to_thread(self._store.put_attempt, record)
+            skips = await asyncio.to_thread(self._record, attempt)
         except ServiceError as error:
             raise attempt.end(error) from error
         log.info(
@@ -246,9 +366,8 @@ class Coordinator:
             extra=attempt.about,
         )
         older, old_loop = job.attempt, job.loop
-        job.attempt, job.forming = attempt, None
-        assert job.setup is not None, "an attempt forms only for a job that is open"
-        job.loop = self._make_loop(job, job.setup, attempt)
+        job.attempt = attempt
+        self._vitals.attempt_begun(attempt.job)
         if older is not None:
             log.info("fenced by attempt %d", attempt.number, extra=older.about)
             older.end(
@@ -258,9 +377,27 @@ class Coordinator:
                 )
             )
         if old_loop is not None:
-            await old_loop.stop()
+            await old_loop.stop()  # receipts of its packs are its own until then
+        assert job.setup is not None, "an attempt forms only for a job that is open"
+        job.loop = self._make_loop(job, job.setup, attempt, skips)
         job.loop.start(attempt.start)
         attempt.complete_now()
+
+    def _record(self, attempt: Attempt) -> list[SkipRecord]:
+        """Make the attempt durable, under the number that the store has for it; gives the
+        job's skips, which are settled for this number once it is taken."""
+        last = self._store.last_attempt(attempt.job)
+        attempt.number = 1 if last is None else last.attempt + 1
+        self._store.put_attempt(
+            AttemptRecord(
+                job=attempt.job,
+                attempt=attempt.number,
+                world_size=attempt.topology.world_size,
+                start_cursor=attempt.start.to_json(),
+                opened_unix_s=time.time(),
+            )
+        )
+        return self._store.skips(attempt.job)
 
     async def _restore(self, job: RunningJob, setup: JobSetup, last: AttemptRecord) -> None:
         attempt = Attempt(
@@ -270,23 +407,28 @@ class Coordinator:
             start=Cursor.from_json(last.start_cursor),
         )
         attempt.complete_now()
-        ledger = await asyncio.to_thread(self._store.ledger, job.record.name)
-        entries = [entry for entry in ledger if entry.attempt == last.attempt]
-        cursor = Cursor.from_json(entries[-1].cursor) if entries else attempt.start
+        name, store = job.record.name, self._store
+        entry = await asyncio.to_thread(store.last_entry, name, last.attempt)
+        committed = await asyncio.to_thread(store.last_committed_step, name, last.attempt)
+        skips = await asyncio.to_thread(store.skips, name)
+        cursor = attempt.start if entry is None else Cursor.from_json(entry.cursor)
         job.attempt = attempt
-        job.loop = self._make_loop(job, setup, attempt)
-        committed = [e.step for e in entries if e.committed_unix_s is not None]
-        job.loop.start(cursor, committed_step=max(committed, default=None))
+        job.loop = self._make_loop(job, setup, attempt, skips)
+        job.loop.take_up(
+            cursor,
+            recorded_step=-1 if entry is None else entry.step,
+            committed_step=committed,
+        )
 
-    def _make_loop(self, job: RunningJob, setup: JobSetup, attempt: Attempt) -> AttemptLoop:
+    def _make_loop(
+        self, job: RunningJob, setup: JobSetup, attempt: Attempt, skips: Sequence[SkipRecord]
+    ) -> AttemptLoop:
         return AttemptLoop(
             setup,
             attempt,
-            store=self._store,
-            dispatcher=self._dispatcher,
-            metrics=self._metrics,
-            ticket_secret=self._secret,
+            ports=self._ports,
             planning=job.planning,
+            skips=Skips(skips, attempt=attempt.number),
         )
 
     def _rejoin(
@@ -307,6 +449,8 @@ class Coordinator:
         held = attempt.claims.get(rank)
         if held is not None and held.client != client:
             attempt.refuse_if_claimed(rank, client)
+        assert job.loop is not None, "an attempt that is complete has its loop"
+        job.loop.wake()
         return self._remember(job, attempt, attempt.claim(rank, client))
 
     async def _loop_of(self, session: Session) -> AttemptLoop:

@@ -8,31 +8,44 @@ stays listed and is tried again each time.
 import asyncio
 import json
 import logging
+import operator
 import time
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
     ConflictError,
     NotFoundError,
+    QuotaError,
     ServiceError,
     SpecError,
 )
-from dataservice.core.job import AttemptRecord, CostRecord, JobRecord, QuarantineEntry
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    QuarantineEntry,
+    SkipAction,
+    SkipRecord,
+)
 from dataservice.core.orders import PackReceipt
 from dataservice.core.ports import Metrics, StateStore
-from dataservice.engine.api import JobStatus, StepExplanation
+from dataservice.core.team import NO_TEAM, team_of
+from dataservice.engine.api import JobStatus, ReplayedStep, StepExplanation
 from dataservice.engine.attempt import Attempt
+from dataservice.engine.explain import Explainer
 from dataservice.engine.loop import AttemptLoop
-from dataservice.engine.planner import plan_step
 from dataservice.engine.setup import CostChange, JobSetup
 from dataservice.planning.options import CostModel
 
 log = logging.getLogger(__name__)
 
-ReadJob = Callable[[str, str], JobRecord]
-"""Validate a job file (YAML text, base directory) into a record. Raises SpecError."""
+ReadJob = Callable[[str, str, str], JobRecord]
+"""Validate a job file (YAML text, base directory, its team) into a record under the job's full
+name. Raises SpecError."""
+SameJob = Callable[[JobRecord, JobRecord], bool]
+"""Whether a job file submitted again is that of the stored job: all but its error budgets."""
 OpenJob = Callable[[JobRecord], JobSetup]
 """Open a stored job's index. Raises SourceError or IndexStaleError."""
 
@@ -48,9 +61,13 @@ class RunningJob:
     attempt: Attempt | None = None
     loop: AttemptLoop | None = None
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     checking: asyncio.Task[None] | None = None
 
+
+MOST_RANGES = 1000
+LAST_STEP = 2**53
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 """Bring back the attempt that ran last, now that its job is open."""
@@ -67,13 +84,17 @@ class JobTable:
         open_job: OpenJob,
         restore: Restore,
         metrics: Metrics,
+        same_job: SameJob = operator.eq,
     ) -> None:
         self._store = store
+        self._same_job = same_job
         self._read_job = read_job
         self._open_job = open_job
         self._restore = restore
         self._metrics = metrics
+        self._explainer = Explainer(store)
         self.running: dict[str, RunningJob] = {}
+        self._registering: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def start(self) -> None:
         """Restore every stored job and the attempt that was running."""
@@ -88,7 +109,8 @@ class JobTable:
     def get(self, name: str) -> RunningJob:
         job = self.running.get(name)
         if job is None:
-            known = ", ".join(sorted(self.running)) or "none"
+            team = team_of(name)
+            known = ", ".join(sorted(n for n in self.running if team_of(n) == team)) or "none"
             raise NotFoundError(
                 f"no job {name!r}; registered: {known}. Submit its job file with "
                 "`dataservice job submit JOB.yaml`."
@@ -108,24 +130,54 @@ class JobTable:
                 job.setup = setup
         return job.setup
 
-    async def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
-        """Register a job. The same file again changes nothing but is checked again; another
-        under its name is refused."""
-        record = await asyncio.to_thread(self._read_job, spec_yaml, base_directory)
+    async def submit(
+        self,
+        spec_yaml: str,
+        base_directory: str,
+        *,
+        team: str = NO_TEAM,
+        max_jobs: int | None = None,
+    ) -> JobStatus:
+        """Register a team's job. The same file again changes nothing but is checked again;
+        another under its name is refused, and so is one more than `max_jobs`."""
+        record = await asyncio.to_thread(self._read_job, spec_yaml, base_directory, team)
+        async with self._registering[team]:  # two at a time would pass one quota
+            return await self._register(record, max_jobs)
+
+    async def _register(self, record: JobRecord, max_jobs: int | None) -> JobStatus:
         known = self.running.get(record.name)
         if known is not None:
-            if known.record.spec_json != record.spec_json:
+            if not self._same_job(known.record, record):
                 raise ConflictError(
                     f"job {record.name!r} is registered with another job file. Delete it with "
                     f"`dataservice job delete {record.name}`, or give this one another name."
                 )
             setup = await self.setup(known)
             await asyncio.to_thread(setup.require_current)
+            if known.record.spec_json != record.spec_json:
+                await self._take_budgets(known, record)
             return await self.status(record.name)
+        team = team_of(record.name)
+        count = sum(team_of(name) == team for name in self.running)
+        if max_jobs is not None and count >= max_jobs:
+            raise QuotaError(
+                f"team {team!r} has {count} jobs, and may have {max_jobs}. Delete one that is "
+                "done with `dataservice job delete JOB`, or ask the operator for a higher "
+                "max_jobs."
+            )
         setup = await asyncio.to_thread(self._open_job, record)
         await asyncio.to_thread(self._store.put_job, setup.record)
         self.running[record.name] = RunningJob(record=setup.record, setup=setup)
         return await self.status(record.name)
+
+    async def _take_budgets(self, known: RunningJob, record: JobRecord) -> None:
+        """The same job under other error budgets, which the next attempt has."""
+        record = replace(known.record, spec_json=record.spec_json)
+        opened = await asyncio.to_thread(self._open_job, record)
+        await asyncio.to_thread(self._store.put_job, record)
+        known.record = record
+        assert known.setup is not None, "it was opened before"
+        known.setup = replace(known.setup, record=record, budgets=opened.budgets)
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name."""
@@ -134,7 +186,8 @@ class JobTable:
     async def status(self, name: str) -> JobStatus:
         """One job and where it stands."""
         job = self.get(name)
-        quarantined = await asyncio.to_thread(self._store.quarantine, name)
+        quarantined = await asyncio.to_thread(self._store.quarantined_samples, name)
+        skips = await asyncio.to_thread(self._store.skips, name)
         return JobStatus(
             record=job.record,
             samples=job.setup.catalog.samples if job.setup is not None else -1,
@@ -142,14 +195,16 @@ class JobTable:
             world_size=job.attempt.topology.world_size if job.attempt is not None else 0,
             planned_step=job.loop.planned_step if job.loop is not None else -1,
             committed_step=job.loop.committed_step if job.loop is not None else -1,
-            quarantined=len({entry.sample_id for entry in quarantined}),
+            quarantined=quarantined,
+            skips=tuple(skips),
         )
 
     async def drain(self, name: str) -> JobStatus:
         """Refuse new attempts; the one that runs may finish."""
         job = self.get(name)
-        job.record = replace(job.record, state="draining")
-        await asyncio.to_thread(self._store.put_job, job.record)
+        record = replace(job.record, state="draining")
+        await asyncio.to_thread(self._store.put_job, record)
+        job.record = record
         return await self.status(name)
 
     async def delete(self, name: str) -> None:
@@ -165,6 +220,9 @@ class JobTable:
             await job.loop.stop()
         await asyncio.to_thread(self._store.delete_job, name)
         del self.running[name]
+        for attempt in (job.forming, job.attempt):  # a rank may have come meanwhile
+            if attempt is not None:
+                attempt.end(NotFoundError(f"job {name!r} was deleted. Submit it again to train."))
         self._metrics.job_deleted(name)
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
@@ -209,32 +267,37 @@ class JobTable:
         return await asyncio.to_thread(self._store.quarantine, self.get(name).record.name)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
-        """Plan a step of the ledger again."""
+        """Plan a step of the ledger again, or one that was skipped."""
         setup = await self.setup(self.get(job))
-        entry = await asyncio.to_thread(self._store.ledger_entry, job, step, attempt)
-        if entry is None:
-            of_attempt = "" if attempt is None else f" in attempt {attempt}"
-            raise NotFoundError(
-                f"step {step} of job {job!r} has not been planned{of_attempt}. See "
-                f"`dataservice job show {job}` for the last planned step."
+        return await self._explainer.explain(setup, job, step, attempt)
+
+    async def replay(
+        self, job: str, first_step: int, last_step: int, attempt: int | None
+    ) -> AsyncIterator[ReplayedStep]:
+        """Plan the steps of a range again, as far as the ledger goes."""
+        running = self.get(job)
+        require_ranges([(first_step, last_step)])
+        setup = await self.setup(running)
+        async for step in self._explainer.replay(setup, job, first_step, last_step, attempt):
+            yield step
+
+    async def skip(
+        self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
+    ) -> list[SkipRecord]:
+        """Have attempts that are yet to begin pass over these steps, or train them after all."""
+        name = self.get(job).record.name
+        require_ranges(ranges)
+        records = await asyncio.to_thread(self._store.add_skips, name, ranges, action, time.time())
+        for record in records:
+            log.info(
+                "%s steps %d to %d from attempt %d on",
+                record.action,
+                record.first_step,
+                record.last_step,
+                record.from_attempt,
+                extra={"job": job},
             )
-        topology = setup.topology(entry.world_size)
-        planned = await asyncio.to_thread(
-            plan_step, setup, Cursor.from_json(entry.cursor), topology
-        )
-        assert planned is not None, "a step of the ledger is never past the end"
-        details = await asyncio.to_thread(setup.catalog.details, planned.plan.sample_ids)
-        bad = await asyncio.to_thread(self._store.quarantine, job)
-        return StepExplanation(
-            entry=entry,
-            plan=planned.plan,
-            sample_keys=tuple(f"{ref.source}/{ref.key}" for ref, _ in details),
-            quarantined=tuple(
-                f"{e.source}/{e.key}: {e.reason}"
-                for e in bad
-                if (e.attempt, e.step) == (entry.attempt, step)
-            ),
-        )
+        return records
 
     async def require_current(self, job: RunningJob, setup: JobSetup) -> None:
         """The first rank of an attempt has the index compared with its sources."""
@@ -247,27 +310,23 @@ class JobTable:
         await asyncio.shield(job.checking)
 
     async def note_receipt(self, receipt: PackReceipt) -> None:
+        """A worker has decoded a pack: tell the attempt that ordered it."""
         self._metrics.pack_prepared(receipt)
-        if not receipt.bad_samples:
-            return
         job = self.running.get(receipt.key.job)
-        attempt = job.attempt.number if job is not None and job.attempt is not None else 0
-        entries = [
-            QuarantineEntry(
-                job=receipt.key.job,
-                attempt=attempt,
-                step=receipt.key.step,
-                sample_id=bad.sample_id,
-                source=bad.source,
-                key=bad.key,
-                reason=bad.reason,
+        if job is not None and job.loop is not None:
+            await job.loop.note_receipt(receipt)
+
+
+def require_ranges(ranges: Sequence[tuple[int, int]]) -> None:
+    """Raises SpecError unless each is a range of steps, first and last included."""
+    if not 1 <= len(ranges) <= MOST_RANGES:
+        raise SpecError(f"{len(ranges)} ranges of steps were given; give 1 to {MOST_RANGES}.")
+    for first, last in ranges:
+        if not 0 <= first <= last <= LAST_STEP:
+            raise SpecError(
+                f"{first}-{last} is no range of steps: the first must be at least 0, and the last "
+                f"from it to {LAST_STEP}. Name both ends, as 1200-1210."
             )
-            for bad in receipt.bad_samples
-        ]
-        about = {"job": receipt.key.job, "attempt": attempt, "step": receipt.key.step}
-        for entry in entries:
-            log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
-        await asyncio.to_thread(self._store.add_quarantine, entries)
 
 
 def cost_model(cost_json: str) -> CostModel:

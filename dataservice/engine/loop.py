@@ -6,58 +6,67 @@
        └──────────── room in the window ◄── received by all ──────┘
 
 Contract. Steps are planned in order, at most `ready_steps` beyond the last step that every
-rank has received; a step leaves the window when all have. A step asked for again later is
-planned again from the ledger's cursor: the same plan, by construction, and checked by digest.
-A planning or state error ends the attempt with that error; ranks that wait are told.
+rank has received, and decoded as far as the team's ready bytes allow; a step leaves the window
+when all have it. Steps that the attempt skips are drawn and passed over: who asks for one is
+told which comes next. A step asked for again later is planned again from the ledger's cursor:
+the same plan, by construction, and checked by digest.
+A planning or state error, or a source that passes its error budget, ends the attempt with that
+error; ranks that wait are told, and the workers let go of its packs.
 New steps are planned inside `planning`, the job's own lock: who holds it knows that none is
 under way, and may change the coefficients of those to come.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import NotFoundError, ServiceError, StateError
-from dataservice.core.job import LedgerEntry
-from dataservice.core.orders import (
-    EVERYTHING,
-    PackOrder,
-    PartSpec,
-    RankShard,
-    Ticket,
-    WantedParts,
-)
+from dataservice.core.errors import NotFoundError, ServiceError, StateError, WorkerLostError
+from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Metrics, StateStore
-from dataservice.core.tickets import sign_ticket
-from dataservice.engine.api import EndOfData
+from dataservice.core.ports import Metrics, StateStore, WorkerInfo
+from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
-from dataservice.engine.dispatch import DispatchedStep, Dispatcher, pack_orders
-from dataservice.engine.planner import PlannedStep, plan_step
+from dataservice.engine.budget import BudgetTally
+from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.handout import ReadyStep, rank_shard, sign_tickets, wanted_parts
+from dataservice.engine.planner import pass_over
+from dataservice.engine.ready_bytes import ReadyBytes
+from dataservice.engine.records import AttemptRecords, MadeStep
 from dataservice.engine.setup import JobSetup
-from dataservice.engine.shards import StepParts, cut_step, microbatches_of, part_specs
+from dataservice.engine.shares import Shares
+from dataservice.engine.skips import Skips
 
 log = logging.getLogger(__name__)
 
-TICKET_LIFE_S = 900
+# Steps passed over in one turn of a thread, which `stop` waits for.
+PASSED_AT_ONCE = 1024
 
 Result = TypeVar("Result")
-Made = tuple[PlannedStep, str, StepParts, list[PackOrder]]
-"""A plan, its digest, its parts, and the orders of its packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadyStep:
-    """A planned step whose packs are decoding or decoded."""
+class LoopPorts:
+    """What the loops of all jobs share."""
 
-    planned: PlannedStep
-    digest: str
-    parts: StepParts
-    dispatched: DispatchedStep
+    store: StateStore
+    dispatcher: Dispatcher
+    metrics: Metrics
+    ready_bytes: ReadyBytes
+    shares: Shares
+    ticket_secret: bytes
+    idle_release_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowNow:
+    """Steps planned ahead, those of them that are decoded whole, and whether none is to come."""
+
+    ready_steps: int
+    decoded_steps: int
+    ended: bool
 
 
 class AttemptLoop:
@@ -68,65 +77,78 @@ class AttemptLoop:
         setup: JobSetup,
         attempt: Attempt,
         *,
-        store: StateStore,
-        dispatcher: Dispatcher,
-        metrics: Metrics,
-        ticket_secret: bytes,
+        ports: LoopPorts,
         planning: asyncio.Lock,
+        skips: Skips,
     ) -> None:
         self._setup = setup
         self._attempt = attempt
-        self._store = store
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._secret = ticket_secret
+        self._ports = ports
+        self._records = AttemptRecords(attempt, store=ports.store, metrics=ports.metrics)
+        self._dispatcher = ports.dispatcher
+        self._metrics = ports.metrics
         self._planning = planning
+        self._skips = skips
+        self._tally = BudgetTally(attempt.job, setup.budgets)
         self._measured_s: dict[int, float] = {}
+        self._phase_s: dict[int, dict[str, float]] = {}
         self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._next_step = attempt.start.step
-        self._first_step = attempt.start.step
+        self._recorded = attempt.start.step - 1
         self._committed = attempt.start.step - 1
+        self._taken_up: Cursor | None = None
         self._end: EndOfData | None = None
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
+        self._idle: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def planned_step(self) -> int:
-        """The last step planned, or the one before the attempt's first."""
-        return self._next_step - 1
+        """The last step planned or passed over, or the one before the attempt's first."""
+        return max(self._next_step - 1, self._recorded)
 
     @property
     def committed_step(self) -> int:
         """The last step that every rank has trained."""
         return self._committed
 
-    def start(self, cursor: Cursor, *, committed_step: int | None = None) -> None:
-        """Begin planning at `cursor`: the attempt's start, or where its ledger ends."""
-        self._next_step = cursor.step
-        if committed_step is not None:
-            self._committed = committed_step
+    @property
+    def window(self) -> WindowNow:
+        """Its window now. A decoded step that a rank has asked for is on its way already."""
+        steps = [ready.dispatched for ready in self._ready.values()]
+        decoded = sum(not step.pending and not step.asked for step in steps)
+        ended = self._end is not None and not steps
+        return WindowNow(ready_steps=len(steps), decoded_steps=decoded, ended=ended)
+
+    def start(self, cursor: Cursor) -> None:
+        """Begin planning: at the attempt's start, or where it was taken up."""
         self._task = asyncio.create_task(self._run(cursor))
+        self._idle = asyncio.create_task(self._release_when_idle())
+
+    def take_up(self, cursor: Cursor, *, recorded_step: int, committed_step: int) -> None:
+        """Be ready to go on where the attempt's ledger ends, with `recorded_step`; planning
+        begins once a rank is back: see `wake`."""
+        self._next_step = cursor.step
+        self._recorded = max(self._recorded, recorded_step)
+        self._committed = max(self._committed, committed_step)
+        self._taken_up = cursor
+
+    def wake(self) -> None:
+        """A rank is back."""
+        cursor, self._taken_up = self._taken_up, None
+        if cursor is not None:
+            self.start(cursor)
 
     def use(self, setup: JobSetup) -> None:
         """Plan the steps to come by this setup; those that were planned come out the same."""
         self._setup = setup
 
     async def stop(self) -> None:
-        """Stop planning and let the workers forget this attempt's packs."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for task in self._again.values():
-            task.cancel()
-        steps, self._ready = list(self._ready.values()), {}
-        self._note_ready()
-        # A plan that a thread is at cannot be cancelled; it must not outlive the store.
-        await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.gather(
-            *(self._dispatcher.release(step.dispatched, received=False) for step in steps)
-        )
+        """Stop planning and let the workers forget this attempt's packs. May be called again."""
+        await asyncio.shield(self._stop_once())
 
     async def shard(
         self,
@@ -135,158 +157,223 @@ class AttemptLoop:
         *,
         received_step: int,
         failed_workers: Sequence[str],
+        slow_workers: Sequence[str] = (),
         wanted: WantedParts = EVERYTHING,
-    ) -> tuple[RankShard, StepPlan] | EndOfData:
+    ) -> tuple[RankShard, StepPlan] | SkippedSteps | EndOfData:
         """This rank's part of a step, as soon as it is planned, with tickets for the `wanted`
-        bytes."""
+        bytes; of a step that is skipped, which comes next."""
         await self._note_received(claim, received_step)
+        if self._skips.record(step) is not None:
+            return SkippedSteps(next_step=self._skips.next_trained(step))
         ready = await self._wait_for(step)
         if isinstance(ready, EndOfData):
             return ready
+        rank = claim.rank
         if failed_workers:
-            about = {**self._attempt.about, "step": step, "rank": claim.rank}
+            about = {**self._attempt.about, "step": step, "rank": rank}
             log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
-            await self._dispatcher.recover(ready.dispatched, failed_workers)
-        return self._rank_shard(ready, claim.rank, wanted), ready.planned.plan
+        replica = self._attempt.topology.replica_of(rank)
+        microbatches, parts = wanted_parts(ready, replica, wanted)
+        holder = await self._holders(ready, rank, parts, failed_workers, slow_workers)
+        tickets = sign_tickets(parts, holder, rank, self._ports.ticket_secret)
+        return rank_shard(ready, self._attempt, rank, microbatches, tickets), ready.planned.plan
 
-    async def commit(self, claim: Claim, step: int, measured_s: float | None = None) -> None:
+    async def commit(
+        self,
+        claim: Claim,
+        step: int,
+        measured_s: float | None = None,
+        phase_s: Mapping[str, float] | None = None,
+    ) -> None:
         """Record the steps that have now been trained by every rank, and the seconds that the
-        slowest of those that told has measured."""
-        if measured_s is not None and self._committed < step < self._next_step:
+        slowest of those that told has measured, also of each phase. Raises NotFoundError for a
+        step that this attempt never planned; a state error ends the attempt."""
+        if step > self._recorded:
+            raise NotFoundError(self._never_handed_out(step))
+        if measured_s is not None and self._committed < step:
             self._measured_s[step] = max(measured_s, self._measured_s.get(step, 0.0))
+            slowest = self._phase_s.setdefault(step, {})
+            for phase, seconds in (phase_s or {}).items():
+                slowest[phase] = max(seconds, slowest.get(phase, 0.0))
         claim.committed_step = max(claim.committed_step, step)
         done = self._attempt.committed_by_all
-        for trained in range(self._committed + 1, done + 1):
+        trained = self._skips.next_trained(self._committed + 1)
+        while trained <= done:
             slowest_s = self._measured_s.pop(trained, None)
-            await asyncio.to_thread(self._record_trained, trained, slowest_s)
+            try:
+                await asyncio.to_thread(self._records.trained, trained, slowest_s)
+            except StateError as error:
+                raise self._fail(error) from error
             if trained > self._committed:  # else another rank's commit has been here
                 self._committed = trained
                 self._metrics.step_committed(self._attempt.job)
+                self._metrics.step_phases(self._attempt.job, self._phase_s.pop(trained, {}))
+            trained = self._skips.next_trained(trained + 1)
 
-    def _record_trained(self, step: int, measured_s: float | None) -> None:
-        job, attempt = self._attempt.job, self._attempt.number
-        self._store.commit_step(job, attempt, step, time.time(), measured_s)
-        if measured_s is None:
+    async def note_receipt(self, receipt: PackReceipt) -> None:
+        """A worker has decoded a pack: record its bad samples, judge its sources."""
+        if self._attempt.over:
             return
-        entry = self._store.ledger_entry(job, step, attempt)
-        if entry is not None and entry.predicted_s is not None:
-            self._metrics.step_measured(job, predicted_s=entry.predicted_s, measured_s=measured_s)
+        try:
+            if receipt.bad_samples:
+                await asyncio.to_thread(self._records.quarantine, receipt)
+        except NotFoundError:
+            return  # the job was deleted meanwhile
+        except ServiceError as error:
+            self._fail(error)
+            return
+        self._judged(self._tally.take(receipt))
+
+    # ---- planning ahead -------------------------------------------------------------------
 
     async def _run(self, cursor: Cursor) -> None:
         try:
             while True:
+                cursor = await self._passed_over(cursor)
                 await self._wait_for_room()
-                async with self._planning:
-                    ready = await self._plan(cursor)
-                async with self._changed:
-                    if ready is None:
-                        self._end = EndOfData(steps=cursor.step)
-                    else:
-                        self._ready[cursor.step] = ready
-                        cursor = ready.planned.next_cursor
-                        self._next_step = cursor.step
-                        self._note_ready()
-                    self._changed.notify_all()
-                if ready is None:
+                made = await self._next_made(cursor)
+                if made is None:
+                    self._end = EndOfData(steps=cursor.step)
+                    await self._tell()
                     return
+                await self._ports.ready_bytes.admit(
+                    self._attempt.job, made.size_bytes, needed=self._is_needed
+                )
+                self._tally.expect(cursor.step, made.orders)
+                self._ready[cursor.step] = await self._dispatched(made)
+                cursor = made.planned.next_cursor
+                self._next_step = cursor.step
+                await self._tell()
         except ServiceError as error:
-            log.error("the attempt ends: %s", error, extra=self._attempt.about)
-            self._attempt.end(error)
+            self._fail(error)
         except Exception as error:
             log.exception("planning failed", extra=self._attempt.about)
-            self._attempt.end(ServiceError(f"planning failed: {error!r}. See the service's log."))
+            self._fail(ServiceError(f"planning failed: {error!r}. See the service's log."))
 
-    def _background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Work that `stop` waits for."""
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+    async def _passed_over(self, cursor: Cursor) -> Cursor:
+        """The cursor of the next step to train, or of the end of data."""
+        while self._skips.record(cursor.step) is not None:
+            to_step = min(self._skips.next_trained(cursor.step), cursor.step + PASSED_AT_ONCE)
+            passing = asyncio.to_thread(pass_over, self._setup, cursor, to_step=to_step)
+            passed = await asyncio.shield(self._background(passing))
+            if passed == cursor:
+                break
+            cursor = passed
+            self._next_step = cursor.step
+        return cursor
 
-    async def _plan(self, cursor: Cursor) -> ReadyStep | None:
-        planning = self._background(asyncio.to_thread(self._plan_and_record, cursor))
-        made = await asyncio.shield(planning)
-        if made is None:
-            return None
-        planned, digest, parts, orders = made
-        dispatched = await self._dispatcher.dispatch(planned.plan, orders)
-        return ReadyStep(planned=planned, digest=digest, parts=parts, dispatched=dispatched)
+    async def _next_made(self, cursor: Cursor) -> MadeStep | None:
+        async with self._planning:
+            made = await self._made(cursor)
+        self._recorded = max(self._recorded, cursor.step if made is not None else -1)
+        return made
 
-    def _plan_and_record(self, cursor: Cursor) -> Made | None:
-        attempt = self._attempt
-        started_s = time.perf_counter()
-        planned = plan_step(self._setup, cursor, attempt.topology)
-        plan_s = time.perf_counter() - started_s
-        if planned is None:
-            return None
-        digest = planned.plan.digest
-        known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
-        if known is None:
-            self._store.put_ledger(
-                LedgerEntry(
-                    job=attempt.job,
-                    attempt=attempt.number,
-                    step=cursor.step,
-                    cursor=cursor.to_json(),
-                    plan_digest=digest,
-                    world_size=attempt.topology.world_size,
-                    cost_version=planned.plan.cost_version,
-                    planned_unix_s=time.time(),
-                    predicted_s=planned.plan.predicted_s,
-                )
-            )
-            self._note_planned(planned.plan, plan_s)
-        elif known.plan_digest != digest:
-            raise StateError(
-                f"step {cursor.step} of job {attempt.job!r} now plans to {digest}, the ledger "
-                f"says {known.plan_digest}. The index, the job or the release changed under a "
-                "running attempt; restart the trainers from their checkpoint."
-            )
-        orders = pack_orders(
-            planned.plan,
-            job=attempt.job,
-            digest=digest,
-            pipeline=self._setup.pipeline,
-            catalog=self._setup.catalog,
-        )
-        return planned, digest, cut_step(planned.plan), orders
+    async def _made(self, cursor: Cursor) -> MadeStep | None:
+        share = self._ports.shares(self._attempt.job)
+        making = asyncio.to_thread(self._records.make, self._setup, cursor, share)
+        return await asyncio.shield(self._background(making))
 
-    def _note_planned(self, plan: StepPlan, plan_s: float) -> None:
-        self._metrics.step_planned(self._attempt.job, plan, plan_s=plan_s)
-        log.info(
-            "planned %d samples as %d packs in %d waves, %.3g s of training, in %.3g s",
-            len(plan.sample_ids),
-            plan.packs,
-            plan.waves,
-            plan.predicted_s,
-            plan_s,
-            extra={**self._attempt.about, "step": plan.step},
+    async def _dispatched(self, made: MadeStep) -> ReadyStep:
+        """Its bytes count from before, and until the workers let it go."""
+        plan = made.planned.plan
+        try:
+            dispatched = await self._dispatcher.dispatch(plan, made.orders)
+        except BaseException:
+            await self._ports.ready_bytes.drop(self._attempt.job, made.size_bytes)
+            raise
+        return ReadyStep(
+            planned=made.planned,
+            digest=made.digest,
+            parts=made.parts,
+            dispatched=dispatched,
+            size_bytes=made.size_bytes,
         )
 
-    def _note_ready(self) -> None:
+    # ---- the window -----------------------------------------------------------------------
+
+    async def _tell(self) -> None:
         self._metrics.ready_steps(self._attempt.job, len(self._ready))
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _ahead(self) -> int:
+        """Steps planned that not every rank has received."""
+        received = self._attempt.received_by_all
+        return self._skips.trained_between(received + 1, self._next_step - 1)
+
+    def _is_needed(self) -> bool:
+        """The slowest rank has all there is, or the attempt no longer counts."""
+        return not self._ahead() or self._attempt.over
 
     async def _wait_for_room(self) -> None:
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._next_step - self._attempt.received_by_all <= self._setup.ready_steps
-            )
+            await self._changed.wait_for(lambda: self._ahead() < self._setup.ready_steps)
 
     async def _note_received(self, claim: Claim, received_step: int) -> None:
-        claim.received_step = max(claim.received_step, received_step)
+        # A client may say what it likes; the window moves by steps that there are.
+        claim.received_step = max(claim.received_step, min(received_step, self._recorded))
         done = self._attempt.received_by_all
         gone = [step for step in self._ready if step <= done]
         released = [self._ready.pop(step) for step in gone]
-        self._note_ready()
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
+        await self._ports.ready_bytes.look_again()
         for ready in released:
-            self._background(self._dispatcher.release(ready.dispatched, received=True))
+            self._background(self._release(ready, received=True))
+
+    async def _release(self, ready: ReadyStep, *, received: bool) -> None:
+        step = ready.planned.plan.step
+        try:
+            await self._dispatcher.release(ready.dispatched, received=received)
+        except Exception:  # it must not keep the next attempt from starting
+            log.exception("step %d was not released", step, extra=self._attempt.about)
+        finally:
+            await self._ports.ready_bytes.drop(self._attempt.job, ready.size_bytes)
+        if received:
+            self._judged(self._tally.give_up(step))
+
+    async def _release_when_idle(self) -> None:
+        """Once no trainer has been connected for long, the workers let go of the window. Who
+        comes back has its steps planned again."""
+        idle_s, loop = self._ports.idle_release_s, asyncio.get_running_loop()
+        seen_s = loop.time()
+        while True:
+            await asyncio.sleep(max(0.05, idle_s / 8))
+            if self._attempt.clients:
+                seen_s = loop.time()
+            elif loop.time() - seen_s >= idle_s and self._ready:
+                steps, self._ready = list(self._ready.values()), {}
+                log.info(
+                    "no trainer is connected: %d steps are let go",
+                    len(steps),
+                    extra=self._attempt.about,
+                )
+                await self._tell()
+                for step in steps:
+                    self._background(self._release(step, received=False))
+
+    async def _holders(
+        self,
+        ready: ReadyStep,
+        rank: int,
+        packs: Iterable[int],
+        failed: Sequence[str],
+        slow: Sequence[str],
+    ) -> dict[int, WorkerInfo]:
+        """Where the rank fetches; a pack that nobody can make ends the attempt for all ranks."""
+        try:
+            return await self._dispatcher.holders(
+                ready.dispatched, rank, packs, failed=failed, slow=slow
+            )
+        except WorkerLostError:
+            raise
+        except ServiceError as error:
+            raise self._fail(error) from error
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
-        if step < self._next_step and step not in self._ready:
-            return await self._plan_again(step)
-        waiter = asyncio.create_task(self._wait_planned(step))
+        again = step < self._next_step and step not in self._ready
+        waiter: asyncio.Task[ReadyStep | EndOfData] = asyncio.create_task(
+            self._plan_again(step) if again else self._wait_planned(step)
+        )
         over = asyncio.create_task(self._attempt.ended())
         try:
             done, _ = await asyncio.wait({waiter, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,6 +383,7 @@ class AttemptLoop:
         finally:
             for task in (waiter, over):
                 task.cancel()
+            await asyncio.gather(waiter, over, return_exceptions=True)
 
     async def _wait_planned(self, step: int) -> ReadyStep | EndOfData:
         async with self._changed:
@@ -305,70 +393,74 @@ class AttemptLoop:
             assert self._end is not None
             return self._end
 
-    async def _plan_again(self, step: int) -> ReadyStep:
-        """A step that has left the window, or that a former coordinator planned."""
+    async def _plan_again(self, step: int) -> ReadyStep | EndOfData:
+        """A step that has left the window, or that a former coordinator planned. The work is
+        shared by all who ask, and goes on when one of them is gone."""
         if step not in self._again:
-            self._again[step] = asyncio.create_task(self._plan_from_ledger(step))
-        try:
-            ready = await asyncio.shield(self._again[step])
-        finally:
-            self._again.pop(step, None)
-        kept = self._ready.setdefault(step, ready)
-        self._note_ready()
-        return kept
+            task = self._again[step] = asyncio.create_task(self._plan_from_ledger(step))
+            task.add_done_callback(lambda done: self._again_done(step, done))
+        return await asyncio.shield(self._again[step])
+
+    def _again_done(self, step: int, done: asyncio.Task[ReadyStep]) -> None:
+        self._again.pop(step, None)
+        if not done.cancelled():
+            done.exception()  # seen: all who asked may be gone
 
     async def _plan_from_ledger(self, step: int) -> ReadyStep:
-        entry = await asyncio.to_thread(
-            self._store.ledger_entry, self._attempt.job, step, self._attempt.number
-        )
-        if entry is None:
-            raise NotFoundError(
-                f"step {step} of job {self._attempt.job!r} was never planned in attempt "
-                f"{self._attempt.number}, which began at step {self._first_step}."
-            )
-        ready = await self._plan(Cursor.from_json(entry.cursor))
-        assert ready is not None, "a step of the ledger is never past the end"
+        cursor = await asyncio.to_thread(self._records.cursor, step)
+        if cursor is None:
+            raise NotFoundError(self._never_handed_out(step))
+        made = await self._made(cursor)
+        assert made is not None, "a step of the ledger is never past the end"
+        self._ports.ready_bytes.add(self._attempt.job, made.size_bytes)
+        ready = self._ready[step] = await self._dispatched(made)
+        await self._tell()
         return ready
 
-    def _rank_shard(self, ready: ReadyStep, rank: int, wanted: WantedParts) -> RankShard:
-        attempt, plan = self._attempt, ready.planned.plan
-        replica = attempt.topology.replica_of(rank)
-        microbatches = microbatches_of(ready.parts, replica, wanted)
-        keys = [order.key for order in ready.dispatched.orders]
-        return RankShard(
-            job=attempt.job,
-            attempt=attempt.number,
-            step=plan.step,
-            rank=rank,
-            replica=replica,
-            plan_digest=ready.digest,
-            cursor_after=ready.planned.next_cursor.to_json(),
-            loss_tokens=int(plan.sample_loss_tokens.sum()),
-            microbatches=microbatches,
-            tickets=self._tickets(ready.dispatched, part_specs(microbatches, keys, wanted), rank),
-        )
+    # ---- bad samples, and the end ---------------------------------------------------------
 
-    def _tickets(
-        self, dispatched: DispatchedStep, parts: dict[int, list[PartSpec]], rank: int
-    ) -> tuple[Ticket, ...]:
-        """One ticket a worker, its parts in wave order."""
-        of_worker: dict[str, list[PartSpec]] = {}
-        address = {}
-        for pack in sorted(parts):
-            holder = dispatched.holder[pack]
-            address[holder.worker] = holder.address
-            of_worker.setdefault(holder.worker, []).extend(parts[pack])
-        expires = int(time.time()) + TICKET_LIFE_S
-        return tuple(
-            sign_ticket(
-                Ticket(
-                    worker=worker,
-                    address=address[worker],
-                    rank=rank,
-                    expires_unix_s=expires,
-                    parts=tuple(specs),
-                ),
-                self._secret,
-            )
-            for worker, specs in of_worker.items()
+    def _judged(self, verdict: ServiceError | None) -> None:
+        for source, window in self._tally.windows.items():
+            self._metrics.error_budget_used(self._attempt.job, source, window.used)
+        if verdict is not None:
+            self._fail(verdict)
+
+    def _fail(self, error: ServiceError) -> ServiceError:
+        """End the attempt; all its ranks get the error, which is returned."""
+        if not self._attempt.over:
+            log.error("the attempt ends: %s", error, extra=self._attempt.about)
+        self._attempt.end(error)
+        self._stop_once()
+        return error
+
+    def _background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Work that `stop` waits for."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def _stop_once(self) -> asyncio.Task[None]:
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        return self._stopping
+
+    async def _stop(self) -> None:
+        own = [task for task in (self._task, self._idle) if task is not None]
+        ending = [*own, *self._again.values()]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        steps, self._ready = list(self._ready.values()), {}
+        await self._tell()
+        # A plan that a thread is at cannot be cancelled; it must not outlive the store.
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*(self._release(step, received=False) for step in steps))
+
+    def _never_handed_out(self, step: int) -> str:
+        attempt = self._attempt
+        return (
+            f"step {step} of job {attempt.job!r} was never planned in attempt {attempt.number}, "
+            f"which has steps {attempt.start.step} to {self._recorded}. Ask for steps in order, "
+            "and commit only those that came."
         )

@@ -66,18 +66,29 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     step_of = split_window(lengths, steps=len(draws), options=setup.options, limits=setup.limits)
     mine = np.flatnonzero(step_of == cursor.step_in_window)
     samples = StepSamples(sample_ids=ids[mine], epoch=epoch[mine], lengths=lengths.take(mine))
-    if cursor.step_in_window + 1 < len(draws):
-        next_cursor = replace(
-            cursor, step=cursor.step + 1, step_in_window=cursor.step_in_window + 1
-        )
-        return samples, next_cursor
+    return samples, _behind(cursor, draws, 1)
+
+
+def pass_over(setup: JobSetup, cursor: Cursor, *, to_step: int) -> Cursor:
+    """The cursor of `to_step`, or of the end of data where that comes first. The samples between
+    are drawn and not looked at; in O(windows) draws."""
+    while cursor.step < to_step:
+        draws = _draw_window(setup, cursor)
+        steps = min(len(draws) - cursor.step_in_window, to_step - cursor.step)
+        if steps <= 0:
+            break
+        cursor = _behind(cursor, draws, steps)
+    return cursor
+
+
+def _behind(cursor: Cursor, draws: list[Draw], steps: int) -> Cursor:
+    """The cursor so many steps further on, in its window of `draws` or at its end."""
+    step, in_window = cursor.step + steps, cursor.step_in_window + steps
+    if in_window < len(draws):
+        return replace(cursor, step=step, step_in_window=in_window)
     end = draws[-1]
-    return samples, replace(
-        cursor,
-        step=cursor.step + 1,
-        epoch=end.next_epoch,
-        position=end.next_position,
-        step_in_window=0,
+    return replace(
+        cursor, step=step, epoch=end.next_epoch, position=end.next_position, step_in_window=0
     )
 
 

@@ -1,9 +1,9 @@
 """What one job needs at run time, built by the app from its job file."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from dataservice.core.job import BatchSize, JobRecord
+from dataservice.core.job import BatchSize, ErrorBudget, JobRecord
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.topology import Topology
 from dataservice.planning.options import CostModel, PlanOptions
@@ -27,6 +27,8 @@ class JobSetup:
     are of all the job's samples, where its options pack by ISF.
     `cost_changes`, by step, replace the options' cost from their step on: see `options_at`.
     `order` names the order of samples, which checkpoints must agree on.
+    `budgets` say by source how often its samples may be bad; a source without one never stops
+    the job.
     `require_current` raises IndexStaleError or SourceError once the index no longer describes
     its sources; it lists files, so it is called once an attempt.
     """
@@ -41,9 +43,11 @@ class JobSetup:
     order: str = ""
     limits: IsfLimits | None = None
     cost_changes: tuple[CostChange, ...] = ()
+    budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)
     require_current: Callable[[], None] = lambda: None
     ranks_per_replica: int = 1
     pipeline_stages: int = 1
+    virtual_stages: int = 1
     replicas_per_node: int | None = None
 
     def options_at(self, step: int) -> PlanOptions:
@@ -58,5 +62,6 @@ class JobSetup:
             world_size=world_size,
             ranks_per_replica=self.ranks_per_replica,
             pipeline_stages=self.pipeline_stages,
+            virtual_stages=self.virtual_stages,
             replicas_per_node=self.replicas_per_node,
         )

@@ -17,6 +17,11 @@ def command_token(secret: bytes) -> str:
     return hmac.digest(secret, b"dataservice worker command", hashlib.sha256).hex()
 
 
+def derived_name(secret: bytes, purpose: str) -> str:
+    """A name that follows from the secret and does not tell it: 16 hex digits."""
+    return hmac.digest(secret, f"dataservice {purpose}".encode(), hashlib.sha256).hex()[:16]
+
+
 def check_command(metadata: Iterable[tuple[str, str | bytes]], secret: bytes) -> None:
     """Raises TicketError unless the call carries the token. Takes the same time either way."""
     given = dict(metadata).get(COMMAND_METADATA, "")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,17 @@
 """A small blocking client of the coordinator: what the CLI asks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from dataservice.core.job import QuarantineEntry
-from dataservice.engine.api import JobStatus
-from dataservice.serving import wire
-from dataservice.serving.channels import channel_options
+from dataservice.core.health import ServiceHealth
+from dataservice.core.job import QuarantineEntry, SkipAction, SkipRecord
+from dataservice.engine.api import JobStatus, ReplayedStep, WorkerStatus
+from dataservice.serving import wire, wire_health
+from dataservice.serving.client_access import Access
 from dataservice.serving.errors import ServiceUnreachableError, error_of, is_unreachable
 from dataservice.serving.wire import ExplainedStep
 
@@ -26,15 +27,13 @@ class CoordinatorClient:
         address: str,
         *,
         timeout_s: float = 60.0,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: Access | None = None,
     ) -> None:
+        """By default it talks plaintext and shows no token."""
         self._address = address
         self._timeout_s = timeout_s
-        options = channel_options(ANSWER_LIMIT_BYTES)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=options)
+        self._access = access or Access()
+        self._channel = self._access.channel(address, ANSWER_LIMIT_BYTES)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
 
     def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
@@ -97,6 +96,52 @@ class CoordinatorClient:
             answer = self._stub.ExplainStep(request, timeout=self._timeout_s)
         return wire.explanation_from_proto(answer)
 
+    def replay(
+        self, name: str, first_step: int, last_step: int, attempt: int | None = None
+    ) -> Iterator[ReplayedStep]:
+        """The steps of a range planned again, each as soon as it is; for as long as it takes."""
+        request = coordinator_pb2.ReplayStepsRequest(
+            job=name, first_step=first_step, last_step=last_step, attempt=attempt or 0
+        )
+        with self._translated():
+            for answer in self._stub.ReplaySteps(request):
+                yield wire.replayed_step_from_proto(answer)
+
+    def skip(
+        self, name: str, ranges: Sequence[tuple[int, int]], action: SkipAction = "skip"
+    ) -> list[SkipRecord]:
+        """Have attempts yet to begin pass over these steps, or train them after all."""
+        request = coordinator_pb2.SkipStepsRequest(
+            job=name,
+            ranges=[coordinator_pb2.StepRange(first_step=a, last_step=b) for a, b in ranges],
+            undo=action == "train",
+        )
+        with self._translated():
+            answer = self._stub.SkipSteps(request, timeout=self._timeout_s)
+        return [wire.skip_record_from_proto(each, name) for each in answer.skips]
+
+    def workers(self) -> list[WorkerStatus]:
+        """The workers as they are now."""
+        request = coordinator_pb2.ListWorkersRequest()
+        with self._translated():
+            answer = self._stub.ListWorkers(request, timeout=self._timeout_s)
+        return [wire.worker_status_from_proto(each) for each in answer.workers]
+
+    def restart_workers(self, workers: Sequence[str] = ()) -> list[str]:
+        """Begin to replace these workers, all by default; gives their names."""
+        request = coordinator_pb2.RestartWorkersRequest(workers=workers)
+        with self._translated():
+            answer = self._stub.RestartWorkers(request, timeout=self._timeout_s)
+        return list(answer.workers)
+
+    def health(self, job: str = "") -> ServiceHealth:
+        """A running job as it can be seen now, by default all that the caller may see, and who
+        waits for whom in words."""
+        request = coordinator_pb2.GetHealthRequest(job=job)
+        with self._translated():
+            answer = self._stub.GetHealth(request, timeout=self._timeout_s)
+        return wire_health.health_from_proto(answer)
+
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
@@ -128,8 +173,8 @@ class CoordinatorClient:
                 f"the service at {self._address} did not answer within {self._timeout_s:g} s. It "
                 "may be busy indexing or planning: look at its log, or wait longer."
             )
-        return (
-            f"no service answers at {self._address}: {error.details()}. Check that "
-            "`dataservice serve` runs there, that the address and port are its own, and that "
-            "no firewall is between."
+        advice = self._access.mismatch(self._address) or (
+            "Check that `dataservice serve` runs there, that the address and port are its own, "
+            "and that no firewall is between."
         )
+        return f"no service answers at {self._address}: {error.details()}. {advice}"

@@ -1,5 +1,9 @@
 """The Coordinator service over engine.api.CoordinatorApi: converts, logs and maps errors.
 
+The engine knows jobs by their full names, callers by those that `identity` gives them; each
+name is turned here, on its way in and out. What is another team's is asked for under a name
+that nothing has, so that the engine answers as for a thing that never was.
+
 A session's claim lives exactly as long as its OpenSession call. However the call ends (the
 client closes it, dies, is cut off and misses its keepalive pings, is fenced, or the service
 stops), `close_session` runs once.
@@ -8,28 +12,38 @@ stops), `close_session` runs once.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
 
-import grpc.aio
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.health import ServiceHealth
 from dataservice.core.orders import EVERYTHING
 from dataservice.core.plan import StepPlan
-from dataservice.engine.api import CoordinatorApi, EndOfData, SessionOpened
-from dataservice.serving import wire
-from dataservice.serving.errors import ServiceUnreachableError, answered
+from dataservice.engine.api import (
+    CoordinatorApi,
+    EndOfData,
+    JobStatus,
+    SessionOpened,
+    SkippedSteps,
+)
+from dataservice.serving import wire, wire_health
+from dataservice.serving.border import Border, Context, Visit
+from dataservice.serving.errors import ServiceUnreachableError
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+# How long a session may outlive the token that opened it.
+TOKEN_CHECK_S = 30.0
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """One method a call; the engine decides."""
 
-    def __init__(self, api: CoordinatorApi) -> None:
+    def __init__(self, api: CoordinatorApi, border: Border) -> None:
         self._api = api
+        self._border = border
+        self._job_of_session: dict[str, str] = {}
         self._closing = asyncio.Event()
         self._summary: tuple[tuple[str, str], coordinator_pb2.StepSummary] | None = None
 
@@ -43,51 +57,58 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.SubmitJobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """Validate and register a job."""
-        async with answered(context, "SubmitJob"):
-            status = await self._api.submit(request.spec_yaml, request.base_directory)
+        async with self._border.call(context, "SubmitJob", request) as visit:
+            team = visit.caller.identity.team
+            status = await self._api.submit(
+                request.spec_yaml,
+                request.base_directory,
+                team=team,
+                max_jobs=self._border.team(team).max_jobs,
+            )
+            visit.job = status.record.name
         logger.info("job %s submitted", status.record.name)
-        return wire.job_status_to_proto(status)
+        return _job_info(visit, status)
 
     async def ListJobs(
         self, request: coordinator_pb2.ListJobsRequest, context: Context
     ) -> coordinator_pb2.ListJobsResponse:
         """All jobs by name."""
-        async with answered(context, "ListJobs"):
-            jobs = await self._api.jobs()
-        return coordinator_pb2.ListJobsResponse(jobs=map(wire.job_status_to_proto, jobs))
+        async with self._border.call(context, "ListJobs", request) as visit:
+            jobs = [job for job in await self._api.jobs() if visit.caller.sees(job.record.name)]
+        return coordinator_pb2.ListJobsResponse(jobs=[_job_info(visit, job) for job in jobs])
 
     async def GetJob(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """One job."""
-        async with answered(context, "GetJob"):
-            status = await self._api.job(request.job)
-        return wire.job_status_to_proto(status)
+        async with self._border.call(context, "GetJob", request) as visit:
+            status = await self._api.job(visit.named(request.job))
+        return _job_info(visit, status)
 
     async def DrainJob(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """Refuse new attempts of a job."""
-        async with answered(context, "DrainJob"):
-            status = await self._api.drain(request.job)
-        logger.info("job %s drains", request.job)
-        return wire.job_status_to_proto(status)
+        async with self._border.call(context, "DrainJob", request) as visit:
+            status = await self._api.drain(visit.named(request.job))
+        logger.info("job %s drains", visit.job)
+        return _job_info(visit, status)
 
     async def DeleteJob(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.DeleteJobResponse:
         """Forget a job."""
-        async with answered(context, "DeleteJob"):
-            await self._api.delete(request.job)
-        logger.info("job %s deleted", request.job)
+        async with self._border.call(context, "DeleteJob", request) as visit:
+            await self._api.delete(visit.named(request.job))
+        logger.info("job %s deleted", visit.job)
         return coordinator_pb2.DeleteJobResponse()
 
     async def ListQuarantine(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> AsyncIterator[coordinator_pb2.QuarantinedSample]:
         """Samples that were masked."""
-        async with answered(context, "ListQuarantine"):
-            entries = await self._api.quarantine(request.job)
+        async with self._border.call(context, "ListQuarantine", request) as visit:
+            entries = await self._api.quarantine(visit.named(request.job))
         for entry in entries:
             yield wire.quarantine_entry_to_proto(entry)
 
@@ -96,8 +117,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.RecostJobResponse:
         """Plan with other coefficients from a step on."""
         from_step = request.from_step if request.HasField("from_step") else None
-        async with answered(context, "RecostJob"):
-            record = await self._api.recost(request.job, request.cost_json, from_step)
+        async with self._border.call(context, "RecostJob", request) as visit:
+            job = visit.named(request.job)
+            record = await self._api.recost(job, request.cost_json, from_step)
         return coordinator_pb2.RecostJobResponse(
             from_step=record.from_step, cost_version=record.cost_version
         )
@@ -106,9 +128,70 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.ExplainStepRequest, context: Context
     ) -> coordinator_pb2.ExplainStepResponse:
         """Plan a step of the ledger again."""
-        async with answered(context, "ExplainStep"):
-            explained = await self._api.explain(request.job, request.step, request.attempt or None)
+        async with self._border.call(context, "ExplainStep", request) as visit:
+            job = visit.named(request.job)
+            explained = await self._api.explain(job, request.step, request.attempt or None)
         return wire.explanation_to_proto(explained)
+
+    async def ReplaySteps(  # type: ignore[override]  # gRPC allows writing in place of yielding
+        self, request: coordinator_pb2.ReplayStepsRequest, context: Context
+    ) -> None:
+        """Plan a range of steps again, each told as soon as it is done."""
+        async with self._border.call(context, "ReplaySteps", request) as visit:
+            steps = self._api.replay(
+                visit.named(request.job),
+                request.first_step,
+                request.last_step,
+                request.attempt or None,
+            )
+            async for step in steps:
+                await context.write(wire.replayed_step_to_proto(step))
+
+    async def SkipSteps(
+        self, request: coordinator_pb2.SkipStepsRequest, context: Context
+    ) -> coordinator_pb2.SkipStepsResponse:
+        """Have later attempts pass over steps, or train them after all."""
+        async with self._border.call(context, "SkipSteps", request) as visit:
+            records = await self._api.skip(
+                visit.named(request.job),
+                [(each.first_step, each.last_step) for each in request.ranges],
+                "train" if request.undo else "skip",
+            )
+        return coordinator_pb2.SkipStepsResponse(skips=map(wire.skip_record_to_proto, records))
+
+    # ---- workers -----------------------------------------------------------------------
+
+    async def ListWorkers(
+        self, request: coordinator_pb2.ListWorkersRequest, context: Context
+    ) -> coordinator_pb2.ListWorkersResponse:
+        """The workers as they are now."""
+        async with self._border.call(context, "ListWorkers", request):
+            workers = await self._api.workers()
+        return coordinator_pb2.ListWorkersResponse(
+            workers=map(wire.worker_status_to_proto, workers)
+        )
+
+    async def RestartWorkers(
+        self, request: coordinator_pb2.RestartWorkersRequest, context: Context
+    ) -> coordinator_pb2.RestartWorkersResponse:
+        """Begin to replace workers."""
+        async with self._border.call(context, "RestartWorkers", request):
+            workers = await self._api.restart_workers(tuple(request.workers))
+        return coordinator_pb2.RestartWorkersResponse(workers=workers)
+
+    async def GetHealth(
+        self, request: coordinator_pb2.GetHealthRequest, context: Context
+    ) -> coordinator_pb2.GetHealthResponse:
+        """Running jobs as they can be seen now, and what is concluded."""
+        async with self._border.call(context, "GetHealth", request) as visit:
+            who = visit.caller.identity
+            if request.job:
+                jobs = [visit.named(request.job)]
+            else:
+                known = [job.record.name for job in await self._api.jobs()]
+                jobs = [name for name in known if visit.caller.sees(name)]
+            health = await self._api.health(jobs, team=None if who.role == "admin" else who.team)
+        return wire_health.health_to_proto(_named_plainly(visit, health))
 
     # ---- sessions ----------------------------------------------------------------------
 
@@ -118,33 +201,39 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Hold a rank's claim while the call lasts."""
         # Not a generator: one that is cancelled while suspended closes only when collected,
         # and the claim must not outlive its client.
-        async with answered(context, "OpenSession"):
+        async with self._border.call(context, "OpenSession", request) as visit:
             opened = await self._api.open_session(
-                job=request.job,
+                job=visit.named(request.job),
                 rank=request.rank,
                 world_size=request.world_size,
                 cursor=Cursor.from_json(request.cursor) if request.cursor else Cursor(),
                 client=request.client,
                 rejoin_attempt=request.rejoin_attempt,
             )
-            logger.info("%s rank %d: %s opened", request.job, request.rank, opened.session)
+            about = visit.job, request.rank, request.client
+            self._job_of_session[opened.session] = visit.job
+            logger.info("%s rank %d: session of %s opened", *about)
+            self._border.note(visit, "opened", f"rank {request.rank}, {request.client}")
             try:
                 await context.write(_session_event(opened))
-                await self._session_over(opened.session)
+                await self._session_over(opened.session, visit, context)
             finally:
                 self._api.close_session(opened.session)
-                logger.info("%s rank %d: %s closed", request.job, request.rank, opened.session)
+                del self._job_of_session[opened.session]
+                logger.info("%s rank %d: session of %s closed", *about)
+                self._border.note(visit, "closed", f"rank {request.rank}, {request.client}")
 
     async def GetShard(
         self, request: coordinator_pb2.GetShardRequest, context: Context
     ) -> coordinator_pb2.GetShardResponse:
         """One rank's part of a step; waits until it is planned."""
-        async with answered(context, "GetShard"):
+        async with self._border.call(context, "GetShard", request) as visit:
             answer = await self._api.shard(
-                request.session,
+                self._own_session(visit, request.session),
                 request.step,
                 received_step=request.received_step,
                 failed_workers=tuple(request.failed_workers),
+                slow_workers=tuple(request.slow_workers),
                 wanted=(
                     wire.wanted_parts_from_proto(request.wanted)
                     if request.HasField("wanted")
@@ -155,25 +244,58 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             return coordinator_pb2.GetShardResponse(
                 end_of_data=coordinator_pb2.EndOfData(steps=answer.steps)
             )
+        if isinstance(answer, SkippedSteps):
+            return coordinator_pb2.GetShardResponse(
+                skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
+            )
         shard, plan = answer
         summary = self._summary_of((shard.job, shard.plan_digest), plan)
+        shard = replace(shard, job=visit.caller.plain(shard.job))
         return coordinator_pb2.GetShardResponse(shard=wire.rank_shard_to_proto(shard, summary))
 
     async def CommitStep(
         self, request: coordinator_pb2.CommitStepRequest, context: Context
     ) -> coordinator_pb2.CommitStepResponse:
         """A rank has trained a step."""
-        async with answered(context, "CommitStep"):
-            measured_s = wire.measured_from_proto(request)
-            await self._api.commit(request.session, request.step, measured_s=measured_s)
+        async with self._border.call(context, "CommitStep", request) as visit:
+            session = self._own_session(visit, request.session)
+            await self._api.commit(
+                session,
+                request.step,
+                measured_s=wire.measured_from_proto(request),
+                phase_s=wire_health.phases_from_proto(request),
+            )
         return coordinator_pb2.CommitStepResponse()
 
-    async def _session_over(self, session: str) -> None:
-        """Raises what ends the session: the api's error, or that the service stops."""
+    async def Report(
+        self, request: coordinator_pb2.ReportRequest, context: Context
+    ) -> coordinator_pb2.ReportResponse:
+        """A rank tells of itself."""
+        async with self._border.call(context, "Report", request) as visit:
+            session = self._own_session(visit, request.session)
+            await self._api.report(session, wire_health.report_from_proto(request))
+        return coordinator_pb2.ReportResponse()
+
+    def _own_session(self, visit: Visit, session: str) -> str:
+        """The session, if it is of a job that exists for the caller."""
+        visit.job = self._job_of_session.get(session, "")
+        if visit.job and not visit.caller.sees(visit.job):
+            visit.foreign = True
+            return ""
+        return session
+
+    async def _session_over(self, session: str, visit: Visit, context: Context) -> None:
+        """Raises what ends the session: the api's error, that the service stops, or that its
+        token is no longer valid."""
         ended = asyncio.ensure_future(self._api.session_ended(session))
         closing = asyncio.ensure_future(self._closing.wait())
+        either = {ended, closing}
         try:
-            await asyncio.wait({ended, closing}, return_when=asyncio.FIRST_COMPLETED)
+            while not any(end.done() for end in either):
+                self._border.require_still(visit, context)
+                await asyncio.wait(
+                    either, timeout=TOKEN_CHECK_S, return_when=asyncio.FIRST_COMPLETED
+                )
             if not ended.done():
                 raise ServiceUnreachableError(
                     "the coordinator is stopping. Open the session again, rejoining its attempt."
@@ -194,7 +316,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         return self._summary[1]
 
 
+def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:
+    """A job under the name that the caller knows it by."""
+    record = replace(status.record, name=visit.caller.plain(status.record.name))
+    return wire.job_status_to_proto(replace(status, record=record))
+
+
 def _session_event(opened: SessionOpened) -> coordinator_pb2.SessionEvent:
     return coordinator_pb2.SessionEvent(
-        attempt=opened.attempt, session=opened.session, start_step=opened.start.step
+        attempt=opened.attempt,
+        session=opened.session,
+        start_step=opened.start.step,
+        report_every_s=opened.report_every_s,
     )
+
+
+def _named_plainly(visit: Visit, health: ServiceHealth) -> ServiceHealth:
+    """Jobs under the names that the caller knows them by."""
+    jobs = tuple(
+        replace(each, health=replace(each.health, job=visit.caller.plain(each.health.job)))
+        for each in health.jobs
+    )
+    return replace(health, jobs=jobs)

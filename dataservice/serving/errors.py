@@ -3,7 +3,8 @@
     ServiceError                    gRPC status
     ------------                    -----------
     PlanningError, SpecError        INVALID_ARGUMENT
-    SourceError, IndexStaleError    FAILED_PRECONDITION
+    SourceError, IndexStaleError,
+      ErrorBudgetError              FAILED_PRECONDITION
     SampleError                     DATA_LOSS
     StateError                      INTERNAL
     NotFoundError                   NOT_FOUND
@@ -11,7 +12,9 @@
       CursorMismatchError           FAILED_PRECONDITION
     RankClaimedError                ALREADY_EXISTS
     FencedError                     ABORTED
-    TicketError                     PERMISSION_DENIED
+    QuotaError                      RESOURCE_EXHAUSTED
+    TokenError                      UNAUTHENTICATED
+    RoleError, TicketError          PERMISSION_DENIED
     WorkerLostError,
       ServiceUnreachableError       UNAVAILABLE
     anything else                   INTERNAL, "error <id>"; the rest is in the log only
@@ -49,11 +52,15 @@ STATUS_OF: dict[type[ServiceError], grpc.StatusCode] = {
     errors.SpecError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SourceError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SampleError: grpc.StatusCode.DATA_LOSS,
+    errors.ErrorBudgetError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StateError: grpc.StatusCode.INTERNAL,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.ConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RankClaimedError: grpc.StatusCode.ALREADY_EXISTS,
     errors.FencedError: grpc.StatusCode.ABORTED,
+    errors.QuotaError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.TokenError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.RoleError: grpc.StatusCode.PERMISSION_DENIED,
     errors.TicketError: grpc.StatusCode.PERMISSION_DENIED,
     errors.WorkerLostError: grpc.StatusCode.UNAVAILABLE,
     ServiceUnreachableError: grpc.StatusCode.UNAVAILABLE,
@@ -66,6 +73,7 @@ CLASS_OF: dict[grpc.StatusCode, type[ServiceError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: errors.ConflictError,
     grpc.StatusCode.ALREADY_EXISTS: errors.RankClaimedError,
     grpc.StatusCode.ABORTED: errors.FencedError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.TokenError,
     grpc.StatusCode.PERMISSION_DENIED: errors.TicketError,
 }
 

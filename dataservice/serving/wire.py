@@ -14,7 +14,7 @@ from dataservice_proto.v1 import coordinator_pb2, worker_pb2
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import JobRecord, QuarantineEntry
+from dataservice.core.job import JobRecord, QuarantineEntry, SkipAction, SkipRecord
 from dataservice.core.orders import (
     BadSample,
     FeatureRoutes,
@@ -26,10 +26,12 @@ from dataservice.core.orders import (
     PackSample,
     PartSpec,
     RankShard,
+    SourceWork,
     Ticket,
     WantedParts,
 )
 from dataservice.core.plan import StepPlan
+from dataservice.core.ports import WorkerInfo, WorkerState
 from dataservice.core.sample import (
     ByteSpan,
     ItemLengths,
@@ -39,11 +41,29 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.team import TeamShare
-from dataservice.engine.api import JobStatus, StepExplanation
+from dataservice.engine.api import (
+    JobStatus,
+    ReplayedStep,
+    StepExplanation,
+    StepFate,
+    WorkerStatus,
+)
 
 JOB_STATES: dict[str, Literal["active", "draining"]] = {
     "active": "active",
     "draining": "draining",
+}
+
+SKIP_ACTIONS: dict[str, SkipAction] = {"skip": "skip", "train": "train"}
+WORKER_STATES: dict[str, WorkerState] = {
+    "serving": "serving",
+    "silent": "silent",
+    "draining": "draining",
+}
+FATES: dict[str, Literal["planned", "committed", "skipped"]] = {
+    "planned": "planned",
+    "committed": "committed",
+    "skipped": "skipped",
 }
 
 # ---- packs: coordinator and worker --------------------------------------------------------
@@ -113,6 +133,7 @@ def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
         llm_tokens=sample.lengths.llm_tokens,
         loss_tokens=sample.lengths.loss_tokens,
         items=[_item_to_proto(item) for item in sample.lengths.items],
+        crc32=sample.ref.crc32,
     )
 
 
@@ -128,7 +149,11 @@ def _pack_sample_from_proto(message: worker_pb2.PackSample) -> PackSample:
     )
     return PackSample(
         ref=SampleRef(
-            sample_id=message.sample_id, source=message.source, key=message.key, location=location
+            sample_id=message.sample_id,
+            source=message.source,
+            key=message.key,
+            location=location,
+            crc32=message.crc32 if message.HasField("crc32") else None,
         ),
         lengths=SampleLengths(
             llm_tokens=message.llm_tokens,
@@ -170,6 +195,16 @@ def pack_receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
             )
             for bad in receipt.bad_samples
         ],
+        sources=[
+            worker_pb2.SourceWork(
+                source=work.source,
+                samples=work.samples,
+                read_s=work.read_s,
+                decode_s=work.decode_s,
+                read_bytes=work.read_bytes,
+            )
+            for work in receipt.sources
+        ],
     )
 
 
@@ -182,6 +217,16 @@ def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
         bad_samples=tuple(
             BadSample(sample_id=bad.sample_id, source=bad.source, key=bad.key, reason=bad.reason)
             for bad in message.bad_samples
+        ),
+        sources=tuple(
+            SourceWork(
+                source=work.source,
+                samples=work.samples,
+                read_s=work.read_s,
+                decode_s=work.decode_s,
+                read_bytes=work.read_bytes,
+            )
+            for work in message.sources
         ),
     )
 
@@ -388,6 +433,7 @@ def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
         committed_step=status.committed_step,
         quarantined=status.quarantined,
         created_unix_s=status.record.created_unix_s,
+        skips=[skip_record_to_proto(skip) for skip in status.skips],
     )
 
 
@@ -413,6 +459,60 @@ def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
         planned_step=message.planned_step,
         committed_step=message.committed_step,
         quarantined=message.quarantined,
+        skips=tuple(skip_record_from_proto(skip, message.name) for skip in message.skips),
+    )
+
+
+def skip_record_to_proto(skip: SkipRecord) -> coordinator_pb2.SkippedRange:
+    """Skipped steps; the job is the caller's own."""
+    return coordinator_pb2.SkippedRange(
+        number=skip.number,
+        first_step=skip.first_step,
+        last_step=skip.last_step,
+        action=skip.action,
+        from_attempt=skip.from_attempt,
+        recorded_unix_s=skip.recorded_unix_s,
+    )
+
+
+def skip_record_from_proto(message: coordinator_pb2.SkippedRange, job: str) -> SkipRecord:
+    """Skipped steps of `job`. Raises SpecError on an action that this release lacks."""
+    action = SKIP_ACTIONS.get(message.action)
+    if action is None:
+        raise SpecError(
+            f"steps {message.first_step} to {message.last_step} are to {message.action!r}, which "
+            "this release does not know. Use the CLI of the service's release."
+        )
+    return SkipRecord(
+        job=job,
+        number=message.number,
+        first_step=message.first_step,
+        last_step=message.last_step,
+        action=action,
+        from_attempt=message.from_attempt,
+        recorded_unix_s=message.recorded_unix_s,
+    )
+
+
+def replayed_step_to_proto(step: ReplayedStep) -> coordinator_pb2.ReplayedStep:
+    """A step of a range, planned again."""
+    return coordinator_pb2.ReplayedStep(
+        step=step.step,
+        attempt=step.attempt,
+        skipped=step.skipped,
+        ledger_plan_digest=step.ledger_digest,
+        plan_digest=step.plan_digest,
+    )
+
+
+def replayed_step_from_proto(message: coordinator_pb2.ReplayedStep) -> ReplayedStep:
+    """A step of a range, planned again."""
+    return ReplayedStep(
+        step=message.step,
+        attempt=message.attempt,
+        skipped=message.skipped,
+        ledger_digest=message.ledger_plan_digest,
+        plan_digest=message.plan_digest,
     )
 
 
@@ -423,6 +523,7 @@ class ExplainedStep:
     `ledger_plan_digest` is what was recorded when the step was first planned; it equals
     `plan.digest` unless the index or the release has changed. `sample_keys` are
     source/key, aligned with the plan's samples; `quarantined` are "source/key: reason".
+    Where the attempt skipped the step there is `skipped_by`, and nothing was recorded.
     """
 
     attempt: int
@@ -436,6 +537,15 @@ class ExplainedStep:
     quarantined: tuple[str, ...]
     cost_version: str = ""
     measured_s: float | None = None
+    ranks_per_replica: int = 1
+    fates: tuple[StepFate, ...] = ()
+    skipped_by: SkipRecord | None = None
+
+    @property
+    def as_recorded(self) -> bool:
+        """The plan made again is the one that was trained; or none was, the step being
+        skipped."""
+        return self.skipped_by is not None or self.plan_digest == self.ledger_plan_digest
 
 
 def quarantine_entry_to_proto(entry: QuarantineEntry) -> coordinator_pb2.QuarantinedSample:
@@ -466,24 +576,32 @@ def quarantine_entry_from_proto(
 
 
 def explanation_to_proto(explained: StepExplanation) -> coordinator_pb2.ExplainStepResponse:
-    """A step of the ledger, planned again."""
+    """A step, planned again."""
+    entry, skip = explained.entry, explained.skipped_by
     return coordinator_pb2.ExplainStepResponse(
-        attempt=explained.entry.attempt,
+        attempt=explained.attempt,
         plan_json=explained.plan.to_json(),
         plan_digest=explained.plan.digest,
-        ledger_plan_digest=explained.entry.plan_digest,
-        cursor=explained.entry.cursor,
-        committed=explained.entry.committed_unix_s is not None,
-        world_size=explained.entry.world_size,
+        ledger_plan_digest="" if entry is None else entry.plan_digest,
+        cursor=explained.cursor.to_json(),
+        committed=entry is not None and entry.committed_unix_s is not None,
+        world_size=explained.topology.world_size,
         sample_keys=explained.sample_keys,
         quarantined=explained.quarantined,
-        cost_version=explained.entry.cost_version,
-        measured_s=explained.entry.measured_s,
+        cost_version=explained.plan.cost_version if entry is None else entry.cost_version,
+        measured_s=None if entry is None else entry.measured_s,
+        ranks_per_replica=explained.topology.ranks_per_replica,
+        fates=[
+            coordinator_pb2.StepFate(attempt=each.attempt, fate=each.fate)
+            for each in explained.fates
+        ],
+        skipped_by=None if skip is None else skip_record_to_proto(skip),
     )
 
 
 def explanation_from_proto(message: coordinator_pb2.ExplainStepResponse) -> ExplainedStep:
-    """What of it a client is told."""
+    """What of it a client is told. Raises SpecError on words that this release lacks."""
+    skipped = message.HasField("skipped_by")
     return ExplainedStep(
         attempt=message.attempt,
         plan=StepPlan.from_json(message.plan_json),
@@ -496,6 +614,47 @@ def explanation_from_proto(message: coordinator_pb2.ExplainStepResponse) -> Expl
         quarantined=tuple(message.quarantined),
         cost_version=message.cost_version,
         measured_s=message.measured_s if message.HasField("measured_s") else None,
+        ranks_per_replica=message.ranks_per_replica or 1,
+        fates=tuple(map(_fate_from_proto, message.fates)),
+        skipped_by=skip_record_from_proto(message.skipped_by, "") if skipped else None,
+    )
+
+
+def _fate_from_proto(message: coordinator_pb2.StepFate) -> StepFate:
+    fate = FATES.get(message.fate)
+    if fate is None:
+        raise SpecError(
+            f"a step is {message.fate!r}, which this release does not know. Use the CLI of the "
+            "service's release."
+        )
+    return StepFate(attempt=message.attempt, fate=fate)
+
+
+def worker_status_to_proto(status: WorkerStatus) -> coordinator_pb2.WorkerStatus:
+    """A worker as it is now."""
+    return coordinator_pb2.WorkerStatus(
+        worker=status.info.worker,
+        address=status.info.address,
+        slots=status.info.slots,
+        state=status.info.state,
+        packs=status.packs,
+        outstanding_tokens=status.outstanding_tokens,
+    )
+
+
+def worker_status_from_proto(message: coordinator_pb2.WorkerStatus) -> WorkerStatus:
+    """A worker as it is now. Raises SpecError on words that this release lacks."""
+    state = WORKER_STATES.get(message.state)
+    if state is None:
+        raise SpecError(
+            f"a worker is {message.state!r}, which this release does not know. Use the CLI of the "
+            "service's release."
+        )
+    info = WorkerInfo(
+        worker=message.worker, address=message.address, slots=message.slots, state=state
+    )
+    return WorkerStatus(
+        info=info, packs=message.packs, outstanding_tokens=message.outstanding_tokens
     )
 
 

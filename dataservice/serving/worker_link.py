@@ -1,7 +1,11 @@
 """How the coordinator commands workers over gRPC.
 
-Nothing is tried twice here: the engine knows which other worker could take a pack. A call
-that is cancelled is cancelled at the worker too, which goes on decoding (see workers/host).
+Slow is not dead: an order has no deadline, for the engine knows how long one may take and who
+else could take it. A worker is *lost* when its connection breaks, or pings on it stay
+unanswered (see channels), and a question over a fresh connection is not answered either; a
+connection alone may break while both ends are well. Orders are the only call made twice. A
+call that is cancelled is cancelled at the worker too, which goes on decoding (see
+workers/host).
 """
 
 import contextlib
@@ -12,17 +16,21 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire
 from dataservice.serving.authority import COMMAND_METADATA, command_token
-from dataservice.serving.channels import channel_options
+from dataservice.serving.channels import DEFAULT_KEEPALIVE, Keepalive, channel_options
 from dataservice.serving.errors import error_of, is_unreachable
 from dataservice.serving.parts import MESSAGE_LIMIT_BYTES
+from dataservice.serving.tls import ClientTls
 
 logger = logging.getLogger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -39,26 +47,37 @@ class GrpcWorkerLink:
         self,
         secret: bytes,
         *,
-        prepare_timeout_s: float = 300.0,
+        answer_timeout_s: float = 5.0,
         release_timeout_s: float = 10.0,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
+        keepalive: Keepalive = DEFAULT_KEEPALIVE,
     ) -> None:
-        """A pack that is not ready after `prepare_timeout_s` counts as a lost worker."""
+        """A worker has `answer_timeout_s` for what it can say at once."""
         self._metadata = ((COMMAND_METADATA, command_token(secret)),)
-        self._prepare_timeout_s = prepare_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._release_timeout_s = release_timeout_s
-        self._credentials = credentials
+        self._tls = tls
+        self._keepalive = keepalive
         self._lines: dict[str, _Line] = {}
 
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
-        """Have a pack decoded. Raises WorkerLostError, or what the worker raised."""
-        async with self._stub(worker) as stub:
-            receipt = await stub.Prepare(
-                wire.pack_order_to_proto(order),
-                timeout=self._prepare_timeout_s,
-                metadata=self._metadata,
-            )
+        """Have a pack decoded, however long it takes. Raises WorkerLostError, or what the
+        worker raised."""
+        request = wire.pack_order_to_proto(order)
+        try:
+            receipt = await self._prepare(worker, request)
+        except WorkerLostError as error:
+            if not await self._answers(worker):
+                raise
+            logger.info("%s answers again, the order is repeated: %s", worker.worker, error)
+            receipt = await self._prepare(worker, request)
         return wire.pack_receipt_from_proto(receipt)
+
+    async def _prepare(
+        self, worker: WorkerInfo, request: worker_pb2.PackOrder
+    ) -> worker_pb2.PackReceipt:
+        async with self._stub(worker) as stub:
+            return await stub.Prepare(request, metadata=self._metadata)
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. A worker that cannot be told is logged, no more."""
@@ -73,11 +92,35 @@ class GrpcWorkerLink:
         except ServiceError as error:
             logger.warning("%s refused to release packs of %s: %s", worker.worker, job, error)
 
+    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        """The packs that a worker holds or decodes. Raises WorkerLostError, or what the worker
+        raised."""
+        keys: set[PackKey] = set()
+        async with self._stub(worker) as stub:
+            call = stub.Held(
+                worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
+            )
+            async for message in call:
+                keys.update(map(wire.pack_key_from_proto, message.packs))
+        return frozenset(keys)
+
     async def close(self) -> None:
         """Close all channels; calls in flight are cancelled."""
         lines, self._lines = self._lines, {}
         for line in lines.values():
             await line.channel.close()
+
+    async def _answers(self, worker: WorkerInfo) -> bool:
+        """Whether the worker says, over a connection of its own, that it serves."""
+        async with self._channel(worker.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(
+                    health_pb2.HealthCheckRequest(service=SERVICE), timeout=self._answer_timeout_s
+                )
+            except grpc.aio.AioRpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     @contextlib.asynccontextmanager
     async def _stub(self, worker: WorkerInfo) -> AsyncIterator["worker_pb2_grpc.WorkerAsyncStub"]:
@@ -109,7 +152,9 @@ class GrpcWorkerLink:
         return line
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        options = channel_options(MESSAGE_LIMIT_BYTES)
-        if self._credentials is None:
+        options = channel_options(MESSAGE_LIMIT_BYTES, self._keepalive)
+        if self._tls is None:
             return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self._credentials, options=options)
+        # Read anew for each channel: certificates are renewed.
+        credentials = self._tls.credentials()
+        return grpc.aio.secure_channel(address, credentials, options=options + self._tls.options)

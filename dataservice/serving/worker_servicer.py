@@ -21,6 +21,9 @@ from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_hea
 
 logger = logging.getLogger(__name__)
 
+# About 200 bytes each; a message holds 4 MiB.
+NAMES_IN_A_MESSAGE = 4096
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -56,6 +59,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             check_command(context.invocation_metadata() or (), self._secret)
             self._host.release([wire.pack_key_from_proto(key) for key in request.packs])
         return worker_pb2.ReleaseResponse()
+
+    async def Held(
+        self, request: worker_pb2.HeldRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.HeldPacks]:
+        """Name every pack that was ordered here and not released."""
+        async with answered(context, "Held"):
+            check_command(context.invocation_metadata() or (), self._secret)
+            held = self._host.held()
+            for start in range(0, len(held), NAMES_IN_A_MESSAGE):
+                keys = held[start : start + NAMES_IN_A_MESSAGE]
+                yield worker_pb2.HeldPacks(packs=map(wire.pack_key_to_proto, keys))
 
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context

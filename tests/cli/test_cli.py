@@ -113,6 +113,8 @@ def test_every_command_explains_itself_with_an_example(cli, words):
         (("explain", "job"), "Missing option '--step'"),
         (("explain", "job", "--step", "-1"), "greater than or equal to 0"),
         (("explain", "job", "--step", "three"), "valid integer"),
+        (("job", "skip", "job"), "Missing argument"),
+        (("job", "replay", "job"), "Missing option '--steps'"),
         (("index", "job.yaml", "--processes", "0"), "greater than or equal to 1"),
     ],
 )
@@ -150,6 +152,10 @@ def test_a_job_file_that_is_no_mapping_is_refused_with_the_place(cli, tmp_path, 
         ({"plan": {"memory_tokens": 0}}, ["memory_tokens is 0; it must be at least 1"]),
         ({"batch": {"samples": 3, "tokens": 4}}, ["samples=3, tokens=4; give exactly one"]),
         ({"job": "a/b"}, ["job: ", "'a/b'"]),
+        (
+            {"error_budget": {"rate": 2}},
+            ["error_budget", "rate is 2.0; it must be from 0 to 1"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -222,7 +228,7 @@ def test_a_state_directory_that_cannot_be_written_is_refused(cli, tmp_path):
 def test_a_damaged_state_file_is_refused_and_left_as_it_is(cli, tmp_path):
     damaged = b"not a database" * 100
     (tmp_path / "state.db").write_bytes(damaged)
-    says(serve(cli, tmp_path), "state.db", "The file is damaged: move it", "restore a backup")
+    says(serve(cli, tmp_path), "state.db", "The file is damaged", "left as it is", "start anew")
     assert (tmp_path / "state.db").read_bytes() == damaged
 
 

@@ -1,8 +1,9 @@
 """A job in memory: lengths of a long-tailed mixture, a store, and workers that only keep books."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,12 @@ class Books:
             self.alive[self.alive.index(worker)] = f"w{self.started}"
             self.started += 1
 
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None:
+        for worker in workers:
+            await self.replace(worker)
+
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
         await asyncio.sleep(0)
         if worker.worker in self.deaf or worker.worker not in self.alive:
@@ -103,7 +110,11 @@ class Books:
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         for key in packs:
-            self.held.pop(key, None)
+            if self.held.get(key) == worker.worker:
+                del self.held[key]
+
+    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        return frozenset(key for key, name in self.held.items() if name == worker.worker)
 
 
 def make_coordinator(
@@ -111,7 +122,9 @@ def make_coordinator(
     books: Books,
     *setups: JobSetup,
     timeout_s: float = 5.0,
+    idle_release_s: float = 60.0,
     metrics: Metrics | None = None,
+    **more: Any,
 ) -> Coordinator:
     """A coordinator that knows how to open these jobs; their job file is their name."""
     known = {setup.record.name: setup for setup in setups}
@@ -119,9 +132,11 @@ def make_coordinator(
         store=store,
         pool=books,
         link=books,
-        read_job=lambda text, _base: known[text].record,
+        read_job=lambda text, _base, _team: known[text].record,
         open_job=lambda record: known[record.name],
         ticket_secret=b"secret",
         attempt_timeout_s=timeout_s,
+        idle_release_s=idle_release_s,
         metrics=metrics,
+        **more,
     )

@@ -1,10 +1,6 @@
 """A real service in its own process, and trainer ranks as threads that read from it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,75 +12,11 @@ from typing import Any
 
 import yaml
 
-from trainer_client import Shard, ShardDataset
+from soak.service import ServiceProcess, dataservice
+from trainer_client import Shard, ShardDataset, Tls
 from trainer_client.parts import EVERYTHING
 
-START_LIMIT_S = 90.0
-
-
-@dataclass
-class ServiceProcess:
-    """`dataservice serve`, started and stopped as an operator would, or killed."""
-
-    home: Path
-    pool: str = "local"
-    flags: tuple[str, ...] = ()
-    address: str = ""
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def log(self) -> Path:
-        return self.home / "service.log"
-
-    def start(self) -> "ServiceProcess":
-        listen = self.address or "127.0.0.1:0"
-        arguments = ["serve", "--listen", listen, "--state-dir", str(self.home / "state")]
-        arguments += ["--pool", self.pool, *self.flags]
-        with self.log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dataservice.cli.main", *arguments],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-            )
-        deadline_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline_s and self.process.poll() is None:
-            for line in self.log.read_text().splitlines():
-                if line.startswith("serving at "):
-                    self.address = line.split()[2]
-                    return self
-            time.sleep(0.05)
-        self.kill()
-        raise AssertionError(f"the service did not start:\n{self.log.read_text()}")
-
-    def stop(self) -> None:
-        """SIGTERM, as Kubernetes does; it must end by itself and cleanly."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(timeout=30) == 0, self.log.read_text()
-
-    def kill(self) -> None:
-        """SIGKILL: no goodbye."""
-        assert self.process is not None
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(timeout=30)
-
-    def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """`dataservice ARGUMENTS --service <this one>`."""
-        return dataservice(*arguments, "--service", self.address, check=check)
-
-
-def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dataservice.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-        timeout=120,
-    )
-    assert not check or done.returncode == 0, done.stderr
-    return done
+__all__ = ["Ranks", "ServiceProcess", "dataservice", "explained", "job_file", "serving", "wait_for"]
 
 
 @contextmanager
@@ -95,7 +27,7 @@ def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServicePro
     try:
         yield service
     finally:
-        service.kill()
+        service.end()
 
 
 def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> Path:
@@ -115,10 +47,15 @@ class Ranks:
     address: str
     world_size: int
     job: str = "job"
+    token: str | None = None
+    token_file: Path | None = None
+    tls: Tls | None = None
+    connect_timeout_s: float = 20.0
     shards: dict[int, list[Shard]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     state: dict[str, str | int] | None = None
     steps_done: int = 0
+    stopping: bool = False
     pace_s: float = 0.0
     measured_s: float | None = None
     parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
@@ -152,8 +89,11 @@ class Ranks:
                 job=self.job,
                 rank=rank,
                 world_size=self.world_size,
+                token=self.token,
+                token_file=self.token_file,
+                tls=self.tls,
                 parts=self.parts_of(rank),
-                connect_timeout_s=20.0,
+                connect_timeout_s=self.connect_timeout_s,
                 timeout_s=60.0,
             ) as dataset:
                 if state is not None:
@@ -164,7 +104,8 @@ class Ranks:
                     dataset.commit(shard.step, measured_s=self.measured_s)
                     if rank == 0:
                         self.steps_done = shard.step + 1
-                    if stop_after is not None and shard.step + 1 >= stop_after:
+                    done = stop_after is not None and shard.step + 1 >= stop_after
+                    if done or self.stopping:
                         break
                 if rank == 0:
                     self.state = dataset.state_dict()

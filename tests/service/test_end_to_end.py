@@ -96,10 +96,10 @@ def _print(item):
 
 
 def _decoder(setup):
-    from dataservice.app import _decoder_of, _reader_of
+    from dataservice.job_pipeline import decoder_of, reader_of
 
-    reader = _reader_of(setup.pipeline)
-    pipeline: Pipeline = _decoder_of({}, setup.pipeline)
+    reader = reader_of(setup.pipeline)
+    pipeline: Pipeline = decoder_of({}, setup.pipeline)
 
     def decode(sample):
         ref, lengths = setup.catalog.details(np.array([sample]))[0]

@@ -78,7 +78,7 @@ def test_the_metrics_agree_with_what_the_job_did(watched):
 def test_no_label_grows_with_the_length_of_the_run(watched):
     _, series, _, _ = watched
     labels = {name for _, pairs in series for name, _ in pairs}
-    assert labels <= {"job", "source", "stage", "degree", "worker", "le"}
+    assert labels <= {"job", "team", "source", "stage", "phase", "degree", "worker", "le"}
 
 
 def test_every_log_line_is_json_and_says_what_it_is_about(watched):

@@ -15,7 +15,7 @@ from dataservice.core.errors import (
     RankClaimedError,
     SpecError,
 )
-from dataservice.core.job import CostRecord, JobRecord, LedgerEntry
+from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
 from dataservice.core.orders import (
     FeatureRoutes,
     ItemsOfPack,
@@ -39,9 +39,21 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.tickets import sign_ticket
-from dataservice.engine.api import EndOfData, JobStatus, SessionOpened, StepExplanation
+from dataservice.core.topology import Topology
+from dataservice.engine.api import (
+    EndOfData,
+    JobStatus,
+    ReplayedStep,
+    SessionOpened,
+    SkippedSteps,
+    StepExplanation,
+    StepFate,
+    WorkerStatus,
+)
 from dataservice.serving.server import serve_coordinator, serve_worker
 from dataservice.workers.host import DecodingHost
+from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.thread_decoders import ThreadDecoders
 
 SECRET = b"a secret of 32 bytes for testing"
 WORKER = "worker-0.1"
@@ -183,13 +195,15 @@ class CoordinatorInMemory:
         self.closed = []
         self.committed = []
         self.recosted = []
+        self.skips = []
         self.failed_workers = []
+        self.slow_workers = []
         self.wanted = []
         self.ended = {}
         self.world_complete = asyncio.Event()
         self.world_complete.set()
 
-    async def submit(self, spec_yaml, base_directory):
+    async def submit(self, spec_yaml, base_directory, *, team="", max_jobs=None):
         if ":" not in spec_yaml:
             raise SpecError(f"job file {spec_yaml!r} is not YAML with a name.")
         name = spec_yaml.split(":")[1].strip()
@@ -242,8 +256,36 @@ class CoordinatorInMemory:
         )
         keys = ("s/a", "s/b", "s/c")
         return StepExplanation(
-            entry=entry, plan=plan, sample_keys=keys, quarantined=("s/b: truncated",)
+            attempt=entry.attempt,
+            cursor=Cursor(step=step),
+            topology=Topology(world_size=4, ranks_per_replica=2),
+            plan=plan,
+            sample_keys=keys,
+            quarantined=("s/b: truncated",),
+            fates=(StepFate(attempt=1, fate="skipped"), StepFate(attempt=7, fate="committed")),
+            entry=None if attempt == 1 else entry,
+            skipped_by=self.skips[0] if attempt == 1 else None,
         )
+
+    async def replay(self, job, first_step, last_step, attempt):
+        await self.job(job)
+        for step in range(first_step, last_step + 1):
+            digest = make_plan(step).digest
+            yield ReplayedStep(
+                step=step, attempt=attempt or 7, ledger_digest=digest, plan_digest=digest
+            )
+
+    async def skip(self, job, ranges, action):
+        await self.job(job)
+        made = [
+            SkipRecord(
+                job=job, number=n, first_step=first, last_step=last, action=action,
+                from_attempt=2, recorded_unix_s=3.5,
+            )
+            for n, (first, last) in enumerate(ranges, start=1)
+        ]  # fmt: skip
+        self.skips += made
+        return made
 
     async def open_session(self, *, job, rank, world_size, cursor, client, rejoin_attempt):
         if job == "explode":
@@ -268,14 +310,28 @@ class CoordinatorInMemory:
 
     def close_session(self, session):
         self.closed.append(session)
-        del self.claims[int(session.split("/")[1])]
+        del self.claims[int(session.rpartition("/")[2])]
 
-    async def shard(self, session, step, *, received_step, failed_workers, wanted):
+    async def workers(self):
+        info = WorkerInfo(worker=WORKER, address="a:1", slots=2, state="draining")
+        return [WorkerStatus(info=info, packs=3, outstanding_tokens=7.5)]
+
+    async def restart_workers(self, workers):
+        if workers not in ((), (WORKER,)):
+            raise NotFoundError(f"there is no worker {workers[0]}; there are {WORKER}.")
+        return [WORKER]
+
+    async def shard(self, session, step, *, received_step, failed_workers, slow_workers, wanted):
+        self.slow_workers.append(slow_workers)
+        if not session:
+            raise NotFoundError("no such session.")
         self.failed_workers.append(failed_workers)
         self.wanted.append(wanted)
         if step >= 10:
             return EndOfData(steps=10)
-        return make_shard(rank=int(session.split("/")[1]), step=step), make_plan(step)
+        if any(skip.first_step <= step <= skip.last_step for skip in self.skips):
+            return SkippedSteps(next_step=max(skip.last_step for skip in self.skips) + 1)
+        return make_shard(rank=int(session.rpartition("/")[2]), step=step), make_plan(step)
 
     async def commit(self, session, step, *, measured_s=None):
         self.committed.append(
@@ -288,6 +344,11 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
+def make_host(pipeline):
+    factory = PipelineFactory(reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline)
+    return DecodingHost(ThreadDecoders(factory, slots=2))
+
+
 @pytest.fixture
 def make():
     """The builders above, for tests that cannot import this file."""
@@ -297,11 +358,7 @@ def make():
         ticket = staticmethod(make_ticket)
         plan = staticmethod(make_plan)
         shard = staticmethod(make_shard)
-        host = staticmethod(
-            lambda pipeline: DecodingHost(
-                reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline, slots=2
-            )
-        )
+        host = staticmethod(make_host)
         pipeline = TinyPipeline
         until = staticmethod(until)
         secret = SECRET
@@ -313,7 +370,7 @@ def make():
 @pytest.fixture
 async def host():
     pipeline = TinyPipeline()
-    host = DecodingHost(reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline, slots=2)
+    host = make_host(pipeline)
     yield host
     host.close()
 

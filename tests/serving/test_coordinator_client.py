@@ -1,5 +1,7 @@
 import asyncio
 import socket
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +16,13 @@ async def client(coordinator):
     """The blocking client, each call made in a thread so that the server's loop turns."""
     blocking = CoordinatorClient(coordinator, timeout_s=30)
 
+    def ask(name, args, named):
+        answer = getattr(blocking, name)(*args, **named)
+        return list(answer) if isinstance(answer, Iterator) else answer
+
     class InThread:
         def __getattr__(self, name):
-            return lambda *args, **named: asyncio.to_thread(getattr(blocking, name), *args, **named)
+            return lambda *args, **named: asyncio.to_thread(ask, name, args, named)
 
     yield InThread()
     await asyncio.to_thread(blocking.close)
@@ -41,12 +47,37 @@ async def test_a_step_is_explained_with_its_whole_plan(client, make):
     assert explained.plan.digest == explained.plan_digest == explained.ledger_plan_digest
     assert explained.plan.stages == make.plan().stages
     assert explained.cursor == Cursor(step=3).to_json()
-    assert (explained.committed, explained.world_size) == (True, 2)
+    assert (explained.committed, explained.world_size, explained.ranks_per_replica) == (True, 4, 2)
+    assert {fate.attempt: fate.fate for fate in explained.fates} == {1: "skipped", 7: "committed"}
+    assert (explained.as_recorded, explained.skipped_by) == (True, None)
+    assert not replace(explained, ledger_plan_digest="another").as_recorded
     assert explained.sample_keys == ("s/a", "s/b", "s/c")
     assert explained.quarantined == ("s/b: truncated",)
     assert (explained.cost_version, explained.measured_s) == ("v1", 0.75)
     other = await client.explain("vlm", 3, attempt=2)
     assert (other.attempt, other.measured_s) == (2, None)
+
+
+async def test_a_step_that_was_skipped_is_explained_by_its_record(client):
+    await client.submit("name: vlm", "")
+    (record,) = await client.skip("vlm", [(2, 5)])
+    assert (record.first_step, record.last_step, record.action) == (2, 5, "skip")
+    assert (record.from_attempt, record.job, record.recorded_unix_s) == (2, "vlm", 3.5)
+    explained = await client.explain("vlm", 3, attempt=1)
+    assert replace(explained.skipped_by, job="vlm") == record
+    assert explained.as_recorded
+    assert (explained.ledger_plan_digest, explained.committed) == ("", False)
+    (undone,) = await client.skip("vlm", [(2, 2)], "train")
+    assert undone.action == "train"
+
+
+async def test_a_range_is_replayed_step_by_step(client, make):
+    await client.submit("name: vlm", "")
+    steps = await client.replay("vlm", 3, 5)
+    assert [step.step for step in steps] == [3, 4, 5]
+    assert all(s.plan_digest == s.ledger_digest == make.plan(s.step).digest for s in steps)
+    with pytest.raises(NotFoundError, match="there is no job 'x'"):
+        await client.replay("x", 3, 5)
 
 
 async def test_other_costs_are_taken_from_a_step_on(client, api):

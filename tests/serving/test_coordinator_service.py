@@ -189,12 +189,17 @@ async def test_a_shard_comes_with_the_summary_of_its_step(stub, api, make):
     await session.read()
     answer = await stub.GetShard(
         coordinator_pb2.GetShardRequest(
-            session="vlm/1", step=5, received_step=4, failed_workers=["worker-0.1"]
+            session="vlm/1",
+            step=5,
+            received_step=4,
+            failed_workers=["worker-0.1"],
+            slow_workers=["worker-1.1"],
         )
     )
     assert wire.rank_shard_from_proto(answer.shard).rank == 1
     assert answer.shard.summary == wire.step_summary_to_proto(make.plan(5))
     assert api.failed_workers == [("worker-0.1",)]
+    assert api.slow_workers == [("worker-1.1",)]
     assert api.wanted == [WantedParts()]
     session.cancel()
 
@@ -239,6 +244,14 @@ async def test_the_end_of_the_data_says_how_many_steps_there_were(stub):
     answer = await stub.GetShard(coordinator_pb2.GetShardRequest(session="vlm/0", step=10))
     assert answer.WhichOneof("result") == "end_of_data"
     assert answer.end_of_data.steps == 10
+
+
+async def test_a_rank_that_asks_for_a_skipped_step_is_told_the_next(stub, api):
+    await api.submit("name: vlm", "")
+    await api.skip("vlm", [(3, 6)], "skip")
+    request = coordinator_pb2.GetShardRequest(session="vlm/0", step=4, received_step=2)
+    answer = await stub.GetShard(request)
+    assert (answer.WhichOneof("result"), answer.skipped.next_step) == ("skipped", 7)
 
 
 async def test_a_commit_reaches_the_engine(stub, api):

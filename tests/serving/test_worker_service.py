@@ -1,4 +1,5 @@
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from dataservice.core.errors import (
 from dataservice.core.orders import PartSpec
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire
+from dataservice.serving.channels import Keepalive
 from dataservice.serving.errors import error_of
 from dataservice.serving.server import serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
@@ -241,11 +243,127 @@ async def test_a_worker_that_is_not_there_is_lost_and_releasing_it_is_no_error(m
     await link.release(nobody, "vlm", [make.order().key])
 
 
-async def test_a_worker_that_does_not_finish_in_time_is_lost(make, worker, host):
-    link = GrpcWorkerLink(make.secret, prepare_timeout_s=0.001)
-    with pytest.raises(WorkerLostError, match="DEADLINE_EXCEEDED"):
-        await link.prepare(worker, make.order(samples=1, shapes=((40, 1000, 1000, 3),)))
+@pytest.fixture
+async def gated(make):
+    """A worker whose decoding waits at a gate: (where it serves, gate, decodes begun)."""
+    pipeline, gate, begun = make.pipeline(), threading.Event(), []
+    decode = pipeline.decode
+
+    def decode_behind_the_gate(raw, planned):
+        begun.append(raw.key)
+        assert gate.wait(30)
+        return decode(raw, planned)
+
+    pipeline.decode = decode_behind_the_gate
+    host = make.host(pipeline)
+    served = await serve_worker(
+        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, on_stopped=host.close
+    )
+    yield WorkerInfo(worker=make.worker, address=served.address, slots=2), gate, begun
+    gate.set()
+    await served.stop()
+
+
+async def test_a_worker_may_take_as_long_as_it_needs(make, gated):
+    info, gate, _ = gated
+    link = GrpcWorkerLink(make.secret, answer_timeout_s=0.2)
+    prepare = asyncio.create_task(link.prepare(info, make.order()))
+    done, _ = await asyncio.wait({prepare}, timeout=1.0)
+    assert not done
+    assert await link.ask_held(info) == {make.order().key}
+    gate.set()
+    assert (await prepare).key == make.order().key
     await link.close()
+
+
+@pytest.fixture
+async def cable():
+    """Lay a connection that can be cut: `await lay(address)` gives (address, cut)."""
+    open_writers = []
+
+    async def lay(address):
+        host, _, port = address.rpartition(":")
+
+        async def join(reader, writer):
+            try:
+                far_reader, far_writer = await asyncio.open_connection(host, int(port))
+                open_writers.extend([writer, far_writer])
+                await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+            except OSError:
+                pass
+
+        async def pump(reader, writer):
+            while data := await reader.read(65536):
+                writer.write(data)
+            writer.close()
+
+        def cut():
+            for writer in open_writers:
+                writer.transport.abort()
+
+        servers.append(await asyncio.start_server(join, "127.0.0.1", 0))
+        return f"127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}", cut
+
+    servers = []
+    yield lay
+    for server in servers:
+        server.close()
+    for writer in open_writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)
+
+
+async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, gated, cable):
+    info, gate, begun = gated
+    address, cut = await cable(info.address)
+    prepare = asyncio.create_task(link.prepare(replace(info, address=address), make.order()))
+    await make.until(lambda: len(begun) == 2)
+    cut()
+    await asyncio.sleep(0.1)
+    gate.set()
+    assert (await prepare).key == make.order().key
+    assert len(begun) == 2
+
+
+async def test_a_stopped_worker_is_lost_once_pings_stay_unanswered(make):
+    link = GrpcWorkerLink(
+        make.secret,
+        answer_timeout_s=0.5,
+        keepalive=Keepalive(interval_s=0.2, timeout_s=0.3),
+    )
+    command = [sys.executable, "-c", STANDALONE, make.secret.hex()]
+    with subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = (await asyncio.to_thread(process.stdout.readline)).strip()
+            info = WorkerInfo(worker=make.worker, address=address, slots=1)
+            prepare = asyncio.create_task(link.prepare(info, make.order()))
+            done, _ = await asyncio.wait({prepare}, timeout=1.5)
+            assert not done
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(WorkerLostError, match="does not answer"):
+                await asyncio.wait_for(prepare, 20)
+        finally:
+            process.kill()
+    await link.close()
+
+
+async def test_a_worker_tells_the_coordinator_alone_what_it_holds(make, worker, link, channel_to):
+    orders = [make.order(pack=pack) for pack in range(3)]
+    for order in orders:
+        await link.prepare(worker, order)
+    await link.release(worker, "vlm", [orders[1].key])
+    assert await link.ask_held(worker) == {orders[0].key, orders[2].key}
+    stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
+    with pytest.raises(grpc.aio.AioRpcError, match="only the coordinator"):
+        await stub.Held(worker_pb2.HeldRequest()).read()
+
+
+async def test_what_a_worker_holds_may_fill_many_messages(make, worker, host, link, monkeypatch):
+    keys = tuple(replace(make.order().key, pack=pack) for pack in range(10_000))
+    monkeypatch.setattr(host, "held", lambda: keys)
+    assert await link.ask_held(worker) == frozenset(keys)
 
 
 async def test_a_successor_at_the_same_address_is_reached_at_once(make, host):
@@ -294,6 +412,9 @@ import numpy as np
 from dataservice.serving.server import serve_worker
 
 class Host:
+    async def prepare(self, order):
+        await asyncio.Event().wait()
+
     async def items(self, key, items):
         return [np.zeros(256 * 2**20, dtype=np.uint8)]
 

@@ -191,13 +191,19 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.asks: list[coordinator_pb2.GetShardRequest] = []
         self.commits: list[int] = []
         self.measured_s: dict[int, float] = {}
+        self.phase_s: dict[int, dict[str, float]] = {}
         self.metadata: list[dict[str, str]] = []
         self.faults: dict[str, list[Fault]] = defaultdict(list)
         self.planned = threading.Event()  # clear it and no step is planned
         self.planned.set()
         self.changed = threading.Condition()
         self.addresses: dict[str, str] = {}
+        self.skipped: set[int] = set()
         self.edit: Callable[[coordinator_pb2.RankShard], None] = lambda shard: None
+
+    def next_of(self, step: int) -> int:
+        """The first step from this one on that is not skipped."""
+        return next(n for n in range(step, 99) if n not in self.skipped)
 
     # The methods that the client never calls.
     SubmitJob = ListJobs = DrainJob = DeleteJob = ExplainStep = None
@@ -238,6 +244,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         while not self.planned.wait(0.05):
             if not context.is_active():
                 return coordinator_pb2.GetShardResponse()
+        if request.step in self.skipped:
+            return coordinator_pb2.GetShardResponse(
+                skipped=coordinator_pb2.SkippedSteps(next_step=self.next_of(request.step))
+            )
         if request.step >= self.steps:
             return coordinator_pb2.GetShardResponse(
                 end_of_data=coordinator_pb2.EndOfData(steps=self.steps)
@@ -254,7 +264,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 spec.tensors.extend([] if spec.items else tensors)
             if not specs:
                 continue
-            holder = f"{name}-spare" if name in request.failed_workers else name
+            blamed = {*request.failed_workers, *request.slow_workers}
+            holder = f"{name}-spare" if name in blamed else name
             shard.tickets.add(worker=name, address=self.addresses[holder], parts=specs)
         self.edit(shard)
         return coordinator_pb2.GetShardResponse(shard=shard)
@@ -265,6 +276,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.commits.append(request.step)
         if request.HasField("measured_s"):
             self.measured_s[request.step] = request.measured_s
+            self.phase_s[request.step] = dict(request.phase_s)
         return coordinator_pb2.CommitStepResponse()
 
     def _claim(self, request, context) -> Claim:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from trainer_client import (
     BadArgument,
     CursorMismatch,
+    MalformedShard,
     MisuseError,
     RankOutOfRange,
     ShardDataset,
@@ -95,6 +96,32 @@ def test_asking_for_the_next_shard_commits_the_one_before(service):
     shards.close()
 
 
+@pytest.mark.parametrize(
+    ("skipped", "trained"),
+    [({0}, [1, 2, 3]), ({1, 2}, [0, 3]), ({2, 3}, [0, 1]), ({0, 1, 2, 3, 4}, [])],
+)
+def test_skipped_steps_are_passed_over_wherever_they_lie(service, skipped, trained):
+    service.coordinator.skipped = skipped
+    dataset = service.dataset()
+    assert [shard.step for shard in dataset] == trained
+    assert service.coordinator.commits == trained
+    state = dataset.state_dict()
+    assert state["step"] == (trained[-1] + 1 if trained else 0)
+    received = {ask.step: ask.received_step for ask in service.coordinator.asks}
+    assert all(received[step] == step - 1 for step in trained)
+
+    again = service.dataset()
+    again.load_state_dict(state)
+    assert list(again) == []
+
+
+def test_an_answer_that_is_none_is_not_taken_for_the_end_of_the_data(service):
+    service.coordinator.skipped = {0}
+    service.coordinator.next_of = lambda step: step
+    with pytest.raises(MalformedShard, match="step 0 was asked for"):
+        next(iter(service.dataset()))
+
+
 def test_the_end_of_the_data_commits_the_last_step_and_yields_nothing_more(service):
     dataset = service.dataset()
     list(dataset)
@@ -156,9 +183,10 @@ def test_measured_seconds_go_with_the_commit_of_their_own_step(service):
     dataset = service.dataset()
     for shard in dataset:
         if shard.step in (1, 3):  # 0 and 2 are committed with them, or by asking for the next
-            dataset.commit(shard.step, measured_s=0.5 + shard.step)
+            dataset.commit(shard.step, measured_s=0.5 + shard.step, phase_s={"exchange": 0.25})
     assert service.coordinator.commits == [0, 1, 2, 3]
     assert service.coordinator.measured_s == {1: 1.5, 3: 3.5}
+    assert service.coordinator.phase_s == {step: {"exchange": 0.25} for step in (1, 3)}
 
 
 def test_a_shard_that_was_not_committed_comes_again(service):

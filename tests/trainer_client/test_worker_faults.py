@@ -1,5 +1,7 @@
 """Workers die, stall, refuse and send wrong bytes; the shard still comes whole, or an error."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -68,7 +70,11 @@ def test_a_part_that_stays_corrupt_stops_training_by_name(service):
 def test_a_worker_that_stops_sending_is_given_up(service):
     service.workers["w0"].release.clear()
     check(service, iter(service.dataset(stall_timeout_s=0.5)))
-    assert named(service) == [[], ["w0"]]
+    assert named(service) == [[], []]  # it may be decoding still: it is named as slow
+    assert [list(ask.slow_workers) for ask in service.coordinator.asks if ask.step == 0] == [
+        [],
+        ["w0"],
+    ]
 
 
 def test_workers_that_never_deliver_stop_training_with_the_last_reason(service):
@@ -77,6 +83,28 @@ def test_workers_that_never_deliver_stop_training_with_the_last_reason(service):
     with pytest.raises(WorkerUnreachable, match=r"step 0: 3 parts did not come .* worker w") as e:
         next(iter(service.dataset(timeout_s=0.5)))
     assert "refused" in str(e.value)
+    assert "failed or silent: w" in str(e.value)
+
+
+class ByTheClock(list):
+    """After how many messages a worker's stream breaks, by the seconds since the first call."""
+
+    def __init__(self, script):
+        super().__init__([None])
+        self.script, self.began_s = script, None
+
+    def pop(self, _place):
+        self.began_s = self.began_s or time.monotonic()
+        spent_s = time.monotonic() - self.began_s
+        return next(after for until_s, after in self.script if spent_s < until_s)
+
+
+def test_the_deadline_is_for_the_next_part_and_not_for_all_of_a_step(service, monkeypatch):
+    monkeypatch.setattr("trainer_client.backoff.LONGEST_WAIT_S", 0.05)
+    # No part, then the first of two, then both: each in less than the deadline, not together.
+    script = ByTheClock([(1.2, 1), (2.4, 3), (99.0, None)])
+    service.workers["w0"].drop_after = service.workers["w0-spare"].drop_after = script
+    check(service, iter(service.dataset(timeout_s=1.8, prefetch_steps=1)))
 
 
 def test_a_loop_is_left_at_once_while_a_worker_is_silent(service):

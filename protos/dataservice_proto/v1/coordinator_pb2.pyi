@@ -75,6 +75,7 @@ class JobInfo(_message.Message):
     COMMITTED_STEP_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SKIPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -88,6 +89,10 @@ class JobInfo(_message.Message):
     """-1 before the first"""
     quarantined: _builtins.int
     created_unix_s: _builtins.float
+    @_builtins.property
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___SkippedRange]:
+        """by number; of those that name a step the last counts"""
+
     def __init__(
         self,
         *,
@@ -102,10 +107,11 @@ class JobInfo(_message.Message):
         committed_step: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         created_unix_s: _builtins.float = ...,
+        skips: _abc.Iterable[Global___SkippedRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "spec_json", b"spec_json", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,6 +312,9 @@ class ExplainStepResponse(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     COST_VERSION_FIELD_NUMBER: _builtins.int
     MEASURED_S_FIELD_NUMBER: _builtins.int
+    RANKS_PER_REPLICA_FIELD_NUMBER: _builtins.int
+    FATES_FIELD_NUMBER: _builtins.int
+    SKIPPED_BY_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     plan_json: _builtins.str
     plan_digest: _builtins.str
@@ -319,6 +328,7 @@ class ExplainStepResponse(_message.Message):
     """as recorded when the step was first planned"""
     measured_s: _builtins.float
     """absent: no rank has told"""
+    ranks_per_replica: _builtins.int
     @_builtins.property
     def sample_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """source/key, aligned with the plan's samples"""
@@ -326,6 +336,14 @@ class ExplainStepResponse(_message.Message):
     @_builtins.property
     def quarantined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"source/key: reason" """
+
+    @_builtins.property
+    def fates(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepFate]:
+        """of every attempt that came to the step"""
+
+    @_builtins.property
+    def skipped_by(self) -> Global___SkippedRange:
+        """present: the attempt skipped the step, and no ledger has it"""
 
     def __init__(
         self,
@@ -341,16 +359,330 @@ class ExplainStepResponse(_message.Message):
         quarantined: _abc.Iterable[_builtins.str] | None = ...,
         cost_version: _builtins.str = ...,
         measured_s: _builtins.float | None = ...,
+        ranks_per_replica: _builtins.int = ...,
+        fates: _abc.Iterable[Global___StepFate] | None = ...,
+        skipped_by: Global___SkippedRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "skipped_by", b"skipped_by"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "attempt", b"attempt", "committed", b"committed", "cost_version", b"cost_version", "cursor", b"cursor", "ledger_plan_digest", b"ledger_plan_digest", "measured_s", b"measured_s", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "sample_keys", b"sample_keys", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "attempt", b"attempt", "committed", b"committed", "cost_version", b"cost_version", "cursor", b"cursor", "fates", b"fates", "ledger_plan_digest", b"ledger_plan_digest", "measured_s", b"measured_s", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "ranks_per_replica", b"ranks_per_replica", "sample_keys", b"sample_keys", "skipped_by", b"skipped_by", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
     _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
 
 Global___ExplainStepResponse: _TypeAlias = ExplainStepResponse  # noqa: Y015
+
+@_typing.final
+class StepFate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    fate: _builtins.str
+    """planned, committed or skipped"""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        fate: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fate", b"fate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepFate: _TypeAlias = StepFate  # noqa: Y015
+
+@_typing.final
+class ReplayStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    first_step: _builtins.int
+    last_step: _builtins.int
+    """included"""
+    attempt: _builtins.int
+    """0: the newest attempt that has each step"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_step", b"first_step", "job", b"job", "last_step", b"last_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayStepsRequest: _TypeAlias = ReplayStepsRequest  # noqa: Y015
+
+@_typing.final
+class ReplayedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    LEDGER_PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    attempt: _builtins.int
+    skipped: _builtins.bool
+    """then without digests"""
+    ledger_plan_digest: _builtins.str
+    plan_digest: _builtins.str
+    """of the plan made again"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        skipped: _builtins.bool = ...,
+        ledger_plan_digest: _builtins.str = ...,
+        plan_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ledger_plan_digest", b"ledger_plan_digest", "plan_digest", b"plan_digest", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayedStep: _TypeAlias = ReplayedStep  # noqa: Y015
+
+@_typing.final
+class StepRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    last_step: _builtins.int
+    """included"""
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "last_step", b"last_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRange: _TypeAlias = StepRange  # noqa: Y015
+
+@_typing.final
+class SkipStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    undo: _builtins.bool
+    """train them after all"""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRange]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        ranges: _abc.Iterable[Global___StepRange] | None = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "ranges", b"ranges", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkipStepsRequest: _TypeAlias = SkipStepsRequest  # noqa: Y015
+
+@_typing.final
+class SkipStepsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SKIPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___SkippedRange]:
+        """as recorded"""
+
+    def __init__(
+        self,
+        *,
+        skips: _abc.Iterable[Global___SkippedRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skips", b"skips"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkipStepsResponse: _TypeAlias = SkipStepsResponse  # noqa: Y015
+
+@_typing.final
+class SkippedRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    FROM_ATTEMPT_FIELD_NUMBER: _builtins.int
+    RECORDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    first_step: _builtins.int
+    last_step: _builtins.int
+    """included"""
+    action: _builtins.str
+    """skip, or train: after all"""
+    from_attempt: _builtins.int
+    """attempts before this one are not changed"""
+    recorded_unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        action: _builtins.str = ...,
+        from_attempt: _builtins.int = ...,
+        recorded_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "first_step", b"first_step", "from_attempt", b"from_attempt", "last_step", b"last_step", "number", b"number", "recorded_unix_s", b"recorded_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkippedRange: _TypeAlias = SkippedRange  # noqa: Y015
+
+@_typing.final
+class ListWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersRequest: _TypeAlias = ListWorkersRequest  # noqa: Y015
+
+@_typing.final
+class ListWorkersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class WorkerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    address: _builtins.str
+    slots: _builtins.int
+    state: _builtins.str
+    """serving, silent or draining"""
+    packs: _builtins.int
+    """decoded or being decoded"""
+    outstanding_tokens: _builtins.float
+    """of those that are not decoded"""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        address: _builtins.str = ...,
+        slots: _builtins.int = ...,
+        state: _builtins.str = ...,
+        packs: _builtins.int = ...,
+        outstanding_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "outstanding_tokens", b"outstanding_tokens", "packs", b"packs", "slots", b"slots", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class RestartWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none: all"""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
+
+@_typing.final
+class RestartWorkersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those that will be replaced"""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersResponse: _TypeAlias = RestartWorkersResponse  # noqa: Y015
 
 @_typing.final
 class OpenSessionRequest(_message.Message):
@@ -396,20 +728,24 @@ class SessionEvent(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     START_STEP_FIELD_NUMBER: _builtins.int
+    REPORT_EVERY_S_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     session: _builtins.str
     """names this claim in GetShard and CommitStep"""
     start_step: _builtins.int
+    report_every_s: _builtins.float
+    """0: do not"""
     def __init__(
         self,
         *,
         attempt: _builtins.int = ...,
         session: _builtins.str = ...,
         start_step: _builtins.int = ...,
+        report_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "session", b"session", "start_step", b"start_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "report_every_s", b"report_every_s", "session", b"session", "start_step", b"start_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,6 +760,7 @@ class GetShardRequest(_message.Message):
     RECEIVED_STEP_FIELD_NUMBER: _builtins.int
     FAILED_WORKERS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    SLOW_WORKERS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     received_step: _builtins.int
@@ -436,6 +773,10 @@ class GetShardRequest(_message.Message):
     def wanted(self) -> Global___WantedParts:
         """absent: everything"""
 
+    @_builtins.property
+    def slow_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """workers from which nothing came for a while"""
+
     def __init__(
         self,
         *,
@@ -444,10 +785,11 @@ class GetShardRequest(_message.Message):
         received_step: _builtins.int = ...,
         failed_workers: _abc.Iterable[_builtins.str] | None = ...,
         wanted: Global___WantedParts | None = ...,
+        slow_workers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "slow_workers", b"slow_workers", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -490,25 +832,50 @@ class GetShardResponse(_message.Message):
 
     SHARD_FIELD_NUMBER: _builtins.int
     END_OF_DATA_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def shard(self) -> Global___RankShard: ...
     @_builtins.property
     def end_of_data(self) -> Global___EndOfData: ...
+    @_builtins.property
+    def skipped(self) -> Global___SkippedSteps: ...
     def __init__(
         self,
         *,
         shard: Global___RankShard | None = ...,
         end_of_data: Global___EndOfData | None = ...,
+        skipped: Global___SkippedSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_of_data", b"end_of_data", "result", b"result", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_of_data", b"end_of_data", "result", b"result", "shard", b"shard", "skipped", b"skipped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_of_data", b"end_of_data", "result", b"result", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_of_data", b"end_of_data", "result", b"result", "shard", b"shard", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["shard", "end_of_data"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["shard", "end_of_data", "skipped"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___GetShardResponse: _TypeAlias = GetShardResponse  # noqa: Y015
+
+@_typing.final
+class SkippedSteps(_message.Message):
+    """This attempt skips the step: ask for the next that it trains."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    next_step: _builtins.int
+    def __init__(
+        self,
+        *,
+        next_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_step", b"next_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkippedSteps: _TypeAlias = SkippedSteps  # noqa: Y015
 
 @_typing.final
 class EndOfData(_message.Message):
@@ -790,23 +1157,49 @@ Global___ItemsOfPack: _TypeAlias = ItemsOfPack  # noqa: Y015
 class CommitStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PhaseSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SESSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     MEASURED_S_FIELD_NUMBER: _builtins.int
+    PHASE_S_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     measured_s: _builtins.float
     """this rank's forward, backward and sum of gradients"""
+    @_builtins.property
+    def phase_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What they went to, by phase: "vision_forward", "llm_backward", "exchange", "gradients", ...."""
+
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         step: _builtins.int = ...,
         measured_s: _builtins.float | None = ...,
+        phase_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "phase_s", b"phase_s", "session", b"session", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
     _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
@@ -828,3 +1221,323 @@ class CommitStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitStepResponse: _TypeAlias = CommitStepResponse  # noqa: Y015
+
+@_typing.final
+class ReportRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    WAITING_S_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    step: _builtins.int
+    """in hand; -1 before the first"""
+    steps: _builtins.int
+    """begun since the dataset is iterated"""
+    waited_s: _builtins.float
+    """for data, before the steps begun; without the first"""
+    waiting_s: _builtins.float
+    """for the next step's data until now; 0: not waiting"""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        step: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        waited_s: _builtins.float = ...,
+        waiting_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step", "steps", b"steps", "waited_s", b"waited_s", "waiting_s", b"waiting_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class ReportResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
+
+@_typing.final
+class GetHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """empty: all jobs of the caller's team"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHealthRequest: _TypeAlias = GetHealthRequest  # noqa: Y015
+
+@_typing.final
+class GetHealthResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobHealth]: ...
+    @_builtins.property
+    def fleet(self) -> Global___FleetHealth: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobHealth] | None = ...,
+        fleet: Global___FleetHealth | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHealthResponse: _TypeAlias = GetHealthResponse  # noqa: Y015
+
+@_typing.final
+class JobHealth(_message.Message):
+    """The words and units are those of dataservice/core/health.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    MISSING_RANKS_FIELD_NUMBER: _builtins.int
+    FORMING_S_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    PLANNED_STEP_FIELD_NUMBER: _builtins.int
+    READY_STEPS_FIELD_NUMBER: _builtins.int
+    DECODED_STEPS_FIELD_NUMBER: _builtins.int
+    WINDOW_STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    PLAN_S_FIELD_NUMBER: _builtins.int
+    SHARE_SLOTS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    REPORT_EVERY_S_FIELD_NUMBER: _builtins.int
+    STEPS_PER_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_S_FIELD_NUMBER: _builtins.int
+    PLAN_GAP_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    attempt: _builtins.int
+    world_size: _builtins.int
+    forming_s: _builtins.float
+    draining: _builtins.bool
+    ended: _builtins.bool
+    committed_step: _builtins.int
+    planned_step: _builtins.int
+    ready_steps: _builtins.int
+    decoded_steps: _builtins.int
+    window_steps: _builtins.int
+    steps: _builtins.int
+    step_s: _builtins.float
+    plan_s: _builtins.float
+    share_slots: _builtins.float
+    failure: _builtins.str
+    report_every_s: _builtins.float
+    steps_per_s: _builtins.float
+    samples_per_s: _builtins.float
+    plan_gap: _builtins.float
+    @_builtins.property
+    def missing_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankHealth]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceHealth]: ...
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        missing_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        forming_s: _builtins.float = ...,
+        draining: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
+        committed_step: _builtins.int = ...,
+        planned_step: _builtins.int = ...,
+        ready_steps: _builtins.int = ...,
+        decoded_steps: _builtins.int = ...,
+        window_steps: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        plan_s: _builtins.float = ...,
+        share_slots: _builtins.float = ...,
+        ranks: _abc.Iterable[Global___RankHealth] | None = ...,
+        sources: _abc.Iterable[Global___SourceHealth] | None = ...,
+        failure: _builtins.str = ...,
+        report_every_s: _builtins.float = ...,
+        steps_per_s: _builtins.float = ...,
+        samples_per_s: _builtins.float = ...,
+        plan_gap: _builtins.float = ...,
+        findings: _abc.Iterable[Global___Finding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobHealth: _TypeAlias = JobHealth  # noqa: Y015
+
+@_typing.final
+class RankHealth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    RECEIVED_STEP_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    QUIET_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    client: _builtins.str
+    live: _builtins.bool
+    received_step: _builtins.int
+    committed_step: _builtins.int
+    quiet_s: _builtins.float
+    wait_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        client: _builtins.str = ...,
+        live: _builtins.bool = ...,
+        received_step: _builtins.int = ...,
+        committed_step: _builtins.int = ...,
+        quiet_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "committed_step", b"committed_step", "live", b"live", "quiet_s", b"quiet_s", "rank", b"rank", "received_step", b"received_step", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankHealth: _TypeAlias = RankHealth  # noqa: Y015
+
+@_typing.final
+class SourceHealth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    USUAL_S_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    BUDGET_USED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    samples: _builtins.float
+    read_s: _builtins.float
+    decode_s: _builtins.float
+    usual_s: _builtins.float
+    quarantined: _builtins.int
+    budget_used: _builtins.float
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        samples: _builtins.float = ...,
+        read_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        usual_s: _builtins.float = ...,
+        quarantined: _builtins.int = ...,
+        budget_used: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_used", b"budget_used", "decode_s", b"decode_s", "quarantined", b"quarantined", "read_s", b"read_s", "samples", b"samples", "source", b"source", "usual_s", b"usual_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceHealth: _TypeAlias = SourceHealth  # noqa: Y015
+
+@_typing.final
+class FleetHealth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    WANTED_WORKERS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOTS_PER_WORKER_FIELD_NUMBER: _builtins.int
+    BUSY_SLOTS_FIELD_NUMBER: _builtins.int
+    WAITING_TEAMS_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    wanted_workers: _builtins.int
+    slots: _builtins.int
+    slots_per_worker: _builtins.int
+    busy_slots: _builtins.float
+    @_builtins.property
+    def waiting_teams(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        wanted_workers: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        slots_per_worker: _builtins.int = ...,
+        busy_slots: _builtins.float = ...,
+        waiting_teams: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slots", b"busy_slots", "slots", b"slots", "slots_per_worker", b"slots_per_worker", "waiting_teams", b"waiting_teams", "wanted_workers", b"wanted_workers", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetHealth: _TypeAlias = FleetHealth  # noqa: Y015
+
+@_typing.final
+class Finding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    severity: _builtins.str
+    """info, slow or stalled"""
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        severity: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["severity", b"severity", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finding: _TypeAlias = Finding  # noqa: Y015

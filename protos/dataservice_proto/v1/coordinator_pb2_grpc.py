@@ -74,6 +74,26 @@ class CoordinatorStub:
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepRequest.SerializeToString,
                 response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepResponse.FromString,
                 _registered_method=True)
+        self.ReplaySteps = channel.unary_stream(
+                '/dataservice_proto.v1.Coordinator/ReplaySteps',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayStepsRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayedStep.FromString,
+                _registered_method=True)
+        self.SkipSteps = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/SkipSteps',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsResponse.FromString,
+                _registered_method=True)
+        self.ListWorkers = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/ListWorkers',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
+                _registered_method=True)
+        self.RestartWorkers = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/RestartWorkers',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersResponse.FromString,
+                _registered_method=True)
         self.OpenSession = channel.unary_stream(
                 '/dataservice_proto.v1.Coordinator/OpenSession',
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.OpenSessionRequest.SerializeToString,
@@ -88,6 +108,16 @@ class CoordinatorStub:
                 '/dataservice_proto.v1.Coordinator/CommitStep',
                 request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
                 response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
+                _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/Report',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReportRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReportResponse.FromString,
+                _registered_method=True)
+        self.GetHealth = channel.unary_unary(
+                '/dataservice_proto.v1.Coordinator/GetHealth',
+                request_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthResponse.FromString,
                 _registered_method=True)
 
 
@@ -148,6 +178,34 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReplaySteps(self, request, context):
+        """Plan a range of steps again and compare each with the ledger.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SkipSteps(self, request, context):
+        """Have attempts that are yet to begin pass over steps, or train them after all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWorkers(self, request, context):
+        """The workers as they are now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartWorkers(self, request, context):
+        """Begin to replace workers, one after another, each once it holds nothing any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenSession(self, request, context):
         """Claim a rank. The first event comes once all ranks of the attempt have opened; the claim
         lasts as long as the stream does.
@@ -165,6 +223,20 @@ class CoordinatorServicer:
 
     def CommitStep(self, request, context):
         """This rank has trained the step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Report(self, request, context):
+        """This rank is alive, and how long it has waited for data. Every few seconds; may be lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHealth(self, request, context):
+        """What can be seen of running jobs, and who waits for whom in words.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,6 +285,26 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepRequest.FromString,
                     response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ExplainStepResponse.SerializeToString,
             ),
+            'ReplaySteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReplaySteps,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayStepsRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayedStep.SerializeToString,
+            ),
+            'SkipSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.SkipSteps,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsResponse.SerializeToString,
+            ),
+            'ListWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWorkers,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'RestartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersResponse.SerializeToString,
+            ),
             'OpenSession': grpc.unary_stream_rpc_method_handler(
                     servicer.OpenSession,
                     request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.OpenSessionRequest.FromString,
@@ -227,6 +319,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.CommitStep,
                     request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepRequest.FromString,
                     response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReportRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.ReportResponse.SerializeToString,
+            ),
+            'GetHealth': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHealth,
+                    request_deserializer=dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -456,6 +558,114 @@ class Coordinator:
             _registered_method=True)
 
     @staticmethod
+    def ReplaySteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/ReplaySteps',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayStepsRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ReplayedStep.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SkipSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/SkipSteps',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.SkipStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/ListWorkers',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/RestartWorkers',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.RestartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def OpenSession(request,
             target,
             options=(),
@@ -526,6 +736,60 @@ class Coordinator:
             '/dataservice_proto.v1.Coordinator/CommitStep',
             dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
             dataservice__proto_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/Report',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ReportRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHealth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataservice_proto.v1.Coordinator/GetHealth',
+            dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_coordinator__pb2.GetHealthResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,14 @@ class CoordinatorStub:
     """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]
     """Plan a step of the ledger again and give the whole plan."""
+    ReplaySteps: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ReplayStepsRequest, _coordinator_pb2.ReplayedStep]
+    """Plan a range of steps again and compare each with the ledger."""
+    SkipSteps: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SkipStepsRequest, _coordinator_pb2.SkipStepsResponse]
+    """Have attempts that are yet to begin pass over steps, or train them after all."""
+    ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
+    """The workers as they are now."""
+    RestartWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RestartWorkersRequest, _coordinator_pb2.RestartWorkersResponse]
+    """Begin to replace workers, one after another, each once it holds nothing any more."""
     OpenSession: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]
     """Claim a rank. The first event comes once all ranks of the attempt have opened; the claim
     lasts as long as the stream does.
@@ -55,6 +63,10 @@ class CoordinatorStub:
     """One rank's part of one step, with tickets. Waits until the step is planned."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]
     """This rank has trained the step."""
+    Report: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]
+    """This rank is alive, and how long it has waited for data. Every few seconds; may be lost."""
+    GetHealth: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetHealthRequest, _coordinator_pb2.GetHealthResponse]
+    """What can be seen of running jobs, and who waits for whom in words."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -73,6 +85,14 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Plan a step of the ledger again and give the whole plan."""
+    ReplaySteps: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ReplayStepsRequest, _coordinator_pb2.ReplayedStep]  # type: ignore[assignment]
+    """Plan a range of steps again and compare each with the ledger."""
+    SkipSteps: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SkipStepsRequest, _coordinator_pb2.SkipStepsResponse]  # type: ignore[assignment]
+    """Have attempts that are yet to begin pass over steps, or train them after all."""
+    ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    """The workers as they are now."""
+    RestartWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RestartWorkersRequest, _coordinator_pb2.RestartWorkersResponse]  # type: ignore[assignment]
+    """Begin to replace workers, one after another, each once it holds nothing any more."""
     OpenSession: _aio.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]  # type: ignore[assignment]
     """Claim a rank. The first event comes once all ranks of the attempt have opened; the claim
     lasts as long as the stream does.
@@ -81,6 +101,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """One rank's part of one step, with tickets. Waits until the step is planned."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]  # type: ignore[assignment]
     """This rank has trained the step."""
+    Report: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]  # type: ignore[assignment]
+    """This rank is alive, and how long it has waited for data. Every few seconds; may be lost."""
+    GetHealth: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetHealthRequest, _coordinator_pb2.GetHealthResponse]  # type: ignore[assignment]
+    """What can be seen of running jobs, and who waits for whom in words."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -146,6 +170,38 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Plan a step of the ledger again and give the whole plan."""
 
     @_abc_1.abstractmethod
+    def ReplaySteps(
+        self,
+        request: _coordinator_pb2.ReplayStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ReplayedStep], _abc.AsyncIterator[_coordinator_pb2.ReplayedStep]]:
+        """Plan a range of steps again and compare each with the ledger."""
+
+    @_abc_1.abstractmethod
+    def SkipSteps(
+        self,
+        request: _coordinator_pb2.SkipStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.SkipStepsResponse, _abc.Awaitable[_coordinator_pb2.SkipStepsResponse]]:
+        """Have attempts that are yet to begin pass over steps, or train them after all."""
+
+    @_abc_1.abstractmethod
+    def ListWorkers(
+        self,
+        request: _coordinator_pb2.ListWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
+        """The workers as they are now."""
+
+    @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _coordinator_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RestartWorkersResponse, _abc.Awaitable[_coordinator_pb2.RestartWorkersResponse]]:
+        """Begin to replace workers, one after another, each once it holds nothing any more."""
+
+    @_abc_1.abstractmethod
     def OpenSession(
         self,
         request: _coordinator_pb2.OpenSessionRequest,
@@ -170,5 +226,21 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CommitStepResponse, _abc.Awaitable[_coordinator_pb2.CommitStepResponse]]:
         """This rank has trained the step."""
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _coordinator_pb2.ReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ReportResponse, _abc.Awaitable[_coordinator_pb2.ReportResponse]]:
+        """This rank is alive, and how long it has waited for data. Every few seconds; may be lost."""
+
+    @_abc_1.abstractmethod
+    def GetHealth(
+        self,
+        request: _coordinator_pb2.GetHealthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetHealthResponse, _abc.Awaitable[_coordinator_pb2.GetHealthResponse]]:
+        """What can be seen of running jobs, and who waits for whom in words."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dataservice_proto/v1/worker.proto\x12\x14\x64\x61taservice_proto.v1\"G\n\x07PackKey\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x0c\n\x04pack\x18\x04 \x01(\x05\"\xb5\x01\n\tPackOrder\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x0e\n\x06\x64\x65gree\x18\x02 \x01(\x05\x12\x10\n\x08pipeline\x18\x03 \x01(\t\x12\x31\n\x07samples\x18\x04 \x03(\x0b\x32 .dataservice_proto.v1.PackSample\x12\x13\n\x0bteam_weight\x18\x05 \x01(\x01\x12\x12\n\nteam_limit\x18\x06 \x01(\x01\"\xcf\x01\n\nPackSample\x12\x11\n\tsample_id\x18\x01 \x01(\x03\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x36\n\x08location\x18\x04 \x01(\x0b\x32$.dataservice_proto.v1.SampleLocation\x12\x12\n\nllm_tokens\x18\x05 \x01(\x05\x12\x13\n\x0bloss_tokens\x18\x06 \x01(\x05\x12\x30\n\x05items\x18\x07 \x03(\x0b\x32!.dataservice_proto.v1.ItemLengths\"m\n\x0eSampleLocation\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12-\n\x05spans\x18\x02 \x03(\x0b\x32\x1e.dataservice_proto.v1.ByteSpan\x12\x11\n\trow_group\x18\x03 \x01(\x05\x12\x0b\n\x03row\x18\x04 \x01(\x05\"B\n\x08\x42yteSpan\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"l\n\x0bItemLengths\x12\x10\n\x08modality\x18\x01 \x01(\x05\x12\x16\n\x0e\x65ncoder_tokens\x18\x02 \x01(\x05\x12\x12\n\nllm_tokens\x18\x03 \x01(\x05\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\r\n\x05shape\x18\x05 \x03(\x05\"\x95\x01\n\x0bPackReceipt\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x34\n\x0b\x62\x61\x64_samples\x18\x04 \x03(\x0b\x32\x1f.dataservice_proto.v1.BadSample\"K\n\tBadSample\x12\x11\n\tsample_id\x18\x01 \x01(\x03\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\">\n\x0eReleaseRequest\x12,\n\x05packs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.PackKey\"\x11\n\x0fReleaseResponse\"\x91\x01\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x16\n\x0e\x65xpires_unix_s\x18\x04 \x01(\x03\x12-\n\x05parts\x18\x05 \x03(\x0b\x32\x1e.dataservice_proto.v1.PartSpec\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"g\n\x08PartSpec\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x0f\n\x07\x63p_rank\x18\x02 \x01(\x05\x12\r\n\x05items\x18\x03 \x03(\x05\x12\x0f\n\x07tensors\x18\x04 \x03(\t\"<\n\x0c\x46\x65tchRequest\x12,\n\x06ticket\x18\x01 \x01(\x0b\x32\x1c.dataservice_proto.v1.Ticket\"[\n\nFetchChunk\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .dataservice_proto.v1.PartHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"r\n\nPartHeader\x12\x0c\n\x04part\x18\x01 \x01(\x05\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".dataservice_proto.v1.TensorHeader\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\":\n\x0cTensorHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x32\x80\x02\n\x06Worker\x12M\n\x07Prepare\x12\x1f.dataservice_proto.v1.PackOrder\x1a!.dataservice_proto.v1.PackReceipt\x12V\n\x07Release\x12$.dataservice_proto.v1.ReleaseRequest\x1a%.dataservice_proto.v1.ReleaseResponse\x12O\n\x05\x46\x65tch\x12\".dataservice_proto.v1.FetchRequest\x1a .dataservice_proto.v1.FetchChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dataservice_proto/v1/worker.proto\x12\x14\x64\x61taservice_proto.v1\"G\n\x07PackKey\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x03 \x01(\t\x12\x0c\n\x04pack\x18\x04 \x01(\x05\"\xb5\x01\n\tPackOrder\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x0e\n\x06\x64\x65gree\x18\x02 \x01(\x05\x12\x10\n\x08pipeline\x18\x03 \x01(\t\x12\x31\n\x07samples\x18\x04 \x03(\x0b\x32 .dataservice_proto.v1.PackSample\x12\x13\n\x0bteam_weight\x18\x05 \x01(\x01\x12\x12\n\nteam_limit\x18\x06 \x01(\x01\"\xed\x01\n\nPackSample\x12\x11\n\tsample_id\x18\x01 \x01(\x03\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x36\n\x08location\x18\x04 \x01(\x0b\x32$.dataservice_proto.v1.SampleLocation\x12\x12\n\nllm_tokens\x18\x05 \x01(\x05\x12\x13\n\x0bloss_tokens\x18\x06 \x01(\x05\x12\x30\n\x05items\x18\x07 \x03(\x0b\x32!.dataservice_proto.v1.ItemLengths\x12\x12\n\x05\x63rc32\x18\x08 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"m\n\x0eSampleLocation\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12-\n\x05spans\x18\x02 \x03(\x0b\x32\x1e.dataservice_proto.v1.ByteSpan\x12\x11\n\trow_group\x18\x03 \x01(\x05\x12\x0b\n\x03row\x18\x04 \x01(\x05\"B\n\x08\x42yteSpan\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"l\n\x0bItemLengths\x12\x10\n\x08modality\x18\x01 \x01(\x05\x12\x16\n\x0e\x65ncoder_tokens\x18\x02 \x01(\x05\x12\x12\n\nllm_tokens\x18\x03 \x01(\x05\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\r\n\x05shape\x18\x05 \x03(\x05\"\xc8\x01\n\x0bPackReceipt\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x34\n\x0b\x62\x61\x64_samples\x18\x04 \x03(\x0b\x32\x1f.dataservice_proto.v1.BadSample\x12\x31\n\x07sources\x18\x05 \x03(\x0b\x32 .dataservice_proto.v1.SourceWork\"c\n\nSourceWork\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x03\x12\x0e\n\x06read_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x12\n\nread_bytes\x18\x05 \x01(\x03\"K\n\tBadSample\x12\x11\n\tsample_id\x18\x01 \x01(\x03\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\">\n\x0eReleaseRequest\x12,\n\x05packs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.PackKey\"\x11\n\x0fReleaseResponse\"\r\n\x0bHeldRequest\"9\n\tHeldPacks\x12,\n\x05packs\x18\x01 \x03(\x0b\x32\x1d.dataservice_proto.v1.PackKey\"\x91\x01\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x16\n\x0e\x65xpires_unix_s\x18\x04 \x01(\x03\x12-\n\x05parts\x18\x05 \x03(\x0b\x32\x1e.dataservice_proto.v1.PartSpec\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"g\n\x08PartSpec\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.dataservice_proto.v1.PackKey\x12\x0f\n\x07\x63p_rank\x18\x02 \x01(\x05\x12\r\n\x05items\x18\x03 \x03(\x05\x12\x0f\n\x07tensors\x18\x04 \x03(\t\"<\n\x0c\x46\x65tchRequest\x12,\n\x06ticket\x18\x01 \x01(\x0b\x32\x1c.dataservice_proto.v1.Ticket\"[\n\nFetchChunk\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .dataservice_proto.v1.PartHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"r\n\nPartHeader\x12\x0c\n\x04part\x18\x01 \x01(\x05\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".dataservice_proto.v1.TensorHeader\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\":\n\x0cTensorHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x32\xce\x02\n\x06Worker\x12M\n\x07Prepare\x12\x1f.dataservice_proto.v1.PackOrder\x1a!.dataservice_proto.v1.PackReceipt\x12V\n\x07Release\x12$.dataservice_proto.v1.ReleaseRequest\x1a%.dataservice_proto.v1.ReleaseResponse\x12L\n\x04Held\x12!.dataservice_proto.v1.HeldRequest\x1a\x1f.dataservice_proto.v1.HeldPacks0\x01\x12O\n\x05\x46\x65tch\x12\".dataservice_proto.v1.FetchRequest\x1a .dataservice_proto.v1.FetchChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PACKORDER']._serialized_start=133
   _globals['_PACKORDER']._serialized_end=314
   _globals['_PACKSAMPLE']._serialized_start=317
-  _globals['_PACKSAMPLE']._serialized_end=524
-  _globals['_SAMPLELOCATION']._serialized_start=526
-  _globals['_SAMPLELOCATION']._serialized_end=635
-  _globals['_BYTESPAN']._serialized_start=637
-  _globals['_BYTESPAN']._serialized_end=703
-  _globals['_ITEMLENGTHS']._serialized_start=705
-  _globals['_ITEMLENGTHS']._serialized_end=813
-  _globals['_PACKRECEIPT']._serialized_start=816
-  _globals['_PACKRECEIPT']._serialized_end=965
-  _globals['_BADSAMPLE']._serialized_start=967
-  _globals['_BADSAMPLE']._serialized_end=1042
-  _globals['_RELEASEREQUEST']._serialized_start=1044
-  _globals['_RELEASEREQUEST']._serialized_end=1106
-  _globals['_RELEASERESPONSE']._serialized_start=1108
-  _globals['_RELEASERESPONSE']._serialized_end=1125
-  _globals['_TICKET']._serialized_start=1128
-  _globals['_TICKET']._serialized_end=1273
-  _globals['_PARTSPEC']._serialized_start=1275
-  _globals['_PARTSPEC']._serialized_end=1378
-  _globals['_FETCHREQUEST']._serialized_start=1380
-  _globals['_FETCHREQUEST']._serialized_end=1440
-  _globals['_FETCHCHUNK']._serialized_start=1442
-  _globals['_FETCHCHUNK']._serialized_end=1533
-  _globals['_PARTHEADER']._serialized_start=1535
-  _globals['_PARTHEADER']._serialized_end=1649
-  _globals['_TENSORHEADER']._serialized_start=1651
-  _globals['_TENSORHEADER']._serialized_end=1709
-  _globals['_WORKER']._serialized_start=1712
-  _globals['_WORKER']._serialized_end=1968
+  _globals['_PACKSAMPLE']._serialized_end=554
+  _globals['_SAMPLELOCATION']._serialized_start=556
+  _globals['_SAMPLELOCATION']._serialized_end=665
+  _globals['_BYTESPAN']._serialized_start=667
+  _globals['_BYTESPAN']._serialized_end=733
+  _globals['_ITEMLENGTHS']._serialized_start=735
+  _globals['_ITEMLENGTHS']._serialized_end=843
+  _globals['_PACKRECEIPT']._serialized_start=846
+  _globals['_PACKRECEIPT']._serialized_end=1046
+  _globals['_SOURCEWORK']._serialized_start=1048
+  _globals['_SOURCEWORK']._serialized_end=1147
+  _globals['_BADSAMPLE']._serialized_start=1149
+  _globals['_BADSAMPLE']._serialized_end=1224
+  _globals['_RELEASEREQUEST']._serialized_start=1226
+  _globals['_RELEASEREQUEST']._serialized_end=1288
+  _globals['_RELEASERESPONSE']._serialized_start=1290
+  _globals['_RELEASERESPONSE']._serialized_end=1307
+  _globals['_HELDREQUEST']._serialized_start=1309
+  _globals['_HELDREQUEST']._serialized_end=1322
+  _globals['_HELDPACKS']._serialized_start=1324
+  _globals['_HELDPACKS']._serialized_end=1381
+  _globals['_TICKET']._serialized_start=1384
+  _globals['_TICKET']._serialized_end=1529
+  _globals['_PARTSPEC']._serialized_start=1531
+  _globals['_PARTSPEC']._serialized_end=1634
+  _globals['_FETCHREQUEST']._serialized_start=1636
+  _globals['_FETCHREQUEST']._serialized_end=1696
+  _globals['_FETCHCHUNK']._serialized_start=1698
+  _globals['_FETCHCHUNK']._serialized_end=1789
+  _globals['_PARTHEADER']._serialized_start=1791
+  _globals['_PARTHEADER']._serialized_end=1905
+  _globals['_TENSORHEADER']._serialized_start=1907
+  _globals['_TENSORHEADER']._serialized_end=1965
+  _globals['_WORKER']._serialized_start=1968
+  _globals['_WORKER']._serialized_end=2302
 # @@protoc_insertion_point(module_scope)

@@ -95,11 +95,14 @@ class PackSample(_message.Message):
     LLM_TOKENS_FIELD_NUMBER: _builtins.int
     LOSS_TOKENS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.int
     source: _builtins.str
     key: _builtins.str
     llm_tokens: _builtins.int
     loss_tokens: _builtins.int
+    crc32: _builtins.int
+    """of its bytes when it was indexed; absent is not compared"""
     @_builtins.property
     def location(self) -> Global___SampleLocation: ...
     @_builtins.property
@@ -114,12 +117,15 @@ class PackSample(_message.Message):
         llm_tokens: _builtins.int = ...,
         loss_tokens: _builtins.int = ...,
         items: _abc.Iterable[Global___ItemLengths] | None = ...,
+        crc32: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["location", b"location"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "location", b"location"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
+    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
 
 Global___PackSample: _TypeAlias = PackSample  # noqa: Y015
 
@@ -217,12 +223,15 @@ class PackReceipt(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     BAD_SAMPLES_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     decode_s: _builtins.float
     @_builtins.property
     def key(self) -> Global___PackKey: ...
     @_builtins.property
     def bad_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSample]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceWork]: ...
     def __init__(
         self,
         *,
@@ -230,14 +239,48 @@ class PackReceipt(_message.Message):
         size_bytes: _builtins.int = ...,
         decode_s: _builtins.float = ...,
         bad_samples: _abc.Iterable[Global___BadSample] | None = ...,
+        sources: _abc.Iterable[Global___SourceWork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PackReceipt: _TypeAlias = PackReceipt  # noqa: Y015
+
+@_typing.final
+class SourceWork(_message.Message):
+    """What the samples of one source took in a pack. Seconds are of slots; bytes as they were read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    samples: _builtins.int
+    read_s: _builtins.float
+    decode_s: _builtins.float
+    read_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        read_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        read_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "read_bytes", b"read_bytes", "read_s", b"read_s", "samples", b"samples", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceWork: _TypeAlias = SourceWork  # noqa: Y015
 
 @_typing.final
 class BadSample(_message.Message):
@@ -301,6 +344,41 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class HeldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
+
+@_typing.final
+class HeldPacks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    def __init__(
+        self,
+        *,
+        packs: _abc.Iterable[Global___PackKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["packs", b"packs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldPacks: _TypeAlias = HeldPacks  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):

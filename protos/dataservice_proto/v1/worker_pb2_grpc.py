@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=dataservice__proto_dot_v1_dot_worker__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=dataservice__proto_dot_v1_dot_worker__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Held = channel.unary_stream(
+                '/dataservice_proto.v1.Worker/Held',
+                request_serializer=dataservice__proto_dot_v1_dot_worker__pb2.HeldRequest.SerializeToString,
+                response_deserializer=dataservice__proto_dot_v1_dot_worker__pb2.HeldPacks.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/dataservice_proto.v1.Worker/Fetch',
                 request_serializer=dataservice__proto_dot_v1_dot_worker__pb2.FetchRequest.SerializeToString,
@@ -67,6 +72,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Held(self, request, context):
+        """From the coordinator only: what was ordered here and not released, decoded or not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fetch(self, request, context):
         """From trainer ranks. Parts come in the order of the ticket; each begins with a header.
         """
@@ -86,6 +98,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=dataservice__proto_dot_v1_dot_worker__pb2.ReleaseRequest.FromString,
                     response_serializer=dataservice__proto_dot_v1_dot_worker__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Held': grpc.unary_stream_rpc_method_handler(
+                    servicer.Held,
+                    request_deserializer=dataservice__proto_dot_v1_dot_worker__pb2.HeldRequest.FromString,
+                    response_serializer=dataservice__proto_dot_v1_dot_worker__pb2.HeldPacks.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
@@ -147,6 +164,33 @@ class Worker:
             '/dataservice_proto.v1.Worker/Release',
             dataservice__proto_dot_v1_dot_worker__pb2.ReleaseRequest.SerializeToString,
             dataservice__proto_dot_v1_dot_worker__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Held(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dataservice_proto.v1.Worker/Held',
+            dataservice__proto_dot_v1_dot_worker__pb2.HeldRequest.SerializeToString,
+            dataservice__proto_dot_v1_dot_worker__pb2.HeldPacks.FromString,
             options,
             channel_credentials,
             insecure,

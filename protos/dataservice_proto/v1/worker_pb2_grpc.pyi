@@ -34,6 +34,8 @@ class WorkerStub:
     Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PackOrder, _worker_pb2.PackReceipt]
     """From the coordinator only (authorised by the shared secret). Returns when the pack is ready."""
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]
+    Held: _grpc.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]
+    """From the coordinator only: what was ordered here and not released, decoded or not."""
     Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
 
@@ -43,6 +45,8 @@ class WorkerAsyncStub(WorkerStub):
     Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PackOrder, _worker_pb2.PackReceipt]  # type: ignore[assignment]
     """From the coordinator only (authorised by the shared secret). Returns when the pack is ready."""
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]  # type: ignore[assignment]
+    Held: _aio.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]  # type: ignore[assignment]
+    """From the coordinator only: what was ordered here and not released, decoded or not."""
     Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]  # type: ignore[assignment]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
 
@@ -61,6 +65,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReleaseResponse, _abc.Awaitable[_worker_pb2.ReleaseResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Held(
+        self,
+        request: _worker_pb2.HeldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.HeldPacks], _abc.AsyncIterator[_worker_pb2.HeldPacks]]:
+        """From the coordinator only: what was ordered here and not released, decoded or not."""
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -1,0 +1,112 @@
+"""How the commands that ask a service reach it: the same options for each of them."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dataservice.core.errors import SpecError
+from dataservice.serving.client_access import Access, GiveToken
+from dataservice.serving.coordinator_client import CoordinatorClient
+from dataservice.serving.tls import ClientTls
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+TOKEN_VARIABLE = "DATASERVICE_TOKEN"
+PANEL = "Connection"
+
+Command = Callable[..., None]
+
+
+def _option(name: str, help_text: str) -> object:
+    variable = f"DATASERVICE_{name.removeprefix('--').replace('-', '_').upper()}"
+    return typer.Option(name, envvar=variable, help=help_text, rich_help_panel=PANEL)
+
+
+def connect(
+    service: Annotated[
+        str,
+        typer.Option(
+            "--service",
+            envvar="DATASERVICE_ADDRESS",
+            help="host:port of the service.",
+            rich_help_panel=PANEL,
+        ),
+    ] = DEFAULT_ADDRESS,
+    token_file: Annotated[
+        Path | None,
+        _option("--token-file", "File with the team's token, in place of DATASERVICE_TOKEN."),
+    ] = None,
+    tls: Annotated[bool, _option("--tls", "Connect by TLS, trusting the system's CAs.")] = False,
+    ca_file: Annotated[
+        Path | None, _option("--ca-file", "Connect by TLS, trusting this CA (PEM).")
+    ] = None,
+    cert_file: Annotated[
+        Path | None, _option("--cert-file", "My certificate (PEM), for mutual TLS.")
+    ] = None,
+    key_file: Annotated[Path | None, _option("--key-file", "Its private key (PEM).")] = None,
+    server_name: Annotated[
+        str | None, _option("--server-name", "Name in the service's certificate, if another.")
+    ] = None,
+    plaintext_token: Annotated[
+        bool, _option("--plaintext-token", "Allow to send the token without TLS to other hosts.")
+    ] = False,
+) -> CoordinatorClient:
+    """A client of the service that the options name. Raises SpecError on unusable files."""
+    secured = tls or any((ca_file, cert_file, key_file, server_name))
+    files = ClientTls(
+        ca_file=_text(ca_file),
+        certificate_file=_text(cert_file),
+        key_file=_text(key_file),
+        server_name=server_name,
+    )
+    access = Access(
+        token=token_giver(token_file),
+        tls=files if secured else None,
+        plaintext_token=plaintext_token,
+    )
+    return CoordinatorClient(service, access=access)
+
+
+def connected(command: Command) -> Command:
+    """A command with the options of a connection, given its client as `client`."""
+    options = inspect.signature(connect).parameters
+    own = inspect.signature(command)
+    kept = [each for name, each in own.parameters.items() if name != "client"]
+
+    @functools.wraps(command)
+    def run(**given: object) -> None:
+        wanted = {name: given.pop(name) for name in options}
+        with connect(**wanted) as client:  # type: ignore[arg-type]  # typer has checked them
+            command(client=client, **given)
+
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options.values()]
+    run.__signature__ = own.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
+    return run
+
+
+def token_giver(token_file: Path | None) -> GiveToken:
+    """The token of a file, read anew for each call, or of the environment."""
+    if token_file is None:
+        return lambda: os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    return functools.partial(_token_of, token_file)
+
+
+def _token_of(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SpecError(
+            f"the token file {path} cannot be read: {reason}. Check --token-file."
+        ) from error
+    if not token or not token.isprintable() or " " in token:
+        raise SpecError(f"the token file {path} must hold one token and nothing else.")
+    return token
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

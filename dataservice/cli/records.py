@@ -1,0 +1,132 @@
+"""`dataservice job` skip, replay, quarantine: a job's steps and bad samples, as recorded."""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dataservice.cli import show_records as show
+from dataservice.cli.connection import connected
+from dataservice.cli.progress import steps_progress
+from dataservice.core.errors import SpecError
+from dataservice.core.job import QuarantineEntry
+from dataservice.engine.api import ReplayedStep
+from dataservice.serving.coordinator_client import CoordinatorClient
+
+DIFFERS = 3
+"""Exit status where a plan made again is not the one that was recorded."""
+
+console = Console()
+
+Job = Annotated[str, typer.Argument(help="Name of the job.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@connected
+def skip(
+    client: CoordinatorClient,
+    job: Job,
+    steps: Annotated[
+        list[str], typer.Argument(help="Steps, as 1200-1210 or 7; both ends are included.")
+    ],
+    undo: Annotated[bool, typer.Option("--undo", help="Train these steps after all.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pass over steps, as after a loss spike: their samples are drawn and not trained.
+
+    It holds for attempts that begin from now on: stop the trainers, and restart them from a
+    checkpoint that lies before the steps.
+
+    Example: `dataservice job skip vlm-sft 1200-1210 1300`
+    """
+    ranges = [_range(word) for word in steps]
+    records = client.skip(job, ranges, "train" if undo else "skip")
+    if as_json:
+        print(json.dumps([asdict(record) for record in records], indent=2))
+        return
+    status = client.job(job)
+    for line in show.recorded_skips(records, status):
+        console.print(line)
+
+
+@connected
+def replay(
+    client: CoordinatorClient,
+    job: Job,
+    steps: Annotated[str, typer.Option(help="Steps, as 0-99; as far as they were planned.")],
+    attempt: Annotated[
+        int | None, typer.Option(help="Of this attempt; by default the newest that has each.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan steps of the ledger again and compare. Exits 3 where a plan is not the recorded one.
+
+    Example: `dataservice job replay vlm-sft --steps 0-99`
+    """
+    first, last = _range(steps)
+    replayed: list[ReplayedStep] = []
+    with steps_progress(Console(stderr=True), "replaying", last - first + 1) as advance:
+        for step in client.replay(job, first, last, attempt):
+            replayed.append(step)
+            advance()
+    if as_json:
+        print(show.replayed_json(replayed))
+    else:
+        for line in show.replayed_lines(replayed):
+            console.print(line, soft_wrap=True)
+    if show.differing(replayed):
+        raise typer.Exit(DIFFERS)
+
+
+@connected
+def quarantine(
+    client: CoordinatorClient,
+    job: Job,
+    source: Annotated[str | None, typer.Option(help="Only of this source.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write every entry to FILE.jsonl or FILE.csv.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show why samples were masked, by source and reason; list or export every one.
+
+    Example: `dataservice job quarantine vlm-sft --source ocr --out bad.csv`
+    """
+    if out is not None and out.suffix not in (".jsonl", ".csv"):
+        raise SpecError(f"--out is {out}; it must end in .jsonl or .csv.")
+    entries = [e for e in client.quarantine(job) if source is None or e.source == source]
+    if out is not None:
+        _export(entries, out)
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
+        return
+    console.print(show.quarantine_table(entries))
+    if out is not None:
+        console.print(f"wrote {len(entries)} entries to {out}", highlight=False)
+
+
+def _range(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if found is None:
+        raise SpecError(f"{text!r} is no range of steps; write it as 1200-1210, or 7 for one.")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _export(entries: Sequence[QuarantineEntry], out: Path) -> None:
+    try:
+        with out.open("w", encoding="utf-8", newline="") as stream:
+            if out.suffix == ".jsonl":
+                stream.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
+                return
+            names = [field.name for field in fields(QuarantineEntry)]
+            rows = csv.DictWriter(stream, names)
+            rows.writeheader()
+            rows.writerows(asdict(entry) for entry in entries)
+    except OSError as error:
+        raise SpecError(f"{out} cannot be written: {error.strerror}. Choose another.") from error

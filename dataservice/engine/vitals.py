@@ -1,0 +1,312 @@
+"""What has happened lately in each job: the last steps, seen on their way to the metrics.
+
+Vitals hears every event that Metrics hears and passes it on. It keeps bounded windows, enough
+to say what a step takes and who waited; it is of this process, and begins anew with it. Called
+from any thread.
+"""
+
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dataservice.core.health import RankReport, SourceHealth
+from dataservice.core.orders import PackReceipt, SourceWork
+from dataservice.core.plan import StepPlan
+from dataservice.core.ports import Metrics
+
+WINDOW_STEPS = 20
+# What is usual is the plain mean at first, then moves by this much a step.
+USUAL_WEIGHT = 0.01
+# Decoding counts as of now for so long.
+BUSY_S = 15.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    """What the samples of a source took in one step."""
+
+    samples: int = 0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+
+    def add(self, work: "SourceWork | _Work") -> None:
+        self.samples += work.samples
+        self.read_s += work.read_s
+        self.decode_s += work.decode_s
+
+
+@dataclass(kw_only=True, slots=True)
+class _Usual:
+    """What a sample of a source usually takes, in all."""
+
+    seconds: float = 0.0
+    steps: int = 0
+
+    def learn(self, work: _Work) -> None:
+        self.steps += 1
+        seconds = (work.read_s + work.decode_s) / work.samples
+        self.seconds += max(USUAL_WEIGHT, 1 / self.steps) * (seconds - self.seconds)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    """What a rank has told: (steps begun, seconds waited) when they changed, the newest last."""
+
+    told: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    waiting_s: float = 0.0
+    heard_s: float = 0.0
+
+    def wait_s(self) -> float:
+        """Seconds a step without data, over the last steps; what it waits now counts as well."""
+        if not self.told:
+            return 0.0
+        (last, waited_s) = self.told[-1]
+        first, before_s = next(each for each in self.told if each[0] >= last - WINDOW_STEPS)
+        steps = last - first + (self.waiting_s > 0)
+        return (waited_s - before_s + self.waiting_s) / max(1, steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Job:
+    plan_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    samples: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    plan_gap: float = 0.0
+    commits_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
+    measured_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    work: dict[int, dict[str, _Work]] = field(default_factory=dict)
+    usual: dict[str, _Usual] = field(default_factory=lambda: defaultdict(_Usual))
+    quarantined: Counter[str] = field(default_factory=Counter)
+    budget_used: dict[str, float] = field(default_factory=dict)
+    ranks: dict[int, _Rank] = field(default_factory=lambda: defaultdict(_Rank))
+
+    def add_work(self, step: int, sources: tuple[SourceWork, ...]) -> None:
+        known = self.work.setdefault(step, {})
+        for work in sources:
+            known.setdefault(work.source, _Work()).add(work)
+        while len(self.work) > WINDOW_STEPS:
+            for source, done in self.work.pop(min(self.work)).items():
+                self.usual[source].learn(done)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lately:
+    """A job's last steps as numbers; see core.health.JobHealth."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    plan_s: float = 0.0
+    plan_gap: float = 0.0
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    sources: tuple[SourceHealth, ...] = ()
+    wait_s: Mapping[int, float] = field(default_factory=dict)
+    quiet_s: Mapping[int, float] = field(default_factory=dict)
+
+
+class Vitals(Metrics):
+    """core.ports.Metrics that remembers a little, over one that shows."""
+
+    def __init__(self, shown: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shown = shown
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Job] = defaultdict(_Job)
+        self._decoded: deque[tuple[float, float]] = deque()
+
+    # ---- what is asked ----------------------------------------------------------------------
+
+    def attempt_begun(self, job: str) -> None:
+        """Its ranks and their steps are others from now on; what its samples take stays."""
+        with self._lock:
+            known = self._jobs[job]
+            known.ranks.clear()
+            known.commits_s.clear()
+            known.measured_s.clear()
+            known.budget_used.clear()
+            known.work.clear()
+        self._shown.waiting_ranks(job, 0)
+
+    def reported(self, job: str, rank: int, report: RankReport) -> None:
+        """A rank tells of itself."""
+        with self._lock:
+            known = self._jobs[job].ranks
+            own = known[rank]
+            own.heard_s, own.waiting_s = self._clock(), report.waiting_s
+            new = report.steps, report.waited_s
+            before = own.told[-1] if own.told else None
+            if report.steps and (before is None or before[0] < report.steps):
+                own.told.append(new)
+            elif before is not None and before[0] > report.steps:
+                own.told.clear()  # the rank began anew
+            waiting = sum(each.waiting_s > 0 for each in known.values())
+        if report.steps and before is not None and before[0] < report.steps:
+            steps = report.steps - before[0]
+            self._shown.data_waited(job, (report.waited_s - before[1]) / steps)
+        self._shown.waiting_ranks(job, waiting)
+
+    def rank_left(self, job: str, rank: int) -> None:
+        """A rank's client is gone, and says nothing more."""
+        with self._lock:
+            known = self._jobs[job].ranks
+            known.pop(rank, None)
+            waiting = sum(each.waiting_s > 0 for each in known.values())
+        self._shown.waiting_ranks(job, waiting)
+
+    def lately(self, job: str) -> Lately:
+        """The job's last steps. O(window + ranks)."""
+        with self._lock:
+            known, now_s = self._jobs.get(job), self._clock()
+            if known is None:
+                return Lately()
+            interval_s = _interval_s(known.commits_s)
+            wait_s = {rank: own.wait_s() for rank, own in known.ranks.items()}
+            step_s = max(0.0, interval_s - max(wait_s.values(), default=0.0))
+            if known.measured_s:
+                step_s = statistics.median(known.measured_s)
+            steps_per_s = _rate(known.commits_s, now_s)
+            return Lately(
+                steps=max(0, len(known.commits_s) - 1),
+                step_s=step_s,
+                plan_s=_mean(known.plan_s),
+                plan_gap=known.plan_gap,
+                steps_per_s=steps_per_s,
+                samples_per_s=steps_per_s * _mean(known.samples),
+                sources=_sources(known),
+                wait_s=wait_s,
+                quiet_s={rank: now_s - own.heard_s for rank, own in known.ranks.items()},
+            )
+
+    def busy_slots(self) -> float:
+        """Slots that have decoded lately, as a mean."""
+        with self._lock:
+            now_s = self._clock()
+            while self._decoded and self._decoded[0][0] < now_s - BUSY_S:
+                self._decoded.popleft()
+            return sum(seconds for _, seconds in self._decoded) / BUSY_S
+
+    # ---- core.ports.Metrics: noted and passed on --------------------------------------------
+
+    def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
+        """Keep how long it took, for how many samples, and how good it is."""
+        with self._lock:
+            known = self._jobs[job]
+            known.plan_s.append(plan_s)
+            known.samples.append(len(plan.sample_ids))
+            known.plan_gap = max((stage.gap for stage in plan.stages), default=0.0)
+        self._shown.step_planned(job, plan, plan_s=plan_s)
+
+    def step_committed(self, job: str) -> None:
+        """Keep when."""
+        with self._lock:
+            self._jobs[job].commits_s.append(self._clock())
+        self._shown.step_committed(job)
+
+    def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
+        """Keep what a step's training takes."""
+        with self._lock:
+            self._jobs[job].measured_s.append(measured_s)
+        self._shown.step_measured(job, predicted_s=predicted_s, measured_s=measured_s)
+
+    def pack_prepared(self, receipt: PackReceipt) -> None:
+        """Keep what its samples took, by source."""
+        with self._lock:
+            known = self._jobs[receipt.key.job]
+            known.add_work(receipt.key.step, receipt.sources)
+            known.quarantined.update(bad.source for bad in receipt.bad_samples)
+            self._decoded.append((self._clock(), receipt.decode_s))
+            while self._decoded[0][0] < self._clock() - BUSY_S:
+                self._decoded.popleft()
+        self._shown.pack_prepared(receipt)
+
+    def error_budget_used(self, job: str, source: str, share: float) -> None:
+        """Keep the newest."""
+        with self._lock:
+            self._jobs[job].budget_used[source] = share
+        self._shown.error_budget_used(job, source, share)
+
+    def job_deleted(self, job: str) -> None:
+        """Forget it."""
+        with self._lock:
+            self._jobs.pop(job, None)
+        self._shown.job_deleted(job)
+
+    # ---- passed on --------------------------------------------------------------------------
+
+    def ready_steps(self, job: str, steps: int) -> None:
+        """Passed on."""
+        self._shown.ready_steps(job, steps)
+
+    def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
+        """Passed on."""
+        self._shown.step_phases(job, phase_s)
+
+    def data_waited(self, job: str, step_s: float) -> None:
+        """Passed on."""
+        self._shown.data_waited(job, step_s)
+
+    def waiting_ranks(self, job: str, ranks: int) -> None:
+        """Passed on."""
+        self._shown.waiting_ranks(job, ranks)
+
+    def worker_slots(self, slots: int) -> None:
+        """Passed on."""
+        self._shown.worker_slots(slots)
+
+    def work_outstanding(self, worker: str, tokens: float) -> None:
+        """Passed on."""
+        self._shown.work_outstanding(worker, tokens)
+
+    def pack_hedged(self, job: str) -> None:
+        """Passed on."""
+        self._shown.pack_hedged(job)
+
+    def worker_lost(self, worker: str) -> None:
+        """Passed on."""
+        self._shown.worker_lost(worker)
+
+    def worker_retired(self, worker: str) -> None:
+        """Passed on."""
+        self._shown.worker_retired(worker)
+
+
+def _sources(job: _Job) -> tuple[SourceHealth, ...]:
+    """What a step asks of each source: packs that are still out are not missed, for the work
+    is counted by samples."""
+    total: dict[str, _Work] = defaultdict(_Work)
+    for step in job.work.values():
+        for source, work in step.items():
+            total[source].add(work)
+    samples = sum(work.samples for work in total.values())
+    steps = samples / _mean(job.samples) if job.samples else float(len(job.work))
+    return tuple(
+        SourceHealth(
+            source=source,
+            samples=work.samples / max(steps, 1e-9),
+            read_s=work.read_s / max(steps, 1e-9),
+            decode_s=work.decode_s / max(steps, 1e-9),
+            usual_s=job.usual[source].seconds if source in job.usual else 0.0,
+            quarantined=job.quarantined[source],
+            budget_used=job.budget_used.get(source, 0.0),
+        )
+        for source, work in sorted(total.items())
+    )
+
+
+def _interval_s(times_s: deque[float]) -> float:
+    return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else 0.0
+
+
+def _rate(times_s: deque[float], now_s: float) -> float:
+    """Events a second; it sinks once the next is overdue."""
+    if len(times_s) < 2:
+        return 0.0
+    overdue = now_s - times_s[-1] > 2 * _interval_s(times_s)
+    until_s = now_s if overdue else times_s[-1]
+    return (len(times_s) - 1) / max(until_s - times_s[0], 1e-9)
+
+
+def _mean(values: deque[float] | deque[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,127 @@
+"""What is seen of running jobs, and what ranks tell of themselves, to and from protobuf."""
+
+import math
+import re
+from dataclasses import fields
+from typing import Any, get_args
+
+from dataservice_proto.v1 import coordinator_pb2
+
+from dataservice.core.errors import SpecError
+from dataservice.core.health import (
+    Diagnosed,
+    Finding,
+    FleetHealth,
+    JobHealth,
+    RankHealth,
+    RankReport,
+    ServiceHealth,
+    Severity,
+    SourceHealth,
+)
+
+SEVERITIES: dict[str, Severity] = {name: name for name in get_args(Severity)}
+# What trainer_client times. Another word is of another release, and is not a series of ours.
+PHASE = re.compile(r"(vision|audio|llm)_(forward|backward)|exchange|gradients|bubble|other")
+MOST_PHASES = 32
+
+
+def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, float]:
+    """What a rank's step went to, of the phases that are known. Raises SpecError where there are
+    too many, or seconds cannot be any."""
+    if len(message.phase_s) > MOST_PHASES:
+        raise SpecError(
+            f"step {message.step} has {len(message.phase_s)} phases; at most {MOST_PHASES} are "
+            "taken. Leave phase_s out, or send what StepResult.phase_s holds."
+        )
+    for phase, seconds in message.phase_s.items():
+        _require_seconds(seconds, f"phase {phase[:40]!r} of step {message.step}")
+    return {name: value for name, value in message.phase_s.items() if PHASE.fullmatch(name)}
+
+
+def report_from_proto(message: coordinator_pb2.ReportRequest) -> RankReport:
+    """What a rank tells of itself. Raises SpecError where it cannot be so."""
+    _require_seconds(message.waited_s, "waited_s")
+    _require_seconds(message.waiting_s, "waiting_s")
+    if message.steps < 0:
+        raise SpecError(f"steps is {message.steps}; a rank has begun 0 or more.")
+    return RankReport(
+        step=message.step,
+        steps=message.steps,
+        waited_s=message.waited_s,
+        waiting_s=message.waiting_s,
+    )
+
+
+def health_to_proto(health: ServiceHealth) -> coordinator_pb2.GetHealthResponse:
+    """Jobs and workers as they are now."""
+    return coordinator_pb2.GetHealthResponse(
+        jobs=map(_job_to_proto, health.jobs),
+        fleet=coordinator_pb2.FleetHealth(**_values(health.fleet)),
+    )
+
+
+def health_from_proto(message: coordinator_pb2.GetHealthResponse) -> ServiceHealth:
+    """Jobs and workers as they are now. Raises SpecError on words that this release lacks."""
+    fleet = message.fleet
+    return ServiceHealth(
+        jobs=tuple(map(_job_from_proto, message.jobs)),
+        fleet=FleetHealth(
+            workers=fleet.workers,
+            wanted_workers=fleet.wanted_workers,
+            slots=fleet.slots,
+            slots_per_worker=fleet.slots_per_worker,
+            busy_slots=fleet.busy_slots,
+            waiting_teams=tuple(fleet.waiting_teams),
+        ),
+    )
+
+
+def _job_to_proto(job: Diagnosed) -> coordinator_pb2.JobHealth:
+    plain = _values(job.health)
+    plain["ranks"] = [coordinator_pb2.RankHealth(**_values(rank)) for rank in job.health.ranks]
+    plain["sources"] = [
+        coordinator_pb2.SourceHealth(**_values(source)) for source in job.health.sources
+    ]
+    findings = [
+        coordinator_pb2.Finding(severity=each.severity, text=each.text) for each in job.findings
+    ]
+    return coordinator_pb2.JobHealth(**plain, findings=findings)
+
+
+def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
+    plain = _fields(message, JobHealth)
+    plain["missing_ranks"] = tuple(message.missing_ranks)
+    plain["ranks"] = tuple(RankHealth(**_fields(rank, RankHealth)) for rank in message.ranks)
+    plain["sources"] = tuple(
+        SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
+    )
+    findings = tuple(
+        Finding(severity=_severity(each.severity), text=each.text) for each in message.findings
+    )
+    return Diagnosed(health=JobHealth(**plain), findings=findings)
+
+
+# The messages have the fields of the nouns, by name.
+
+
+def _values(noun: Any) -> dict[str, Any]:
+    return {field.name: getattr(noun, field.name) for field in fields(noun)}
+
+
+def _fields(message: Any, noun: Any) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in fields(noun)}
+
+
+def _severity(word: str) -> Severity:
+    if word not in SEVERITIES:
+        raise SpecError(
+            f"a finding is {word!r}, which this release does not know. Use the CLI of the "
+            "service's release."
+        )
+    return SEVERITIES[word]
+
+
+def _require_seconds(seconds: float, what: str) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise SpecError(f"{what} is {seconds} s; seconds are finite and at least 0.")

@@ -1,0 +1,117 @@
+"""Tokens from the command line, and the config that keeps a service to whom it is for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataservice.access import read_tokens
+from dataservice.core.errors import SpecError
+from dataservice.serving.identity import identify
+from dataservice.spec import read_config, read_job
+from tests.cli.support import CommandLine, command_line
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[CommandLine]:
+    with command_line() as run:
+        run.service = "127.0.0.1:9"  # nobody's
+        yield run
+
+
+def test_a_token_is_printed_once_with_the_entry_that_lets_it_in(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    made = cli.ok("token", "new", "--team", "vision", "--role", "reader", "--expires", "2999-01-01")
+    token, _, entry = made.out.partition("\n")
+    assert token.startswith("dst_")
+    assert token not in entry + made.err
+    (tmp_path / "tokens.yaml").write_text(entry)
+    who = identify(read_tokens(tmp_path / "tokens.yaml"), token, 0.0)
+    assert (who.team, who.role) == ("vision", "reader")
+    again = json.loads(cli.ok("token", "new", "--role", "admin", "--name", "ops", "--json").out)
+    assert again["entry"]["name"] == "ops"
+    assert again["token"] != token
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--role", "team"), "role team needs a team"),
+        (("--team", "a/b"), "team: "),
+        (("--team", "a", "--role", "boss"), "role: "),
+        (("--team", "a", "--expires", "soon"), "cannot expire at 'soon'"),
+        (("--team", "a", "--expires", "2020-01-01"), "in the past"),
+    ],
+)
+def test_a_token_that_cannot_be_is_not_made(
+    cli: CommandLine, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in cli.refused("token", "new", *arguments)
+
+
+def test_files_of_a_connection_that_cannot_be_used_are_named(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    absent = tmp_path / "absent"
+    assert "absent cannot be read" in cli.refused("status", "--ca-file", absent)
+    assert "absent cannot be read" in cli.refused("status", "--token-file", absent)
+    (tmp_path / "two").write_text("one token\nand another")
+    assert "one token and nothing else" in cli.refused("status", "--token-file", tmp_path / "two")
+    assert "Give both for mutual TLS" in cli.refused("status", "--key-file", tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("plain", "missing"),
+    [
+        ({"listen": "0.0.0.0:50051"}, "without tokens_file and tls"),
+        ({"listen": "127.0.0.1:0", "worker_host": "10.0.0.7"}, "at 10.0.0.7 without"),
+        ({"listen": "[::]:1", "tokens_file": "t"}, "without tls"),
+    ],
+)
+def test_a_service_for_other_hosts_wants_tokens_and_tls_or_a_word_that_it_needs_none(
+    plain: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(SpecError, match=f"{missing}.*insecure: true"):
+        read_config(None, plain)
+    assert read_config(None, {**plain, "insecure": True}).insecure
+    secured = {"tokens_file": "t", "tls": {"certificate_file": "c", "key_file": "k"}}
+    assert not read_config(None, {**plain, **secured}).insecure
+
+
+def test_a_laptop_needs_nothing_of_it() -> None:
+    config = read_config(None, {})
+    assert (config.tokens_file, config.tls, config.insecure) == (None, None, False)
+
+
+def test_teams_have_names_and_shares_that_make_sense() -> None:
+    assert read_config(None, {"teams": {"vision": {"weight": 2}}}).teams["vision"].weight == 2
+    for teams, told in [
+        ({"a/b": {}}, "teams"),
+        ({"a": {"weight": 0}}, "weight is 0"),
+        ({"a": {"wait": 1}}, "did you mean weight"),
+    ]:
+        with pytest.raises(SpecError, match=told):
+            read_config(None, {"teams": teams})
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "values once its aliases are written out; at most 100,000"),
+        ("a: &a [*a]\n", "nested too deeply"),
+        ("[" * 5000, "nested too deeply"),
+        ("when: 2026-99-99\n", "month must be in"),
+    ],
+    ids=["aliases", "itself", "deep", "date"],
+)
+def test_a_job_file_that_would_fill_the_memory_is_refused(text: str, told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        read_job(text, Path("/"))

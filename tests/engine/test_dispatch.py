@@ -1,0 +1,469 @@
+"""Workers die, fall silent, are slow, refuse, lose packs and cannot be reached."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import SpecError, WorkerLostError
+from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
+from dataservice.core.plan import StepPlan
+from dataservice.core.ports import NoMetrics, WorkerInfo
+from dataservice.engine import dispatch, ordering, pace, places, unclaimed
+from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.places import DispatchedStep
+from dataservice.engine.planner import plan_step
+from tests.engine.support import make_setup
+
+
+class Workers:
+    """A pool and its link: every worker answers at once unless it is told otherwise."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.infos = {
+            f"w{n}": WorkerInfo(worker=f"w{n}", address="a:1", slots=1) for n in range(count)
+        }
+        self.held: dict[str, set[PackKey]] = {name: set() for name in self.infos}
+        self.dead: set[str] = set()
+        self.stuck: dict[str, asyncio.Event] = {}
+        self.refuses: set[str] = set()
+        self.ordered: list[tuple[str, PackKey]] = []
+        self.replaced: list[str] = []
+        self.asked = 0
+        self.decoding: set[asyncio.Task[PackReceipt]] = set()
+        self.released: set[tuple[str, PackKey]] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.infos)
+
+    def kill(self, name: str, *, noticed: bool) -> None:
+        """All it held is gone; its successor comes at once if the pool has noticed."""
+        self.dead.add(name)
+        self.held[name] = set()
+        if noticed:
+            self._succeed(name)
+
+    def set_state(self, name: str, state: str) -> None:
+        self.infos[name] = replace(self.infos[name], state=state)  # type: ignore[arg-type]
+
+    def stick(self, name: str) -> None:
+        """It takes orders and does not finish them until it is `unstick`."""
+        self.stuck[name] = asyncio.Event()
+
+    def unstick(self, name: str) -> None:
+        self.stuck.pop(name).set()
+
+    def _succeed(self, name: str) -> None:
+        if self.infos.pop(name, None) is not None:
+            new = f"w{len(self.held)}"
+            self.infos[new] = WorkerInfo(worker=new, address="a:1", slots=1)
+            self.held[new] = set()
+
+    # ---- core.ports.WorkerPool
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return tuple(self.infos.values())
+
+    async def replace(self, worker: str) -> None:
+        await asyncio.sleep(0)
+        self.replaced.append(worker)
+        self.kill(worker, noticed=True)
+
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None: ...
+
+    # ---- core.ports.WorkerLink
+
+    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
+        self.ordered.append((worker.worker, order.key))
+        # As a worker does: a call that is cancelled does not stop the work.
+        work = asyncio.create_task(self._decode(worker.worker, order))
+        self.decoding.add(work)
+        work.add_done_callback(lambda _: (self.decoding.discard(work), work.exception()))
+        return await asyncio.shield(work)
+
+    async def _decode(self, name: str, order: PackOrder) -> PackReceipt:
+        await asyncio.sleep(0)
+        self.released.discard((name, order.key))
+        if name in self.stuck:
+            await self.stuck[name].wait()
+        if name in self.dead:
+            raise WorkerLostError(f"{name} is gone")
+        if name in self.refuses:
+            raise SpecError("no such processor")
+        if (name, order.key) not in self.released:
+            self.held[name].add(order.key)
+        bad = BadSample(sample_id=order.samples[0].ref.sample_id, source="s", key="k", reason="r")
+        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.0, bad_samples=(bad,))
+
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+        await asyncio.sleep(0)
+        self.held[worker.worker] -= set(packs)
+        self.released |= {(worker.worker, key) for key in packs}
+
+    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        self.asked += 1
+        if worker.worker in self.dead:
+            raise WorkerLostError("gone")
+        return frozenset(self.held[worker.worker])
+
+
+class Counts(NoMetrics):
+    def __init__(self) -> None:
+        self.hedged = 0
+        self.lost: list[str] = []
+        self.retired: list[str] = []
+        self.lines: dict[str, float] = {}
+
+    def pack_hedged(self, job: str) -> None:
+        self.hedged += 1
+
+    def worker_lost(self, worker: str) -> None:
+        self.lost.append(worker)
+        self.lines.pop(worker, None)
+
+    def worker_retired(self, worker: str) -> None:
+        self.retired.append(worker)
+        self.lines.pop(worker, None)
+
+    def work_outstanding(self, worker: str, tokens: float) -> None:
+        self.lines[worker] = tokens
+
+
+SETUP = make_setup(samples=400, batch=32)
+TOPOLOGY = SETUP.topology(2)
+
+
+def step_of(number: int) -> tuple[StepPlan, list[PackOrder]]:
+    cursor = Cursor()
+    for _ in range(number):
+        planned = plan_step(SETUP, cursor, TOPOLOGY)
+        assert planned is not None
+        cursor = planned.next_cursor
+    planned = plan_step(SETUP, cursor, TOPOLOGY)
+    assert planned is not None
+    digest = planned.plan.digest
+    orders = pack_orders(
+        planned.plan, job="job", digest=digest, pipeline="{}", catalog=SETUP.catalog
+    )
+    return planned.plan, orders
+
+
+PLAN, ORDERS = step_of(0)
+PACKS = range(PLAN.packs)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same clockwork, a hundred times as fast."""
+    for module, name, value in (
+        (dispatch, "TICK_S", 0.005),
+        (dispatch, "NO_WORKER_PAUSE_S", 0.005),
+        (dispatch, "HOLDERS_WAIT_S", 2.0),
+        (dispatch, "RECEIPT_WAIT_S", 0.1),
+        (ordering, "RETRY_PAUSE_S", 0.005),
+        (ordering, "LONGEST_PAUSE_S", 0.02),
+        (pace, "SOONEST_S", 0.03),
+        (pace, "UNKNOWN_S", 0.2),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def receipts() -> list[PackReceipt]:
+    return []
+
+
+@pytest.fixture
+async def dispatcher(
+    workers: Workers, counts: Counts, receipts: list[PackReceipt]
+) -> AsyncIterator[Dispatcher]:
+    async def take(receipt: PackReceipt) -> None:
+        receipts.append(receipt)
+
+    made = Dispatcher(workers, workers, on_receipt=take, metrics=counts)
+    yield made
+    await made.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def ready(step: DispatchedStep) -> bool:
+    return all(place.ready for place in step.places)
+
+
+def holders_of(workers: Workers, key: PackKey) -> list[str]:
+    return [name for name in workers.infos if key in workers.held[name]]
+
+
+async def test_packs_are_spread_by_work_and_a_released_step_leaves_nothing(
+    dispatcher, workers, receipts
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    assert {name for name, _ in workers.ordered} == set(workers.infos)
+    assert len(workers.ordered) == PLAN.packs
+    holders = await dispatcher.holders(step, 0, PACKS)
+    assert all(ORDERS[p].key in workers.held[holders[p].worker] for p in PACKS)
+    await dispatcher.release(step, received=True)
+    assert not any(workers.held.values())
+    assert sorted(r.key.pack for r in receipts) == list(PACKS)
+    assert dispatcher.load() == {}
+    assert dispatcher._ordering.lines.all() == {}
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_what_a_dead_worker_held_or_decoded_is_ordered_again(
+    dispatcher, workers, counts, noticed
+):
+    workers.stick("w1")
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: all(p.ready for p in step.places if "w1" not in p.copies))
+    for name in ("w0", "w1"):  # one has decoded, one is decoding
+        workers.kill(name, noticed=noticed)
+    workers.unstick("w1")
+    if noticed:
+        await until(lambda: ready(step) and not {"w0", "w1"} & {*holders(step)})
+    else:  # nobody knows of w0 until a rank tells
+        await until(lambda: "w1" in workers.replaced)
+    found = await dispatcher.holders(step, 0, PACKS, failed=["w0"])
+    assert not {"w0", "w1"} & {info.worker for info in found.values()}
+    assert all(ORDERS[p].key in workers.held[found[p].worker] for p in PACKS)
+    assert all(place.tries == 0 for place in step.places)
+    assert sorted(counts.lost) == ["w0", "w1"]
+    assert "w0" not in counts.lines
+
+
+def holders(step: DispatchedStep) -> set[str]:
+    return {name for place in step.places for name in place.copies}
+
+
+async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
+    dispatcher, workers, counts
+):
+    workers.stick("w2")
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    stuck = [p for p in PACKS if "w2" in step.places[p].copies]
+    assert len(stuck) > 2
+    await asyncio.sleep(0.3)
+    assert counts.hedged == 0  # no rank has asked for the step
+    await dispatcher.holders(step, 0, PACKS)
+    await until(lambda: counts.hedged)
+    await asyncio.sleep(0.3)
+    assert counts.hedged == 2
+    hedged = [p for p in stuck if step.places[p].ready]
+    assert len(hedged) == counts.hedged
+    # The slow order is taken back, and ranks are sent to where the pack is.
+    assert all("w2" not in step.places[p].copies for p in hedged)
+    at = await dispatcher.holders(step, 0, hedged)
+    assert "w2" not in {info.worker for info in at.values()}
+    assert workers.replaced == []
+    workers.unstick("w2")
+    await until(lambda: ready(step))
+    await dispatcher.release(step, received=True)
+    await until(lambda: not any(workers.held.values()))
+
+
+async def test_a_slower_pace_of_all_moves_the_yardstick(dispatcher, workers, counts, monkeypatch):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await dispatcher.holders(step, 0, PACKS)
+    await until(lambda: ready(step))
+    yardstick = dispatcher._ordering.pace
+    quick_s = yardstick.limit_s("job", line=1000.0)
+    for _ in range(50):
+        yardstick.note("job", work=1000.0, decode_s=2.0)
+    assert quick_s < 2.0 < yardstick.limit_s("job", line=1000.0)
+
+
+async def test_packs_at_a_silent_worker_are_ordered_elsewhere_without_replacing_it(
+    dispatcher, workers, counts
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    await dispatcher.holders(step, 0, PACKS)
+    workers.set_state("w0", "silent")
+    await until(lambda: all(holders_of(workers, o.key) != ["w0"] for o in ORDERS))
+    found = await dispatcher.holders(step, 0, PACKS)
+    assert "w0" not in {info.worker for info in found.values()}
+    assert workers.replaced == counts.lost == []
+    await dispatcher.release(step, received=False)
+    assert not any(workers.held.values())
+
+
+async def test_a_worker_that_a_rank_cannot_reach_is_avoided_for_that_rank_alone(
+    dispatcher, workers
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    first = await dispatcher.holders(step, 0, mine, failed=["w0"])
+    assert {info.worker for info in first.values()} == {"w0"}  # it lives, and holds them
+    second = await dispatcher.holders(step, 0, mine, failed=["w0"])
+    assert "w0" not in {info.worker for info in second.values()}
+    assert all(ORDERS[p].key in workers.held[second[p].worker] for p in mine)
+    everyone = {info.worker for info in (await dispatcher.holders(step, 1, PACKS)).values()}
+    assert workers.replaced == []
+    assert everyone <= set(workers.infos)
+    for name in workers.names[1:]:  # and when it reaches nobody, it tries all again
+        for _ in range(2):
+            last = await dispatcher.holders(step, 0, mine, failed=[name])
+    assert len(last) == len(mine)
+
+
+async def test_a_stalled_stream_moves_the_rank_only_if_the_pack_had_long_been_ready(
+    dispatcher, workers, monkeypatch
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    soon = await dispatcher.holders(step, 0, mine, slow=["w0"])
+    assert {info.worker for info in soon.values()} == {"w0"}
+    monkeypatch.setattr(places, "STREAM_PATIENCE_S", 0.0)
+    late = await dispatcher.holders(step, 0, mine, slow=["w0"])
+    assert "w0" not in {info.worker for info in late.values()}
+
+
+async def test_a_pack_that_its_worker_has_lost_is_decoded_there_again(dispatcher, workers):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    workers.held["w0"].clear()
+    found = await dispatcher.holders(step, 0, mine, failed=["w0"])
+    assert all(ORDERS[p].key in workers.held[found[p].worker] for p in mine)
+
+
+async def test_a_pack_that_everyone_refuses_is_told_to_the_ranks_with_its_reason(
+    dispatcher, workers
+):
+    workers.refuses.update(workers.names)
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: step.places[0].failure is not None)
+    assert len([k for _, k in workers.ordered if k == ORDERS[0].key]) == ordering.ORDER_TRIES
+    with pytest.raises(SpecError, match="no such processor"):
+        await dispatcher.holders(step, 0, [0])
+    assert dispatcher._ordering.lines.all() == {}
+
+
+async def test_steps_wait_for_as_long_as_there_is_no_worker(dispatcher, workers):
+    kept = dict(workers.infos)
+    workers.infos.clear()
+    waiting = asyncio.create_task(dispatcher.dispatch(PLAN, ORDERS))
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done
+    workers.infos.update(kept)
+    step = await waiting
+    await until(lambda: ready(step))
+
+
+async def test_a_draining_worker_gets_no_orders_and_is_not_counted_as_lost(
+    dispatcher, workers, counts
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    workers.set_state("w0", "draining")
+    drained = asyncio.create_task(dispatcher.drained("w0"))
+    other = await dispatcher.dispatch(*step_of(1))
+    assert "w0" not in holders(other)
+    assert "w0" in {i.worker for i in (await dispatcher.holders(step, 0, PACKS)).values()}
+    assert not drained.done()
+    await dispatcher.release(step, received=True)
+    await drained
+    del workers.infos["w0"]
+    await until(lambda: counts.retired == ["w0"])
+    assert counts.lost == []
+
+
+async def test_packs_left_by_a_former_coordinator_are_used_or_released(
+    dispatcher, workers, monkeypatch
+):
+    monkeypatch.setattr(unclaimed, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(dispatch, "ASK_EVERY_S", 0.01)
+    former = {order.key: f"w{order.key.pack % 3}" for order in ORDERS}
+    for key, name in former.items():
+        workers.held[name].add(key)
+    stray = replace(ORDERS[0].key, plan_digest="another")
+    workers.held["w2"].add(stray)
+    await dispatcher.start()
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    assert {key: name for name, key in workers.ordered} in ({}, former)
+    await until(lambda: ready(step))
+    assert {key: name for name, key in workers.ordered} == former
+    dispatcher._unclaimed._grace_s = 0.0
+    await until(lambda: stray not in workers.held["w2"])
+    await until(lambda: workers.asked > 9)
+    assert {key for held in workers.held.values() for key in held} == set(former)
+
+
+async def test_nothing_leaks_over_a_hundred_losses_at_random(dispatcher, workers, counts, receipts):
+    rng = random.Random(7)
+    steps = [step_of(n) for n in range(3)]
+    live = [await dispatcher.dispatch(*each) for each in steps]
+    for blow in range(100):
+        name = rng.choice(workers.names)
+        match rng.randrange(4):
+            case 0:
+                workers.kill(name, noticed=True)
+            case 1:
+                workers.kill(name, noticed=False)
+            case 2:
+                if name not in workers.stuck:
+                    workers.stick(name)
+                workers.kill(name, noticed=rng.random() < 0.5)
+            case 3:
+                workers.set_state(name, rng.choice(["silent", "serving"]))
+        for stuck in list(workers.stuck):
+            if rng.random() < 0.3:
+                workers.unstick(stuck)
+        step = live[blow % 3]
+        asking = dispatcher.holders(step, blow % 2, PACKS[:3], failed=rng.sample(workers.names, 1))
+        if rng.random() < 0.5:
+            await asking
+        else:
+            asking.close()
+            await asyncio.sleep(0.001 * rng.randrange(5))
+        if rng.random() < 0.1:
+            await dispatcher.release(step, received=rng.random() < 0.5)
+            live[blow % 3] = await dispatcher.dispatch(*steps[blow % 3])
+    for stuck in list(workers.stuck):
+        workers.unstick(stuck)
+    for name in workers.names:
+        workers.set_state(name, "serving")
+        if name in workers.dead:
+            workers.kill(name, noticed=True)
+    await until(lambda: all(ready(s) and holders(s) <= set(workers.infos) for s in live))
+    for step in live:
+        found = await dispatcher.holders(step, 9, range(step.plan.packs))
+        keys = step.keys
+        assert all(keys[p] in workers.held[info.worker] for p, info in found.items())
+        await dispatcher.release(step, received=True)
+    await until(lambda: not dispatcher._ordering._tasks)
+    assert not any(workers.held[name] for name in workers.infos)
+    assert dispatcher._ordering.lines.all() == {}
+    assert not dispatcher._ordering.steps
+    assert set(counts.lines) <= set(workers.infos)
+    assert not any(counts.lines.values())
+    assert len(counts.lost) == len(set(counts.lost))

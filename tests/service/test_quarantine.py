@@ -1,0 +1,120 @@
+"""A dead source stops its job and says so; repaired, its trainers go on from their checkpoint."""
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.support import CommandLine, command_line
+from tests.service.small import CLIPS, IMAGES, SAMPLES, make_corpus, spoil, write_job
+from tests.service.support import Ranks, ServiceProcess, serving, wait_for
+from trainer_client import RequestRefused
+
+BUDGET = {"rate": 0.2, "window_samples": 20, "min_bad_samples": 3}
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[CommandLine]:
+    with command_line() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with serving(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def home(tmp_path: Path, cli: CommandLine, service: ServiceProcess) -> Path:
+    cli.service = service.address
+    return make_corpus(tmp_path / "corpus")
+
+
+def register(cli: CommandLine, home: Path, job: str, **changes: object) -> None:
+    path = write_job(home, job=job, error_budget=BUDGET, **changes)
+    cli.ok("index", path, "--processes", "1")
+    cli.ok("job", "submit", path)
+
+
+def refused(ranks: Ranks) -> list[str]:
+    """What each rank of an attempt that must fail was told."""
+    with pytest.raises(RequestRefused):
+        ranks.join()
+    assert len(ranks.errors) == ranks.world_size
+    return [str(error) for error in ranks.errors.values()]
+
+
+def test_a_dead_source_is_named_to_every_rank_and_a_repair_loses_and_repeats_nothing(
+    home, cli, service, tmp_path
+):
+    register(cli, home, "dead", ready_steps=1)
+    first = Ranks(service.address, 2, job="dead").start(stop_after=1).join()
+    tars = sorted((home / "images").glob("*.tar"))
+    kept = {tar: (tar.read_bytes(), tar.stat()) for tar in tars}
+    for tar in tars:
+        spoil(tar, lambda data: bytes(len(data)))
+    for said in refused(Ranks(service.address, 2, job="dead").start(state=first.state)):
+        assert "source 'images' of job 'dead': 3 of its last" in said
+        assert "its error budget is 20.0% of 20, from 3 on" in said
+        assert "Reasons: " in said
+        assert "images-0.tar" in said or "images-1.tar" in said
+        assert "`dataservice job quarantine dead`" in said
+        assert "restart the trainers from their checkpoint" in said
+
+    table = cli.ok("job", "quarantine", "dead", "--source", "images").said
+    assert "images" in table
+    assert "clips" not in table
+    entries = json.loads(cli.ok("job", "quarantine", "dead", "--json").out)
+    assert len(entries) >= 3
+    assert {entry["source"] for entry in entries} == {"images"}
+    cli.ok("job", "quarantine", "dead", "--out", tmp_path / "bad.csv")
+    with (tmp_path / "bad.csv").open(newline="") as stream:
+        assert [row["key"] for row in csv.DictReader(stream)] == [e["key"] for e in entries]
+    cli.ok("job", "quarantine", "dead", "--out", tmp_path / "bad.jsonl")
+    lines = (tmp_path / "bad.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == entries
+    assert "must end in .jsonl or .csv" in cli.refused(
+        "job", "quarantine", "dead", "--out", tmp_path / "bad.txt"
+    )
+
+    for tar, (data, stat) in kept.items():  # the repair
+        tar.write_bytes(data)
+        os.utime(tar, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    rest = Ranks(service.address, 3, job="dead").start(state=first.state).join()
+    assert first.visits + rest.visits == dict.fromkeys(range(SAMPLES), 1)
+
+
+def test_a_higher_budget_is_taken_from_the_same_job_submitted_again(home, cli, service):
+    register(cli, home, "lenient")
+    for tar in (home / "images").glob("*.tar"):
+        spoil(tar, lambda data: bytes(len(data)))
+    refused(Ranks(service.address, 2, job="lenient").start())
+    cli.ok("job", "submit", write_job(home, job="lenient", error_budget={"rate": 1.0}))
+    ranks = Ranks(service.address, 2, job="lenient").start().join()
+    assert ranks.visits == dict.fromkeys(range(SAMPLES), 1)
+    masked = json.loads(cli.ok("job", "quarantine", "lenient", "--json").out)
+    assert len({e["sample_id"] for e in masked if e["attempt"] == 2}) == IMAGES
+    said = cli.refused("job", "submit", write_job(home, job="lenient", seed=7))
+    assert "is registered with another job file" in said
+
+
+def test_a_source_that_goes_away_while_training_stops_the_job_too(home, cli, service):
+    sources = [
+        {"name": "clips", "format": "jsonl", "url": "clips/clips.jsonl", "weight": 8},
+        {"name": "texts", "format": "jsonl", "url": "texts/*.jsonl"},
+    ]
+    register(cli, home, "gone", sources=sources, batch={"samples": 2}, ready_steps=1)
+    ranks = Ranks(service.address, 2, job="gone", pace_s=0.2).start()
+    wait_for(lambda: ranks.steps_done >= 1)
+    shutil.move(home / "clips", home / "away")
+    for said in refused(ranks):
+        assert "source 'clips' of job 'gone'" in said
+        assert "its file cannot be read" in said or "clips" in said
+    shutil.move(home / "away", home / "clips")
+    visits = Ranks(service.address, 2, job="gone").start().join().visits
+    assert visits == {n: 8 if n < CLIPS else 1 for n in range(SAMPLES - IMAGES)}

@@ -1,0 +1,124 @@
+"""A thread that tells the service, every few seconds, that this rank lives and how it fares.
+
+    loop ─▶ DataWait (seconds waited, steps begun) ─▶ Heartbeat ─▶ Report
+
+A report is worth nothing a moment later: one that fails is forgotten, and nothing here ever
+raises into training. The thread is a daemon, and ends with the run.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import grpc
+from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from trainer_client.session import Session
+
+CALL_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waited:
+    """What a loop has waited for data until now, as a Report says it."""
+
+    step: int
+    steps: int
+    waited_s: float
+    waiting_s: float
+
+
+class DataWait:
+    """How long the training loop stands without data. Written by the loop, read by anyone.
+
+    The wait for the first step is left out: it is the opening of the job.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._step = -1
+        self._steps = 0
+        self._waited_s = 0.0
+        self._since_s: float | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The loop waits for as long as the body runs."""
+        began_s = time.monotonic()
+        with self._lock:
+            self._since_s = began_s
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since_s = None
+                self._waited_s += time.monotonic() - began_s
+
+    def begin(self, step: int) -> None:
+        """The loop was given this step."""
+        with self._lock:
+            if self._steps == 0:
+                self._waited_s = 0.0
+            self._step, self._steps = step, self._steps + 1
+
+    def now(self) -> Waited:
+        """The account as it is."""
+        with self._lock:
+            waiting_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+            return Waited(
+                step=self._step,
+                steps=self._steps,
+                waited_s=self._waited_s,
+                waiting_s=waiting_s if self._steps else 0.0,
+            )
+
+
+class Heartbeat:
+    """Sends a Report every `every_s` seconds until `stop` is set; none at all when it is 0."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        session: Session,
+        waits: DataWait,
+        *,
+        every_s: float,
+        stop: threading.Event,
+    ) -> None:
+        self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._session = session
+        self._waits = waits
+        self._every_s = every_s
+        self._stop = stop
+        self._thread = threading.Thread(target=self._run, name="shard-heartbeat", daemon=True)
+        if every_s > 0:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Nothing to wake: the thread waits for `stop`."""
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; call after `stop` was set and the channel closed."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            lease = self._session.lease
+            if lease is not None:
+                # ValueError is gRPC's word for a channel that was closed.
+                with suppress(grpc.RpcError, ValueError):
+                    self._report(lease.session)
+
+    def _report(self, session: str) -> None:
+        now = self._waits.now()
+        request = coordinator_pb2.ReportRequest(
+            session=session,
+            step=now.step,
+            steps=now.steps,
+            waited_s=now.waited_s,
+            waiting_s=now.waiting_s,
+        )
+        self._stub.Report(request, timeout=CALL_S)
