@@ -1,0 +1,116 @@
+import ast
+import inspect
+
+import pytest
+
+from tests.deploy import references
+from tests.deploy.agreement import parse
+from tests.deploy.cluster import DEPLOY, Cluster, mounted_at, selects
+from tests.deploy.conftest import EXAMPLES
+from tests.deploy.kustomize import render
+from trainer_client import ShardDataset, Tls
+
+TRAINERS = {"torchrun-job": "trainer", "pytorchjob": "pytorch"}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer(request):
+    """(objects, pod, container) of each variant; the pods of a variant are alike."""
+    cluster = Cluster(render(EXAMPLES[request.param]))
+    (pod,) = {pod.owner: pod for pod in cluster.pods.values()}.values()
+    return cluster, pod, pod.container(TRAINERS[request.param])
+
+
+def environment(container):
+    return {each["name"]: each.get("value") for each in container["env"]}
+
+
+def test_trainers_reach_the_service_by_its_address_and_name(trainer, production):
+    _, _, container = trainer
+    service = production.find("Service", "dataservice")
+    meta, (port,) = service["metadata"], service["spec"]["ports"]
+    address = f"{meta['name']}.{meta['namespace']}.svc:{port['port']}"
+    assert environment(container)["DATASERVICE_ADDRESS"] == address
+    script = (DEPLOY / "examples" / "trainer" / "train.py").read_text()
+    assert f'server_name="{production.config.tls.server_name}"' in script
+
+
+def test_trainers_live_where_the_network_policies_let_them_in(trainer, production):
+    cluster, pod, _ = trainer
+    labels = cluster.find("Namespace", pod.namespace)["metadata"]["labels"]
+    rule = production.find("NetworkPolicy", "trainers-to-coordinator")["spec"]["ingress"][0]
+    assert selects(rule["from"][0]["namespaceSelector"], labels)
+
+
+def test_files_that_the_script_reads_are_mounted(trainer):
+    _, pod, container = trainer
+    promised = references.promised_secrets()
+    given = environment(container)
+    for name in ("DATASERVICE_TOKEN_FILE", "DATASERVICE_CA_FILE"):
+        volume, key = mounted_at(pod, container["name"], given[name])
+        source = volume.get("secret", {}).get("secretName") or volume["configMap"]["name"]
+        assert key in promised[source]
+    script = next(word for word in container["command"] if word.endswith(".py"))
+    volume, key = mounted_at(pod, container["name"], script)
+    assert volume["configMap"]["name"] == "vlm-sft-script"
+    assert key == "train.py"
+    assert "persistentVolumeClaim" in mounted_at(pod, container["name"], given["CHECKPOINT_DIR"])[0]
+
+
+def test_the_script_calls_the_client_as_it_is_and_sets_every_variable_it_reads(trainer):
+    _, _, container = trainer
+    tree = ast.parse((DEPLOY / "examples" / "trainer" / "train.py").read_text())
+    calls = {
+        n.func.id: n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
+    for client in (ShardDataset, Tls):
+        known = set(inspect.signature(client).parameters)
+        assert {each.arg for each in calls[client.__name__].keywords} <= known
+    read = {
+        n.slice.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "os.environ"
+    }
+    assert read - {"LOCAL_RANK"} <= set(environment(container))
+
+
+def test_torchrun_takes_its_command_line(trainer):
+    assert parse(trainer[2]["command"]) is None
+
+
+def test_a_jobs_pods_find_the_first_of_them():
+    cluster = Cluster(render(EXAMPLES["torchrun-job"]))
+    (job,), (service,) = cluster.of("Job"), cluster.of("Service")
+    spec, (pod,) = job["spec"], cluster.pods.values()
+    flags = dict(w[2:].split("=", 1) for w in pod.container("trainer")["command"] if "=" in w)
+    name = service["metadata"]["name"]
+    assert pod.spec["subdomain"] == name
+    assert flags["master-addr"] == f"{job['metadata']['name']}-0.{name}"
+    assert int(flags["nnodes"]) == spec["completions"] == spec["parallelism"]
+    assert int(flags["master-port"]) == service["spec"]["ports"][0]["port"]
+    assert selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
+    gpus = pod.container("trainer")["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(flags["nproc-per-node"]) == gpus
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_ask_for_nothing_that_nobody_makes(name, production):
+    cluster = Cluster(render(EXAMPLES[name]))
+    if name in ("index-job", "restore-state"):  # these join the service's namespace
+        claims = [f"state-{s['metadata']['name']}-0" for s in production.of("StatefulSet")]
+        cluster.objects += production.of("Namespace") + production.of("PersistentVolumeClaim")
+        cluster.objects += [
+            {
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": each, "namespace": "dataservice"},
+            }
+            for each in claims
+        ]
+    assert references.mistakes(cluster, references.promised_secrets()) == []
+
+
+def test_the_index_job_runs_a_command_that_there_is():
+    (pod,) = Cluster(render(EXAMPLES["index-job"])).pods.values()
+    assert parse(pod.container("index")["command"]) is None
