@@ -5,13 +5,22 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check bench protos reference format warm clean
+.PHONY: demo test fuzz check bench protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
 
 test: warm
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+# Other damage than that of `make test`, and more of it. A failure names its seed and its input.
+FUZZ_SEED ?= $(shell date +%s)
+FUZZ_FACTOR ?= 5
+
+fuzz: warm
+	@echo FUZZ_SEED=$(FUZZ_SEED) FUZZ_FACTOR=$(FUZZ_FACTOR)
+	FUZZ_SEED=$(FUZZ_SEED) FUZZ_FACTOR=$(FUZZ_FACTOR) \
+	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 1800 -rP tests/fuzz
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -23,6 +32,12 @@ check: $(READY)
 
 bench: warm
 	$(BIN)/python -m benchmarks.planning
+
+soak: warm
+	$(BIN)/python -m soak --out benchmarks/results
+
+faults: warm
+	$(BIN)/python -m pytest tests/faults -m "full or not full"
 
 reference: $(READY)
 	$(BIN)/python -m tools.reference

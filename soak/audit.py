@@ -1,0 +1,164 @@
+"""The per-sample audit: what the surviving checkpoint history trained, against the dataset.
+
+A launch that resumes before step s replaces what earlier launches trained from s on, as its
+checkpoint replaced that training. What remains, of all launches, is what the model has seen.
+It must be the dataset: every sample as often as weight and epochs say, bytes as a direct
+decode gives them, and one plan a step on all ranks.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from dataservice.core.layout import member_rows, padded_tokens, sample_starts
+from dataservice.core.sample import DecodedSample
+from dataservice.decode.pipeline import build_pipeline
+from dataservice.sources.catalog import open_catalog
+from dataservice.sources.reader import SourceReader
+from dataservice.spec import read_job
+from soak.digest import digest_of_item, digest_of_tokens
+from soak.journal import PackPart, Row, read_journals
+from soak.training import Launch
+from soak.vision import NAME, HeldVision
+
+IGNORED_LABEL = -100
+SHOWN = 8  # findings of one kind that are spelled out
+
+
+class Dataset:
+    """What a job's data are, read and decoded here, past the service."""
+
+    def __init__(self, job_file: Path) -> None:
+        spec = read_job(job_file.read_text(), job_file.parent)
+        self._pipeline = build_pipeline(spec.pipeline, custom_processors={NAME: HeldVision})
+        self._catalog = open_catalog(spec.sources, spec.index, self._pipeline.fingerprint)
+        self._reader = SourceReader(spec.sources)
+        self._spec = spec
+        self.decoded = lru_cache(maxsize=None)(self._decode)
+        self.tokens = lru_cache(maxsize=None)(self._tokens)
+
+    @property
+    def expected_visits(self) -> Counter[int]:
+        """How often each sample is to be trained. Weights and epochs must make it whole."""
+        visits: Counter[int] = Counter()
+        first = 0
+        for source, size in zip(self._spec.sources, self._catalog.sizes, strict=True):
+            times = source.weight * self._spec.epochs
+            assert times == int(times), f"{source.name} is shown {times} times: not whole"
+            visits.update(dict.fromkeys(range(first, first + size), int(times)))
+            first += size
+        return visits
+
+    def _decode(self, sample: int) -> DecodedSample:
+        ((ref, lengths),) = self._catalog.details(np.array([sample]))
+        return self._pipeline.decode(self._reader.read(ref), lengths)
+
+    def _tokens(self, samples: tuple[int, ...], degree: int, cp_rank: int) -> str:
+        """The digest of one group member's chunk of a pack of these samples."""
+        decoded = [self.decoded(sample) for sample in samples]
+        lengths = np.array([len(each.input_ids) for each in decoded])
+        padded = padded_tokens(lengths, degree)
+        starts = sample_starts(padded)
+        ids = np.full(starts[-1], self._pipeline.pad_token_id)
+        labels = np.full(starts[-1], IGNORED_LABEL)
+        for start, length, each in zip(starts, lengths, decoded, strict=False):
+            ids[start : start + length] = each.input_ids
+            labels[start : start + length] = each.labels
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], padded)
+        rows = member_rows(padded, degree, cp_rank)
+        return digest_of_tokens([ids[rows], labels[rows], positions[rows]])
+
+
+def audit(folder: Path, launches: Sequence[Launch], dataset: Dataset) -> list[str]:
+    """What is wrong with a training that has ended; empty when every promise held."""
+    return audit_rows(surviving(read_journals(folder / "journal"), launches), dataset)
+
+
+def audit_rows(rows: Sequence[Row], dataset: Dataset) -> list[str]:
+    """What is wrong with these rows."""
+    steps: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        steps[row.step].append(row)
+    found = missing_steps(steps)
+    found += visits_wrong(rows, dataset)
+    for step in sorted(steps):
+        found += step_wrong(step, steps[step])
+        found += bytes_wrong(step, steps[step], dataset)
+    return found
+
+
+def surviving(rows: Sequence[Row], launches: Sequence[Launch]) -> list[Row]:
+    """Rows that no later launch has replaced."""
+    replaced_from = {
+        launch.number: min(
+            (later.start_step for later in launches if later.number > launch.number),
+            default=1 << 62,
+        )
+        for launch in launches
+    }
+    return [row for row in rows if row.step < replaced_from[row.launch]]
+
+
+def missing_steps(steps: dict[int, list[Row]]) -> list[str]:
+    """Steps follow one another from 0 on."""
+    gaps = sorted(set(range(max(steps, default=-1) + 1)) - steps.keys())
+    return [f"steps {gaps[:SHOWN]} were never trained"] if gaps else []
+
+
+def visits_wrong(rows: Sequence[Row], dataset: Dataset) -> list[str]:
+    """Samples that were lost or repeated. A pack's samples are named by its first member."""
+    visits = Counter(
+        sample for row in rows for part in row.parts if part.cp_rank == 0 for sample in part.samples
+    )
+    expected = dataset.expected_visits
+    lost, twice = expected - visits, visits - expected
+    found = [f"{lost.total()} lost: {sorted(lost)[:SHOWN]}"] if lost else []
+    return found + ([f"{twice.total()} repeated: {sorted(twice)[:SHOWN]}"] if twice else [])
+
+
+def step_wrong(step: int, rows: Sequence[Row]) -> list[str]:
+    """All ranks trained one plan, once, and the members of every group agree on their pack."""
+    found = []
+    ranks = sorted(row.rank for row in rows)
+    if ranks != list(range(rows[0].world_size)):
+        found.append(f"step {step} was trained by ranks {ranks} of {rows[0].world_size}")
+    for name in ("plan", "attempt", "launch", "world_size"):
+        if len({getattr(row, name) for row in rows}) > 1:
+            found.append(f"step {step}: ranks differ in {name}")
+    packs: dict[tuple[int, int], list[PackPart]] = defaultdict(list)
+    for row in rows:
+        for part in row.parts:
+            packs[part.wave, part.pack].append(part)
+    for (_, pack), parts in packs.items():
+        whole = sorted(part.cp_rank for part in parts) == list(range(len(parts[0].group)))
+        if not whole or len({(part.group, part.samples) for part in parts}) > 1:
+            found.append(f"step {step}: pack {pack} was not held once by each of its group")
+    return found
+
+
+def bytes_wrong(step: int, rows: Sequence[Row], dataset: Dataset) -> list[str]:
+    """Tokens and encoder items are those of a direct decode."""
+    found = [
+        f"step {step}: rank {row.rank} trained other tokens than pack {part.pack} has"
+        for row in rows
+        for part in row.parts
+        if part.tokens != dataset.tokens(part.samples, len(part.group), part.cp_rank)
+    ]
+    samples = {s for row in rows for part in row.parts if part.cp_rank == 0 for s in part.samples}
+    counts = Counter(
+        s for row in rows for part in row.parts if part.cp_rank == 0 for s in part.samples
+    )
+    wanted: Counter[str] = Counter()
+    for sample in samples:
+        for item in dataset.decoded(sample).items:
+            wanted[digest_of_item(item)] += counts[sample]
+    received = Counter(item for row in rows for item in row.items)
+    if received != wanted:
+        found.append(
+            f"step {step}: {(wanted - received).total()} encoder items are missing, "
+            f"{(received - wanted).total()} are not of its samples"
+        )
+    return found

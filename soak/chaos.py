@@ -1,0 +1,173 @@
+"""Random faults for the soak, each on real processes or connections, drawn from a seed."""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from soak import processes
+from soak.cluster import Cluster
+from soak.gate import Gate
+from soak.service import ServiceProcess
+from soak.training import Training
+
+LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What may be hit now."""
+
+    service: ServiceProcess
+    gate: Gate
+    cluster: Cluster | None
+    trainings: Sequence[Training]
+    rng: random.Random
+
+
+Strike = Callable[[Target], bool]
+"""Hit something; False when there was nothing to hit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of fault and how often it is drawn. `kills` ones end a process by SIGKILL;
+    `spares` ones leave the coordinator alone."""
+
+    strike: Strike
+    weight: float
+    kills: bool = True
+    spares_coordinator: bool = True
+
+
+def _kill_one(target: Target, found: Sequence[psutil.Process]) -> bool:
+    return bool(found) and processes.send(target.rng.choice(found), signal.SIGKILL)
+
+
+def worker(target: Target) -> bool:
+    """SIGKILL to a worker."""
+    return _kill_one(target, processes.workers(target.service.home))
+
+
+def decoder(target: Target) -> bool:
+    """SIGKILL to a decoding process."""
+    return _kill_one(target, processes.decoders(target.service.home))
+
+
+def nursery(target: Target) -> bool:
+    """SIGKILL to the process that forks a worker's decoders."""
+    return _kill_one(target, processes.nurseries(target.service.home))
+
+
+def coordinator(target: Target) -> bool:
+    """SIGKILL to the coordinator; whoever runs it starts it again at once."""
+    target.service.kill()
+    target.service.start()
+    return True
+
+
+def ray_node(target: Target) -> bool:
+    """SIGKILL to all of a Ray node; another is started in its place."""
+    if target.cluster is None:
+        return False
+    node = target.rng.choice(target.cluster.nodes)
+    node.kill()
+    node.start()
+    return True
+
+
+def one_rank(target: Target) -> bool:
+    """SIGKILL to one rank of one job."""
+    training = target.rng.choice(target.trainings)
+    ranks = len(training.pids)
+    if ranks:
+        training.kill_ranks(target.rng.randrange(ranks))
+    return bool(ranks)
+
+
+def all_ranks(target: Target) -> bool:
+    """SIGKILL to every rank of one job."""
+    training = target.rng.choice(target.trainings)
+    ranks = len(training.pids)
+    training.kill_ranks()
+    return bool(ranks)
+
+
+def worker_pause(target: Target) -> bool:
+    """SIGSTOP to a worker, SIGCONT a moment later."""
+    found = processes.workers(target.service.home)
+    return bool(found) and _pause(target, target.rng.choice(found))
+
+
+def rank_pause(target: Target) -> bool:
+    """SIGSTOP to a rank, SIGCONT a moment later."""
+    pids = target.rng.choice(target.trainings).pids
+    try:
+        return bool(pids) and _pause(target, psutil.Process(target.rng.choice(pids)))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def coordinator_pause(target: Target) -> bool:
+    """SIGSTOP to the coordinator, SIGCONT a moment later."""
+    return _pause(target, psutil.Process(target.service.pid))
+
+
+def coordinator_cut(target: Target) -> bool:
+    """Connections to the coordinator are reset and refused for a moment."""
+    return _cut(target, lambda address: address == target.service.address)
+
+
+def workers_cut(target: Target) -> bool:
+    """Connections to the workers are reset and refused for a moment."""
+    return _cut(target, lambda address: address != target.service.address)
+
+
+def network_silence(target: Target) -> bool:
+    """Nothing passes between trainers and service for a moment, and nothing is closed."""
+    target.gate.silence(lambda _: True)
+    time.sleep(target.rng.uniform(0.1, LONGEST_PAUSE_S))
+    target.gate.heal()
+    return True
+
+
+KINDS: dict[str, Kind] = {
+    "rank": Kind(strike=one_rank, weight=24),
+    "all ranks": Kind(strike=all_ranks, weight=10),
+    "worker": Kind(strike=worker, weight=16),
+    "decoder": Kind(strike=decoder, weight=20),
+    "nursery": Kind(strike=nursery, weight=6),
+    "Ray node": Kind(strike=ray_node, weight=3),
+    "coordinator": Kind(strike=coordinator, weight=8, spares_coordinator=False),
+    "worker paused": Kind(strike=worker_pause, weight=3, kills=False),
+    "rank paused": Kind(strike=rank_pause, weight=3, kills=False),
+    "coordinator paused": Kind(strike=coordinator_pause, weight=2, kills=False),
+    "coordinator cut off": Kind(strike=coordinator_cut, weight=3, kills=False),
+    "workers cut off": Kind(strike=workers_cut, weight=3, kills=False),
+    "network silent": Kind(strike=network_silence, weight=2, kills=False),
+}
+
+
+def draw(rng: random.Random, *, spare_coordinator: bool) -> str:
+    """The next kind of fault."""
+    names = [
+        name for name, kind in KINDS.items() if kind.spares_coordinator or not spare_coordinator
+    ]
+    return rng.choices(names, [KINDS[name].weight for name in names])[0]
+
+
+def _pause(target: Target, process: psutil.Process) -> bool:
+    if not processes.send(process, signal.SIGSTOP):
+        return False
+    time.sleep(target.rng.uniform(0.1, LONGEST_PAUSE_S))
+    return processes.send(process, signal.SIGCONT)
+
+
+def _cut(target: Target, which: Callable[[str], bool]) -> bool:
+    target.gate.cut(which)
+    time.sleep(target.rng.uniform(0.0, LONGEST_PAUSE_S / 2))
+    target.gate.heal()
+    return True

@@ -1,0 +1,242 @@
+"""A TCP gate between trainers and the service, which can fail as a network does.
+
+    rank ──► 127.0.0.1:gate port ──► coordinator or worker
+
+Every address that a rank opens is reached through a port of the gate's own. For a set of
+addresses the gate can `cut` (reset what is open and refuse what comes), fall `silent` (nothing
+passes, nothing is closed: packets are dropped), be slow, or `hold` the stream to the ranks
+after so many bytes. `heal` makes all as before; bytes that were kept back by silence follow
+then, as TCP would send them again.
+
+Everything runs on one event loop in a thread of its own; the public methods may be called
+from any thread and return once the change holds.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+Mode = Literal["open", "cut", "silent"]
+Result = TypeVar("Result")
+Which = Callable[[str], bool]
+"""Whether a fault concerns this address."""
+
+CHUNK_BYTES = 1 << 16
+ANSWER_LIMIT_S = 10.0
+CLOSING_S = 0.05
+
+
+def through_gate(control: str, address: str) -> str:
+    """Asked by a rank: where to reach `address`. `control` is the gate's own address."""
+    host, _, port = control.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=ANSWER_LIMIT_S) as line:
+        line.sendall(address.encode() + b"\n")
+        with line.makefile() as answer:
+            return answer.readline().strip()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Link:
+    """One address and what the gate does to it. `left_bytes` may still pass to the ranks."""
+
+    address: str
+    server: asyncio.Server | None = None
+    mode: Mode = "open"
+    delay_s: float = 0.0
+    left_bytes: int | None = None
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+
+class Gate:
+    """A running gate; use as a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gate", daemon=True)
+        self._links: dict[str, _Link] = {}
+        self._changed = asyncio.Condition()
+        self._opening = asyncio.Lock()
+        self._held = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._control: asyncio.Server | None = None
+        self.control = ""
+
+    def __enter__(self) -> "Gate":
+        self._thread.start()
+        self.control = self._run(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def connected(self) -> list[str]:
+        """Every address to which connections are open."""
+        return sorted(link.address for link in [*self._links.values()] if link.writers)
+
+    # ---- faults ------------------------------------------------------------------------
+
+    def cut(self, which: Which) -> None:
+        """Reset open connections and refuse new ones, until `heal`."""
+        self._run(self._change(which, mode="cut"))
+
+    def silence(self, which: Which) -> None:
+        """Let nothing pass, either way, and close nothing, until `heal`."""
+        self._run(self._change(which, mode="silent"))
+
+    def delay(self, which: Which, delay_s: float) -> None:
+        """Every chunk comes this much later."""
+        self._run(self._change(which, delay_s=delay_s))
+
+    def hold(self, which: Which, after_bytes: int) -> None:
+        """Keep back what goes to the ranks once so many more bytes have passed."""
+        self._held.clear()
+        self._run(self._change(which, left_bytes=after_bytes))
+
+    def holds(self) -> bool:
+        """Whether a stream is being kept back in its midst."""
+        return self._held.is_set()
+
+    def release(self) -> None:
+        """End `hold`; other faults stay."""
+        self._run(self._change(lambda _: True, left_bytes=None))
+
+    def heal(self) -> None:
+        """End all faults."""
+        self._run(self._change(lambda _: True, mode="open", delay_s=0.0, left_bytes=None))
+
+    # ---- on the loop -------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_LIMIT_S)
+
+    async def _open(self) -> str:
+        self._control = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        return _address_of(self._control)
+
+    async def _close(self) -> None:
+        assert self._control is not None
+        for server in (self._control, *(link.server for link in self._links.values())):
+            if server is not None:
+                server.close()
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(CLOSING_S)  # sockets are dropped in the loop's next turns
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = (await reader.readline()).decode().strip()
+        async with self._opening:  # ranks ask for one address at the same moment
+            link = self._links.setdefault(address, _Link(address=address))
+            if link.server is None:
+                link.server = await asyncio.start_server(
+                    partial(self._connected, link), "127.0.0.1", 0
+                )
+        writer.write(_address_of(link.server).encode() + b"\n")
+        writer.close()
+
+    async def _change(self, which: Which, **changes: Any) -> None:
+        async with self._changed:
+            for link in self._links.values():
+                if not which(link.address):
+                    continue
+                for name, value in changes.items():
+                    setattr(link, name, value)
+                if link.mode == "cut":
+                    for writer in [*link.writers]:
+                        _reset(writer)
+            self._changed.notify_all()
+
+    async def _connected(
+        self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        link.writers.add(writer)
+        try:
+            if link.mode != "cut":
+                await self._pass(link, reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # either end is gone, or the gate closes
+        finally:
+            link.writers.discard(writer)
+            _reset(writer)
+
+    async def _pass(
+        self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Until one end closes: half-closed connections are of no use to gRPC."""
+        await self._passage(link)  # while it is silent, even connecting takes for ever
+        host, _, port = link.address.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        link.writers.add(far_writer)
+        pumps = [
+            asyncio.create_task(self._pump(link, reader, far_writer, to_rank=False)),
+            asyncio.create_task(self._pump(link, far_reader, writer, to_rank=True)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            link.writers.discard(far_writer)
+            _reset(far_writer)
+
+    async def _pump(
+        self,
+        link: _Link,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        to_rank: bool,
+    ) -> None:
+        while data := await reader.read(CHUNK_BYTES):
+            while data:
+                size_bytes = await self._passage(link, len(data), to_rank=to_rank)
+                writer.write(data[:size_bytes])
+                await writer.drain()
+                data = data[size_bytes:]
+
+    async def _passage(self, link: _Link, size_bytes: int = 0, *, to_rank: bool = False) -> int:
+        """Wait until something may pass; how much of it."""
+
+        def shut() -> bool:
+            return link.mode == "silent" or (to_rank and link.left_bytes == 0)
+
+        if link.delay_s:
+            await asyncio.sleep(link.delay_s)
+        async with self._changed:
+            if to_rank and link.left_bytes == 0:
+                self._held.set()
+            await self._changed.wait_for(lambda: not shut())
+        if not to_rank or link.left_bytes is None:
+            return size_bytes
+        allowed = min(size_bytes, link.left_bytes)
+        link.left_bytes -= allowed
+        return allowed
+
+
+def _address_of(server: asyncio.Server) -> str:
+    host, port = server.sockets[0].getsockname()
+    return f"{host}:{port}"
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST, as a cut connection does, not with FIN."""
+    sock = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,105 @@
+"""Whose process is whose: the service, its workers, their decoders, Ray, and the ranks.
+
+A service and all that comes of it carry the mark of its home in their environment, so that
+even a process that outlives its parents is known for the service's own.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+MARK = "SOAK_HOME"
+WORKER_TITLE = "WorkerProcess"
+DECODER_PROGRAM = "dataservice.workers.decoder_process"
+END_LIMIT_S = 20.0
+
+
+def mark(home: Path) -> dict[str, str]:
+    """The environment that marks a service's processes."""
+    return {MARK: str(home)}
+
+
+def family(home: Path) -> list[psutil.Process]:
+    """Every living process that bears the mark of `home`, or descends from one that does."""
+    parents: dict[int, int] = {}
+    living: dict[int, psutil.Process] = {}
+    marked = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.ppid()
+            living[process.pid] = process
+            if process.environ().get(MARK) == str(home):
+                marked.add(process.pid)
+
+    def belongs(pid: int | None) -> bool:
+        while pid in parents:
+            if pid in marked:
+                return True
+            pid = parents[pid]
+        return False
+
+    return [living[pid] for pid in sorted(living) if belongs(pid)]
+
+
+def workers(home: Path) -> list[psutil.Process]:
+    """The processes of Ray actors that serve packs."""
+    return [process for process in family(home) if WORKER_TITLE in title(process)]
+
+
+def decoders(home: Path) -> list[psutil.Process]:
+    """The processes that decode: each is forked by a nursery, which runs the same program."""
+    running = _decoder_programs(home)
+    return [process for process in running.values() if _parent(process) in running]
+
+
+def nurseries(home: Path) -> list[psutil.Process]:
+    """The processes that fork decoders, one a worker."""
+    running = _decoder_programs(home)
+    return [process for process in running.values() if _parent(process) not in running]
+
+
+def _decoder_programs(home: Path) -> dict[int, psutil.Process]:
+    return {p.pid: p for p in family(home) if DECODER_PROGRAM in title(p)}
+
+
+def _parent(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.ppid())
+    return 0
+
+
+def ray_program(home: Path, name: str) -> list[psutil.Process]:
+    """The raylet or the gcs_server of this service's Ray, one for each node."""
+    return [process for process in family(home) if Path(title(process).split()[0]).name == name]
+
+
+def send(process: psutil.Process, number: signal.Signals) -> bool:
+    """Signal a process; False when it is gone."""
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def end_family(home: Path) -> None:
+    """SIGKILL to whatever is left, again until nothing is."""
+    deadline_s = time.monotonic() + END_LIMIT_S
+    while left := family(home):
+        assert time.monotonic() < deadline_s, f"these do not end: {left}"
+        for process in left:
+            send(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def title(process: psutil.Process) -> str:
+    """Its command line."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()) or process.name()
+    return "?"

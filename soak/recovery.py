@@ -1,0 +1,56 @@
+"""When each team commits a step, as the service says: what recovery is measured by."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from soak.team import Progress, Team
+
+POLL_S = 0.1
+STEPS_AWAITED = 5  # beyond what was planned and fetched ahead of the fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """Seconds from a fault to the next step that was committed, and the longest that training
+    stood still while it committed the next few."""
+
+    first_s: float
+    stall_s: float
+
+
+@dataclass
+class Commits:
+    """Follows one team from `start` to `stop`; `times_s` are those of its commits."""
+
+    team: Team
+    times_s: list[float] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; a thread of its own asks the service."""
+        self._thread = threading.Thread(target=self._follow, name="commits", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def recovery(self, since_s: float) -> Recovery | None:
+        """From a fault at this time; None before enough has been committed."""
+        after = [at_s for at_s in self.times_s if at_s > since_s][:STEPS_AWAITED]
+        if len(after) < STEPS_AWAITED:
+            return None
+        gaps = [b - a for a, b in zip([since_s, *after], after, strict=False)]
+        return Recovery(first_s=after[0] - since_s, stall_s=max(gaps))
+
+    def _follow(self) -> None:
+        last: Progress | None = None
+        while not self._over.wait(POLL_S):
+            now = self.team.progress()
+            if now is not None and (last is None or now.beyond(last)):
+                self.times_s += [time.monotonic()] * (1 if last is None else now.steps_since(last))
+                last = now

@@ -1,0 +1,145 @@
+"""What a service holds while it runs, and what it leaves behind: the soak's leak checks."""
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from soak import processes
+from soak.service import ServiceProcess
+
+INTERVAL_S = 1.0
+SHARED_MEMORY = "/dev/shm/"
+# Growth from the first to the last quarter that is not yet a leak: caches fill, pages settle.
+RSS_RATIO, RSS_MARGIN_BYTES = 1.10, 16 * 2**20
+COUNT_MARGIN = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What the coordinator, and the whole family of the service, hold at one moment."""
+
+    coordinator: int
+    rss_bytes: int
+    files: int
+    threads: int
+    sockets: int
+    family: int
+    family_rss_bytes: int
+
+
+@dataclass
+class Watch:
+    """Samples a service every second from `start` to `stop`."""
+
+    service: ServiceProcess
+    samples: list[Sample] = field(default_factory=list)
+    shared_memory: set[str] = field(default_factory=set)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; a thread of its own samples."""
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started."""
+        return self._thread is not None
+
+    def stop(self) -> None:
+        """End."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL_S):
+            with contextlib.suppress(psutil.Error):
+                self.samples.append(self._sample())
+
+    def _sample(self) -> Sample:
+        coordinator = psutil.Process(self.service.pid)
+        family = processes.family(self.service.home)
+        self.shared_memory |= shared_memory_of(family)
+        with coordinator.oneshot():
+            return Sample(
+                coordinator=coordinator.pid,
+                rss_bytes=coordinator.memory_info().rss,
+                files=coordinator.num_fds(),
+                threads=coordinator.num_threads(),
+                sockets=len(coordinator.net_connections(kind="inet")),
+                family=len(family),
+                family_rss_bytes=sum(map(_rss_bytes, family)),
+            )
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Median of the first and of the last quarter, by name. Needs one coordinator throughout."""
+    quarter = max(1, len(samples) // 4)
+    names = ("rss_bytes", "files", "threads", "sockets", "family", "family_rss_bytes")
+    return {
+        name: (
+            statistics.median(getattr(sample, name) for sample in samples[:quarter]),
+            statistics.median(getattr(sample, name) for sample in samples[-quarter:]),
+        )
+        for name in names
+    }
+
+
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """What has grown beyond its tolerance."""
+    if len({sample.coordinator for sample in samples}) > 1:
+        return ["the coordinator was replaced while it was to be watched"]
+    found = []
+    for name, (first, last) in growth(samples).items():
+        limit = first + COUNT_MARGIN
+        if name.endswith("bytes"):
+            limit = first * RSS_RATIO + RSS_MARGIN_BYTES
+        if last > limit:
+            found.append(f"{name} grew from {first:,.0f} to {last:,.0f} (limit {limit:,.0f})")
+    return found
+
+
+def left_behind(
+    service: ServiceProcess, shared_memory: set[str], wait_s: float = 15.0
+) -> list[str]:
+    """What is still there after the service has stopped; it gets a moment to go."""
+    deadline_s = time.monotonic() + wait_s
+    while (alive := processes.family(service.home)) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    found = [f"process {p.pid} still lives: {processes.title(p)[:80]}" for p in alive]
+    found += [f"{path} is still there" for path in sorted(shared_memory) if Path(path).exists()]
+    port = int(service.address.rpartition(":")[2])
+    listening = [
+        connection
+        for connection in psutil.net_connections(kind="inet")
+        if connection.laddr and connection.laddr.port == port and connection.status != "TIME_WAIT"
+    ]
+    return found + [f"sockets are left at port {port}: {listening}"] * bool(listening)
+
+
+def shared_memory_of(family: Sequence[psutil.Process]) -> set[str]:
+    """Files in shared memory that any of these processes has open or mapped."""
+    found = set()
+    for process in family:
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found |= {
+                line[line.index(SHARED_MEMORY) :]
+                for line in maps.splitlines()
+                if SHARED_MEMORY in line and not line.endswith("(deleted)")
+            }
+    return found
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0

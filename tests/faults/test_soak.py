@@ -1,0 +1,24 @@
+"""The soak in short: two teams, random kills, and nothing lost, repeated or left behind."""
+
+from random import Random
+
+from soak.chaos import KINDS, draw
+from soak.run import SoakOptions, soak
+
+KILLS = 10
+
+
+def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path):
+    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0)
+    result = soak(tmp_path / "soak", options)
+    assert result.broken == []
+    assert result.kills >= KILLS
+    assert {job.job.split("-")[0] for job in result.jobs} == {"vision", "speech"}
+
+
+def test_the_same_seed_draws_the_same_faults():
+    drawn = [
+        [draw(rng, spare_coordinator=False) for _ in range(50)] for rng in (Random(3), Random(3))
+    ]
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0]) <= set(KINDS)
