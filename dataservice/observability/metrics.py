@@ -1,10 +1,12 @@
 """core.ports.Metrics as Prometheus series, and the endpoint where they are scraped.
 
-Labels are job, source, stage, degree and worker: few values each, and none that grows with
-steps, ranks or samples. A deleted job and a lost worker take their series along.
+Labels are job, team, source, stage, phase, degree and worker: few values each, and none that
+grows with steps, ranks or samples. So what differs by rank is a histogram over ranks, and
+`dataservice status` names the rank. A deleted job and a lost worker take their series along.
 """
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
@@ -15,9 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackReceipt
 from dataservice.core.plan import StepPlan
+from dataservice.core.team import team_of
 
 NAMESPACE = "dataservice"
 DRIFT_WEIGHT = 0.1  # of the newest step in the moving average of measured over predicted
+
+WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+# By stage of the plan, whose costs are of whole steps of training.
+PREDICTED_PHASES = {"dispatch vision": "vision", "dispatch audio": "audio", "group": "llm"}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
@@ -46,6 +53,35 @@ class PrometheusMetrics:
         self._predicted_s = job(
             Gauge, "predicted_step_seconds", "Training time that the last plan predicts."
         )
+        self._pad = job(
+            Gauge, "plan_pad_ratio", "Padding in the last plan's packs, a share of their tokens."
+        )
+        self._dist = job(
+            Gauge,
+            "plan_dist_ratio",
+            "Tokens that the heaviest replica of the last plan has over the mean, a share of its own.",
+        )
+        self._predicted_phase_s = job(
+            Gauge,
+            "predicted_phase_seconds",
+            "Time that the last plan predicts for an encoder's slowest replicas, or for the llm's.",
+            "phase",
+        )
+        self._phase_s = job(
+            Gauge,
+            "measured_phase_seconds",
+            "Time of a phase at its slowest rank, in the last step that was measured.",
+            "phase",
+        )
+        self._waited_s = job(
+            Histogram,
+            "exposed_wait_seconds",
+            "Time a rank's training stood without data, a step; one value a report of a rank.",
+            buckets=WAIT_BUCKETS_S,
+        )
+        self._waiting_ranks = job(
+            Gauge, "waiting_ranks", "Ranks whose training stands without data now."
+        )
         self._drift = job(
             Gauge,
             "measured_over_predicted_ratio",
@@ -58,13 +94,45 @@ class PrometheusMetrics:
             Counter, "decode_seconds", "Time of workers' threads spent reading and decoding."
         )
         self._bytes = job(Counter, "prepared_bytes", "Size of the packs decoded by workers.")
+        self._hedged = job(
+            Counter, "hedged_packs", "Packs ordered at a second worker because one was slow."
+        )
+        self._read_samples = job(
+            Counter, "read_samples", "Samples read by workers, masked ones included.", "source"
+        )
+        self._read_bytes = job(
+            Counter, "read_bytes", "Bytes of samples as they were stored.", "source"
+        )
+        self._source_read_s = job(
+            Counter, "source_read_seconds", "Time of slots spent reading.", "source"
+        )
+        self._source_decode_s = job(
+            Counter, "source_decode_seconds", "Time of slots spent decoding.", "source"
+        )
         self._quarantined = job(
             Counter, "quarantined_samples", "Samples decoded as masked.", "source"
+        )
+        self._budget_used = job(
+            Gauge,
+            "error_budget_used_ratio",
+            "Bad samples of a source in its window over those allowed; above 1 the job stops.",
+            "source",
         )
         self._outstanding = Gauge(
             f"{NAMESPACE}_worker_outstanding_tokens",
             "Decoding ordered from a worker and not done; encoder tokens weigh 4.",
             ["worker"],
+            registry=self.registry,
+        )
+        self._slots = Gauge(
+            f"{NAMESPACE}_worker_slots",
+            "Samples that all workers together decode at once.",
+            registry=self.registry,
+        )
+        self._team_decode_s = Counter(
+            f"{NAMESPACE}_team_decode_seconds",
+            "Time of slots spent for a team; without tokens there is one, of no name.",
+            ["team"],
             registry=self.registry,
         )
         self._lost_workers = Counter(
@@ -82,6 +150,11 @@ class PrometheusMetrics:
         self._predicted_s.labels(job).set(plan.predicted_s)
         for report in plan.stages:
             self._plan_gap.labels(job, report.stage).set(report.gap)
+            phase = PREDICTED_PHASES.get(report.stage)
+            if phase is not None:
+                self._predicted_phase_s.labels(job, phase).set(report.after)
+        self._pad.labels(job).set(_pad_ratio(plan))
+        self._dist.labels(job).set(_dist_ratio(plan))
         for degree, groups in enumerate(np.bincount(plan.pack_degree).tolist()):
             if groups:
                 self._groups.labels(job, degree).inc(groups)
@@ -103,14 +176,45 @@ class PrometheusMetrics:
         self._drift_of[job] = before + DRIFT_WEIGHT * (ratio - before)
         self._drift.labels(job).set(self._drift_of[job])
 
+    def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
+        """The last step's. The caller knows the phases: each is a series."""
+        for phase, seconds in phase_s.items():
+            self._phase_s.labels(job, phase).set(seconds)
+
+    def data_waited(self, job: str, step_s: float) -> None:
+        """What one rank tells."""
+        self._waited_s.labels(job).observe(step_s)
+
+    def waiting_ranks(self, job: str, ranks: int) -> None:
+        """How many stand now."""
+        self._waiting_ranks.labels(job).set(ranks)
+
+    def worker_slots(self, slots: int) -> None:
+        """The size of the fleet now."""
+        self._slots.set(slots)
+
     def pack_prepared(self, receipt: PackReceipt) -> None:
         """A pack is decoded. One decoded again, for its worker was lost, counts again."""
         job = receipt.key.job
         self._packs.labels(job).inc()
         self._decode_s.labels(job).inc(receipt.decode_s)
         self._bytes.labels(job).inc(receipt.size_bytes)
+        self._team_decode_s.labels(team_of(job)).inc(receipt.decode_s)
+        for work in receipt.sources:
+            self._read_samples.labels(job, work.source).inc(work.samples)
+            self._read_bytes.labels(job, work.source).inc(work.read_bytes)
+            self._source_read_s.labels(job, work.source).inc(work.read_s)
+            self._source_decode_s.labels(job, work.source).inc(work.decode_s)
         for bad in receipt.bad_samples:
             self._quarantined.labels(job, bad.source).inc()
+
+    def pack_hedged(self, job: str) -> None:
+        """One more pack was ordered twice."""
+        self._hedged.labels(job).inc()
+
+    def error_budget_used(self, job: str, source: str, share: float) -> None:
+        """How near a source is to stopping its job."""
+        self._budget_used.labels(job, source).set(share)
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
         """The line of a worker now."""
@@ -121,6 +225,10 @@ class PrometheusMetrics:
         self._lost_workers.inc()
         self._outstanding.remove(worker)
 
+    def worker_retired(self, worker: str) -> None:
+        """Drop the worker's series; nothing was lost."""
+        self._outstanding.remove(worker)
+
     def job_deleted(self, job: str) -> None:
         """Drop the job's series."""
         self._drift_of.pop(job, None)
@@ -129,10 +237,25 @@ class PrometheusMetrics:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _of_job(self, kind: type[Metric], name: str, text: str, *labels: str) -> Metric:
-        metric = kind(f"{NAMESPACE}_{name}", text, ("job", *labels), registry=self.registry)
+    def _of_job(
+        self, kind: type[Metric], name: str, text: str, *labels: str, **more: Sequence[float]
+    ) -> Metric:
+        metric = kind(f"{NAMESPACE}_{name}", text, ("job", *labels), registry=self.registry, **more)
         self._of_jobs.append(metric)
         return metric
+
+
+def _pad_ratio(plan: StepPlan) -> float:
+    padded = int(plan.pack_tokens.sum())
+    return 1.0 - int(plan.sample_tokens.sum()) / padded if padded else 0.0
+
+
+def _dist_ratio(plan: StepPlan) -> float:
+    """OmniBal eq. 2 over the tokens of each replica; a group's are spread over its members."""
+    share = np.repeat(plan.pack_tokens / plan.pack_degree, plan.pack_degree)
+    tokens = np.bincount(plan.pack_replicas, weights=share, minlength=plan.replicas)
+    heaviest = float(tokens.max(initial=0.0))
+    return 1.0 - float(tokens.mean()) / heaviest if heaviest else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ def test_every_name_has_our_prefix_and_the_ending_of_its_unit():
     families = {family.name: family for family in PrometheusMetrics().registry.collect()}
     assert all(name.startswith("dataservice_") for name in families)
     assert all(family.documentation for family in families.values())
-    endings = ("_seconds", "_bytes", "_tokens", "_ratio", "_steps")
+    endings = ("_seconds", "_bytes", "_tokens", "_ratio", "_steps", "_ranks", "_slots")
     assert all(n.endswith(endings) for n, f in families.items() if f.type != "counter")
 
 

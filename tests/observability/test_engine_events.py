@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.job import ErrorBudget
 from dataservice.core.orders import BadSample, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
 from dataservice.observability.metrics import PrometheusMetrics
@@ -131,6 +132,21 @@ async def test_packs_bytes_decode_seconds_and_bad_samples_come_from_the_receipts
     kept = Counter(entry.source for entry in store.quarantine("job"))
     assert series(metrics, "quarantined_samples_total") == kept
     assert set(kept) == {"a", "b"}
+    await coordinator.stop()
+
+
+async def test_how_near_a_source_is_to_stopping_its_job_is_a_gauge(metrics):
+    budget = ErrorBudget(rate=0.5, window_samples=1000, min_bad_samples=50)
+    setup = replace(make_setup(), budgets={"a": budget, "b": budget})
+    store = MemoryStateStore()
+    coordinator = make_coordinator(store, PickyBooks(), setup, metrics=metrics)
+    await coordinator.submit("job", "")
+    await train(coordinator, await open_all(coordinator), 0, 100)
+    await asyncio.sleep(0.05)
+    samples = Counter("a" if number < 66 else "b" for number in range(200))
+    for source, bad in Counter(entry.source for entry in store.quarantine("job")).items():
+        used = value(metrics, "error_budget_used_ratio", job="job", source=source)
+        assert used == bad / max(49, samples[source] / 2)
     await coordinator.stop()
 
 
