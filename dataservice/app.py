@@ -472,8 +472,8 @@ def _secret(config: ServiceConfig) -> bytes:
         secret = path.read_bytes()
     except OSError as error:
         raise SpecError(
-            f"the secret file {path} cannot be read or made: {error.strerror}. Check secret_file, or "
-            "leave it out to have one made in state_dir."
+            f"the secret file {path} cannot be read or made: {error.strerror}. Check secret_file, "
+            "or leave it out to have one made in state_dir."
         ) from error
     if len(secret) < SECRET_BYTES:
         raise SpecError(

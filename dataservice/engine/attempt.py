@@ -162,8 +162,9 @@ class Attempt:
         if not self.complete:
             raise self.end(
                 WorldSizeError(
-                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks {list(self.missing[:16])} of "
-                    f"{self.topology.world_size}. Start every rank, or lower the world size."
+                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks "
+                    f"{list(self.missing[:16])} of {self.topology.world_size}. Start every "
+                    "rank, or lower the world size."
                 )
             )
 

@@ -6,9 +6,9 @@ grows with steps, ranks or samples. So what differs by rank is a histogram over 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 import numpy as np
@@ -59,7 +59,7 @@ class PrometheusMetrics:
         self._dist = job(
             Gauge,
             "plan_dist_ratio",
-            "Tokens that the heaviest replica of the last plan has over the mean, a share of its own.",
+            "Tokens of the last plan's heaviest replica over the mean, as a share of its own.",
         )
         self._predicted_phase_s = job(
             Gauge,
@@ -238,7 +238,7 @@ class PrometheusMetrics:
     # ---- inside -----------------------------------------------------------------------------
 
     def _of_job(
-        self, kind: type[Metric], name: str, text: str, *labels: str, **more: Sequence[float]
+        self, kind: type[Metric], name: str, text: str, *labels: str, **more: Any
     ) -> Metric:
         metric = kind(f"{NAMESPACE}_{name}", text, ("job", *labels), registry=self.registry, **more)
         self._of_jobs.append(metric)

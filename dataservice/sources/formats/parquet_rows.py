@@ -19,16 +19,19 @@ def row_bytes(array: "pa.Array[Any]") -> NDArray[np.int64]:
     """int64[rows], an upper bound within a small factor. O(values), without copying them."""
     if isinstance(array, pa.DictionaryArray):
         each = row_bytes(array.dictionary)
-        return np.take(each, _numbers(array.indices)) if len(each) else _objects(len(array))
+        return each.take(_numbers(array.indices)) if len(each) else _objects(len(array))
     if isinstance(array, pa.StructArray):
-        fields = [row_bytes(field) for field in array.flatten()]
-        return np.sum([_objects(len(array)), *fields], axis=0, dtype=np.int64)
+        total = _objects(len(array))
+        for field in array.flatten():
+            total += row_bytes(field)
+        return total
     if isinstance(array, pa.ListArray | pa.LargeListArray):
         counts = _numbers(pc.list_value_length(array))
         ends = np.cumsum(counts, dtype=np.int64)
-        items = np.concatenate([[0], np.cumsum(row_bytes(pc.list_flatten(array)))])
-        own: NDArray[np.int64] = _objects(len(array))
-        return own + np.take(items, ends) - np.take(items, ends - counts)
+        values = row_bytes(pc.list_flatten(array))
+        items = np.zeros(len(values) + 1, dtype=np.int64)
+        np.cumsum(values, out=items[1:])
+        return _objects(len(array)) + items.take(ends) - items.take(ends - counts)
     if isinstance(array, pa.StringArray | pa.LargeStringArray):
         return _objects(len(array)) + _numbers(pc.binary_length(array))
     if isinstance(array, pa.BinaryArray | pa.LargeBinaryArray):
