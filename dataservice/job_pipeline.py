@@ -1,6 +1,6 @@
 """A job's pipeline: what index, coordinator and workers build from its JSON.
 
-Apart from app.py, because the processes that decode load this and nothing of gRPC or Ray.
+Apart from job_setup.py, because the processes that decode load this and nothing of gRPC or Ray.
 """
 
 import contextlib

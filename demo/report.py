@@ -11,12 +11,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dataservice.app import job_record, open_job
 from dataservice.core.cursor import Cursor
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
 from dataservice.engine.planner import draw_step, plan_step
 from dataservice.engine.setup import JobSetup
+from dataservice.job_setup import job_record, open_job
 from dataservice.planning.metrics import dist_ratio
 from dataservice.planning.options import PlanOptions, Strategy
 from dataservice.planning.validate import validate_plan

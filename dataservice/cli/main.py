@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dataservice.app import Service, index_job, serve_until_signal
+from dataservice.app import Service, serve_until_signal
 from dataservice.calibrate import (
     MeasuringOptions,
     calibrate,
@@ -29,6 +29,7 @@ from dataservice.core.errors import ServiceError, SpecError
 from dataservice.cost_file import read_cost_file, write_cost_file
 from dataservice.engine.api import JobStatus
 from dataservice.job_pipeline import load_processors
+from dataservice.job_setup import index_job
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.spec import JobSpec, read_config, read_job, read_text

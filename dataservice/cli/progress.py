@@ -14,8 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dataservice.app import Progress as Tell
 from dataservice.calibrate import Tell as TellMeasured
+from dataservice.job_setup import Progress as Tell
 
 
 @contextmanager

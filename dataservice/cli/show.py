@@ -14,7 +14,7 @@ from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
 from dataservice.core.sample import Modality
 from dataservice.engine.api import JobStatus
-from dataservice.serving.wire import ExplainedStep
+from dataservice.serving.wire_jobs import ExplainedStep
 from dataservice.sources.index import IndexSummary
 
 NAMED_SAMPLES = 4  # of one pack, in a table; --json names all

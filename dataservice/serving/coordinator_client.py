@@ -10,10 +10,10 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from dataservice.core.health import ServiceHealth
 from dataservice.core.job import QuarantineEntry, SkipAction, SkipRecord
 from dataservice.engine.api import JobStatus, ReplayedStep, WorkerStatus
-from dataservice.serving import wire, wire_health
+from dataservice.serving import wire_health, wire_jobs
 from dataservice.serving.client_access import Access
 from dataservice.serving.errors import ServiceUnreachableError, error_of, is_unreachable
-from dataservice.serving.wire import ExplainedStep
+from dataservice.serving.wire_jobs import ExplainedStep
 
 # `explain` brings a whole step plan: the one answer that may be larger than 4 MiB.
 ANSWER_LIMIT_BYTES = 512 * 2**20
@@ -43,13 +43,13 @@ class CoordinatorClient:
         )
         with self._translated():
             answer = self._stub.SubmitJob(request, timeout=self._timeout_s)
-        return wire.job_status_from_proto(answer)
+        return wire_jobs.job_status_from_proto(answer)
 
     def jobs(self) -> list[JobStatus]:
         """All jobs by name."""
         with self._translated():
             answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=self._timeout_s)
-        return [wire.job_status_from_proto(job) for job in answer.jobs]
+        return [wire_jobs.job_status_from_proto(job) for job in answer.jobs]
 
     def job(self, name: str) -> JobStatus:
         """One job."""
@@ -57,7 +57,7 @@ class CoordinatorClient:
             answer = self._stub.GetJob(
                 coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
             )
-        return wire.job_status_from_proto(answer)
+        return wire_jobs.job_status_from_proto(answer)
 
     def drain(self, name: str) -> JobStatus:
         """Refuse new attempts of a job; the running one may finish."""
@@ -65,7 +65,7 @@ class CoordinatorClient:
             answer = self._stub.DrainJob(
                 coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
             )
-        return wire.job_status_from_proto(answer)
+        return wire_jobs.job_status_from_proto(answer)
 
     def delete(self, name: str) -> None:
         """Forget a job that no trainer uses."""
@@ -87,14 +87,14 @@ class CoordinatorClient:
         request = coordinator_pb2.JobRequest(job=name)
         with self._translated():
             answers = list(self._stub.ListQuarantine(request, timeout=self._timeout_s))
-        return [wire.quarantine_entry_from_proto(answer, name) for answer in answers]
+        return [wire_jobs.quarantine_entry_from_proto(answer, name) for answer in answers]
 
     def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
         """Plan a step of the ledger again; of the newest attempt that has it by default."""
         request = coordinator_pb2.ExplainStepRequest(job=name, step=step, attempt=attempt or 0)
         with self._translated():
             answer = self._stub.ExplainStep(request, timeout=self._timeout_s)
-        return wire.explanation_from_proto(answer)
+        return wire_jobs.explanation_from_proto(answer)
 
     def replay(
         self, name: str, first_step: int, last_step: int, attempt: int | None = None
@@ -105,7 +105,7 @@ class CoordinatorClient:
         )
         with self._translated():
             for answer in self._stub.ReplaySteps(request):
-                yield wire.replayed_step_from_proto(answer)
+                yield wire_jobs.replayed_step_from_proto(answer)
 
     def skip(
         self, name: str, ranges: Sequence[tuple[int, int]], action: SkipAction = "skip"
@@ -118,14 +118,14 @@ class CoordinatorClient:
         )
         with self._translated():
             answer = self._stub.SkipSteps(request, timeout=self._timeout_s)
-        return [wire.skip_record_from_proto(each, name) for each in answer.skips]
+        return [wire_jobs.skip_record_from_proto(each, name) for each in answer.skips]
 
     def workers(self) -> list[WorkerStatus]:
         """The workers as they are now."""
         request = coordinator_pb2.ListWorkersRequest()
         with self._translated():
             answer = self._stub.ListWorkers(request, timeout=self._timeout_s)
-        return [wire.worker_status_from_proto(each) for each in answer.workers]
+        return [wire_jobs.worker_status_from_proto(each) for each in answer.workers]
 
     def restart_workers(self, workers: Sequence[str] = ()) -> list[str]:
         """Begin to replace these workers, all by default; gives their names."""

@@ -27,7 +27,7 @@ from dataservice.engine.api import (
     SessionOpened,
     SkippedSteps,
 )
-from dataservice.serving import wire, wire_health
+from dataservice.serving import wire_health, wire_jobs, wire_shards
 from dataservice.serving.border import Border, Context, Visit
 from dataservice.serving.errors import ServiceUnreachableError
 
@@ -110,7 +110,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         async with self._border.call(context, "ListQuarantine", request) as visit:
             entries = await self._api.quarantine(visit.named(request.job))
         for entry in entries:
-            yield wire.quarantine_entry_to_proto(entry)
+            yield wire_jobs.quarantine_entry_to_proto(entry)
 
     async def RecostJob(
         self, request: coordinator_pb2.RecostJobRequest, context: Context
@@ -131,7 +131,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         async with self._border.call(context, "ExplainStep", request) as visit:
             job = visit.named(request.job)
             explained = await self._api.explain(job, request.step, request.attempt or None)
-        return wire.explanation_to_proto(explained)
+        return wire_jobs.explanation_to_proto(explained)
 
     async def ReplaySteps(  # type: ignore[override]  # gRPC allows writing in place of yielding
         self, request: coordinator_pb2.ReplayStepsRequest, context: Context
@@ -145,7 +145,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 request.attempt or None,
             )
             async for step in steps:
-                await context.write(wire.replayed_step_to_proto(step))
+                await context.write(wire_jobs.replayed_step_to_proto(step))
 
     async def SkipSteps(
         self, request: coordinator_pb2.SkipStepsRequest, context: Context
@@ -157,7 +157,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 [(each.first_step, each.last_step) for each in request.ranges],
                 "train" if request.undo else "skip",
             )
-        return coordinator_pb2.SkipStepsResponse(skips=map(wire.skip_record_to_proto, records))
+        return coordinator_pb2.SkipStepsResponse(skips=map(wire_jobs.skip_record_to_proto, records))
 
     # ---- workers -----------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         async with self._border.call(context, "ListWorkers", request):
             workers = await self._api.workers()
         return coordinator_pb2.ListWorkersResponse(
-            workers=map(wire.worker_status_to_proto, workers)
+            workers=map(wire_jobs.worker_status_to_proto, workers)
         )
 
     async def RestartWorkers(
@@ -235,7 +235,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 failed_workers=tuple(request.failed_workers),
                 slow_workers=tuple(request.slow_workers),
                 wanted=(
-                    wire.wanted_parts_from_proto(request.wanted)
+                    wire_shards.wanted_parts_from_proto(request.wanted)
                     if request.HasField("wanted")
                     else EVERYTHING
                 ),
@@ -251,7 +251,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         shard, plan = answer
         summary = self._summary_of((shard.job, shard.plan_digest), plan)
         shard = replace(shard, job=visit.caller.plain(shard.job))
-        return coordinator_pb2.GetShardResponse(shard=wire.rank_shard_to_proto(shard, summary))
+        return coordinator_pb2.GetShardResponse(
+            shard=wire_shards.rank_shard_to_proto(shard, summary)
+        )
 
     async def CommitStep(
         self, request: coordinator_pb2.CommitStepRequest, context: Context
@@ -262,7 +264,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             await self._api.commit(
                 session,
                 request.step,
-                measured_s=wire.measured_from_proto(request),
+                measured_s=wire_health.measured_from_proto(request),
                 phase_s=wire_health.phases_from_proto(request),
             )
         return coordinator_pb2.CommitStepResponse()
@@ -312,14 +314,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         # All ranks ask for the same step at about the same time. Two jobs may come to one
         # digest by other stages, whose reports are not part of it.
         if self._summary is None or self._summary[0] != job_and_digest:
-            self._summary = job_and_digest, wire.step_summary_to_proto(plan)
+            self._summary = job_and_digest, wire_shards.step_summary_to_proto(plan)
         return self._summary[1]
 
 
 def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:
     """A job under the name that the caller knows it by."""
     record = replace(status.record, name=visit.caller.plain(status.record.name))
-    return wire.job_status_to_proto(replace(status, record=record))
+    return wire_jobs.job_status_to_proto(replace(status, record=record))
 
 
 def _session_event(opened: SessionOpened) -> coordinator_pb2.SessionEvent:

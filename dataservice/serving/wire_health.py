@@ -1,4 +1,5 @@
-"""What is seen of running jobs, and what ranks tell of themselves, to and from protobuf."""
+"""What is seen of running jobs, and what ranks tell of themselves, to and from protobuf; see
+wire_packs."""
 
 import math
 import re
@@ -37,6 +38,18 @@ def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, f
     for phase, seconds in message.phase_s.items():
         _require_seconds(seconds, f"phase {phase[:40]!r} of step {message.step}")
     return {name: value for name, value in message.phase_s.items() if PHASE.fullmatch(name)}
+
+
+def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | None:
+    """The seconds a rank tells, if it does. Raises SpecError where they cannot be any."""
+    if not message.HasField("measured_s"):
+        return None
+    if not (math.isfinite(message.measured_s) and message.measured_s >= 0):
+        raise SpecError(
+            f"step {message.step} was measured as {message.measured_s} s; seconds are finite and "
+            "at least 0. Leave measured_s out where a step was not measured."
+        )
+    return message.measured_s
 
 
 def report_from_proto(message: coordinator_pb2.ReportRequest) -> RankReport:

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
-from dataservice.serving import wire
+from dataservice.serving import wire_packs
 from dataservice.serving.authority import COMMAND_METADATA, command_token
 from dataservice.serving.channels import DEFAULT_KEEPALIVE, Keepalive, channel_options
 from dataservice.serving.errors import error_of, is_unreachable
@@ -63,7 +63,7 @@ class GrpcWorkerLink:
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
         """Have a pack decoded, however long it takes. Raises WorkerLostError, or what the
         worker raised."""
-        request = wire.pack_order_to_proto(order)
+        request = wire_packs.pack_order_to_proto(order)
         try:
             receipt = await self._prepare(worker, request)
         except WorkerLostError as error:
@@ -71,7 +71,7 @@ class GrpcWorkerLink:
                 raise
             logger.info("%s answers again, the order is repeated: %s", worker.worker, error)
             receipt = await self._prepare(worker, request)
-        return wire.pack_receipt_from_proto(receipt)
+        return wire_packs.pack_receipt_from_proto(receipt)
 
     async def _prepare(
         self, worker: WorkerInfo, request: worker_pb2.PackOrder
@@ -81,7 +81,7 @@ class GrpcWorkerLink:
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. A worker that cannot be told is logged, no more."""
-        request = worker_pb2.ReleaseRequest(packs=map(wire.pack_key_to_proto, packs))
+        request = worker_pb2.ReleaseRequest(packs=map(wire_packs.pack_key_to_proto, packs))
         try:
             async with self._stub(worker) as stub:
                 await stub.Release(
@@ -101,7 +101,7 @@ class GrpcWorkerLink:
                 worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
             )
             async for message in call:
-                keys.update(map(wire.pack_key_from_proto, message.packs))
+                keys.update(map(wire_packs.pack_key_from_proto, message.packs))
         return frozenset(keys)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from dataservice.core.errors import TicketError
 from dataservice.core.orders import PartSpec, Ticket
 from dataservice.core.ports import PackHost
 from dataservice.core.tickets import check_ticket
-from dataservice.serving import wire
+from dataservice.serving import wire_packs
 from dataservice.serving.authority import check_command
 from dataservice.serving.errors import answered
 from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
@@ -48,8 +48,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Decode and assemble a pack; answers when it is ready."""
         async with answered(context, "Prepare"):
             check_command(context.invocation_metadata() or (), self._secret)
-            receipt = await self._host.prepare(wire.pack_order_from_proto(request))
-        return wire.pack_receipt_to_proto(receipt)
+            receipt = await self._host.prepare(wire_packs.pack_order_from_proto(request))
+        return wire_packs.pack_receipt_to_proto(receipt)
 
     async def Release(
         self, request: worker_pb2.ReleaseRequest, context: Context
@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Forget packs."""
         async with answered(context, "Release"):
             check_command(context.invocation_metadata() or (), self._secret)
-            self._host.release([wire.pack_key_from_proto(key) for key in request.packs])
+            self._host.release([wire_packs.pack_key_from_proto(key) for key in request.packs])
         return worker_pb2.ReleaseResponse()
 
     async def Held(
@@ -69,7 +69,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             held = self._host.held()
             for start in range(0, len(held), NAMES_IN_A_MESSAGE):
                 keys = held[start : start + NAMES_IN_A_MESSAGE]
-                yield worker_pb2.HeldPacks(packs=map(wire.pack_key_to_proto, keys))
+                yield worker_pb2.HeldPacks(packs=map(wire_packs.pack_key_to_proto, keys))
 
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context
@@ -96,7 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._quiet.set()
 
     def _granted(self, request: worker_pb2.FetchRequest) -> Ticket:
-        ticket = wire.ticket_from_proto(request.ticket)
+        ticket = wire_packs.ticket_from_proto(request.ticket)
         check_ticket(ticket, self._secret, worker=self._worker, now_unix_s=time.time())
         if not ticket.parts:
             raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")

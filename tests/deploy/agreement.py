@@ -13,8 +13,9 @@ from ray import __version__ as RAY_VERSION
 from ray.scripts.scripts import cli as ray_cli
 from torch.distributed.run import get_args_parser
 
-from dataservice.app import OWN_ADDRESS, Service
+from dataservice.app import Service
 from dataservice.cli.main import app
+from dataservice.fleet import OWN_ADDRESS
 from dataservice.workers.pool import PoolConfig
 from tests.deploy.cluster import Cluster, Pod, mounted_at
 from tests.deploy.kustomize import Object

@@ -24,7 +24,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.access import make_token
-from dataservice.app import index_job
+from dataservice.job_setup import index_job
 from dataservice.spec import read_job
 from demo.tokenizer import train_tokenizer
 from tests.deploy.agreement import start_flags

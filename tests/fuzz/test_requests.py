@@ -21,7 +21,8 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, Servic
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from dataservice.app import Service, index_job, start_service
+from dataservice.app import Service, start_service
+from dataservice.job_setup import index_job
 from dataservice.serving.authority import COMMAND_METADATA, command_token
 from dataservice.spec import ServiceConfig, read_job
 from tests.decode.files import Kitchen

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from dataservice.app import index_job
+from dataservice.job_setup import index_job
 from dataservice.spec import read_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataservice.app import job_record, open_job
 from dataservice.core.layout import member_rows
 from dataservice.decode.pipeline import Pipeline
+from dataservice.job_setup import job_record, open_job
 from tests.service.support import Ranks, explained, job_file, serving
 
 

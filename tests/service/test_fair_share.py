@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dataservice.app import index_job
+from dataservice.job_setup import index_job
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.serving.identity import new_token, token_digest

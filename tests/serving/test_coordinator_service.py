@@ -12,7 +12,7 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.orders import WantedParts
-from dataservice.serving import wire
+from dataservice.serving import wire_shards
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
 
@@ -196,8 +196,8 @@ async def test_a_shard_comes_with_the_summary_of_its_step(stub, api, make):
             slow_workers=["worker-1.1"],
         )
     )
-    assert wire.rank_shard_from_proto(answer.shard).rank == 1
-    assert answer.shard.summary == wire.step_summary_to_proto(make.plan(5))
+    assert wire_shards.rank_shard_from_proto(answer.shard).rank == 1
+    assert answer.shard.summary == wire_shards.step_summary_to_proto(make.plan(5))
     assert api.failed_workers == [("worker-0.1",)]
     assert api.slow_workers == [("worker-1.1",)]
     assert api.wanted == [WantedParts()]
@@ -211,7 +211,7 @@ async def test_a_rank_may_ask_for_some_parts_or_for_none(stub, api):
     ):
         await stub.GetShard(
             coordinator_pb2.GetShardRequest(
-                session="vlm/0", step=5, wanted=wire.wanted_parts_to_proto(wanted)
+                session="vlm/0", step=5, wanted=wire_shards.wanted_parts_to_proto(wanted)
             )
         )
         assert api.wanted.pop() == wanted

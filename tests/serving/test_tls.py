@@ -12,7 +12,7 @@ from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 from dataservice.core.errors import SpecError, TokenError, WorkerLostError
 from dataservice.core.orders import PartSpec
 from dataservice.core.ports import WorkerInfo
-from dataservice.serving import wire
+from dataservice.serving import wire_packs
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.serving.errors import ServiceUnreachableError
@@ -204,7 +204,7 @@ async def test_a_ticket_that_was_changed_to_another_team_s_pack_fetches_nothing(
 ):
     await host.prepare(make.order())
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
-    granted = wire.ticket_to_proto(make.ticket(PartSpec(key=make.order().key, cp_rank=0)))
+    granted = wire_packs.ticket_to_proto(make.ticket(PartSpec(key=make.order().key, cp_rank=0)))
 
     async def fetch(ticket):
         call = stub.Fetch(worker_pb2.FetchRequest(ticket=ticket))

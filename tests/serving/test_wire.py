@@ -34,7 +34,7 @@ from dataservice.core.sample import (
 )
 from dataservice.core.tickets import check_ticket, sign_ticket
 from dataservice.engine.api import JobStatus
-from dataservice.serving import wire
+from dataservice.serving import wire_jobs, wire_packs, wire_shards
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -194,51 +194,55 @@ def sent(message):
 @settings(deadline=None)
 @given(pack_keys)
 def test_pack_keys_survive(value):
-    assert wire.pack_key_from_proto(sent(wire.pack_key_to_proto(value))) == value
+    assert wire_packs.pack_key_from_proto(sent(wire_packs.pack_key_to_proto(value))) == value
 
 
 @settings(deadline=None)
 @given(orders)
 def test_pack_orders_survive(value):
-    assert wire.pack_order_from_proto(sent(wire.pack_order_to_proto(value))) == value
+    assert wire_packs.pack_order_from_proto(sent(wire_packs.pack_order_to_proto(value))) == value
 
 
 @settings(deadline=None)
 @given(receipts)
 def test_pack_receipts_survive(value):
-    assert wire.pack_receipt_from_proto(sent(wire.pack_receipt_to_proto(value))) == value
+    assert (
+        wire_packs.pack_receipt_from_proto(sent(wire_packs.pack_receipt_to_proto(value))) == value
+    )
 
 
 @settings(deadline=None)
 @given(tickets)
 def test_tickets_survive_with_their_signature(value):
     signed = sign_ticket(value, b"secret")
-    received = wire.ticket_from_proto(sent(wire.ticket_to_proto(signed)))
+    received = wire_packs.ticket_from_proto(sent(wire_packs.ticket_to_proto(signed)))
     assert received == signed
     check_ticket(received, b"secret", worker=value.worker, now_unix_s=value.expires_unix_s)
 
 
 @given(st.builds(WantedParts, tokens=st.booleans(), media=st.booleans(), labels=st.booleans()))
 def test_wanted_parts_survive(value):
-    assert wire.wanted_parts_from_proto(sent(wire.wanted_parts_to_proto(value))) == value
+    assert (
+        wire_shards.wanted_parts_from_proto(sent(wire_shards.wanted_parts_to_proto(value))) == value
+    )
 
 
 @settings(deadline=None)
 @given(shards)
 def test_rank_shards_survive(value):
-    received = wire.rank_shard_from_proto(sent(wire.rank_shard_to_proto(value)))
+    received = wire_shards.rank_shard_from_proto(sent(wire_shards.rank_shard_to_proto(value)))
     assert plain(received) == plain(value)
 
 
 @settings(deadline=None)
 @given(statuses)
 def test_job_statuses_survive(value):
-    assert wire.job_status_from_proto(sent(wire.job_status_to_proto(value))) == value
+    assert wire_jobs.job_status_from_proto(sent(wire_jobs.job_status_to_proto(value))) == value
 
 
 def test_a_summary_shows_every_group_of_the_step(make):
     plan = make.plan()
-    summary = wire.step_summary_to_proto(plan)
+    summary = wire_shards.step_summary_to_proto(plan)
     assert (summary.replicas, summary.waves, summary.samples) == (2, 1, 3)
     assert summary.predicted_s == 0.5
     assert list(summary.pack_wave) == [0, 0]
@@ -256,15 +260,15 @@ def test_a_modality_of_another_release_is_refused():
     sample = worker_pb2.PackSample(items=[item])
     order = worker_pb2.PackOrder(degree=1, samples=[sample], team_weight=1, team_limit=1)
     with pytest.raises(SpecError, match=r"modality 9 is not known.*0 \(vision\)"):
-        wire.pack_order_from_proto(order)
+        wire_packs.pack_order_from_proto(order)
 
 
 def test_an_order_without_its_teams_share_is_refused():
     order = worker_pb2.PackOrder(degree=1)
     with pytest.raises(SpecError, match=r"weight 0.0 and limit 0.0; both must be above 0"):
-        wire.pack_order_from_proto(order)
+        wire_packs.pack_order_from_proto(order)
 
 
 def test_a_job_state_of_another_release_is_refused():
     with pytest.raises(SpecError, match="state 'paused'"):
-        wire.job_status_from_proto(coordinator_pb2.JobInfo(name="j", state="paused"))
+        wire_jobs.job_status_from_proto(coordinator_pb2.JobInfo(name="j", state="paused"))

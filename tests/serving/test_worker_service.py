@@ -20,7 +20,7 @@ from dataservice.core.errors import (
 )
 from dataservice.core.orders import PartSpec
 from dataservice.core.ports import WorkerInfo
-from dataservice.serving import wire
+from dataservice.serving import wire_packs
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.errors import error_of
 from dataservice.serving.server import serve_worker
@@ -40,7 +40,7 @@ def fetch(channel_to):
 
     async def fetch(address, ticket):
         stub = worker_pb2_grpc.WorkerStub(channel_to(address))
-        request = worker_pb2.FetchRequest(ticket=wire.ticket_to_proto(ticket))
+        request = worker_pb2.FetchRequest(ticket=wire_packs.ticket_to_proto(ticket))
         parts = []
         try:
             async for chunk in stub.Fetch(request):
@@ -212,7 +212,7 @@ async def test_a_ticket_without_parts_is_refused(make, worker, fetch):
 @pytest.mark.parametrize("metadata", [(), (("dataservice-command", "0" * 64),)])
 async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, metadata):
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
-    order = wire.pack_order_to_proto(make.order())
+    order = wire_packs.pack_order_to_proto(make.order())
     for call in (
         stub.Prepare(order, metadata=metadata),
         stub.Release(worker_pb2.ReleaseRequest(), metadata=metadata),
@@ -392,7 +392,7 @@ async def test_stopping_a_worker_lets_its_open_streams_finish(make, host, channe
     order = make.order(samples=1, shapes=((4, 1000, 1000, 3),))
     await host.prepare(order)
     request = worker_pb2.FetchRequest(
-        ticket=wire.ticket_to_proto(make.ticket(PartSpec(key=order.key, items=(0,))))
+        ticket=wire_packs.ticket_to_proto(make.ticket(PartSpec(key=order.key, items=(0,))))
     )
     call = worker_pb2_grpc.WorkerStub(channel_to(served.address)).Fetch(request)
     chunks = aiter(call)
@@ -437,7 +437,9 @@ async def test_a_worker_killed_in_the_middle_of_a_fetch_is_unavailable(make, cha
         try:
             address = (await asyncio.to_thread(process.stdout.readline)).strip()
             request = worker_pb2.FetchRequest(
-                ticket=wire.ticket_to_proto(make.ticket(PartSpec(key=make.order().key, items=(0,))))
+                ticket=wire_packs.ticket_to_proto(
+                    make.ticket(PartSpec(key=make.order().key, items=(0,)))
+                )
             )
             call = worker_pb2_grpc.WorkerStub(channel_to(address)).Fetch(request)
             chunks = aiter(call)

@@ -29,7 +29,7 @@ from dataservice.core.sample import (
 )
 from dataservice.core.tickets import sign_ticket
 from dataservice.serving.server import serve_worker
-from dataservice.serving.wire import ticket_to_proto
+from dataservice.serving.wire_packs import ticket_to_proto
 from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool

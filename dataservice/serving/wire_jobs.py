@@ -1,0 +1,268 @@
+"""What is asked and told of jobs, steps and workers, to and from protobuf; see wire_packs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataservice_proto.v1 import coordinator_pb2
+
+from dataservice.core.errors import SpecError
+from dataservice.core.job import JobRecord, QuarantineEntry, SkipAction, SkipRecord
+from dataservice.core.plan import StepPlan
+from dataservice.core.ports import WorkerInfo, WorkerState
+from dataservice.engine.api import JobStatus, ReplayedStep, StepExplanation, StepFate, WorkerStatus
+
+JOB_STATES: dict[str, Literal["active", "draining"]] = {
+    "active": "active",
+    "draining": "draining",
+}
+
+SKIP_ACTIONS: dict[str, SkipAction] = {"skip": "skip", "train": "train"}
+WORKER_STATES: dict[str, WorkerState] = {
+    "serving": "serving",
+    "silent": "silent",
+    "draining": "draining",
+}
+FATES: dict[str, Literal["planned", "committed", "skipped"]] = {
+    "planned": "planned",
+    "committed": "committed",
+    "skipped": "skipped",
+}
+
+
+def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
+    """A job and where it stands."""
+    return coordinator_pb2.JobInfo(
+        name=status.record.name,
+        state=status.record.state,
+        spec_json=status.record.spec_json,
+        index_fingerprint=status.record.index_fingerprint,
+        samples=status.samples,
+        attempt=status.attempt,
+        world_size=status.world_size,
+        planned_step=status.planned_step,
+        committed_step=status.committed_step,
+        quarantined=status.quarantined,
+        created_unix_s=status.record.created_unix_s,
+        skips=[skip_record_to_proto(skip) for skip in status.skips],
+    )
+
+
+def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
+    """A job and where it stands. Raises SpecError on a state that this release lacks."""
+    state = JOB_STATES.get(message.state)
+    if state is None:
+        raise SpecError(
+            f"job {message.name!r} is in state {message.state!r}; this release knows active and "
+            "draining. Use the CLI of the service's release."
+        )
+    return JobStatus(
+        record=JobRecord(
+            name=message.name,
+            spec_json=message.spec_json,
+            index_fingerprint=message.index_fingerprint,
+            state=state,
+            created_unix_s=message.created_unix_s,
+        ),
+        samples=message.samples,
+        attempt=message.attempt,
+        world_size=message.world_size,
+        planned_step=message.planned_step,
+        committed_step=message.committed_step,
+        quarantined=message.quarantined,
+        skips=tuple(skip_record_from_proto(skip, message.name) for skip in message.skips),
+    )
+
+
+def skip_record_to_proto(skip: SkipRecord) -> coordinator_pb2.SkippedRange:
+    """Skipped steps; the job is the caller's own."""
+    return coordinator_pb2.SkippedRange(
+        number=skip.number,
+        first_step=skip.first_step,
+        last_step=skip.last_step,
+        action=skip.action,
+        from_attempt=skip.from_attempt,
+        recorded_unix_s=skip.recorded_unix_s,
+    )
+
+
+def skip_record_from_proto(message: coordinator_pb2.SkippedRange, job: str) -> SkipRecord:
+    """Skipped steps of `job`. Raises SpecError on an action that this release lacks."""
+    action = SKIP_ACTIONS.get(message.action)
+    if action is None:
+        raise SpecError(
+            f"steps {message.first_step} to {message.last_step} are to {message.action!r}, which "
+            "this release does not know. Use the CLI of the service's release."
+        )
+    return SkipRecord(
+        job=job,
+        number=message.number,
+        first_step=message.first_step,
+        last_step=message.last_step,
+        action=action,
+        from_attempt=message.from_attempt,
+        recorded_unix_s=message.recorded_unix_s,
+    )
+
+
+def replayed_step_to_proto(step: ReplayedStep) -> coordinator_pb2.ReplayedStep:
+    """A step of a range, planned again."""
+    return coordinator_pb2.ReplayedStep(
+        step=step.step,
+        attempt=step.attempt,
+        skipped=step.skipped,
+        ledger_plan_digest=step.ledger_digest,
+        plan_digest=step.plan_digest,
+    )
+
+
+def replayed_step_from_proto(message: coordinator_pb2.ReplayedStep) -> ReplayedStep:
+    """A step of a range, planned again."""
+    return ReplayedStep(
+        step=message.step,
+        attempt=message.attempt,
+        skipped=message.skipped,
+        ledger_digest=message.ledger_plan_digest,
+        plan_digest=message.plan_digest,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExplainedStep:
+    """A step planned again, as a client of the service sees it.
+
+    `ledger_plan_digest` is what was recorded when the step was first planned; it equals
+    `plan.digest` unless the index or the release has changed. `sample_keys` are
+    source/key, aligned with the plan's samples; `quarantined` are "source/key: reason".
+    Where the attempt skipped the step there is `skipped_by`, and nothing was recorded.
+    """
+
+    attempt: int
+    plan: StepPlan
+    plan_digest: str
+    ledger_plan_digest: str
+    cursor: str
+    committed: bool
+    world_size: int
+    sample_keys: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    cost_version: str = ""
+    measured_s: float | None = None
+    ranks_per_replica: int = 1
+    fates: tuple[StepFate, ...] = ()
+    skipped_by: SkipRecord | None = None
+
+    @property
+    def as_recorded(self) -> bool:
+        """The plan made again is the one that was trained; or none was, the step being
+        skipped."""
+        return self.skipped_by is not None or self.plan_digest == self.ledger_plan_digest
+
+
+def quarantine_entry_to_proto(entry: QuarantineEntry) -> coordinator_pb2.QuarantinedSample:
+    """A masked sample; the job is the caller's own."""
+    return coordinator_pb2.QuarantinedSample(
+        attempt=entry.attempt,
+        step=entry.step,
+        sample_id=entry.sample_id,
+        source=entry.source,
+        key=entry.key,
+        reason=entry.reason,
+    )
+
+
+def quarantine_entry_from_proto(
+    message: coordinator_pb2.QuarantinedSample, job: str
+) -> QuarantineEntry:
+    """A masked sample of `job`."""
+    return QuarantineEntry(
+        job=job,
+        attempt=message.attempt,
+        step=message.step,
+        sample_id=message.sample_id,
+        source=message.source,
+        key=message.key,
+        reason=message.reason,
+    )
+
+
+def explanation_to_proto(explained: StepExplanation) -> coordinator_pb2.ExplainStepResponse:
+    """A step, planned again."""
+    entry, skip = explained.entry, explained.skipped_by
+    return coordinator_pb2.ExplainStepResponse(
+        attempt=explained.attempt,
+        plan_json=explained.plan.to_json(),
+        plan_digest=explained.plan.digest,
+        ledger_plan_digest="" if entry is None else entry.plan_digest,
+        cursor=explained.cursor.to_json(),
+        committed=entry is not None and entry.committed_unix_s is not None,
+        world_size=explained.topology.world_size,
+        sample_keys=explained.sample_keys,
+        quarantined=explained.quarantined,
+        cost_version=explained.plan.cost_version if entry is None else entry.cost_version,
+        measured_s=None if entry is None else entry.measured_s,
+        ranks_per_replica=explained.topology.ranks_per_replica,
+        fates=[
+            coordinator_pb2.StepFate(attempt=each.attempt, fate=each.fate)
+            for each in explained.fates
+        ],
+        skipped_by=None if skip is None else skip_record_to_proto(skip),
+    )
+
+
+def explanation_from_proto(message: coordinator_pb2.ExplainStepResponse) -> ExplainedStep:
+    """What of it a client is told. Raises SpecError on words that this release lacks."""
+    skipped = message.HasField("skipped_by")
+    return ExplainedStep(
+        attempt=message.attempt,
+        plan=StepPlan.from_json(message.plan_json),
+        plan_digest=message.plan_digest,
+        ledger_plan_digest=message.ledger_plan_digest,
+        cursor=message.cursor,
+        committed=message.committed,
+        world_size=message.world_size,
+        sample_keys=tuple(message.sample_keys),
+        quarantined=tuple(message.quarantined),
+        cost_version=message.cost_version,
+        measured_s=message.measured_s if message.HasField("measured_s") else None,
+        ranks_per_replica=message.ranks_per_replica or 1,
+        fates=tuple(map(_fate_from_proto, message.fates)),
+        skipped_by=skip_record_from_proto(message.skipped_by, "") if skipped else None,
+    )
+
+
+def _fate_from_proto(message: coordinator_pb2.StepFate) -> StepFate:
+    fate = FATES.get(message.fate)
+    if fate is None:
+        raise SpecError(
+            f"a step is {message.fate!r}, which this release does not know. Use the CLI of the "
+            "service's release."
+        )
+    return StepFate(attempt=message.attempt, fate=fate)
+
+
+def worker_status_to_proto(status: WorkerStatus) -> coordinator_pb2.WorkerStatus:
+    """A worker as it is now."""
+    return coordinator_pb2.WorkerStatus(
+        worker=status.info.worker,
+        address=status.info.address,
+        slots=status.info.slots,
+        state=status.info.state,
+        packs=status.packs,
+        outstanding_tokens=status.outstanding_tokens,
+    )
+
+
+def worker_status_from_proto(message: coordinator_pb2.WorkerStatus) -> WorkerStatus:
+    """A worker as it is now. Raises SpecError on words that this release lacks."""
+    state = WORKER_STATES.get(message.state)
+    if state is None:
+        raise SpecError(
+            f"a worker is {message.state!r}, which this release does not know. Use the CLI of the "
+            "service's release."
+        )
+    info = WorkerInfo(
+        worker=message.worker, address=message.address, slots=message.slots, state=state
+    )
+    return WorkerStatus(
+        info=info, packs=message.packs, outstanding_tokens=message.outstanding_tokens
+    )

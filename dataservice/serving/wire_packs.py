@@ -1,0 +1,243 @@
+"""What coordinator, workers and ranks say of packs: orders, receipts and tickets, to and from
+protobuf.
+
+Every `x_to_proto` has its `x_from_proto`; what goes over and back is equal to what was sent.
+Values that no sender of ours writes raise SpecError. The same holds in wire_shards, wire_jobs and
+wire_health; nowhere else do protobuf messages and core dataclasses become each other.
+"""
+
+from dataservice_proto.v1 import worker_pb2
+
+from dataservice.core.errors import SpecError
+from dataservice.core.orders import (
+    BadSample,
+    PackKey,
+    PackOrder,
+    PackReceipt,
+    PackSample,
+    PartSpec,
+    SourceWork,
+    Ticket,
+)
+from dataservice.core.sample import (
+    ByteSpan,
+    ItemLengths,
+    Modality,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.core.team import TeamShare
+
+
+def pack_key_to_proto(key: PackKey) -> worker_pb2.PackKey:
+    """A pack's name."""
+    return worker_pb2.PackKey(
+        job=key.job, step=key.step, plan_digest=key.plan_digest, pack=key.pack
+    )
+
+
+def pack_key_from_proto(message: worker_pb2.PackKey) -> PackKey:
+    """A pack's name."""
+    return PackKey(
+        job=message.job, step=message.step, plan_digest=message.plan_digest, pack=message.pack
+    )
+
+
+def pack_order_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
+    """What a worker is to decode and assemble."""
+    return worker_pb2.PackOrder(
+        key=pack_key_to_proto(order.key),
+        degree=order.degree,
+        pipeline=order.pipeline,
+        samples=[_pack_sample_to_proto(sample) for sample in order.samples],
+        team_weight=order.share.weight,
+        team_limit=order.share.limit,
+    )
+
+
+def pack_order_from_proto(message: worker_pb2.PackOrder) -> PackOrder:
+    """What a worker is to decode and assemble. Raises SpecError on numbers that no order has."""
+    if message.degree < 1:
+        raise SpecError(f"a pack order has degree {message.degree}; it must be at least 1.")
+    if not (message.team_weight > 0 and message.team_limit > 0):
+        raise SpecError(
+            f"a pack order has team weight {message.team_weight} and limit {message.team_limit}; "
+            "both must be above 0. Run one release of coordinator and workers."
+        )
+    return PackOrder(
+        key=pack_key_from_proto(message.key),
+        degree=message.degree,
+        pipeline=message.pipeline,
+        samples=tuple(_pack_sample_from_proto(sample) for sample in message.samples),
+        share=TeamShare(weight=message.team_weight, limit=message.team_limit),
+    )
+
+
+def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
+    location = sample.ref.location
+    return worker_pb2.PackSample(
+        sample_id=sample.ref.sample_id,
+        source=sample.ref.source,
+        key=sample.ref.key,
+        location=worker_pb2.SampleLocation(
+            file=location.file,
+            spans=[
+                worker_pb2.ByteSpan(
+                    name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes
+                )
+                for span in location.spans
+            ],
+            row_group=location.row_group,
+            row=location.row,
+        ),
+        llm_tokens=sample.lengths.llm_tokens,
+        loss_tokens=sample.lengths.loss_tokens,
+        items=[_item_to_proto(item) for item in sample.lengths.items],
+        crc32=sample.ref.crc32,
+    )
+
+
+def _pack_sample_from_proto(message: worker_pb2.PackSample) -> PackSample:
+    location = SampleLocation(
+        file=message.location.file,
+        spans=tuple(
+            ByteSpan(name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes)
+            for span in message.location.spans
+        ),
+        row_group=message.location.row_group,
+        row=message.location.row,
+    )
+    return PackSample(
+        ref=SampleRef(
+            sample_id=message.sample_id,
+            source=message.source,
+            key=message.key,
+            location=location,
+            crc32=message.crc32 if message.HasField("crc32") else None,
+        ),
+        lengths=SampleLengths(
+            llm_tokens=message.llm_tokens,
+            loss_tokens=message.loss_tokens,
+            items=tuple(_item_from_proto(item) for item in message.items),
+        ),
+    )
+
+
+def _item_to_proto(item: ItemLengths) -> worker_pb2.ItemLengths:
+    return worker_pb2.ItemLengths(
+        modality=int(item.modality),
+        encoder_tokens=item.encoder_tokens,
+        llm_tokens=item.llm_tokens,
+        position=item.position,
+        shape=item.shape,
+    )
+
+
+def _item_from_proto(message: worker_pb2.ItemLengths) -> ItemLengths:
+    return ItemLengths(
+        modality=modality_from_proto(message.modality),
+        encoder_tokens=message.encoder_tokens,
+        llm_tokens=message.llm_tokens,
+        position=message.position,
+        shape=tuple(message.shape),
+    )
+
+
+def pack_receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
+    """What assembling a pack took."""
+    return worker_pb2.PackReceipt(
+        key=pack_key_to_proto(receipt.key),
+        size_bytes=receipt.size_bytes,
+        decode_s=receipt.decode_s,
+        bad_samples=[
+            worker_pb2.BadSample(
+                sample_id=bad.sample_id, source=bad.source, key=bad.key, reason=bad.reason
+            )
+            for bad in receipt.bad_samples
+        ],
+        sources=[
+            worker_pb2.SourceWork(
+                source=work.source,
+                samples=work.samples,
+                read_s=work.read_s,
+                decode_s=work.decode_s,
+                read_bytes=work.read_bytes,
+            )
+            for work in receipt.sources
+        ],
+    )
+
+
+def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
+    """What assembling a pack took."""
+    return PackReceipt(
+        key=pack_key_from_proto(message.key),
+        size_bytes=message.size_bytes,
+        decode_s=message.decode_s,
+        bad_samples=tuple(
+            BadSample(sample_id=bad.sample_id, source=bad.source, key=bad.key, reason=bad.reason)
+            for bad in message.bad_samples
+        ),
+        sources=tuple(
+            SourceWork(
+                source=work.source,
+                samples=work.samples,
+                read_s=work.read_s,
+                decode_s=work.decode_s,
+                read_bytes=work.read_bytes,
+            )
+            for work in message.sources
+        ),
+    )
+
+
+def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
+    """The right to stream some parts."""
+    return worker_pb2.Ticket(
+        worker=ticket.worker,
+        address=ticket.address,
+        rank=ticket.rank,
+        expires_unix_s=ticket.expires_unix_s,
+        parts=[
+            worker_pb2.PartSpec(
+                key=pack_key_to_proto(part.key),
+                cp_rank=part.cp_rank,
+                items=part.items,
+                tensors=part.tensors,
+            )
+            for part in ticket.parts
+        ],
+        signature=ticket.signature,
+    )
+
+
+def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
+    """The right to stream some parts; not yet checked."""
+    return Ticket(
+        worker=message.worker,
+        address=message.address,
+        rank=message.rank,
+        expires_unix_s=message.expires_unix_s,
+        parts=tuple(
+            PartSpec(
+                key=pack_key_from_proto(part.key),
+                cp_rank=part.cp_rank,
+                items=tuple(part.items),
+                tensors=tuple(part.tensors),
+            )
+            for part in message.parts
+        ),
+        signature=message.signature,
+    )
+
+
+def modality_from_proto(value: int) -> Modality:
+    try:
+        return Modality(value)
+    except ValueError as error:
+        known = ", ".join(f"{each.value} ({each.name.lower()})" for each in Modality)
+        raise SpecError(
+            f"modality {value} is not known; this release knows {known}. Run one release of "
+            "coordinator and workers."
+        ) from error

@@ -1,0 +1,155 @@
+"""What a rank is given of a step, to and from protobuf; see wire_packs."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from dataservice_proto.v1 import coordinator_pb2
+from numpy.typing import NDArray
+
+from dataservice.core.orders import FeatureRoutes, ItemsOfPack, Microbatch, RankShard, WantedParts
+from dataservice.core.plan import StepPlan
+from dataservice.core.sample import Modality
+from dataservice.serving.wire_packs import modality_from_proto, ticket_from_proto, ticket_to_proto
+
+
+def wanted_parts_to_proto(wanted: WantedParts) -> coordinator_pb2.WantedParts:
+    """Which bytes a rank asks for."""
+    return coordinator_pb2.WantedParts(
+        tokens=wanted.tokens, media=wanted.media, labels=wanted.labels
+    )
+
+
+def wanted_parts_from_proto(message: coordinator_pb2.WantedParts) -> WantedParts:
+    """Which bytes a rank asks for."""
+    return WantedParts(tokens=message.tokens, media=message.media, labels=message.labels)
+
+
+def rank_shard_to_proto(
+    shard: RankShard, summary: coordinator_pb2.StepSummary | None = None
+) -> coordinator_pb2.RankShard:
+    """One rank's part of a step, with the summary of the whole step where one is given."""
+    return coordinator_pb2.RankShard(
+        job=shard.job,
+        attempt=shard.attempt,
+        step=shard.step,
+        rank=shard.rank,
+        replica=shard.replica,
+        plan_digest=shard.plan_digest,
+        cursor_after=shard.cursor_after,
+        loss_tokens=shard.loss_tokens,
+        microbatches=[_microbatch_to_proto(microbatch) for microbatch in shard.microbatches],
+        tickets=[ticket_to_proto(ticket) for ticket in shard.tickets],
+        summary=summary,
+    )
+
+
+def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:
+    """One rank's part of a step, the summary left aside."""
+    return RankShard(
+        job=message.job,
+        attempt=message.attempt,
+        step=message.step,
+        rank=message.rank,
+        replica=message.replica,
+        plan_digest=message.plan_digest,
+        cursor_after=message.cursor_after,
+        loss_tokens=message.loss_tokens,
+        microbatches=tuple(_microbatch_from_proto(each) for each in message.microbatches),
+        tickets=tuple(ticket_from_proto(ticket) for ticket in message.tickets),
+    )
+
+
+def step_summary_to_proto(plan: StepPlan) -> coordinator_pb2.StepSummary:
+    """The groups of the whole step. One way: a rank shows them and needs no plan."""
+    return coordinator_pb2.StepSummary(
+        replicas=plan.replicas,
+        waves=plan.waves,
+        predicted_s=plan.predicted_s,
+        pack_wave=plan.pack_wave.tolist(),
+        pack_degree=plan.pack_degree.tolist(),
+        pack_replicas=plan.pack_replicas.tolist(),
+        pack_tokens=plan.pack_tokens.tolist(),
+        pack_seconds=plan.pack_seconds.tolist(),
+        stages=[
+            coordinator_pb2.StageReport(
+                stage=stage.stage,
+                algorithm=stage.algorithm,
+                unit=stage.unit,
+                before=stage.before,
+                after=stage.after,
+                lower_bound=stage.lower_bound,
+            )
+            for stage in plan.stages
+        ],
+        samples=len(plan.sample_ids),
+    )
+
+
+def _microbatch_to_proto(microbatch: Microbatch) -> coordinator_pb2.Microbatch:
+    modalities = sorted(microbatch.encodes.keys() | microbatch.routes.keys())
+    return coordinator_pb2.Microbatch(
+        wave=microbatch.wave,
+        pack=microbatch.pack,
+        cp_group=microbatch.cp_group,
+        cp_rank=microbatch.cp_rank,
+        seconds=microbatch.seconds,
+        sample_ids=microbatch.sample_ids.tolist(),
+        cu_seqlens=microbatch.cu_seqlens.tolist(),
+        lengths=microbatch.lengths.tolist(),
+        phases=[
+            _phase_to_proto(
+                modality, microbatch.encodes.get(modality, ()), microbatch.routes.get(modality)
+            )
+            for modality in modalities
+        ],
+    )
+
+
+def _microbatch_from_proto(message: coordinator_pb2.Microbatch) -> Microbatch:
+    routes = [_routes_from_proto(phase) for phase in message.phases]
+    return Microbatch(
+        wave=message.wave,
+        pack=message.pack,
+        cp_group=tuple(message.cp_group),
+        cp_rank=message.cp_rank,
+        seconds=message.seconds,
+        sample_ids=np.array(message.sample_ids, dtype=np.int64),
+        cu_seqlens=_int32(message.cu_seqlens),
+        lengths=_int32(message.lengths),
+        encodes={
+            route.modality: tuple(
+                ItemsOfPack(pack=each.pack, items=tuple(each.items)) for each in phase.encodes
+            )
+            for route, phase in zip(routes, message.phases, strict=True)
+        },
+        routes={route.modality: route for route in routes},
+    )
+
+
+def _phase_to_proto(
+    modality: Modality, encodes: tuple[ItemsOfPack, ...], routes: FeatureRoutes | None
+) -> coordinator_pb2.EncoderPhase:
+    phase = coordinator_pb2.EncoderPhase(
+        modality=coordinator_pb2.Modality.Value(modality.name),
+        encodes=[coordinator_pb2.ItemsOfPack(pack=each.pack, items=each.items) for each in encodes],
+    )
+    if routes is not None:
+        phase.send_rows.extend(routes.send_rows.tolist())
+        phase.send_splits.extend(routes.send_splits.tolist())
+        phase.recv_splits.extend(routes.recv_splits.tolist())
+        phase.recv_positions.extend(routes.recv_positions.tolist())
+    return phase
+
+
+def _routes_from_proto(phase: coordinator_pb2.EncoderPhase) -> FeatureRoutes:
+    return FeatureRoutes(
+        modality=modality_from_proto(phase.modality),
+        send_rows=_int32(phase.send_rows),
+        send_splits=_int32(phase.send_splits),
+        recv_splits=_int32(phase.recv_splits),
+        recv_positions=_int32(phase.recv_positions),
+    )
+
+
+def _int32(values: Iterable[int]) -> NDArray[np.int32]:
+    return np.array(list(values), dtype=np.int32)
