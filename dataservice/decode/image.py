@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +25,9 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.processors.base import View, VisionPlan
 
-# Sizes are checked against the operator's limits, here and alone: Pillow's own would go before
-# them, for the whole process.
-Image.MAX_IMAGE_PIXELS = None
 # A hostile header may earn one warning a tag; what is wrong with a picture is said by its error.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Formats that decode in process: no PostScript, no plugin that starts a program. Naming the
 # plugins registers them; Pillow does so for a few only, until it has failed to open a file.
 FORMATS = tuple(
@@ -99,12 +98,19 @@ def cut_tiles(pixels: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
 @contextmanager
 def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
     """The image with only its header read. The border at which Pillow's errors become ours."""
+    # Opening a GIF makes room for its first frame, whose size only Pillow has seen by then: it
+    # refuses what is above twice this, and warns of the rest. A process has one set of limits.
+    Image.MAX_IMAGE_PIXELS = limits.max_image_pixels
     try:
         with Image.open(io.BytesIO(blob.data), formats=FORMATS) as image:
             _check_header(image, blob, limits)
             yield image
     except SampleError:
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        stated = re.search(r"\d+", str(error))
+        pixels = int(stated[0]) if stated else math.inf
+        limits.check("max_image_pixels", pixels, f"image {blob.name!r}: pixels")
     except UnidentifiedImageError as error:  # its own text names an object in memory
         raise SampleError(
             f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: it has no header "

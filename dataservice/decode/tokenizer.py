@@ -136,7 +136,7 @@ def _config(folder: Path) -> dict[str, object]:
         return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{file} cannot be read: {error}. Repair or remove it.") from error
     if not isinstance(config, dict):
         raise SpecError(f"{file} holds a {type(config).__name__}, not an object. Repair it.")

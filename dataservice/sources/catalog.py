@@ -7,7 +7,7 @@ without a name (`TMPDIR` decides where) and memory-mapped from there.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.core.sample import IntArray, LengthTable, SampleLengths, SampleRef
+from dataservice.core.sample import IntArray, LengthTable, Modality, SampleLengths, SampleRef
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
@@ -50,11 +50,17 @@ class IndexedCatalog(LengthsById):
         """Changes whenever a source, a processor or the tokenizer does."""
         return self._fingerprint
 
-    def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
-        """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
+    def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
+        """Locations and full lengths of these samples, in this order, each made when it is
+        looked at. Raises NotFoundError."""
         self.sources.require(sample_ids)
         files = np.searchsorted(self._file_starts, sample_ids, side="right") - 1
-        return self._details.take(sample_ids, [self._files[file] for file in files.tolist()])
+        return self._details.take(sample_ids, files, self._files)
+
+    def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
+        """How many values these samples' encoder items decode to. Raises NotFoundError."""
+        self.sources.require(sample_ids)
+        return self._details.decoded_values(sample_ids)
 
 
 def open_catalog(

@@ -4,11 +4,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from dataservice.core.sample import (
     ByteSpan,
@@ -23,6 +24,7 @@ from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEM
 
 _SCHEMA = pa.schema([SCHEMA.field(name) for name in (*DETAIL_COLUMNS, *LENGTH_COLUMNS)])
 _BATCH_ROWS = 16_384
+_BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
 PLAIN_COLUMNS = ("key", "row_group", "row", "crc32", "llm_tokens", "loss_tokens")
 SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
@@ -38,20 +40,92 @@ class DetailFile:
         self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)], dtype=np.int64)
 
     def take(
-        self, sample_ids: IntArray, files: Sequence[tuple[str, str]]
-    ) -> list[tuple[SampleRef, SampleLengths]]:
-        """These samples, whose ids are rows, in this order; repeats are allowed. `files[i]` is
-        the (source, path) of the i-th."""
+        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
+    ) -> "Details":
+        """These samples, whose ids are rows, in this order; repeats are allowed.
+        `files[file_of[i]]` is the (source, path) of the i-th."""
         rows = np.asarray(sample_ids, dtype=np.int64)
+        taken = self._take(rows, _SCHEMA.names)
+        return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
+
+    def decoded_values(self, sample_ids: IntArray) -> dict[Modality, int]:
+        """How many values the encoder items of these samples decode to."""
+        rows = np.asarray(sample_ids, dtype=np.int64)
+        taken = self._take(rows, ["item_shape", "item_modality"])
+        shapes = pc.list_flatten(taken.column("item_shape").combine_chunks())
+        modality = pc.list_flatten(taken.column("item_modality").combine_chunks()).to_numpy()
+        dimensions = pc.list_value_length(shapes).to_numpy()
+        sides = pc.list_flatten(shapes).to_numpy().astype(np.int64)
+        starts = np.cumsum(dimensions, dtype=np.int64) - dimensions
+        values = np.multiply.reduceat(sides, starts) if len(starts) else sides
+        return {kind: int(values[modality == kind].sum()) for kind in Modality}
+
+    def _take(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        schema = pa.schema([_SCHEMA.field(name) for name in columns])
+        if not len(rows):
+            return schema.empty_table()
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
-        out: dict[int, tuple[SampleRef, SampleLengths]] = {}
-        for number in np.unique(batch_of):
-            places = np.flatnonzero(batch_of == number)
-            taken = self._batches[number].take(pa.array(rows[places] - self._starts[number]))
-            of_places = [files[place] for place in places.tolist()]
-            details = _details(taken, rows[places].tolist(), of_places)
-            out.update(zip(places.tolist(), details, strict=True))
-        return [out[place] for place in range(len(rows))]
+        by_batch = np.argsort(batch_of, kind="stable")
+        numbers, firsts = np.unique(batch_of[by_batch], return_index=True)
+        taken = [
+            self._batches[number]
+            .select(columns)
+            .take(pa.array(rows[places] - self._starts[number]))
+            for number, places in zip(numbers, np.split(by_batch, firsts[1:]), strict=True)
+        ]
+        table = pa.Table.from_batches(taken, schema)
+        if len(taken) < 2:
+            return table
+        place = np.empty_like(by_batch)
+        place[by_batch] = np.arange(len(rows))
+        return table.combine_chunks().take(place)
+
+
+class Details(Sequence[tuple[SampleRef, SampleLengths]]):
+    """Samples of one step, as columns. The objects of a row are made with those of its
+    neighbours, when one of them is first looked at: a step has 100,000 samples and more, and
+    whoever plans it need not wait for all of them."""
+
+    def __init__(
+        self,
+        sample_ids: NDArray[np.int64],
+        columns: pa.Table,
+        file_of: NDArray[np.int64],
+        files: Sequence[tuple[str, str]],
+    ) -> None:
+        self._sample_ids = sample_ids
+        self._columns = columns.combine_chunks()
+        self._file_of = file_of
+        self._files = files
+        self._blocks: dict[int, list[tuple[SampleRef, SampleLengths]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sample_ids)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[SampleRef, SampleLengths]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[tuple[SampleRef, SampleLengths]]: ...
+    def __getitem__(
+        self, place: int | slice
+    ) -> tuple[SampleRef, SampleLengths] | list[tuple[SampleRef, SampleLengths]]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        row = range(len(self))[place]
+        number, within = divmod(row, _BLOCK_ROWS)
+        block = self._blocks.get(number)
+        if block is None:  # made twice if two threads ask at once, and the same
+            block = self._blocks[number] = self._made(number * _BLOCK_ROWS)
+        return block[within]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def _made(self, start: int) -> list[tuple[SampleRef, SampleLengths]]:
+        own = slice(start, start + _BLOCK_ROWS)
+        (batch,) = self._columns.slice(start, _BLOCK_ROWS).to_batches()
+        files = [self._files[number] for number in self._file_of[own].tolist()]
+        return list(_details(batch, self._sample_ids[own].tolist(), files))
 
 
 class DetailWriter:
@@ -85,8 +159,8 @@ class DetailWriter:
 def _details(
     batch: pa.RecordBatch, sample_ids: Sequence[int], files: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[SampleRef, SampleLengths]]:
-    """Rows as the ports speak of them. Column by column: a step has 100,000 samples and more,
-    and a dict for each would take most of the time."""
+    """Rows as the ports speak of them. Column by column: a dict for each row would take most of
+    the time."""
     spans = [
         ByteSpan(name=name, offset_bytes=offset_bytes, size_bytes=size_bytes)
         for name, offset_bytes, size_bytes in zip(

@@ -55,6 +55,9 @@ _RECORD_KEY = b"dataservice.part"
 ROWS_PER_GROUP = 16_384
 _ITEMS_PER_GROUP = 2**18
 _LONGEST_REASON = 1000
+# Of so many in one file the reasons are cut short: they are kept in the part's footer.
+_MANY_SKIPPED = 10_000
+_SHORT_REASON = 100
 _COUNT_EVERY_ROWS = 64
 
 
@@ -89,7 +92,8 @@ def write_part(
                 rows.append(_row(sample, _measured(raw, measurer), sample_crc32(raw)))
                 items += len(rows[-1]["item_shape"])
             except SampleError as error:
-                reason = str(error)[:_LONGEST_REASON]
+                longest = _LONGEST_REASON if len(skipped) < _MANY_SKIPPED else _SHORT_REASON
+                reason = str(error)[:longest]
                 skipped.append(SkippedSample(file=file.path, key=sample.key, reason=reason))
             if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
                 writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
@@ -112,7 +116,7 @@ def read_record(stream: IO[bytes]) -> PartRecord | None:
             metadata = part.metadata.metadata or {}
             record = PartRecord.from_json(metadata[_RECORD_KEY])
             return record if record.rows == part.metadata.num_rows else None
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError):
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

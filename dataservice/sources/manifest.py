@@ -62,7 +62,7 @@ class PartRecord:
 
     @staticmethod
     def from_json(text: str | bytes) -> "PartRecord":
-        """Raises ValueError, TypeError or KeyError when it is none."""
+        """Raises ValueError, TypeError, KeyError or RecursionError when it is none."""
         fields = json.loads(text)
         return PartRecord(
             recipe=Recipe(**fields["recipe"]),
@@ -116,7 +116,7 @@ class Manifest:
             version = fields["version"]
             if version == INDEX_VERSION:
                 return _manifest(fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise IndexStaleError(
                 f"{where} is damaged ({type(error).__name__}: {error}). Write it again: "
                 "`dataservice index JOB.yaml`."

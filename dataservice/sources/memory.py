@@ -1,11 +1,14 @@
 """A catalog of samples given as they are, for tests and simulations."""
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dataservice.core.sample import (
     IntArray,
     LengthTable,
+    Modality,
     SampleLengths,
     SampleLocation,
     SampleRef,
@@ -38,3 +41,10 @@ class MemoryCatalog(LengthsById):
         """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
         self.sources.require(sample_ids)
         return [self._details[int(sample_id)] for sample_id in sample_ids]
+
+    def decoded_values(self, sample_ids: IntArray) -> Counter[Modality]:
+        """How many values these samples' encoder items decode to. Raises NotFoundError."""
+        values: Counter[Modality] = Counter()
+        for item in (item for _, lengths in self.details(sample_ids) for item in lengths.items):
+            values[item.modality] += math.prod(item.shape)
+        return values

@@ -30,7 +30,7 @@ def require_bounded(stream: IO[bytes], limits: DecodeLimits) -> None:
         if group.rows > ROWS_PER_GROUP:
             raise ValueError(f"row group {number} has {group.rows:,} rows")
         for column in group.columns:
-            what = f"column {column.path!r} of row group {number}"
+            what = f"column {column.leaf.path!r} of row group {number}"
             try:
                 require_allowed(column_pages(stream, column), limits, what)
             except SourceError as error:
@@ -52,7 +52,8 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
             raise ValueError(f"column {name!r} has empty cells")
     for lists in ((*_ITEM_LISTS, "item_shape"), _SPAN_LISTS):
         counts = [_counts(table[name]) for name in lists]
-        _require(all(np.array_equal(counts[0], each) for each in counts), f"{lists} differ")
+        alike = all(np.array_equal(counts[0], each) for each in counts)
+        _require(alike, f"lists that differ in length: {', '.join(lists)}")
     tokens, loss = lengths.llm_tokens.astype(np.int64), lengths.loss_tokens
     _require((tokens >= 1) & (tokens <= limits.max_llm_tokens), "llm_tokens out of range")
     _require((loss >= 0) & (loss <= tokens), "loss_tokens out of range")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
+from urllib.parse import unquote
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
@@ -169,16 +170,11 @@ class Storage:
                 (a device, a pipe), or it is larger than `max_media_bytes`.
         """
         folder = self._media_root or posixpath.dirname(path)
-        inside = posixpath.normpath(relative.replace("\\", "/"))
-        if (
-            not relative
-            or "\0" in relative
-            or "://" in relative
-            or inside.startswith(("/", "../"))
-            or inside in ("..", ".")
-        ):
+        # A web server takes %2e%2e for two dots.
+        spellings = {relative} if self._local else {relative, unquote(relative)}
+        if any(map(_leaves, spellings)):
             raise _outside(relative, folder)
-        full = f"{folder}/{inside}"
+        full = f"{folder}/{_normal(relative)}"
         if not is_allowed(self._roots, self._fs, full):
             raise _outside(relative, folder)
         try:
@@ -310,6 +306,22 @@ def _read_local(full: str, folder: str, relative: str, limits: DecodeLimits) -> 
             )
         limits.check("max_media_bytes", found.st_size, f"file {relative!r}: bytes")
         return stream.read(found.st_size)
+
+
+def _normal(relative: str) -> str:
+    return posixpath.normpath(relative.replace("\\", "/"))
+
+
+def _leaves(relative: str) -> bool:
+    """Whether a name is none of a file inside the folder that it is relative to."""
+    inside = _normal(relative)
+    return (
+        not relative
+        or "\0" in relative
+        or "://" in relative
+        or inside in ("..", ".")
+        or inside.startswith(("/", "../"))
+    )
 
 
 def _outside(relative: str, folder: str) -> SampleError:

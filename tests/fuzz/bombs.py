@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from functools import cache
 
 import av
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from tests.decode.files import Files, written
+from tests.fuzz.thrift_writer import plain_varint, varint
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -30,6 +32,7 @@ def png(width: int, height: int, *, more: bytes = b"", colour: int = 0, idat: by
     )
 
 
+@cache
 def deflated(size: int) -> bytes:
     """Zeros that unfold to `size` bytes."""
     packer, out = zlib.compressobj(9), []
@@ -50,11 +53,11 @@ def png_with_text(kind: bytes) -> bytes:
 
 
 def jpeg_of_scans(scans: int) -> bytes:
-    """A progressive JPEG of 65,500 × 1,300 pixels that goes over them again and again."""
+    """A progressive JPEG of 65,500 × 250 pixels that goes over them again and again."""
     whole = Files.saved(Image.new("L", (16, 16)), "JPEG", progressive=True)
     at = whole.index(b"\xff\xc2")
     large = bytearray(whole)
-    large[at + 5 : at + 9] = struct.pack(">HH", 1300, 65_500)
+    large[at + 5 : at + 9] = struct.pack(">HH", 250, 65_500)
     start = whole.rindex(b"\xff\xda")
     return bytes(large[:start]) + bytes(large[start:-2]) * scans + b"\xff\xd9"
 
@@ -75,6 +78,13 @@ def gif(width: int, height: int) -> bytes:
         b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
         + frame * 50_000 + b"\x3b"
     )  # fmt: skip
+
+
+def gif_frame(width: int, height: int) -> bytes:
+    """A screen of one pixel and a frame of this size, to be filled once it was shown."""
+    control = b"\x21\xf9\x04\x09\0\0\0\0"
+    frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x44\x01\x00"
+    return b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6) + control + frame + b";"
 
 
 def webp_animation(frames: int) -> bytes:
@@ -107,8 +117,8 @@ def tiff_of_size(width: int, height: int, *, tile: int = 0) -> bytes:
 
 
 def exif_of_tags() -> bytes:
-    """A JPEG whose EXIF block has 60,000 tags of the same half megabyte."""
-    exif = b"Exif\0\0" + tiff_of_tags(60_000)
+    """A JPEG whose EXIF block has 20,000 tags of the same half megabyte."""
+    exif = b"Exif\0\0" + tiff_of_tags(20_000)
     parts = [exif[k : k + 65_000] for k in range(0, len(exif), 65_000)]
     segments = b"".join(
         b"\xff\xe1" + struct.pack(">H", len(part) + 8) + (b"Exif\0\0" if k else b"") + part
@@ -254,15 +264,15 @@ def flac_of(samples: int, rate: int = 16_000) -> bytes:
     return bytes(data)
 
 
-def flac_of_silence(seconds: int) -> bytes:
-    """Hours of silence in some hundred kilobytes."""
+def flac_of_silence(minutes: int) -> bytes:
+    """Silence at a kilobyte a minute."""
     with written("flac", None) as (out, done):
         stream = out.add_stream("flac", rate=16_000, layout="mono")
         block = av.AudioFrame.from_ndarray(
             np.zeros((1, 16_000 * 60), dtype=np.int16), format="s16", layout="mono"
         )
         block.sample_rate = 16_000
-        for _ in range(seconds // 60):
+        for _ in range(minutes):
             block.pts = None
             out.mux(stream.encode(block))
         out.mux(stream.encode())
@@ -351,13 +361,10 @@ def parquet_that_aborts() -> bytes:
     return data[:start] + data[start:].replace(b"\x15\x0c", b"\x15\x08")
 
 
-def varint(value: int) -> bytes:
-    """A number as Thrift's compact protocol writes it."""
-    value, out = value << 1, bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out + bytes([value]))
+def parquet_of_structs(structs: int) -> bytes:
+    """A footer that lists structs of three bytes, which are objects of hundreds."""
+    footer = b"\x49\xfc" + plain_varint(structs) + b"\x15\x00\x00" * structs + b"\x00"
+    return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
 def parquets() -> dict[str, bytes]:
@@ -411,4 +418,6 @@ def parquets() -> dict[str, bytes]:
             column_encoding={"messages.list.element": "DELTA_BYTE_ARRAY"},
         ),
         "lists in lists": parquet(pa.table({"messages": nested})),
+        "texts that state to be numbers": parquet_that_aborts(),
+        "a footer of millions of structs": parquet_of_structs(1_200_000),
     }

@@ -55,7 +55,8 @@ def run_cases(
 def _run_until_death(
     task: str, cases: Sequence[Any], cpu_limit_s: float, setting: object
 ) -> list[Outcome]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.fuzz.tasks"])  # which take a second to import
     ours, theirs = context.Pipe()
     begun = context.Value("q", -1)
     process = context.Process(target=_serve, args=(theirs, begun, task, cases, setting))

@@ -1,9 +1,13 @@
 """Seeded damage to files: blind, and with a sense for headers."""
 
+import contextlib
 import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+
+from dataservice.sources.formats.thrift import Value
+from tests.fuzz.thrift_writer import with_footer
 
 INTERESTING = (
     0,
@@ -101,8 +105,8 @@ def _splice(data: bytearray, other: bytes, rng: random.Random) -> None:
     data[_place(data, rng) :] = other[rng.randrange(len(other)) :]
 
 
-def _grow_picture(data: bytearray, rng: random.Random) -> None:
-    """The size that a picture states, where each format keeps it."""
+def _grow(data: bytearray, rng: random.Random) -> None:
+    """The size that a picture or a table states, where each format keeps it."""
     width, height = (rng.choice((0, 1, 300, 5000, 65_535, 2**31 - 1)) for _ in range(2))
     jpeg = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"))
     if data[:4] == b"\x89PNG":
@@ -114,8 +118,29 @@ def _grow_picture(data: bytearray, rng: random.Random) -> None:
     elif data[:2] == b"\xff\xd8" and jpeg > 0:
         data[jpeg + 5 : jpeg + 9] = struct.pack(">HH", height & 0xFFFF, width & 0xFFFF)
         data[jpeg + 11 : jpeg + 12] = bytes([rng.randrange(256)])  # how it is sampled
+    elif data[:4] == data[-4:] == b"PAR1":
+        _change_footer(data, rng)
     else:
         _set_number(data, rng)
+
+
+def _change_footer(data: bytearray, rng: random.Random) -> None:
+    """One field of a Parquet file's footer, which is otherwise whole."""
+
+    def change(value: Value) -> None:
+        inner = list(value) if isinstance(value, dict) else list(range(len(value)))
+        if not inner:
+            return
+        at = rng.choice(inner)
+        if isinstance(value[at], dict | list) and rng.random() < 0.9:
+            change(value[at])
+        elif rng.random() < 0.2:
+            del value[at]
+        else:
+            value[at] = rng.choice(INTERESTING) if isinstance(value[at], int) else rng.randbytes(8)
+
+    with contextlib.suppress(IndexError, ValueError):  # other damage came first
+        data[:] = with_footer(bytes(data), change)
 
 
 def _change_named(data: bytearray, rng: random.Random) -> None:
@@ -142,7 +167,7 @@ _DAMAGES: tuple[Damage, ...] = (
     _repeat,
     _move,
     _overwrite,
-    _grow_picture,
+    _grow,
     _change_named,
 )
 

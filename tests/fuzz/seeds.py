@@ -12,6 +12,9 @@ from PIL import Image
 from tests.decode.files import Files
 from tests.fuzz.bombs import TAR_END, tar_header
 
+# Some containers give each file a number of its own: a seed would choose other damage each time.
+SAME = {"fflags": "+bitexact"}
+
 
 @cache
 def images() -> tuple[bytes, ...]:
@@ -57,9 +60,9 @@ def videos() -> tuple[bytes, ...]:
         Files.video(12, options=fragmented),
         Files.video(8, codec="mpeg4"),
         Files.video(8, codec="libx265"),
-        Files.video(12, container="webm", codec="libvpx-vp9"),
-        Files.video(12, container="webm", codec="libvpx"),
-        Files.video(12, container="matroska", codec="libx264"),
+        Files.video(12, container="webm", codec="libvpx-vp9", options=SAME),
+        Files.video(12, container="webm", codec="libvpx", options=SAME),
+        Files.video(12, container="matroska", codec="libx264", options=SAME),
         Files.video(8, container="avi", codec="mpeg4"),
         Files.video(8, container="mpegts", codec="libx264"),
         Files.video(8, container="mov", codec="mpeg4"),
@@ -76,10 +79,10 @@ def recordings() -> tuple[bytes, ...]:
         Files.audio(0.5, container="flac", codec="flac"),
         Files.audio(0.3, 44_100, "flac", "flac", "stereo"),
         Files.audio(0.5, 44_100, "mp3", "libmp3lame"),
-        Files.audio(0.5, 48_000, "ogg", "libopus"),
+        Files.audio(0.5, 48_000, "ogg", "libopus", options=SAME),
         Files.audio(0.5, codec="pcm_mulaw"),
         Files.audio(0.5, codec="adpcm_ima_wav"),
-        Files.audio(0.5, 48_000, "webm", "libopus", "stereo"),
+        Files.audio(0.5, 48_000, "webm", "libopus", "stereo", SAME),
         Files.audio(0.5, 44_100, "mp4", "aac"),
         Files.audio(0.5, 44_100, "adts", "aac"),
         Files.audio(0.3, container="mov", codec="pcm_s16le"),
@@ -118,6 +121,20 @@ def tars() -> tuple[bytes, ...]:
         + tar_header(b"d.txt", 512, b"S", data=b"1\n0\n10\n".ljust(512, b"\0"))
         + TAR_END,
     )
+
+
+@cache
+def tar_of_media() -> bytes:
+    """A sample of each kind of media."""
+    members = (
+        (b"a.jpg", Files.image(32, 32)),
+        (b"a.txt", b"<image> a"),
+        (b"b.mp4", Files.video(8)),
+        (b"b.txt", b"<video> b"),
+        (b"c.flac", Files.audio(0.3, container="flac", codec="flac")),
+        (b"c.txt", b"<audio> c"),
+    )
+    return b"".join(tar_header(name, len(data), data=data) for name, data in members) + TAR_END
 
 
 @cache

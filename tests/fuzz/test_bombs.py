@@ -1,20 +1,21 @@
 """Small files that unfold to gigabytes are refused by the name of a limit, before they do.
 
-Each case runs in a process whose peak memory is measured; the cap is what the defaults allow.
+Each case runs in a process whose peak memory is measured. Where the largest that is allowed is
+decoded too, the limits are below the defaults, and the caps on memory with them.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from dataservice.core.limits import DecodeLimits
 from tests.fuzz import bombs
 from tests.fuzz.lab import MIB, Outcome, run_cases
+from tests.fuzz.tasks import media
 
 PEAK_LIMIT_BYTES = 500 * MIB
-# The largest picture that the defaults allow, with transparency: 9 bytes a pixel.
-LARGEST_PICTURE_BYTES = 900 * MIB
+# What the largest that is allowed may take: of a picture with transparency, of a text.
+BYTES_PER_PIXEL = 9.5
+BYTES_PER_TEXT_BYTE = 320
 
 Wanted = str | None
 
@@ -41,30 +42,35 @@ def judge(
 
 
 def test_pictures_that_unfold_are_refused_before_they_take_memory() -> None:
+    limits = DecodeLimits(max_image_pixels=2**24)
     cases: dict[str, tuple[bytes, Wanted]] = {
         "a size beyond counting": (bombs.png(2**31 - 1, 2**31 - 1), "max_image_pixels"),
         "400 million pixels": (bombs.png(20_000, 20_000), "max_image_pixels"),
-        "a line of 80 million": (bombs.png(80_000_000, 1), "max_image_side"),
-        "the largest allowed": (bombs.png_of_zeros(9400), None),
+        "a line of 10 million": (bombs.png(10_000_000, 1), "max_image_side"),
+        "the largest allowed": (bombs.png_of_zeros(2**12), None),
         "a text of 96 MiB": (bombs.png_with_text(b"zTXt"), "too large"),
         "an international text": (bombs.png_with_text(b"iTXt"), "too large"),
         "a colour profile": (bombs.png_with_text(b"iCCP"), "too large"),
         "20,000 scans": (bombs.jpeg_of_scans(20_000), "max_image_scans"),
         "EXIF tags that overlap": (bombs.exif_of_tags(), None),
-        "a BMP that skips lines": (bombs.bmp_that_skips(80_000_000), "max_image_side"),
+        "a BMP that skips lines": (bombs.bmp_that_skips(10_000_000), "max_image_side"),
         "a GIF screen": (bombs.gif(65_535, 65_535), "max_image_pixels"),
         "50,000 GIF frames": (bombs.gif(64, 64), None),
+        "a GIF frame that is disposed of": (bombs.gif_frame(65_535, 65_535), "max_image_pixels"),
         "a WebP animation": (bombs.webp_animation(500), None),
-        "TIFF tags that overlap": (bombs.tiff_of_tags(60_000), "no header of a known format"),
-        "a TIFF without its data": (bombs.tiff_of_size(9000, 9000), "cannot be decoded"),
+        "TIFF tags that overlap": (bombs.tiff_of_tags(20_000), "no header of a known format"),
+        "a TIFF without its data": (bombs.tiff_of_size(4000, 4000), "cannot be decoded"),
         "a TIFF tile": (bombs.tiff_of_size(64, 64, tile=30_000), "one tile"),
     }
-    outcomes = run_cases("tests.fuzz.tasks:media", [("image", data) for data, _ in cases.values()])
+    files = [("image", data) for data, _ in cases.values()]
+    outcomes = run_cases("tests.fuzz.tasks:media", files, setting=limits)
     words = {name: words for name, (_, words) in cases.items()}
-    judge(words, outcomes, {"the largest allowed": LARGEST_PICTURE_BYTES})
+    largest_bytes = int(limits.max_image_pixels * BYTES_PER_PIXEL)
+    judge(words, outcomes, {"the largest allowed": largest_bytes})
 
 
 def test_clips_that_unfold_are_refused_before_they_take_memory() -> None:
+    limits = DecodeLimits(max_video_pixels=1024 * 1024)
     cases: dict[str, tuple[bytes, Wanted]] = {
         "150 million samples": (bombs.mp4_of_samples(150_000_000), "max_media_packets"),
         "3 million samples": (bombs.mp4_of_samples(3_000_000), "max_video_frames"),
@@ -72,26 +78,28 @@ def test_clips_that_unfold_are_refused_before_they_take_memory() -> None:
         "200,000 edits": (bombs.mp4_of_edits(200_000), "max_media_packets"),
         "15,000 edits": (bombs.mp4_of_edits(15_000), "truncated or damaged"),
         "a compressed header": (bombs.mp4_compressed(), "cmov"),
-        "frames that grow": (bombs.video_that_grows(4160), "truncated or damaged"),
-        "large frames": (bombs.Files.video(1, size=(4160, 4160)), "max_video_pixels"),
+        "frames that grow": (bombs.video_that_grows(1040), "truncated or damaged"),
+        "large frames": (bombs.Files.video(1, size=(1040, 1040)), "max_video_pixels"),
         "large frames in a stream": (
-            bombs.Files.video(1, size=(4160, 4160), container="mpegts"),
+            bombs.Files.video(1, size=(1040, 1040), container="mpegts"),
             "max_video_pixels",
         ),
         "a rate of 0": (bombs.mp4_of_no_rate(), "truncated or damaged"),
     }
-    outcomes = run_cases("tests.fuzz.tasks:media", [("video", data) for data, _ in cases.values()])
+    files = [("video", data) for data, _ in cases.values()]
+    outcomes = run_cases("tests.fuzz.tasks:media", files, setting=limits)
     judge({name: words for name, (_, words) in cases.items()}, outcomes)
 
 
 def test_recordings_that_unfold_are_refused_before_they_take_memory() -> None:
+    limits = DecodeLimits(max_audio_s=3600.0)
     cases: dict[str, tuple[bytes, Wanted]] = {
         "four billion samples": (bombs.pcm_mov(), "max_media_packets"),
         "a header of 50 days": (bombs.flac_of(2**36 - 1), "max_audio_s"),
         "a header of an hour": (bombs.flac_of(16_000 * 3600), "even silence takes"),
-        "a rate of 1": (bombs.flac_of(7000, rate=1), "truncated or damaged"),
-        "two hours of silence": (bombs.flac_of_silence(7200), None),
-        "more of silence": (bombs.flac_of_silence(7320), "max_audio_s"),
+        "a rate of 1": (bombs.flac_of(3000, rate=1), "truncated or damaged"),
+        "an hour of silence": (bombs.flac_of_silence(60), None),
+        "more of silence": (bombs.flac_of_silence(61), "max_audio_s"),
         "an ID3 frame of zeros": (bombs.id3_of_zeros(), None),
         "a comment of 4 GiB": (bombs.wav_with_comment(), "cannot be read"),
         "four billion a second": (bombs.wav(rate=4_000_000_000, seconds=1e-4), "cannot be read"),
@@ -102,7 +110,8 @@ def test_recordings_that_unfold_are_refused_before_they_take_memory() -> None:
         "60,000 channels": (bombs.wav(channels=60_000, seconds=1), "channels"),
         "100 channels": (bombs.wav(channels=100, seconds=1), "max_audio_channels"),
     }
-    outcomes = run_cases("tests.fuzz.tasks:media", [("audio", data) for data, _ in cases.values()])
+    files = [("audio", data) for data, _ in cases.values()]
+    outcomes = run_cases("tests.fuzz.tasks:media", files, setting=limits)
     judge({name: words for name, (_, words) in cases.items()}, outcomes)
 
 
@@ -110,7 +119,8 @@ def test_records_that_unfold_are_refused_before_they_take_memory() -> None:
     deep: object = "a"
     for _ in range(90):
         deep = [deep]
-    most = 2**21 - 100
+    limits = DecodeLimits(max_text_bytes=2**19)
+    most = limits.max_text_bytes - 100
     turns = [{"role": ("user", "assistant")[k % 2], "content": "x"} for k in range(3000)]
     half = chr(0xD800)
     cases: dict[str, tuple[dict[str, object], Wanted]] = {
@@ -118,7 +128,7 @@ def test_records_that_unfold_are_refused_before_they_take_memory() -> None:
         "a longer text": ({"text": "a" * (most + 100)}, "max_text_bytes"),
         "as long in other letters": ({"text": "é" * (most // 2 + 100)}, "max_text_bytes"),
         "control tokens": ({"text": "<|im_end|>" * (most // 20)}, None),
-        "placeholders": ({"text": "<image>" * 200_000}, None),
+        "placeholders": ({"text": "<image>" * 50_000}, None),
         "nesting": ({"text": "a", "x": deep}, "max_record_depth"),
         "nesting in JSON": (
             {"messages": '[{"role": "u", "x": ' + "[" * 99 + "]" * 99 + ', "content": "a"}]'},
@@ -134,10 +144,10 @@ def test_records_that_unfold_are_refused_before_they_take_memory() -> None:
         ),
         "half a surrogate pair as a key": ({half: "a"}, "needs messages"),
     }  # fmt: skip
-    outcomes = run_cases(
-        "tests.fuzz.tasks:record", [record for record, _ in cases.values()], cpu_limit_s=60
-    )
-    judge({name: words for name, (_, words) in cases.items()}, outcomes)
+    records = [record for record, _ in cases.values()]
+    outcomes = run_cases("tests.fuzz.tasks:record", records, setting=limits)
+    words = {name: words for name, (_, words) in cases.items()}
+    judge(words, outcomes, dict.fromkeys(cases, limits.max_text_bytes * BYTES_PER_TEXT_BYTE))
 
 
 def written(folder: Path, suffix: str, files: Mapping[str, bytes]) -> list[Path]:
@@ -177,6 +187,8 @@ def test_hostile_tars_are_refused_before_they_take_memory(tmp_path: Path) -> Non
 
 
 def test_parquet_files_that_unfold_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+    """Texts that state to be numbers were found by the campaign: Arrow ends the process over
+    them, where our own reading of the footer only fails."""
     wanted: dict[str, Wanted] = {
         "a page of 300 MiB": "max_page_bytes",
         "a page of 300 MiB that the footer denies": "max_page_bytes",
@@ -188,27 +200,28 @@ def test_parquet_files_that_unfold_are_refused_before_they_take_memory(tmp_path:
         "texts that share their beginning": None,
         "lists of texts that share their beginning": "DELTA_BYTE_ARRAY",
         "lists in lists": "nested",
+        "texts that state to be numbers": "Parquet",
+        "a footer of millions of structs": "more than 2,097,152 values",
     }
     files = bombs.parquets()
     assert list(files) == list(wanted)
-    assert max(map(len, files.values())) < 100_000
+    assert max(map(len, files.values())) < 4_000_000
     paths = written(tmp_path, "parquet", files)
     judge(wanted, run_cases("tests.fuzz.tasks:source", paths, setting=("parquet", None)))
 
 
 def test_limits_are_those_that_the_operator_sets() -> None:
-    picture = bombs.Files.image(100, 100, "PNG")
-    for limits, verdict in ((DecodeLimits(max_image_pixels=9999), "refused"), (None, "fine")):
-        (outcome,) = run_cases("tests.fuzz.tasks:media", [("image", picture)], setting=limits)
-        assert outcome.verdict == verdict
+    picture = ("image", bombs.Files.image(100, 100, "PNG"))
+    assert media(None)(picture) is None
+    refusal = media(DecodeLimits(max_image_pixels=9999))(picture)
+    assert refusal is not None
+    assert "max_image_pixels is 9,999" in refusal
 
 
-@pytest.mark.parametrize("task", ["crash", "hang", "hoard"])
-def test_the_lab_sees_what_it_is_there_to_see(task: str) -> None:
+def test_the_lab_sees_what_it_is_there_to_see() -> None:
     """A crash, a hang and a hoard of memory are told from each other, and what follows goes on."""
-    fine, bad, after = run_cases("tests.fuzz.tasks:broken", ["", task, ""], cpu_limit_s=1.0)
-    assert (fine.verdict, after.verdict) == ("fine", "fine")
-    if task == "hoard":
-        assert bad.peak_bytes > 100 * MIB
-    else:
-        assert bad.verdict == {"crash": "crashed", "hang": "hung"}[task]
+    cases = ["", "crash", "", "hang", "", "hoard", ""]
+    outcomes = run_cases("tests.fuzz.misbehaving:misbehaving", cases, cpu_limit_s=0.5)
+    verdicts = [outcome.verdict for outcome in outcomes]
+    assert verdicts == ["fine", "crashed", "fine", "hung", "fine", "fine", "fine"]
+    assert [outcome.peak_bytes > 100 * MIB for outcome in outcomes].index(True) == 5

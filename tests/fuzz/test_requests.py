@@ -26,7 +26,7 @@ from dataservice.job_setup import index_job
 from dataservice.serving.authority import COMMAND_METADATA, command_token
 from dataservice.spec import ServiceConfig, read_job
 from tests.decode.files import Kitchen
-from tests.fuzz.campaign import FACTOR, SEED
+from tests.fuzz.campaign import FACTOR, SEED, Tally
 from tests.fuzz.mutate import mutated
 
 CALLS_AT_ONCE = 16
@@ -199,18 +199,26 @@ async def answers(
     return statuses
 
 
+def verdicts(statuses: Counter[grpc.StatusCode]) -> dict[str, int]:
+    accepted = statuses[grpc.StatusCode.OK]
+    return {"accepted": accepted, "refused": statuses.total() - accepted}
+
+
 def texts(job: str, folder: Path) -> list[str]:
     """What strings in requests are: names that exist, and what a name should not be."""
     return [
         "fuzzed", "fuzzed", "src", job, job.replace("fuzzed", "other"), str(folder), "", "0", "a",
         "\0", "../" * 50, "x" * 20_000, "é😀", '{"epoch": 0, "position": 0}', "{}", "[" * 5000,
-        '{"version": 1}', "fuzzed/0", "127.0.0.1:1", "worker-0.1",
+        '{"version": 1}', '{"version": 1, "step": 1e400, "order": ""}', "fuzzed/0",
+        '{"llm": {"attention_s_per_token2": 1e-9, "linear_s_per_token": 1e400}}',
+        '{"epoch": 0, "position": 999999999999, "step": 3, "step_in_window": 0, "order": "", '
+        '"version": 1}', "127.0.0.1:1", "worker-0.1",
     ]  # fmt: skip
 
 
 @pytest.mark.timeout(300)
 async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tally: Tally
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     async with running(tmp_path) as (service, job):
@@ -222,6 +230,7 @@ async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
             words = [*texts(job, tmp_path), *[session] * 10]
             requests = Requests(descriptor, words, f"{SEED} coordinator")
             statuses = await answers(service.address, requests.some(int(1000 * FACTOR)))
+            tally("gRPC, coordinator", verdicts(statuses))
             assert len(statuses) > 3
             claim.cancel()
             await stub.SubmitJob(
@@ -234,7 +243,7 @@ async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("commands", [True, False], ids=["coordinator", "stranger"])
 async def test_damaged_requests_to_a_worker_get_deliberate_answers(
-    tmp_path: Path, commands: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, commands: bool, caplog: pytest.LogCaptureFixture, tally: Tally
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     async with running(tmp_path) as (service, job):
@@ -244,5 +253,6 @@ async def test_damaged_requests_to_a_worker_get_deliberate_answers(
         descriptor = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
         requests = Requests(descriptor, texts(job, tmp_path), f"{SEED} worker {commands}")
         statuses = await answers(worker.address, requests.some(int(300 * FACTOR)), metadata)
-        assert statuses[grpc.StatusCode.PERMISSION_DENIED] > 20
+        tally(f"gRPC, worker, {'coordinator' if commands else 'stranger'}", verdicts(statuses))
+        assert statuses[grpc.StatusCode.PERMISSION_DENIED] > statuses.total() // 20
         assert [each.worker for each in service.pool.workers()] == [worker.worker]

@@ -5,6 +5,7 @@ command or the same start of the trainers works, and an epoch visits each sample
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -349,6 +350,26 @@ def test_samples_that_went_bad_after_indexing_are_masked_and_the_rest_is_untouch
         says(said, f"quarantined in step {entry['step']} of attempt 2: {key}: ")
         explained = job.cli.ok("explain", job.name, "--step", str(entry["step"])).said
         says(explained, f"quarantined {key}: {' '.join(entry['reason'].split()[:4])}")
+
+
+def test_limits_of_the_operators_config_hold_when_indexing_and_when_serving(job, tmp_path):
+    config = tmp_path / "service.yaml"
+    config.write_text("limits: {max_text_bytes: 1500, max_media_bytes: 300_000}")
+    limited = ("--config", str(config))
+    job.index()
+    with serving(tmp_path / "own", "local", *limited) as service:
+        mine = replace(job, service=service)
+        submit = ("job", "submit", job.file, "--service", service.address)
+        says(job.cli.refused(*submit), "differs", "dataservice index")
+        said = job.cli.ok("index", job.file, "--processes", "1", *limited).said
+        says(said, f"left out texts/{LONG_TEXT}", "the limit max_text_bytes is 1,500")
+        job.cli.ok(*submit)
+        os.truncate(job.home / "clips" / "clip-0.mp4", 300_001)
+        mine.visits_each_once(SAMPLES - 1)
+        shown = job.cli.ok("job", "show", job.name, "--json", "--service", service.address).out
+        (entry,) = json.loads(shown)[0]["quarantine"]
+        assert entry["key"] == "clip-0"
+        says(entry["reason"], "300,001", "the limit max_media_bytes is 300,000")
 
 
 def assert_masked_alone(shard: Shard, same: Shard, bad: set[int]) -> None:

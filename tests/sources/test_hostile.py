@@ -13,7 +13,7 @@ import pytest
 
 from dataservice.core.errors import IndexStaleError, SampleError, SourceError
 from dataservice.core.job import SourceSpec
-from dataservice.core.limits import DecodeLimits
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import RawSample
 from dataservice.sources.catalog import open_catalog
@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_link_that_leaves_the_folder_is_refused(
-    data: Path, spec: Spec, write_jsonl: Write
+    data: Path, spec: Spec, write_jsonl: Write, write_parquet: Write
 ) -> None:
     (data / "media" / "a.png").symlink_to("../../secret.png")
     (data / "elsewhere").symlink_to("..")
@@ -53,6 +53,32 @@ def test_a_link_that_leaves_the_folder_is_refused(
         source = spec(write_jsonl(data / "a.jsonl", [{"image": name}]), "jsonl")
         assert "inside the folder" in str(only(source))
         assert "links included" in str(only(source))
+        source = spec(write_parquet(data / "a.parquet", {"image": [name]}), "parquet")
+        assert "links included" in str(only(source))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.png",
+        "/secret.png",
+        "..\\secret.png",
+        "memory://secret.png",
+        "%2e%2e/secret.png",
+        "media/%2E%2e%2f..%2Fsecret.png",
+        "%2fsecret.png",
+        "..%5csecret.png",
+    ],
+)
+def test_a_name_on_the_web_or_in_a_table_leaves_the_folder_in_no_spelling(
+    data: Path, spec: Spec, write_parquet: Write, name: str
+) -> None:
+    """On the web what is percent-encoded leads as far; on disk it is a name like any other."""
+    remote = Storage(spec("memory://hostile/data/a.jsonl", "jsonl"))
+    with pytest.raises(SampleError, match="inside the folder"):
+        remote.read_beside("/hostile/data/a.jsonl", name, DEFAULT_LIMITS)
+    rows = spec(write_parquet(data / "a.parquet", {"image": [{"path": name}]}), "parquet")
+    assert ("there is no file" if "%" in name else "inside the folder") in str(only(rows))
 
 
 def test_a_link_inside_the_folder_is_followed(data: Path, spec: Spec, write_jsonl: Write) -> None:

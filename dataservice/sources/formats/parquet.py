@@ -166,13 +166,8 @@ class Parquet:
         if table is not None:
             batches = table.slice(row, 1).to_batches()
             return next(cells for batch in batches for cells in self._cells(batch))
-        for at, cells in self._rows(opened, group, self._local.holding):
-            if at == row:
-                return cells
-        raise SourceError(
-            f"{self._owner}: {location.file} is damaged: its row group {group} ends before row "
-            f"{row}. Copy the file again."
-        )
+        rows = self._rows(opened, group, self._local.holding)
+        return next(cells for at, cells in rows if at == row)
 
     def _kept_file(self, path: str) -> ParquetFile:
         """This thread's open file."""
@@ -213,9 +208,17 @@ class Parquet:
     def _rows(
         self, opened: ParquetFile, group: int, holding: Holding
     ) -> Iterator[tuple[int, Row | SampleError]]:
-        """(row in the group, its cells or why it has none) of a row group."""
-        batches = opened.batches(group, holding)
-        yield from enumerate(cells for batch in batches for cells in self._cells(batch))
+        """(row in the group, its cells or why it has none) of all rows of a row group."""
+        row = 0
+        for batch in opened.batches(group, holding):
+            for cells in self._cells(batch):
+                yield row, cells
+                row += 1
+        if row < opened.groups[group].rows:
+            raise SourceError(
+                f"{opened.owner} is damaged: its row group {group} ends before row {row} of "
+                f"{opened.groups[group].rows:,}. Copy the file again."
+            )
 
     def _cells(self, batch: pa.RecordBatch) -> Iterator[Row | SampleError]:
         """Rows as objects, one at a time; those that would be too large are not made."""

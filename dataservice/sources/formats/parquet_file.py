@@ -9,8 +9,12 @@ import pyarrow.parquet as pq
 
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
-from dataservice.sources.formats.parquet_footer import RowGroup, read_footer
-from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
+from dataservice.sources.formats.parquet_footer import ColumnChunk, RowGroup, read_footer
+from dataservice.sources.formats.parquet_pages import (
+    ColumnPages,
+    column_pages,
+    require_allowed,
+)
 
 KEPT_BYTES = 64 * 2**20
 FEW_ROWS = 32
@@ -78,25 +82,30 @@ class ParquetFile:
         the limits allow, ValueError when its pages are damaged."""
         claimed_bytes, found_bytes, shares_prefixes = 0, 0, False
         for column in self.groups[group].columns:
-            if column.column not in self.columns:
+            if column.leaf.names[0] not in self.columns:
                 continue
+            what = f"{self.owner}: column {column.leaf.path!r} of row group {group}"
+            pages = self._pages(column)
+            require_allowed(pages, self.limits, what)
+            if pages.dictionary_bytes and not column.has_dictionary:
+                raise ValueError(f"{what} has a dictionary that the footer does not name")
+            if pages.shares_prefixes and pages.values > self.groups[group].rows:
+                raise SourceError(
+                    f"{what} keeps lists as DELTA_BYTE_ARRAY, whose size shows only once they "
+                    "are decoded. Write the file again with another encoding."
+                )
             claimed_bytes += column.unfolded_bytes
-            if self.looks_at_pages:
-                what = f"{self.owner}: column {column.path!r} of row group {group}"
-                pages = column_pages(self.stream, column)
-                require_allowed(pages, self.limits, what)
-                if pages.dictionary_bytes and not column.has_dictionary:
-                    raise ValueError(f"{what} has a dictionary that the footer does not name")
-                if pages.shares_prefixes and pages.values > self.groups[group].rows:
-                    raise SourceError(
-                        f"{what} keeps lists as DELTA_BYTE_ARRAY, whose size shows only once they "
-                        "are decoded. Write the file again with another encoding."
-                    )
-                found_bytes += pages.size_bytes
-                shares_prefixes |= pages.shares_prefixes
+            found_bytes += pages.size_bytes
+            shares_prefixes |= pages.shares_prefixes
         if shares_prefixes:
             return "one row"
         return "whole" if max(claimed_bytes, found_bytes) <= KEPT_BYTES else "few rows"
+
+    def _pages(self, column: ColumnChunk) -> ColumnPages:
+        """What its headers say, or as much of it as the footer does."""
+        if self.looks_at_pages:
+            return column_pages(self.stream, column)
+        return ColumnPages(values=column.values)
 
     def batches(self, group: int, holding: Holding) -> Iterator[pa.RecordBatch]:
         """A row group from its beginning, a few rows at a time."""
@@ -115,9 +124,9 @@ class ParquetFile:
 def _shared_columns(groups: Sequence[RowGroup]) -> list[str]:
     """Columns of strings or bytes that have a dictionary in some row group."""
     shared = {
-        column.path
+        column.leaf.path
         for group in groups
         for column in group.columns
-        if column.holds_texts and column.has_dictionary
+        if column.leaf.holds_texts and column.has_dictionary
     }
     return sorted(shared)

@@ -1,35 +1,59 @@
 """What a Parquet file's footer says: row groups, and where their columns lie.
 
+Everything is taken from where Arrow takes it: a column's name and type from the schema, since
+what a row group says of them is a copy that nobody reads.
+
 Source: parquet-format, `FileMetaData` in parquet.thrift.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from dataservice.sources.formats.thrift import Struct, integer, read_struct, structs
+from dataservice.sources.formats.thrift import (
+    BINARY,
+    I32,
+    I64,
+    STRUCT,
+    Struct,
+    integer,
+    items,
+    read_struct,
+)
 
 MAGIC = b"PAR1"
-# Objects for a footer, ours and Arrow's, take some fifty times its size.
-MOST_FOOTER_BYTES = 8 * 2**20
+# Most of a large footer is one text: an index keeps there what it left out. Thrift's own limit
+# bounds the rest.
+MOST_FOOTER_BYTES = 64 * 2**20
+_DEEPEST_COLUMN = 200
 _DICTIONARIES = frozenset({2, 8})  # PLAIN_DICTIONARY, RLE_DICTIONARY
 _BYTE_ARRAY = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnChunk:
-    """One column in one row group. Sizes are claims; `holds_texts`: strings or bytes."""
+class Leaf:
+    """A column of plain values: its names from the top of the schema down to it."""
 
-    path: str
+    names: tuple[str, ...]
+    holds_texts: bool
+    """Strings or bytes."""
+
+    @property
+    def path(self) -> str:
+        """Its names with dots between, as Arrow writes it."""
+        return ".".join(self.names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnChunk:
+    """One column in one row group. Sizes and `values`, with the items of lists, are claims."""
+
+    leaf: Leaf
     offset_bytes: int
     stored_bytes: int
     unfolded_bytes: int
-    holds_texts: bool
+    values: int
     has_dictionary: bool
-
-    @property
-    def column(self) -> str:
-        """The top-level column it is part of."""
-        return self.path.split(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,31 +84,52 @@ def read_footer(stream: IO[bytes]) -> tuple[RowGroup, ...]:
     stream.seek(0)
     try:
         footer, _ = read_struct(data)
-        return tuple(_row_group(group) for group in structs(footer, 4))
-    except (IndexError, KeyError, TypeError) as error:
+        leaves = list(_leaves(iter(items(footer, 2, dict))))
+        return tuple(_row_group(group, leaves) for group in items(footer, 4, dict))
+    except (IndexError, KeyError, UnicodeDecodeError) as error:
         raise ValueError("its footer is damaged") from error
 
 
-def _row_group(fields: Struct) -> RowGroup:
-    columns = [chunk[3] for chunk in structs(fields, 1)]
-    return RowGroup(
-        rows=integer(fields, 3),
-        columns=tuple(_column(column) for column in columns if isinstance(column, dict)),
+def _leaves(elements: Iterator[Struct], above: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """The columns below the next element of a schema, which lists its tree depth first."""
+    element = next(elements, {})
+    name = element[4, BINARY]
+    names = (*above, name.decode() if isinstance(name, bytes) else "")
+    if len(names) > _DEEPEST_COLUMN:
+        raise ValueError(f"its columns are nested more than {_DEEPEST_COLUMN} deep")
+    children = integer(element, 5, I32)
+    if not children and (1, I32) in element:  # else a group, perhaps one without fields
+        yield Leaf(names=names[1:], holds_texts=element[1, I32] == _BYTE_ARRAY)
+    for _ in range(children):
+        yield from _leaves(elements, names)
+
+
+def _row_group(fields: Struct, leaves: Sequence[Leaf]) -> RowGroup:
+    columns = items(fields, 1, dict)
+    if len(columns) != len(leaves):
+        raise ValueError(f"it has {len(leaves)} columns, and {len(columns)} in a row group")
+    group = RowGroup(
+        rows=integer(fields, 3, I64),
+        columns=tuple(map(_column, columns, leaves)),
     )
+    # Arrow makes room for the rows that are stated; each has a value, if an empty one.
+    least = min((column.values for column in group.columns), default=group.rows)
+    if group.rows > least:
+        raise ValueError(f"a row group states {group.rows:,} rows and {least:,} values")
+    return group
 
 
-def _column(fields: Struct) -> ColumnChunk:
-    names, encodings = fields[3], fields[2]
-    if not isinstance(names, list) or not isinstance(encodings, list):
+def _column(chunk: Struct, leaf: Leaf) -> ColumnChunk:
+    fields = chunk[3, STRUCT]
+    if not isinstance(fields, dict):
         raise ValueError("its footer is damaged")
-    start = integer(fields, 9)
-    if 11 in fields:  # a dictionary page, which comes first
-        start = min(start, integer(fields, 11))
+    pages, dictionary = integer(fields, 9, I64), integer(fields, 11, I64)
     return ColumnChunk(
-        path=b".".join(name for name in names if isinstance(name, bytes)).decode(),
-        offset_bytes=start,
-        stored_bytes=integer(fields, 7),
-        unfolded_bytes=integer(fields, 6),
-        holds_texts=fields.get(1) == _BYTE_ARRAY,
-        has_dictionary=any(each in _DICTIONARIES for each in encodings if isinstance(each, int)),
+        leaf=leaf,
+        # 0 stands for none: a column without rows may have a dictionary, and no page of data.
+        offset_bytes=dictionary if 0 < dictionary < pages else pages,
+        stored_bytes=integer(fields, 7, I64),
+        unfolded_bytes=integer(fields, 6, I64),
+        values=integer(fields, 5, I64),
+        has_dictionary=not _DICTIONARIES.isdisjoint(items(fields, 2, int)),
     )

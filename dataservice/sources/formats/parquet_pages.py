@@ -14,14 +14,15 @@ from typing import IO
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
 from dataservice.sources.formats.parquet_footer import ColumnChunk
-from dataservice.sources.formats.thrift import Struct, integer, read_struct
+from dataservice.sources.formats.thrift import I32, STRUCT, Struct, integer, read_struct
 
 _HEADER_BYTES = 4096
 _LONGEST_HEADER_BYTES = 2**24  # statistics may hold whole values
-# Numbers of fields in PageHeader and in the headers of its kinds of page.
-_UNCOMPRESSED, _COMPRESSED = 2, 3
-_DATA_PAGES = {5: 2, 8: 4}  # kind of header: its field `encoding`
-_DICTIONARY_PAGE = 7
+# Fields of PageHeader, and those that tell of a page of data, by its type: its own header, and
+# the field `encoding` in that.
+_TYPE, _UNCOMPRESSED, _COMPRESSED = 1, 2, 3
+_DATA_PAGES = {0: (5, 2), 3: (8, 4)}
+_DICTIONARY_PAGE = 2
 _DELTA_BYTE_ARRAY = 7
 
 
@@ -42,17 +43,22 @@ def column_pages(stream: IO[bytes], column: ColumnChunk) -> ColumnPages:
     """Read the page headers of a column. Raises ValueError when they are damaged."""
     size_bytes = largest_bytes = values = dictionary_bytes = 0
     shares_prefixes = False
+    if not column.values:  # nothing is read of it, whatever it has
+        return ColumnPages()
     for header in _headers(stream, column.offset_bytes, column.stored_bytes):
-        page_bytes = integer(header, _UNCOMPRESSED)
+        page_bytes = integer(header, _UNCOMPRESSED, I32)
         size_bytes += page_bytes
         largest_bytes = max(largest_bytes, page_bytes)
-        if _DICTIONARY_PAGE in header:
+        kind = integer(header, _TYPE, I32)
+        if kind == _DICTIONARY_PAGE:
             dictionary_bytes = max(dictionary_bytes, page_bytes)
-        for kind, encoding in _DATA_PAGES.items():
-            fields = header.get(kind)
-            if isinstance(fields, dict):
-                values += integer(fields, 1)
-                shares_prefixes |= fields.get(encoding) == _DELTA_BYTE_ARRAY
+        own, encoding = _DATA_PAGES.get(kind, (0, 0))
+        fields = header.get((own, STRUCT))
+        if isinstance(fields, dict):
+            values += integer(fields, 1, I32)
+            shares_prefixes |= fields.get((encoding, I32)) == _DELTA_BYTE_ARRAY
+    if values < column.values:
+        raise ValueError(f"its pages hold {values:,} of the {column.values:,} values it states")
     return ColumnPages(
         size_bytes=size_bytes,
         largest_bytes=largest_bytes,
@@ -81,7 +87,7 @@ def _headers(stream: IO[bytes], start: int, size_bytes: int) -> Iterator[Struct]
     while start < end:
         header, header_bytes = _header(stream, start)
         yield header
-        start += header_bytes + integer(header, _COMPRESSED)
+        start += header_bytes + integer(header, _COMPRESSED, I32)
 
 
 def _header(stream: IO[bytes], start: int) -> tuple[Struct, int]:

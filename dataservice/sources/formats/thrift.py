@@ -1,50 +1,60 @@
 """Thrift's compact protocol, as far as Parquet's headers need it.
 
 Arrow's own objects for a footer end the process on some damaged ones: an exception of C++ that
-nothing catches. What is looked at before a file is trusted is therefore read here.
+nothing catches. What is looked at before a file is trusted is therefore read here, and as Arrow
+reads it: a field of another type than the wanted one is passed over, as if it were absent.
 
 Source: Apache Thrift, "Thrift Compact protocol encoding".
 """
 
-from typing import Union
+from typing import TypeVar, Union, cast
 
+# Objects for a footer, ours and Arrow's, take up to 200 bytes a value. Those of 50,000 columns,
+# counted in each row group anew, have two million.
+MOST_VALUES = 2**21
 _DEEPEST = 32
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_LONGEST_NUMBER_BITS = 70  # ten bytes of seven
+_TRUE, _FALSE, _BYTE, _I16, I32, I64, _DOUBLE, BINARY, _LIST, _SET, _MAP, STRUCT = range(1, 13)
+_BITS = {_I16: 16, I32: 32, I64: 64}
 
 Value = Union[int, bytes, list["Value"], "Struct"]
-Struct = dict[int, Value]
+Struct = dict[tuple[int, int], Value]
+"""Values by the number and the type of their field."""
+
+_Item = TypeVar("_Item", int, Struct)
 
 
 def read_struct(data: bytes) -> tuple[Struct, int]:
-    """Fields by number, and how many bytes they took. Doubles and maps are passed over.
+    """The fields, and how many bytes they took. Doubles and maps are passed over.
 
     Raises:
         IndexError: the data ends too early.
-        ValueError: it is no Thrift.
+        ValueError: it is no Thrift, or has more than MOST_VALUES.
     """
     reader = _Reader(data)
     return reader.struct(0), reader.at
 
 
-def integer(struct: Struct, field: int) -> int:
-    """A field that must be a number of at least 0; 0 when it is absent. Raises ValueError."""
-    value = struct.get(field, 0)
+def integer(struct: Struct, field: int, kind: int) -> int:
+    """A number of type I32 or I64, at least 0; 0 when it is absent. Raises ValueError."""
+    value = struct.get((field, kind), 0)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"a header states {str(value)[:40]} for field {field}")
     return value
 
 
-def structs(struct: Struct, field: int) -> list[Struct]:
-    """A field that must be a list of structs. Raises ValueError."""
-    values = struct.get(field, [])
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"a header has no list of structs in field {field}")
-    return [value for value in values if isinstance(value, dict)]
+def items(struct: Struct, field: int, kind: type[_Item]) -> list[_Item]:
+    """A list of numbers (int) or of structs (dict), empty when it is absent. Raises ValueError."""
+    values = struct.get((field, _LIST), [])
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"a header has a list of another type in field {field}")
+    return cast("list[_Item]", values)
 
 
 class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self._values = 0
         self.at = 0
 
     def struct(self, depth: int) -> Struct:
@@ -54,30 +64,35 @@ class _Reader:
         number = 0
         while (head := self._byte()) != 0:
             delta, kind = head >> 4, head & 0x0F
-            number = number + delta if delta else self._integer()
+            number = number + delta if delta else self._integer(16)
             value = self._value(kind, depth)
+            if (number, kind) in fields or number >= 2**15:
+                raise ValueError(f"a header has field {number} twice, or above 16 bits")
             if value is not None:
-                fields[number] = value
+                fields[number, kind] = value
         return fields
 
     def _value(self, kind: int, depth: int) -> Value | None:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ValueError(f"a header holds more than {MOST_VALUES:,} values")
         if kind in (_TRUE, _FALSE):
             return int(kind == _TRUE)
         if kind == _BYTE:
             return self._bytes(1)
-        if kind in (_I16, _I32, _I64):
-            return self._integer()
+        if kind in _BITS:
+            return self._integer(_BITS[kind])
         if kind == _DOUBLE:
             self._bytes(8)
             return None
-        if kind == _BINARY:
-            return self._bytes(self._varint())
+        if kind == BINARY:
+            return self._bytes(self._size())
         if kind in (_LIST, _SET):
             return self._list(depth)
         if kind == _MAP:
             self._map(depth)
             return None
-        if kind == _STRUCT:
+        if kind == STRUCT:
             return self.struct(depth + 1)
         raise ValueError(f"a header holds a value of Thrift type {kind}")
 
@@ -85,12 +100,12 @@ class _Reader:
         head = self._byte()
         kind, size = head & 0x0F, head >> 4
         if size == 15:
-            size = self._varint()
+            size = self._size()
         values = (self._item(kind, depth) for _ in range(size))
         return [value for value in values if value is not None]
 
     def _map(self, depth: int) -> None:
-        size = self._varint()
+        size = self._size()
         kinds = self._byte() if size else 0
         for _ in range(size):
             self._item(kinds >> 4, depth)
@@ -100,25 +115,28 @@ class _Reader:
         """Unlike in a field, a truth value inside a list takes a byte."""
         if kind in (_TRUE, _FALSE):
             return self._byte()
-        return self._value(kind, depth + 1) if depth < _DEEPEST else self._too_deep()
+        if depth >= _DEEPEST:
+            raise ValueError("a header nests too deep")
+        return self._value(kind, depth + 1)
 
-    def _too_deep(self) -> Value:
-        raise ValueError("a header nests too deep")
-
-    def _integer(self) -> int:
-        value = self._varint()
+    def _integer(self, bits: int) -> int:
+        """A number with its sign. One of more bits would be another to a reader that cuts it."""
+        value = self._varint(bits)
         return (value >> 1) ^ -(value & 1)
 
-    def _varint(self) -> int:
+    def _size(self) -> int:
+        return self._varint(31)
+
+    def _varint(self, bits: int) -> int:
         value = shift = 0
         while True:
             byte = self._byte()
             value |= (byte & 0x7F) << shift
+            shift += 7
+            if value >> bits or shift > _LONGEST_NUMBER_BITS:
+                raise ValueError(f"a header holds a number above {bits} bits")
             if byte < 0x80:
                 return value
-            shift += 7
-            if shift > 63:
-                raise ValueError("a header holds a number above 64 bits")
 
     def _byte(self) -> int:
         byte = self._data[self.at]
