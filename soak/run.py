@@ -31,13 +31,13 @@ from soak.watch import Sample, Watch, grown, growth, left_behind
 TEAMS = (
     TeamPlan(
         name="vision",
-        shape=JobShape(memory_tokens=2304, epochs=2, weights=(("text", 0.5), ("clips", 1.5))),
+        shape=JobShape(memory_tokens=2304, weights=(("text", 0.5), ("clips", 1.5))),
         world_sizes=(3, 4),
         steps_per_checkpoint=3,
     ),
     TeamPlan(
         name="speech",
-        shape=JobShape(memory_tokens=4608, epochs=2, batch_samples=10, window_steps=2),
+        shape=JobShape(memory_tokens=4608, batch_samples=10, window_steps=2),
         world_sizes=(2, 3),
         steps_per_checkpoint=4,
     ),
@@ -60,6 +60,7 @@ class SoakOptions:
     limit_s: float = 900.0
     seed: int = 0
     pace_s: float = 0.05
+    epochs: int = 16  # of each job, an even number: jobs live through several launches
     nodes: int = 2  # of a Ray cluster, a worker on each; 0 for two workers of a Ray of its own
     least_watched: int = 40  # samples of the coordinator that growth is judged by
 
@@ -120,6 +121,7 @@ def soak(home: Path, options: SoakOptions, say: Say = print) -> SoakResult:
                     gate=gate.control,
                     token=tokens[plan.name],
                     pace_s=options.pace_s,
+                    epochs=options.epochs,
                 )
                 for plan in TEAMS
             ]

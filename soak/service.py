@@ -68,7 +68,7 @@ class ServiceProcess:
                     self.address = line.split()[2]
                     return self
             time.sleep(0.05)
-        self.kill()
+        self._abort()
         raise AssertionError(f"the service did not start:\n{self.log.read_text()}")
 
     def stop(self) -> None:
@@ -84,6 +84,12 @@ class ServiceProcess:
             self.process.kill()
             self.process.wait(timeout=STOP_LIMIT_S)
 
+    def _abort(self) -> None:
+        """SIGABRT: the log then ends with where each thread stood."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGABRT)
+        self.process.wait(timeout=STOP_LIMIT_S)
+
     def end(self) -> None:
         """SIGKILL to the service and to whatever came of it, wherever it is now."""
         self.kill()
@@ -98,7 +104,7 @@ def child_environment(home: Path) -> dict[str, str]:
     """For processes of a service at `home`: marked as its own, and able to import what its
     config names from here, wherever they start."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, **mark(home)}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **mark(home)}
 
 
 def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

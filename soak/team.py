@@ -55,6 +55,7 @@ class Team:
     gate: str
     token: str
     pace_s: float
+    epochs: int
     results: list[JobResult] = field(default_factory=list)
     failure: str | None = None
     current: Training | None = None
@@ -75,7 +76,7 @@ class Team:
         """Wait until the last job is audited."""
         assert self._thread is not None
         self._thread.join(limit_s)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self.failure is None:
             self.failure = f"{self.plan.name} did not finish within {limit_s:.0f} s"
         self.abandon()
 
@@ -114,7 +115,7 @@ class Team:
             self.failure = traceback.format_exc()
 
     def _train(self, job: str, seed: int) -> None:
-        shape = replace(self.plan.shape, seed=seed)
+        shape = replace(self.plan.shape, seed=seed, epochs=self.epochs)
         job_file = write_job(self.data, job, shape)
         self._ask(lambda client: client.submit(job_file.read_text(), str(self.data)))
         training = self.current = Training(

@@ -5,7 +5,7 @@ import threading
 import time
 
 FIRST_WAIT_S = 0.1
-LONGEST_WAIT_S = 5.0
+LONGEST_WAIT_S = 2.0
 
 
 class Backoff:

@@ -23,6 +23,7 @@ import torch
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
 from trainer_client.errors import ClientError, CorruptPart, MisuseError, ServiceTimeout, from_rpc
+from trainer_client.patience import Patience
 from trainer_client.transport import Transport
 
 _DTYPES = {
@@ -179,8 +180,8 @@ class PartFetcher:
     """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
 
     A stream that brings nothing for `stall_timeout_s` is given up: its worker may be decoding
-    still, or be gone. With `pin_memory` bytes
-    arrive where a GPU copies them from without the host's help.
+    still, or be gone. Where the network is slow it is borne for longer: see `patience.py`. With
+    `pin_memory` bytes arrive where a GPU copies them from without the host's help.
     """
 
     def __init__(
@@ -194,7 +195,8 @@ class PartFetcher:
         self._transport = transport
         self._pin_memory = pin_memory
         self._streams = streams
-        self._stall_timeout_s = stall_timeout_s
+        self._patience = Patience(stall_timeout_s)
+        self._look_every_s = min(1.0, stall_timeout_s / 8)
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -202,7 +204,7 @@ class PartFetcher:
     def fetch(self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId]) -> Fetched:
         """Stream every ticket that holds a wanted part."""
         streams = [
-            _Stream(ticket, wanted, pin_memory=self._pin_memory)
+            _Stream(ticket, wanted, self._patience, pin_memory=self._pin_memory)
             for ticket in tickets
             if any(PartId.of(spec) in wanted for spec in ticket.parts)
         ]
@@ -216,9 +218,8 @@ class PartFetcher:
         for thread in threads:
             thread.start()
         for _ in streams:
-            while not done.acquire(timeout=min(1.0, self._stall_timeout_s / 4)):
-                for stream in streams:
-                    stream.give_up_if_stalled(self._stall_timeout_s)
+            self._watch(streams, done)
+        self._patience.fetched(stalled=any(stream.stalled for stream in streams))
         for stream in streams:
             if stream.crash is not None:
                 raise stream.crash
@@ -236,6 +237,17 @@ class PartFetcher:
             self._channels.clear()
         for channel in channels:
             channel.close()
+
+    def _watch(self, streams: Sequence["_Stream"], done: threading.Semaphore) -> None:
+        """Until one stream is done: end those that bring nothing."""
+        looked_s = time.monotonic()
+        while not done.acquire(timeout=self._look_every_s):
+            now_s = time.monotonic()
+            # A process that was stopped, or is short of CPU, has not let its streams speak.
+            late_s = now_s - looked_s - self._look_every_s
+            looked_s = now_s
+            for stream in streams:
+                stream.give_up_if_stalled(self._patience.limit_s + late_s)
 
     def _drain(self, waiting: "deque[_Stream]", done: threading.Semaphore) -> None:
         while waiting:
@@ -269,8 +281,17 @@ class PartFetcher:
 class _Stream:
     """One ticket being fetched by one thread, watched by another."""
 
-    def __init__(self, ticket: worker_pb2.Ticket, wanted: set[PartId], *, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        ticket: worker_pb2.Ticket,
+        wanted: set[PartId],
+        patience: Patience,
+        *,
+        pin_memory: bool,
+    ) -> None:
         self.ticket = ticket
+        self.stalled = False
+        self._patience = patience
         self._pin_memory = pin_memory
         self.parts: list[Part] = []
         self.failure: TicketFailure | None = None
@@ -278,7 +299,6 @@ class _Stream:
         self._missing = {PartId.of(spec) for spec in ticket.parts} & wanted
         self._call: grpc.Call | None = None
         self._heard_s = 0.0
-        self._stalled = False
         self._limit_s = 0.0
 
     def run(self, channel: grpc.Channel | None) -> None:
@@ -298,7 +318,7 @@ class _Stream:
         """Cancel the call if it has brought nothing for `limit_s`."""
         call = self._call
         if call is not None and time.monotonic() - self._heard_s > limit_s:
-            self._stalled, self._limit_s = True, limit_s
+            self.stalled, self._limit_s = True, limit_s
             call.cancel()
 
     def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
@@ -307,8 +327,12 @@ class _Stream:
         call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket))
         self._call = call
         try:
+            within = False  # between parts a worker may be decoding
             for part in receive(call, self.ticket.parts, pin_memory=self._pin_memory):
-                self._heard_s = time.monotonic()
+                before_s, self._heard_s = self._heard_s, time.monotonic()
+                if within:
+                    self._patience.paused(self._heard_s - before_s)
+                within = part is None
                 if part is not None and part.id in self._missing:
                     self.parts.append(part)
                     self._missing.discard(part.id)
@@ -321,8 +345,8 @@ class _Stream:
     def _fail(self, error: ClientError) -> None:
         if not self._missing:
             return  # it broke behind the last byte that mattered
-        if self._stalled:
-            error = ServiceTimeout(f"nothing came for {self._limit_s:g} s")
+        if self.stalled:
+            error = ServiceTimeout(f"nothing came for {self._limit_s:.3g} s")
         self.failure = TicketFailure(
             worker=self.ticket.worker, address=self.ticket.address, error=error
         )

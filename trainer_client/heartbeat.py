@@ -76,7 +76,7 @@ class DataWait:
 
 
 class Heartbeat:
-    """Sends a Report every `every_s` seconds until `stop` is set; none at all when it is 0."""
+    """Sends a Report now and every `every_s` seconds until `stop` is set; none when it is 0."""
 
     def __init__(
         self,
@@ -105,12 +105,15 @@ class Heartbeat:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
+        # The first at once: from then on its silence says something.
+        while True:
             lease = self._session.lease
             if lease is not None:
                 # ValueError is gRPC's word for a channel that was closed.
                 with suppress(grpc.RpcError, ValueError):
                     self._report(lease.session)
+            if self._stop.wait(self._every_s):
+                return
 
     def _report(self, session: str) -> None:
         now = self._waits.now()

@@ -34,7 +34,7 @@ class Cursor:
         try:
             fields = json.loads(text)
             version = fields.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CursorMismatchError(
                 f"not a cursor: {text[:80]!r}. Load the state_dict that ShardDataset gave."
             ) from error
@@ -45,10 +45,13 @@ class Cursor:
             )
         try:
             order = str(fields.pop("order"))
-            return Cursor(order=order, **{name: int(value) for name, value in fields.items()})
-        except (KeyError, TypeError, ValueError) as error:
+            counts = {name: int(value) for name, value in fields.items()}
+            if not all(0 <= count < 2**63 for count in counts.values()):
+                raise ValueError("a count out of range")
+            return Cursor(order=order, **counts)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CursorMismatchError(
-                f"the checkpoint's cursor {text[:120]!r} has other fields than "
+                f"the checkpoint's cursor {text[:120]!r} has other fields, or other values, than "
                 "step, epoch, position, step_in_window, order. Load the state_dict that "
                 "ShardDataset gave."
             ) from error

@@ -14,7 +14,8 @@ Severity = Literal["info", "slow", "stalled"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHealth:
     """One rank. `wait_s` is how long its training loop stood without data, a step, as it tells;
-    `quiet_s` since it was last heard. The steps are the last it has received, and trained."""
+    `quiet_s` since it was last heard, until now or until its client went. The steps are the
+    last it has received, and trained."""
 
     rank: int
     client: str
@@ -41,11 +42,12 @@ class SourceHealth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobHealth:
-    """A job. `decoded_steps` of the `ready_steps` planned ahead are decoded whole; the window
-    has room for `window_steps`. `step_s` is a step's training without waits, `plan_s` its
-    planning. `share_slots` are the slots it gets while every team, and every job of its team,
-    wants its own. `failure` is why its last attempt ended, if that is over. Ranks speak every
-    `report_every_s`; `plan_gap` is the worst stage of its last plan over its bound."""
+    """A job. Of the `ready_steps` planned ahead, which not every rank has received, the first
+    `decoded_steps` are decoded whole; the window has room for `window_steps`. `step_s` is a
+    step's training without waits, `plan_s` its planning. `share_slots` are the slots it gets
+    while every team, and every job of its team, wants its own. `failure` is why its last attempt
+    ended, if that is over. Ranks speak every `report_every_s`; `plan_gap` is the worst stage of
+    its last plan over its bound."""
 
     job: str
     attempt: int
@@ -72,9 +74,19 @@ class JobHealth:
     plan_gap: float = 0.0
 
     @property
+    def window_is_full(self) -> bool:
+        """Whether no step is planned before the rank that is furthest behind has its next."""
+        return self.ready_steps >= self.window_steps > 0
+
+    def waits_for_ranks(self, rank: RankHealth) -> bool:
+        """Whether the rank has all that is planned, and more is not until others have it too."""
+        return self.window_is_full and rank.received_step >= self.planned_step
+
+    @property
     def exposed_wait_s(self) -> float:
         """What the rank that waits most for data loses, a step."""
-        return max((rank.wait_s for rank in self.ranks if rank.live), default=0.0)
+        waiting = (rank for rank in self.ranks if rank.live and not self.waits_for_ranks(rank))
+        return max((rank.wait_s for rank in waiting), default=0.0)
 
     @property
     def demand_slots(self) -> float:

@@ -5,6 +5,7 @@ assembles it once and holds it until it is released. A *rank shard* is one rank'
 step plan, with the tickets that fetch its bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +47,7 @@ class PackOrder:
     key: PackKey
     degree: int
     pipeline: str
-    samples: tuple[PackSample, ...]
+    samples: Sequence[PackSample]
     share: TeamShare = field(default=TeamShare(), compare=False)
     """Of the job's team; it may change while the order stays the same."""
 

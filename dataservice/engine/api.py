@@ -23,7 +23,8 @@ from dataservice.core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """A job and where it stands. Steps are -1 before the first."""
+    """A job and where it stands. Steps are -1 before the first. `failure` is why its last attempt
+    ended, as far as this coordinator knows; empty while it runs."""
 
     record: JobRecord
     samples: int
@@ -33,6 +34,7 @@ class JobStatus:
     committed_step: int = -1
     quarantined: int = 0
     skips: tuple[SkipRecord, ...] = ()
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,11 +37,22 @@ class Claim:
 class Attempt:
     """The claims of one attempt and its life: forming, complete, over."""
 
-    def __init__(self, *, job: str, number: int, topology: Topology, start: Cursor) -> None:
+    def __init__(
+        self,
+        *,
+        job: str,
+        number: int,
+        topology: Topology,
+        start: Cursor,
+        trained_step: int | None = None,
+    ) -> None:
+        """`trained_step` is the last that every rank is known to have trained, where the
+        attempt is restored."""
         self.job = job
         self.number = number
         self.topology = topology
         self.start = start
+        self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
         self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
@@ -73,7 +84,7 @@ class Attempt:
 
     def claim(self, rank: int, client: str) -> Claim:
         """Hand the rank to this client, whoever held it."""
-        before = self.start.step - 1
+        before = self.trained_step
         held = self.claims.get(rank)
         claim = Claim(
             session=secrets.token_urlsafe(16),
@@ -179,4 +190,4 @@ class Attempt:
         return self._by_all([claim.committed_step for claim in self.claims.values()])
 
     def _by_all(self, steps: list[int]) -> int:
-        return min(steps) if self.full else self.start.step - 1
+        return min(steps) if self.full else self.trained_step

@@ -1,24 +1,19 @@
-"""The coordinator: attempts of jobs, and who is in which.
+"""The coordinator: sessions of ranks, and what else the service is asked.
 
-Contract. Attempts are durable before anyone is told of them. A rank opens a session
-and waits until its attempt is complete; a newer complete attempt fences the older one, whose
-ranks get FencedError. After a restart of the coordinator the last attempt of each job is
-restored complete, and its ranks rejoin it one by one where they were.
+Contract. A rank opens a session and waits until its attempt is complete; the session lives as
+long as its client's stream. How attempts begin, end and come back is in `attempts.py`, what may
+be asked of jobs in `jobs.py`.
 """
 
 import asyncio
 import logging
 import operator
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
-    ConflictError,
-    FencedError,
     NotFoundError,
-    ServiceError,
 )
 from dataservice.core.health import RankReport, ServiceHealth
 from dataservice.core.job import (
@@ -32,7 +27,6 @@ from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
 from dataservice.core.team import NO_TEAM, TeamSpec
-from dataservice.core.topology import Topology
 from dataservice.engine.api import (
     EndOfData,
     JobStatus,
@@ -43,6 +37,7 @@ from dataservice.engine.api import (
     WorkerStatus,
 )
 from dataservice.engine.attempt import Attempt, Claim
+from dataservice.engine.attempts import Attempts
 from dataservice.engine.crew import Crew
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.health import Diagnose, HealthView, report_every_s
@@ -52,7 +47,6 @@ from dataservice.engine.planner import check_fits, in_order
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.setup import JobSetup
 from dataservice.engine.shares import Shares
-from dataservice.engine.skips import Skips
 from dataservice.engine.vitals import Vitals
 
 log = logging.getLogger(__name__)
@@ -112,6 +106,7 @@ class Coordinator:
             idle_release_s=idle_release_s,
             ticket_secret=ticket_secret,
         )
+        self._attempts = Attempts(self._ports, self._vitals)
         self._view = HealthView(
             vitals=self._vitals,
             pool=pool,
@@ -219,17 +214,19 @@ class Coordinator:
         topology = setup.topology(world_size)
         topology.replica_of(rank)
         if rejoin_attempt:
-            return self._rejoin(running, rank, world_size, client, rejoin_attempt)
+            return self._remember(
+                running, *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt)
+            )
         cursor = in_order(cursor, setup)
         await asyncio.to_thread(check_fits, setup, topology)
         await self._table.require_current(running, setup)
-        attempt = self._forming_attempt(running, rank, client, topology, cursor)
+        attempt = self._attempts.forming(running, rank, client, topology, cursor)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         session = self._remember(running, attempt, claim)
         try:
             if attempt.full:
                 running.forming = None  # whoever comes now is of the next attempt
-                await self._begin_for_all(running, attempt)
+                await self._attempts.begin_for_all(running, attempt)
             await attempt.wait_complete(self._attempt_timeout_s)
         except BaseException:
             self.close_session(claim.session)
@@ -325,133 +322,8 @@ class Coordinator:
             report_every_s=report_every_s(attempt.topology.world_size),
         )
 
-    def _forming_attempt(
-        self, job: RunningJob, rank: int, client: str, topology: Topology, cursor: Cursor
-    ) -> Attempt:
-        if job.record.state == "draining":
-            raise ConflictError(
-                f"job {job.record.name!r} is draining and takes no new attempt. Submit it under "
-                "another name to train again."
-            )
-        if job.attempt is not None and not job.attempt.over:
-            job.attempt.refuse_if_claimed(rank, client)
-        if job.forming is None or job.forming.over:
-            number = job.attempt.number + 1 if job.attempt is not None else 1
-            job.forming = Attempt(
-                job=job.record.name, number=number, topology=topology, start=cursor
-            )
-        return job.forming
-
-    async def _begin_for_all(self, job: RunningJob, attempt: Attempt) -> None:
-        """Begin whatever becomes of the rank that came last: the others wait for it too."""
-
-        async def begin() -> None:
-            async with job.beginning:
-                await self._begin(job, attempt)
-
-        task = asyncio.create_task(begin())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(task)
-
-    async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
-        """All ranks are here: make the attempt durable, fence the older, start its loop."""
-        try:
-            skips = await asyncio.to_thread(self._record, attempt)
-        except ServiceError as error:
-            raise attempt.end(error) from error
-        log.info(
-            "attempt opened by %d ranks at step %d",
-            attempt.topology.world_size,
-            attempt.start.step,
-            extra=attempt.about,
-        )
-        older, old_loop = job.attempt, job.loop
-        job.attempt = attempt
-        self._vitals.attempt_begun(attempt.job)
-        if older is not None:
-            log.info("fenced by attempt %d", attempt.number, extra=older.about)
-            older.end(
-                FencedError(
-                    f"attempt {older.number} of job {attempt.job!r} was replaced by attempt "
-                    f"{attempt.number}. Only the newest start of a job may train; stop this one."
-                )
-            )
-        if old_loop is not None:
-            await old_loop.stop()  # receipts of its packs are its own until then
-        assert job.setup is not None, "an attempt forms only for a job that is open"
-        job.loop = self._make_loop(job, job.setup, attempt, skips)
-        job.loop.start(attempt.start)
-        attempt.complete_now()
-
-    def _record(self, attempt: Attempt) -> list[SkipRecord]:
-        """Make the attempt durable, under the number that the store has for it; gives the
-        job's skips, which are settled for this number once it is taken."""
-        last = self._store.last_attempt(attempt.job)
-        attempt.number = 1 if last is None else last.attempt + 1
-        self._store.put_attempt(
-            AttemptRecord(
-                job=attempt.job,
-                attempt=attempt.number,
-                world_size=attempt.topology.world_size,
-                start_cursor=attempt.start.to_json(),
-                opened_unix_s=time.time(),
-            )
-        )
-        return self._store.skips(attempt.job)
-
     async def _restore(self, job: RunningJob, setup: JobSetup, last: AttemptRecord) -> None:
-        attempt = Attempt(
-            job=job.record.name,
-            number=last.attempt,
-            topology=setup.topology(last.world_size),
-            start=Cursor.from_json(last.start_cursor),
-        )
-        attempt.complete_now()
-        name, store = job.record.name, self._store
-        entry = await asyncio.to_thread(store.last_entry, name, last.attempt)
-        committed = await asyncio.to_thread(store.last_committed_step, name, last.attempt)
-        skips = await asyncio.to_thread(store.skips, name)
-        cursor = attempt.start if entry is None else Cursor.from_json(entry.cursor)
-        job.attempt = attempt
-        job.loop = self._make_loop(job, setup, attempt, skips)
-        job.loop.take_up(
-            cursor,
-            recorded_step=-1 if entry is None else entry.step,
-            committed_step=committed,
-        )
-
-    def _make_loop(
-        self, job: RunningJob, setup: JobSetup, attempt: Attempt, skips: Sequence[SkipRecord]
-    ) -> AttemptLoop:
-        return AttemptLoop(
-            setup,
-            attempt,
-            ports=self._ports,
-            planning=job.planning,
-            skips=Skips(skips, attempt=attempt.number),
-        )
-
-    def _rejoin(
-        self, job: RunningJob, rank: int, world_size: int, client: str, number: int
-    ) -> SessionOpened:
-        attempt = job.attempt
-        if attempt is None or attempt.number != number or attempt.over:
-            newest = 0 if attempt is None else attempt.number
-            raise FencedError(
-                f"{client} comes back to attempt {number} of job {job.record.name!r}, which is "
-                f"over; the newest is {newest}. Restart the trainers from their checkpoint."
-            )
-        if world_size != attempt.topology.world_size:
-            raise ConflictError(
-                f"attempt {number} has world size {attempt.topology.world_size}, {client} came "
-                f"back with {world_size}."
-            )
-        held = attempt.claims.get(rank)
-        if held is not None and held.client != client:
-            attempt.refuse_if_claimed(rank, client)
-        assert job.loop is not None, "an attempt that is complete has its loop"
-        job.loop.wake()
-        return self._remember(job, attempt, attempt.claim(rank, client))
+        await self._attempts.restore(job, setup, last)
 
     async def _loop_of(self, session: Session) -> AttemptLoop:
         if session.attempt.over:

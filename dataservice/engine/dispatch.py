@@ -10,7 +10,9 @@ until `release`, every pack of the step is ordered from some worker that is aliv
                         second worker, within a budget. The first receipt wins, the other order
                         is released.
   One that a rank       fails to fetch from is asked for the rank's packs again, which finds out
-                        whether it lives; the second time the rank is sent elsewhere.
+                        whether it lives; the second time the rank is sent elsewhere, at
+                        later steps too. From a worker that several ranks fail to reach,
+                        nothing is ordered for their job: see `reach.py`.
   A pack that is        refused time and again is reported to the ranks that need it.
 Releasing a step cancels its orders, and workers drop what they hold for it. Whatever they
 hold that no step claims (a former coordinator's order, a release that did not arrive) is
@@ -31,6 +33,7 @@ from dataservice.engine.ordering import Ordering
 from dataservice.engine.pace import HedgeBudget
 from dataservice.engine.pack_orders import decode_work
 from dataservice.engine.places import Copy, DispatchedStep, PackPlace
+from dataservice.engine.reach import Reach
 from dataservice.engine.unclaimed import ASK_EVERY_S, UnclaimedPacks
 
 log = logging.getLogger(__name__)
@@ -103,15 +106,20 @@ class Dispatcher:
 
     # ---- steps ----------------------------------------------------------------------------
 
-    async def dispatch(self, plan: StepPlan, orders: Sequence[PackOrder]) -> DispatchedStep:
+    async def dispatch(
+        self, plan: StepPlan, orders: Sequence[PackOrder], *, reach: Reach | None = None
+    ) -> DispatchedStep:
         """Choose a worker for each pack, least work first in line, and start decoding. Waits
-        for as long as no worker is there."""
+        for as long as no worker is there. `reach` is what the ranks' earlier steps found out."""
         await self._until_a_worker_is_there()
         places = [
             PackPlace(order=order, work=work)
             for order, work in zip(orders, decode_work(plan).tolist(), strict=True)
         ]
-        step = DispatchedStep(plan=plan, places=places, pending=set(range(plan.packs)))
+        step = DispatchedStep(
+            plan=plan, places=places, pending=set(range(plan.packs)), reach=reach or Reach()
+        )
+        step.reach.know(frozenset(self._ordering.alive))
         if not places:
             return step  # a window of steps may fit into one: the others have no samples
         self._ordering.steps[step] = None
@@ -124,7 +132,7 @@ class Dispatcher:
     def _order_all(self, step: DispatchedStep) -> None:
         """O(packs · log workers)."""
         ordering = self._ordering
-        workers = {worker.worker: worker for worker in ordering.takers()}
+        workers = {worker.worker: worker for worker in self._takers(step)}
         lines = [(ordering.line_of(worker), name) for name, worker in workers.items()]
         heapq.heapify(lines)
         for pack, place in enumerate(step.places):
@@ -135,6 +143,11 @@ class Dispatcher:
             name = lines[0][1]
             ordering.order(step, pack, workers[name])
             heapq.heapreplace(lines, (ordering.line_of(workers[name]), name))
+
+    def _takers(self, step: DispatchedStep, *, silent: bool = True) -> list[WorkerInfo]:
+        """Workers that may be given the step's orders: if any, those that its ranks can reach."""
+        takers = self._ordering.takers(silent=silent)
+        return [w for w in takers if not step.reach.is_shunned(w.worker)] or takers
 
     async def _until_a_worker_is_there(self) -> None:
         loop = asyncio.get_running_loop()
@@ -260,14 +273,14 @@ class Dispatcher:
         others = [
             worker
             for worker in ordering.takers()
-            if worker.worker not in place.copies and (rank, worker.worker) not in step.avoided
+            if worker.worker not in place.copies and not step.reach.avoids(rank, worker.worker)
         ]
         worker = ordering.shortest_line(others)
         if worker is not None and len(place.copies) < MOST_COPIES:
             ordering.order(step, pack, worker)
             return not ready
         # Nobody is left to ask: what could not be reached is tried once more.
-        step.avoided = {(other, name) for other, name in step.avoided if other != rank}
+        step.reach.try_again(rank)
         return bool(place.copies) and (not ready or place.ready)
 
     def _holder(self, step: DispatchedStep, pack: int, rank: int) -> WorkerInfo:
@@ -312,7 +325,7 @@ class Dispatcher:
     def _order_anew(self, step: DispatchedStep, pack: int) -> None:
         place, ordering = step.places[pack], self._ordering
         if place.failure is None and asyncio.get_running_loop().time() >= place.not_before_s:
-            worker = ordering.shortest_line(ordering.takers())
+            worker = ordering.shortest_line(self._takers(step))
             if worker is not None:
                 ordering.order(step, pack, worker)
 
@@ -323,7 +336,7 @@ class Dispatcher:
         overdue = not place.ready and all(self._is_overdue(step.job, copy) for copy in copies)
         if not silent and not overdue:
             return
-        takers = ordering.takers(silent=False)
+        takers = self._takers(step, silent=False)
         worker = ordering.shortest_line([w for w in takers if w.worker not in place.copies])
         if worker is None or not (silent or self._budget.spend()):
             return

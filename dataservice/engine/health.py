@@ -84,7 +84,7 @@ class HealthView:
         lately = self.vitals.lately(name)
         shown = forming or attempt
         now = loop.window if loop is not None else None
-        return JobHealth(
+        seen = JobHealth(
             job=name,
             attempt=shown.number if shown is not None else 0,
             world_size=shown.topology.world_size if shown is not None else 0,
@@ -98,7 +98,7 @@ class HealthView:
             decoded_steps=now.decoded_steps if now is not None else 0,
             window_steps=job.setup.ready_steps if job.setup is not None else 0,
             steps=lately.steps,
-            step_s=lately.step_s,
+            step_s=lately.measured_s,
             plan_s=lately.plan_s,
             share_slots=self._share_slots(name, slots, competing),
             ranks=_ranks(attempt, lately.wait_s, lately.quiet_s),
@@ -109,6 +109,9 @@ class HealthView:
             samples_per_s=lately.samples_per_s,
             plan_gap=lately.plan_gap,
         )
+        if lately.measured_s > 0:
+            return seen
+        return replace(seen, step_s=max(0.0, lately.interval_s - seen.exposed_wait_s))
 
     def _share_slots(self, job: str, slots: int, competing: Sequence[str]) -> float:
         """Between teams by weight, between the jobs of one equally."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from dataservice.core.errors import (
     ConflictError,
     NotFoundError,
+    PlanningError,
     QuotaError,
     ServiceError,
     SpecError,
@@ -188,6 +189,7 @@ class JobTable:
         job = self.get(name)
         quarantined = await asyncio.to_thread(self._store.quarantined_samples, name)
         skips = await asyncio.to_thread(self._store.skips, name)
+        last = job.forming or job.attempt
         return JobStatus(
             record=job.record,
             samples=job.setup.catalog.samples if job.setup is not None else -1,
@@ -197,6 +199,7 @@ class JobTable:
             committed_step=job.loop.committed_step if job.loop is not None else -1,
             quarantined=quarantined,
             skips=tuple(skips),
+            failure=last.failure if last is not None else "",
         )
 
     async def drain(self, name: str) -> JobStatus:
@@ -333,7 +336,9 @@ def cost_model(cost_json: str) -> CostModel:
     """Coefficients from JSON. Raises SpecError, PlanningError."""
     try:
         return CostModel.from_dict(json.loads(cost_json))
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+    except PlanningError:
+        raise
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SpecError(
             f"the cost is no JSON object of coefficients by phase: {error}. Send what "
             "`dataservice calibrate` wrote."

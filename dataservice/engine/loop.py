@@ -5,6 +5,8 @@
        ▲                                                          │
        └──────────── room in the window ◄── received by all ──────┘
 
+What is ready is in `window.py`, what is trained in `commits.py`.
+
 Contract. Steps are planned in order, at most `ready_steps` beyond the last step that every
 rank has received, and decoded as far as the team's ready bytes allow; a step leaves the window
 when all have it. Steps that the attempt skips are drawn and passed over: who asks for one is
@@ -30,6 +32,7 @@ from dataservice.core.ports import Metrics, StateStore, WorkerInfo
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.budget import BudgetTally
+from dataservice.engine.commits import Commits
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.handout import ReadyStep, rank_shard, sign_tickets, wanted_parts
 from dataservice.engine.planner import pass_over
@@ -38,6 +41,7 @@ from dataservice.engine.records import AttemptRecords, MadeStep
 from dataservice.engine.setup import JobSetup
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
+from dataservice.engine.window import ReadyWindow, WindowNow
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +64,6 @@ class LoopPorts:
     idle_release_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowNow:
-    """Steps planned ahead, those of them that are decoded whole, and whether none is to come."""
-
-    ready_steps: int
-    decoded_steps: int
-    ended: bool
-
-
 class AttemptLoop:
     """Plans ahead for one complete attempt and hands each rank its part."""
 
@@ -85,22 +80,23 @@ class AttemptLoop:
         self._attempt = attempt
         self._ports = ports
         self._records = AttemptRecords(attempt, store=ports.store, metrics=ports.metrics)
+        self._commits = Commits(attempt, records=self._records, metrics=ports.metrics, skips=skips)
+        self._window = ReadyWindow(
+            attempt,
+            dispatcher=ports.dispatcher,
+            ready_bytes=ports.ready_bytes,
+            metrics=ports.metrics,
+        )
         self._dispatcher = ports.dispatcher
         self._metrics = ports.metrics
         self._planning = planning
         self._skips = skips
         self._tally = BudgetTally(attempt.job, setup.budgets)
-        self._measured_s: dict[int, float] = {}
-        self._phase_s: dict[int, dict[str, float]] = {}
-        self._ready: dict[int, ReadyStep] = {}
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._next_step = attempt.start.step
         self._recorded = attempt.start.step - 1
-        self._committed = attempt.start.step - 1
         self._taken_up: Cursor | None = None
-        self._end: EndOfData | None = None
-        self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._idle: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -113,27 +109,24 @@ class AttemptLoop:
     @property
     def committed_step(self) -> int:
         """The last step that every rank has trained."""
-        return self._committed
+        return self._commits.through_step
 
     @property
     def window(self) -> WindowNow:
-        """Its window now. A decoded step that a rank has asked for is on its way already."""
-        steps = [ready.dispatched for ready in self._ready.values()]
-        decoded = sum(not step.pending and not step.asked for step in steps)
-        ended = self._end is not None and not steps
-        return WindowNow(ready_steps=len(steps), decoded_steps=decoded, ended=ended)
+        """Its window now."""
+        return self._window.now
 
     def start(self, cursor: Cursor) -> None:
         """Begin planning: at the attempt's start, or where it was taken up."""
         self._task = asyncio.create_task(self._run(cursor))
-        self._idle = asyncio.create_task(self._release_when_idle())
+        idle = self._window.release_when_idle(self._ports.idle_release_s)
+        self._idle = asyncio.create_task(idle)
 
-    def take_up(self, cursor: Cursor, *, recorded_step: int, committed_step: int) -> None:
+    def take_up(self, cursor: Cursor, *, recorded_step: int) -> None:
         """Be ready to go on where the attempt's ledger ends, with `recorded_step`; planning
         begins once a rank is back: see `wake`."""
         self._next_step = cursor.step
         self._recorded = max(self._recorded, recorded_step)
-        self._committed = max(self._committed, committed_step)
         self._taken_up = cursor
 
     def wake(self) -> None:
@@ -190,25 +183,11 @@ class AttemptLoop:
         step that this attempt never planned; a state error ends the attempt."""
         if step > self._recorded:
             raise NotFoundError(self._never_handed_out(step))
-        if measured_s is not None and self._committed < step:
-            self._measured_s[step] = max(measured_s, self._measured_s.get(step, 0.0))
-            slowest = self._phase_s.setdefault(step, {})
-            for phase, seconds in (phase_s or {}).items():
-                slowest[phase] = max(seconds, slowest.get(phase, 0.0))
-        claim.committed_step = max(claim.committed_step, step)
-        done = self._attempt.committed_by_all
-        trained = self._skips.next_trained(self._committed + 1)
-        while trained <= done:
-            slowest_s = self._measured_s.pop(trained, None)
-            try:
-                await asyncio.to_thread(self._records.trained, trained, slowest_s)
-            except StateError as error:
-                raise self._fail(error) from error
-            if trained > self._committed:  # else another rank's commit has been here
-                self._committed = trained
-                self._metrics.step_committed(self._attempt.job)
-                self._metrics.step_phases(self._attempt.job, self._phase_s.pop(trained, {}))
-            trained = self._skips.next_trained(trained + 1)
+        await self._note_received(claim, step)
+        try:
+            await self._commits.note(claim, step, measured_s, phase_s)
+        except StateError as error:
+            raise self._fail(error) from error
 
     async def note_receipt(self, receipt: PackReceipt) -> None:
         """A worker has decoded a pack: record its bad samples, judge its sources."""
@@ -230,20 +209,22 @@ class AttemptLoop:
         try:
             while True:
                 cursor = await self._passed_over(cursor)
+                if await self._ranks_have_left_at(cursor):
+                    await self._window.close(EndOfData(steps=cursor.step))
+                    return
                 await self._wait_for_room()
                 made = await self._next_made(cursor)
                 if made is None:
-                    self._end = EndOfData(steps=cursor.step)
-                    await self._tell()
+                    await self._window.close(EndOfData(steps=cursor.step))
                     return
                 await self._ports.ready_bytes.admit(
                     self._attempt.job, made.size_bytes, needed=self._is_needed
                 )
                 self._tally.expect(cursor.step, made.orders)
-                self._ready[cursor.step] = await self._dispatched(made)
+                await self._window.put(made)
                 cursor = made.planned.next_cursor
                 self._next_step = cursor.step
-                await self._tell()
+                await self._window.tell()
         except ServiceError as error:
             self._fail(error)
         except Exception as error:
@@ -262,6 +243,14 @@ class AttemptLoop:
             self._next_step = cursor.step
         return cursor
 
+    async def _ranks_have_left_at(self, cursor: Cursor) -> bool:
+        """Whether this is the end of data, and ranks that had all of it may have ended before a
+        restart: they make no room, and the others would wait for it."""
+        if self._attempt.full:
+            return False
+        passing = asyncio.to_thread(pass_over, self._setup, cursor, to_step=cursor.step + 1)
+        return await asyncio.shield(self._background(passing)) == cursor
+
     async def _next_made(self, cursor: Cursor) -> MadeStep | None:
         async with self._planning:
             made = await self._made(cursor)
@@ -273,28 +262,7 @@ class AttemptLoop:
         making = asyncio.to_thread(self._records.make, self._setup, cursor, share)
         return await asyncio.shield(self._background(making))
 
-    async def _dispatched(self, made: MadeStep) -> ReadyStep:
-        """Its bytes count from before, and until the workers let it go."""
-        plan = made.planned.plan
-        try:
-            dispatched = await self._dispatcher.dispatch(plan, made.orders)
-        except BaseException:
-            await self._ports.ready_bytes.drop(self._attempt.job, made.size_bytes)
-            raise
-        return ReadyStep(
-            planned=made.planned,
-            digest=made.digest,
-            parts=made.parts,
-            dispatched=dispatched,
-            size_bytes=made.size_bytes,
-        )
-
-    # ---- the window -----------------------------------------------------------------------
-
-    async def _tell(self) -> None:
-        self._metrics.ready_steps(self._attempt.job, len(self._ready))
-        async with self._changed:
-            self._changed.notify_all()
+    # ---- what ranks have, and ask for -----------------------------------------------------
 
     def _ahead(self) -> int:
         """Steps planned that not every rank has received."""
@@ -306,50 +274,20 @@ class AttemptLoop:
         return not self._ahead() or self._attempt.over
 
     async def _wait_for_room(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._ahead() < self._setup.ready_steps)
+        await self._window.wait_until(lambda: self._ahead() < self._setup.ready_steps)
 
     async def _note_received(self, claim: Claim, received_step: int) -> None:
         # A client may say what it likes; the window moves by steps that there are.
         claim.received_step = max(claim.received_step, min(received_step, self._recorded))
-        done = self._attempt.received_by_all
-        gone = [step for step in self._ready if step <= done]
-        released = [self._ready.pop(step) for step in gone]
-        await self._tell()
+        released = await self._window.take(self._attempt.received_by_all)
         await self._ports.ready_bytes.look_again()
         for ready in released:
-            self._background(self._release(ready, received=True))
+            self._background(self._release(ready))
 
-    async def _release(self, ready: ReadyStep, *, received: bool) -> None:
-        step = ready.planned.plan.step
-        try:
-            await self._dispatcher.release(ready.dispatched, received=received)
-        except Exception:  # it must not keep the next attempt from starting
-            log.exception("step %d was not released", step, extra=self._attempt.about)
-        finally:
-            await self._ports.ready_bytes.drop(self._attempt.job, ready.size_bytes)
-        if received:
-            self._judged(self._tally.give_up(step))
-
-    async def _release_when_idle(self) -> None:
-        """Once no trainer has been connected for long, the workers let go of the window. Who
-        comes back has its steps planned again."""
-        idle_s, loop = self._ports.idle_release_s, asyncio.get_running_loop()
-        seen_s = loop.time()
-        while True:
-            await asyncio.sleep(max(0.05, idle_s / 8))
-            if self._attempt.clients:
-                seen_s = loop.time()
-            elif loop.time() - seen_s >= idle_s and self._ready:
-                steps, self._ready = list(self._ready.values()), {}
-                log.info(
-                    "no trainer is connected: %d steps are let go",
-                    len(steps),
-                    extra=self._attempt.about,
-                )
-                await self._tell()
-                for step in steps:
-                    self._background(self._release(step, received=False))
+    async def _release(self, ready: ReadyStep) -> None:
+        """Every rank has it; its receipts are in, or will not come."""
+        await self._window.release(ready, received=True)
+        self._judged(self._tally.give_up(ready.planned.plan.step))
 
     async def _holders(
         self,
@@ -370,9 +308,9 @@ class AttemptLoop:
             raise self._fail(error) from error
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
-        again = step < self._next_step and step not in self._ready
+        again = step < self._next_step and step not in self._window
         waiter: asyncio.Task[ReadyStep | EndOfData] = asyncio.create_task(
-            self._plan_again(step) if again else self._wait_planned(step)
+            self._plan_again(step) if again else self._window.wait_planned(step)
         )
         over = asyncio.create_task(self._attempt.ended())
         try:
@@ -384,14 +322,6 @@ class AttemptLoop:
             for task in (waiter, over):
                 task.cancel()
             await asyncio.gather(waiter, over, return_exceptions=True)
-
-    async def _wait_planned(self, step: int) -> ReadyStep | EndOfData:
-        async with self._changed:
-            await self._changed.wait_for(lambda: step in self._ready or self._end is not None)
-            if step in self._ready:
-                return self._ready[step]
-            assert self._end is not None
-            return self._end
 
     async def _plan_again(self, step: int) -> ReadyStep | EndOfData:
         """A step that has left the window, or that a former coordinator planned. The work is
@@ -413,8 +343,8 @@ class AttemptLoop:
         made = await self._made(cursor)
         assert made is not None, "a step of the ledger is never past the end"
         self._ports.ready_bytes.add(self._attempt.job, made.size_bytes)
-        ready = self._ready[step] = await self._dispatched(made)
-        await self._tell()
+        ready = await self._window.put(made)
+        await self._window.tell()
         return ready
 
     # ---- bad samples, and the end ---------------------------------------------------------
@@ -451,11 +381,9 @@ class AttemptLoop:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        steps, self._ready = list(self._ready.values()), {}
-        await self._tell()
         # A plan that a thread is at cannot be cancelled; it must not outlive the store.
         await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.gather(*(self._release(step, received=False) for step in steps))
+        await self._window.stop()
 
     def _never_handed_out(self, step: int) -> str:
         attempt = self._attempt

@@ -8,9 +8,10 @@ from dataservice.core.errors import ServiceError
 from dataservice.core.orders import PackKey, PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo
+from dataservice.engine.reach import Reach
 
 # A pack that has been ready so long and does not come is not held up by its decoding.
-STREAM_PATIENCE_S = 5.0
+STREAM_PATIENCE_S = 3.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,17 +55,17 @@ class DispatchedStep:
     """The packs of one step and where each is.
 
     `asked` once a rank has asked for the step; `pending` are the packs that no worker is known
-    to hold. `doubted` and `avoided` are by (rank, worker): who could not fetch from whom once,
-    and who is sent there no more.
+    to hold. `doubted` are (rank, worker): who could not fetch from whom once; `reach` knows who
+    is sent there no more.
     """
 
     plan: StepPlan
     places: list[PackPlace]
     pending: set[int]
+    reach: Reach
     asked: bool = False
     released: bool = False
     doubted: set[tuple[int, str]] = field(default_factory=set)
-    avoided: set[tuple[int, str]] = field(default_factory=set)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
@@ -107,20 +108,22 @@ class DispatchedStep:
         for copy in (copy for pack in packs for copy in self.places[pack].copies.values()):
             ready_s = now_s if copy.ready_s is None else copy.ready_s
             if copy.worker.worker in slow and now_s - ready_s >= STREAM_PATIENCE_S:
-                self.avoided.add((rank, copy.worker.worker))
+                self.reach.avoid(rank, copy.worker.worker)
 
     def doubt(self, rank: int, worker: str) -> bool:
         """The rank could not fetch from this worker. The first time says little: the worker may
         have died, or the pack may have been moved meanwhile. Whether it is the first time; the
         second, the rank avoids the worker."""
         first = (rank, worker) not in self.doubted
-        (self.doubted if first else self.avoided).add((rank, worker))
+        self.doubted.add((rank, worker))
+        if not first:
+            self.reach.avoid(rank, worker)
         return first
 
     def reachable(self, pack: int, rank: int) -> list[Copy]:
         """The copies at workers that the rank does not avoid."""
         copies = self.places[pack].copies
-        return [copy for name, copy in copies.items() if (rank, name) not in self.avoided]
+        return [copy for name, copy in copies.items() if not self.reach.avoids(rank, name)]
 
     def best_copy(self, pack: int, rank: int, alive: Mapping[str, WorkerInfo]) -> Copy | None:
         """The copy that this rank will have soonest, as far as one can tell: at a worker that
@@ -129,7 +132,7 @@ class DispatchedStep:
         def doubts(copy: Copy) -> tuple[bool, bool, bool]:
             info = alive.get(copy.worker.worker)
             silent = info is None or info.state == "silent"
-            return (rank, copy.worker.worker) in self.avoided, silent, not copy.ready
+            return self.reach.avoids(rank, copy.worker.worker), silent, not copy.ready
 
         newest_first = reversed(self.places[pack].copies.values())
         return min(newest_first, key=doubts, default=None)

@@ -6,11 +6,10 @@ admitted or added a step drops it once the workers have let it go. All on one ev
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from dataservice.core.orders import PackOrder
 from dataservice.core.plan import StepPlan
+from dataservice.core.ports import Catalog
 from dataservice.core.sample import Modality
 from dataservice.core.team import TeamSpec, team_of
 
@@ -18,14 +17,10 @@ TOKEN_BYTES = 12  # input_ids, position_ids, labels
 ITEM_BYTES = {Modality.VISION: 1, Modality.AUDIO: 4}  # of one value
 
 
-def planned_bytes(plan: StepPlan, orders: Sequence[PackOrder]) -> int:
-    """What a step's packs take up once decoded: exact, for shapes are planned. O(items)."""
-    items = sum(
-        ITEM_BYTES[item.modality] * math.prod(item.shape)
-        for order in orders
-        for sample in order.samples
-        for item in sample.lengths.items
-    )
+def planned_bytes(plan: StepPlan, catalog: Catalog) -> int:
+    """What a step's packs take up once decoded: exact, for shapes are planned."""
+    values = catalog.decoded_values(plan.sample_ids)
+    items = sum(ITEM_BYTES[modality] * count for modality, count in values.items())
     return TOKEN_BYTES * int(plan.padded_sample_tokens.sum()) + items
 
 

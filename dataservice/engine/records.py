@@ -84,7 +84,7 @@ class AttemptRecords:
             digest=digest,
             parts=cut_step(plan),
             orders=orders,
-            size_bytes=planned_bytes(plan, orders),
+            size_bytes=planned_bytes(plan, setup.catalog),
         )
 
     def trained(self, step: int, measured_s: float | None) -> None:

@@ -5,6 +5,7 @@ to say what a step takes and who waited; it is of this process, and begins anew 
 from any thread.
 """
 
+import math
 import statistics
 import threading
 import time
@@ -22,6 +23,8 @@ WINDOW_STEPS = 20
 USUAL_WEIGHT = 0.01
 # Decoding counts as of now for so long.
 BUSY_S = 15.0
+# The rank that waits most is looked for so often.
+WORST_EVERY_S = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,20 +56,32 @@ class _Usual:
 
 @dataclass(kw_only=True, slots=True)
 class _Rank:
-    """What a rank has told: (steps begun, seconds waited) when they changed, the newest last."""
+    """What a rank has told: (steps begun, seconds waited) when they changed, the newest last;
+    when it was heard last, and when its client went, if it did."""
 
     told: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     waiting_s: float = 0.0
     heard_s: float = 0.0
+    gone_s: float | None = None
 
     def wait_s(self) -> float:
         """Seconds a step without data, over the last steps; what it waits now counts as well."""
         if not self.told:
             return 0.0
-        (last, waited_s) = self.told[-1]
-        first, before_s = next(each for each in self.told if each[0] >= last - WINDOW_STEPS)
+        *before, (last, waited_s) = self.told
+        # Of quick steps there are more between two reports than the window has.
+        since = [each for each in before if each[0] >= last - WINDOW_STEPS] or before[-1:]
+        first, before_s = since[0] if since else (last, waited_s)
         steps = last - first + (self.waiting_s > 0)
         return (waited_s - before_s + self.waiting_s) / max(1, steps)
+
+    def quiet_s(self, now_s: float) -> float:
+        """Since it was heard last, until now or until it went."""
+        return (now_s if self.gone_s is None else self.gone_s) - self.heard_s
+
+
+def _waiting(ranks: Mapping[int, _Rank]) -> int:
+    return sum(rank.waiting_s > 0 for rank in ranks.values())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,6 +96,7 @@ class _Job:
     quarantined: Counter[str] = field(default_factory=Counter)
     budget_used: dict[str, float] = field(default_factory=dict)
     ranks: dict[int, _Rank] = field(default_factory=lambda: defaultdict(_Rank))
+    worst_due_s: float = 0.0
 
     def add_work(self, step: int, sources: tuple[SourceWork, ...]) -> None:
         known = self.work.setdefault(step, {})
@@ -93,10 +109,12 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lately:
-    """A job's last steps as numbers; see core.health.JobHealth."""
+    """A job's last steps as numbers; see core.health.JobHealth. `interval_s` is from a step to
+    the next, `measured_s` what ranks say that training one takes; 0 when unknown."""
 
     steps: int = 0
-    step_s: float = 0.0
+    interval_s: float = 0.0
+    measured_s: float = 0.0
     plan_s: float = 0.0
     plan_gap: float = 0.0
     steps_per_s: float = 0.0
@@ -115,6 +133,7 @@ class Vitals(Metrics):
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = defaultdict(_Job)
         self._decoded: deque[tuple[float, float]] = deque()
+        self._began_s = math.inf
 
     # ---- what is asked ----------------------------------------------------------------------
 
@@ -134,26 +153,41 @@ class Vitals(Metrics):
         with self._lock:
             known = self._jobs[job].ranks
             own = known[rank]
-            own.heard_s, own.waiting_s = self._clock(), report.waiting_s
-            new = report.steps, report.waited_s
-            before = own.told[-1] if own.told else None
-            if report.steps and (before is None or before[0] < report.steps):
-                own.told.append(new)
-            elif before is not None and before[0] > report.steps:
+            own.heard_s, own.gone_s, own.waiting_s = self._clock(), None, report.waiting_s
+            if own.told and own.told[-1][0] > report.steps:
                 own.told.clear()  # the rank began anew
-            waiting = sum(each.waiting_s > 0 for each in known.values())
-        if report.steps and before is not None and before[0] < report.steps:
-            steps = report.steps - before[0]
-            self._shown.data_waited(job, (report.waited_s - before[1]) / steps)
+            before = own.told[-1] if own.told else None
+            new = report.steps - before[0] if before is not None else report.steps
+            if new > 0:
+                own.told.append((report.steps, report.waited_s))
+            waiting, worst = _waiting(known), self._worst(job)
+        if worst is not None:
+            self._shown.waited_most(job, *worst)
+        if before is not None and new > 0:
+            self._shown.data_waited(job, (report.waited_s - before[1]) / new)
         self._shown.waiting_ranks(job, waiting)
 
+    def _worst(self, job: str) -> tuple[int, float] | None:
+        """(rank, seconds a step) of the one that waits most, told once in a while: O(ranks)."""
+        known, now_s = self._jobs[job], self._clock()
+        if now_s < known.worst_due_s:
+            return None
+        known.worst_due_s = now_s + WORST_EVERY_S
+        waits_s = {rank: own.wait_s() for rank, own in known.ranks.items() if own.gone_s is None}
+        rank = max(waits_s, key=waits_s.__getitem__)
+        return rank, waits_s[rank]
+
     def rank_left(self, job: str, rank: int) -> None:
-        """A rank's client is gone, and says nothing more."""
+        """A rank's client is gone, and waits for nothing more."""
         with self._lock:
             known = self._jobs[job].ranks
-            known.pop(rank, None)
-            waiting = sum(each.waiting_s > 0 for each in known.values())
+            if rank in known:
+                known[rank].gone_s, known[rank].waiting_s = self._clock(), 0.0
+            waiting = _waiting(known)
+            deserted = all(own.gone_s is not None for own in known.values())
         self._shown.waiting_ranks(job, waiting)
+        if deserted:
+            self._shown.waited_most(job, -1, 0.0)
 
     def lately(self, job: str) -> Lately:
         """The job's last steps. O(window + ranks)."""
@@ -161,22 +195,18 @@ class Vitals(Metrics):
             known, now_s = self._jobs.get(job), self._clock()
             if known is None:
                 return Lately()
-            interval_s = _interval_s(known.commits_s)
-            wait_s = {rank: own.wait_s() for rank, own in known.ranks.items()}
-            step_s = max(0.0, interval_s - max(wait_s.values(), default=0.0))
-            if known.measured_s:
-                step_s = statistics.median(known.measured_s)
             steps_per_s = _rate(known.commits_s, now_s)
             return Lately(
                 steps=max(0, len(known.commits_s) - 1),
-                step_s=step_s,
+                interval_s=_interval_s(known.commits_s),
+                measured_s=statistics.median(known.measured_s) if known.measured_s else 0.0,
                 plan_s=_mean(known.plan_s),
                 plan_gap=known.plan_gap,
                 steps_per_s=steps_per_s,
                 samples_per_s=steps_per_s * _mean(known.samples),
                 sources=_sources(known),
-                wait_s=wait_s,
-                quiet_s={rank: now_s - own.heard_s for rank, own in known.ranks.items()},
+                wait_s={rank: own.wait_s() for rank, own in known.ranks.items()},
+                quiet_s={rank: own.quiet_s(now_s) for rank, own in known.ranks.items()},
             )
 
     def busy_slots(self) -> float:
@@ -185,7 +215,8 @@ class Vitals(Metrics):
             now_s = self._clock()
             while self._decoded and self._decoded[0][0] < now_s - BUSY_S:
                 self._decoded.popleft()
-            return sum(seconds for _, seconds in self._decoded) / BUSY_S
+            since_s = min(BUSY_S, max(1.0, now_s - self._began_s))
+            return sum(seconds for _, seconds in self._decoded) / since_s
 
     # ---- core.ports.Metrics: noted and passed on --------------------------------------------
 
@@ -216,8 +247,10 @@ class Vitals(Metrics):
             known = self._jobs[receipt.key.job]
             known.add_work(receipt.key.step, receipt.sources)
             known.quarantined.update(bad.source for bad in receipt.bad_samples)
-            self._decoded.append((self._clock(), receipt.decode_s))
-            while self._decoded[0][0] < self._clock() - BUSY_S:
+            now_s = self._clock()
+            self._began_s = min(self._began_s, now_s - receipt.decode_s)
+            self._decoded.append((now_s, receipt.decode_s))
+            while self._decoded[0][0] < now_s - BUSY_S:
                 self._decoded.popleft()
         self._shown.pack_prepared(receipt)
 
@@ -239,6 +272,10 @@ class Vitals(Metrics):
         """Passed on."""
         self._shown.ready_steps(job, steps)
 
+    def rank_measured(self, job: str, measured_s: float) -> None:
+        """Passed on."""
+        self._shown.rank_measured(job, measured_s)
+
     def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
         """Passed on."""
         self._shown.step_phases(job, phase_s)
@@ -246,6 +283,10 @@ class Vitals(Metrics):
     def data_waited(self, job: str, step_s: float) -> None:
         """Passed on."""
         self._shown.data_waited(job, step_s)
+
+    def waited_most(self, job: str, rank: int, step_s: float) -> None:
+        """Passed on."""
+        self._shown.waited_most(job, rank, step_s)
 
     def waiting_ranks(self, job: str, ranks: int) -> None:
         """Passed on."""

@@ -7,6 +7,7 @@ import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import FencedError, NotFoundError, StateError
+from dataservice.engine.api import EndOfData
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_budget import TornSource
@@ -219,6 +220,44 @@ async def test_a_restart_decodes_nothing_for_a_job_whose_ranks_do_not_come_back(
     assert (status.planned_step, status.committed_step) == (planned, 2)
     shards = await train(again, await open_all(again, rejoin=1), 3, 100)
     assert [shard.step for shard in shards] == list(range(3, 13))
+    await again.stop()
+
+
+async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs_after_a_restart():
+    """Its prefetch is through, so it asks for nothing more; what it trains says what it has."""
+    store, setup = MemoryStateStore(), make_setup(samples=96)
+    coordinator, sessions = await begun(store, setup=setup)
+    await train(coordinator, sessions, 0, 3)
+    for step in (3, 4, 5, 6):
+        for opened in sessions[: 2 if step < 5 else 1]:
+            await shard_of(coordinator, opened, step)
+    await coordinator.stop()
+    again = make_coordinator(store, Books(), setup)
+    await again.start()
+    ahead, behind = await open_all(again, rejoin=1)
+    async with asyncio.timeout(10):
+        for step in (4, 5, 6):
+            await again.commit(ahead.session, step - 1)
+            got = await shard_of(again, behind, step)
+    assert got == EndOfData(steps=6)
+    await again.stop()
+
+
+async def test_ranks_come_to_the_end_after_a_restart_though_one_has_ended_before_it():
+    """It trained all and is gone for good, before the others' commits were known."""
+    store, setup = MemoryStateStore(), make_setup(samples=96)
+    coordinator, sessions = await begun(store, setup=setup)
+    await train(coordinator, sessions, 0, 3)
+    for step in (3, 4, 5, 6):
+        for opened in sessions[: 2 if step < 5 else 1]:
+            await shard_of(coordinator, opened, step)
+    await coordinator.stop()
+    again = make_coordinator(store, Books(), setup)
+    await again.start()
+    behind = await open_rank(again, 1, rejoin=1)
+    async with asyncio.timeout(10):
+        steps = [await shard_of(again, behind, step) for step in (5, 6)]
+    assert steps[-1] == EndOfData(steps=6)
     await again.stop()
 
 

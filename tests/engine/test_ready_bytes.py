@@ -42,7 +42,7 @@ def test_planned_bytes_are_what_the_workers_will_hold():
         for o in orders
     ]
     assert any(item.size for pack in packs for item in pack.items)
-    assert planned_bytes(planned.plan, orders) == sum(pack.size_bytes for pack in packs)
+    assert planned_bytes(planned.plan, setup.catalog) == sum(pack.size_bytes for pack in packs)
 
 
 def limits(**max_ready_bytes):
@@ -94,8 +94,7 @@ async def test_a_job_under_a_quota_trains_the_same_steps_and_holds_no_more(max_r
     setup = replace(make_setup(name="a/job"), ready_steps=8)
     sizes, cursor = [], Cursor()
     while (planned := plan_step(setup, cursor, Topology(world_size=2))) is not None:
-        orders = pack_orders(planned.plan, job="", digest="", pipeline="", catalog=setup.catalog)
-        sizes.append(planned_bytes(planned.plan, orders))
+        sizes.append(planned_bytes(planned.plan, setup.catalog))
         cursor = planned.next_cursor
     coordinator = make_coordinator(
         MemoryStateStore(), Books(), setup, teams=limits(a=max_ready_bytes)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
@@ -18,7 +19,8 @@ from tests.faults import disk
 from tests.faults.stage import Stage, wait_for
 
 PAUSE_S = 1.0
-LONG_PAUSE_S = 45.0  # keepalive gives up after 30
+STALLED_S = 10.0  # ranks give a stream up after 4
+LONG_PAUSE_S = 45.0  # keepalive gives up after 20 at the service, after 30 at the ranks
 DELAY_S = 0.1
 
 Strike = Callable[[Stage, Training], AbstractContextManager[None]]
@@ -79,11 +81,11 @@ def coordinator_killed(stage: Stage, training: Training) -> Iterator[None]:
 
 
 @contextmanager
-def coordinator_stopped(stage: Stage, training: Training) -> Iterator[None]:
-    """The coordinator stands still for a moment."""
+def coordinator_stopped(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
+    """The coordinator stands still."""
     with stopped([psutil.Process(stage.service.pid)]):
         yield
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
 
 
 @contextmanager
@@ -96,11 +98,11 @@ def rank_killed(stage: Stage, training: Training) -> Iterator[None]:
 
 
 @contextmanager
-def rank_stopped(stage: Stage, training: Training) -> Iterator[None]:
-    """One rank stands still for a moment."""
+def rank_stopped(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
+    """One rank stands still."""
     with stopped([psutil.Process(training.pids[1])]):
         yield
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
 
 
 @contextmanager
@@ -110,6 +112,14 @@ def all_ranks_killed(stage: Stage, training: Training) -> Iterator[None]:
     training.kill_ranks()
     yield
     wait_for("ranks are launched again", lambda: len(training.launches) > before)
+
+
+@contextmanager
+def all_ranks_stopped(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
+    """Every rank stands still."""
+    with stopped([psutil.Process(pid) for pid in training.pids]):
+        yield
+        time.sleep(pause_s)
 
 
 @contextmanager
@@ -124,23 +134,12 @@ def coordinator_cut(stage: Stage, training: Training) -> Iterator[None]:
 
 
 @contextmanager
-def coordinator_silent(stage: Stage, training: Training) -> Iterator[None]:
-    """The network drops what goes to and from the coordinator, for a moment."""
+def coordinator_silent(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
+    """The network drops what goes between the ranks and the coordinator."""
     stage.gate.silence(stage.is_coordinator)
     try:
         yield
-        time.sleep(PAUSE_S)
-    finally:
-        stage.gate.heal()
-
-
-@contextmanager
-def coordinator_silent_long(stage: Stage, training: Training) -> Iterator[None]:
-    """The same for so long that both ends give their connections up."""
-    stage.gate.silence(stage.is_coordinator)
-    try:
-        yield
-        time.sleep(LONG_PAUSE_S)
+        time.sleep(pause_s)
     finally:
         stage.gate.heal()
 
@@ -152,6 +151,18 @@ def workers_cut(stage: Stage, training: Training) -> Iterator[None]:
     try:
         yield
         time.sleep(PAUSE_S)
+    finally:
+        stage.gate.heal()
+
+
+@contextmanager
+def workers_silent(stage: Stage, training: Training) -> Iterator[None]:
+    """The network drops what goes between the ranks and all workers, for longer than ranks wait
+    for a stream."""
+    stage.gate.silence(stage.is_worker)
+    try:
+        yield
+        time.sleep(STALLED_S)
     finally:
         stage.gate.heal()
 
@@ -230,19 +241,24 @@ FAULTS: dict[str, Fault] = {
     "decoder-stopped": Fault(strike=decoder_stopped, outlasted=True),
     "nursery-killed": Fault(strike=nursery_killed),
     "coordinator-killed": Fault(strike=coordinator_killed),
-    "coordinator-stopped": Fault(strike=coordinator_stopped),
+    "coordinator-stopped": Fault(strike=partial(coordinator_stopped, pause_s=PAUSE_S)),
+    "coordinator-stopped-long": Fault(strike=partial(coordinator_stopped, pause_s=LONG_PAUSE_S)),
+    "node-killed": Fault(strike=node_killed),
+    "node-stopped": Fault(strike=node_stopped, outlasted=True),
     "rank-killed": Fault(strike=rank_killed),
-    "rank-stopped": Fault(strike=rank_stopped),
+    "rank-stopped": Fault(strike=partial(rank_stopped, pause_s=PAUSE_S)),
+    "rank-stopped-long": Fault(strike=partial(rank_stopped, pause_s=LONG_PAUSE_S)),
     "all-ranks-killed": Fault(strike=all_ranks_killed),
+    "all-ranks-stopped": Fault(strike=partial(all_ranks_stopped, pause_s=PAUSE_S)),
+    "all-ranks-stopped-long": Fault(strike=partial(all_ranks_stopped, pause_s=LONG_PAUSE_S)),
     "coordinator-cut-off": Fault(strike=coordinator_cut),
-    "coordinator-silent": Fault(strike=coordinator_silent),
-    "coordinator-silent-long": Fault(strike=coordinator_silent_long),
+    "coordinator-silent": Fault(strike=partial(coordinator_silent, pause_s=PAUSE_S)),
+    "coordinator-silent-long": Fault(strike=partial(coordinator_silent, pause_s=LONG_PAUSE_S)),
     "workers-cut-off": Fault(strike=workers_cut),
+    "workers-silent": Fault(strike=workers_silent),
     "worker-silent": Fault(strike=worker_silent, outlasted=True),
     "network-slow": Fault(strike=network_slow, outlasted=True),
     "disk-full": Fault(strike=disk_full, unasked=40, told="Free space on its disk"),
-    "node-killed": Fault(strike=node_killed),
-    "node-stopped": Fault(strike=node_stopped, outlasted=True),
 }
 
 

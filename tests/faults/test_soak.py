@@ -9,7 +9,7 @@ KILLS = 10
 
 
 def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path):
-    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0)
+    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0, epochs=4)
     result = soak(tmp_path / "soak", options)
     assert result.broken == []
     assert result.kills >= KILLS

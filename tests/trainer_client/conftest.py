@@ -192,6 +192,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.commits: list[int] = []
         self.measured_s: dict[int, float] = {}
         self.phase_s: dict[int, dict[str, float]] = {}
+        self.reports: list[coordinator_pb2.ReportRequest] = []
+        self.report_every_s = 0.0  # none
         self.metadata: list[dict[str, str]] = []
         self.faults: dict[str, list[Fault]] = defaultdict(list)
         self.planned = threading.Event()  # clear it and no step is planned
@@ -226,7 +228,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     pass
             start = int(request.cursor.removeprefix("cursor-") or 0)
             yield coordinator_pb2.SessionEvent(
-                attempt=self.attempt, session=claim.session, start_step=start
+                attempt=self.attempt,
+                session=claim.session,
+                start_step=start,
+                report_every_s=self.report_every_s,
             )
             claim.ended.wait()
             if claim.fault:
@@ -278,6 +283,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.measured_s[request.step] = request.measured_s
             self.phase_s[request.step] = dict(request.phase_s)
         return coordinator_pb2.CommitStepResponse()
+
+    def Report(self, request, context):
+        self._fault("Report", context)
+        self.reports.append(request)
+        return coordinator_pb2.ReportResponse()
 
     def _claim(self, request, context) -> Claim:
         with self.changed:

@@ -5,6 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from soak.gate import Gate, through_gate
+from soak.rank import GatedTransport
 from trainer_client import CorruptPart, MalformedShard, PlanDigestMismatch, WorkerUnreachable
 
 
@@ -75,6 +77,48 @@ def test_a_worker_that_stops_sending_is_given_up(service):
         [],
         ["w0"],
     ]
+
+
+@pytest.fixture
+def gate(service):
+    """Real sockets between the client and the workers, which can fail as a network does."""
+    with Gate() as made:
+        for name in service.workers:
+            through_gate(made.control, service.addresses[name])
+        yield made
+
+
+def slow_ones(service):
+    return [list(ask.slow_workers) for ask in service.coordinator.asks if ask.step == 0]
+
+
+def gated(service, gate, **options):
+    transport = GatedTransport(gate.control, token=None)
+    return iter(service.dataset(transport=transport, prefetch_steps=1, **options))
+
+
+def test_a_worker_behind_a_silent_network_costs_one_stall(service, gate):
+    # It accepts connections, and nothing comes: neither an answer nor an end.
+    gate.silence(lambda address: address == service.addresses["w0"])
+    check(service, gated(service, gate, stall_timeout_s=0.5))
+    assert slow_ones(service) == [[], ["w0"]]
+    assert named(service) == [[], []]
+    assert service.workers["w0"].calls == 0
+
+
+def test_a_stream_that_the_network_drops_in_its_midst_costs_one_stall(service, gate):
+    gate.hold(lambda address: address == service.addresses["w0"], after_bytes=400)
+    check(service, gated(service, gate, stall_timeout_s=0.5))
+    assert slow_ones(service) == [[], ["w0"]]
+    assert service.workers["w0"].calls == 1
+
+
+def test_a_network_that_is_slow_but_alive_is_borne(service, gate):
+    # A connection and its first message take many times what a stream may be silent at first.
+    gate.delay(lambda address: address in service.addresses.values(), 0.15)
+    check(service, gated(service, gate, stall_timeout_s=0.06))
+    assert not any(named(service))
+    assert len(slow_ones(service)) > 2
 
 
 def test_workers_that_never_deliver_stop_training_with_the_last_reason(service):

@@ -1,0 +1,159 @@
+"""The ready window of one attempt: steps that are planned, until every rank has received them.
+
+    made step ──► put: dispatched ──► decoding, decoded ──► take ──► release: workers let it go
+                                          ▲
+                        wait_planned ─────┘  ranks
+
+Contract. A step that is put has its bytes counted against its team; they count until the workers
+have let it go, also where its dispatch fails or is cancelled. Whoever takes a step out of the
+window releases it. `stop` empties it, and returns once nothing of the attempt is held.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dataservice.core.ports import Metrics
+from dataservice.engine.api import EndOfData
+from dataservice.engine.attempt import Attempt
+from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.handout import ReadyStep
+from dataservice.engine.reach import Reach
+from dataservice.engine.ready_bytes import ReadyBytes
+from dataservice.engine.records import MadeStep
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowNow:
+    """Steps planned ahead, how many of them from the first on are decoded whole, and whether
+    none is to come."""
+
+    ready_steps: int
+    decoded_steps: int
+    ended: bool
+
+
+class ReadyWindow:
+    """The steps by number, and whoever waits for one. `end` is known once planning is through."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        dispatcher: Dispatcher,
+        ready_bytes: ReadyBytes,
+        metrics: Metrics,
+    ) -> None:
+        self._attempt = attempt
+        self._dispatcher = dispatcher
+        self._ready_bytes = ready_bytes
+        self._metrics = metrics
+        self._reach = Reach(job=attempt.job, ranks=attempt.topology.world_size)
+        self._steps: dict[int, ReadyStep] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self.end: EndOfData | None = None
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    @property
+    def now(self) -> WindowNow:
+        """How it stands."""
+        pending = [bool(self._steps[step].dispatched.pending) for step in sorted(self._steps)]
+        decoded = pending.index(True) if True in pending else len(pending)
+        ended = self.end is not None and not pending
+        return WindowNow(ready_steps=len(pending), decoded_steps=decoded, ended=ended)
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    async def put(self, made: MadeStep) -> ReadyStep:
+        """Have a step decoded whose bytes are counted already."""
+        plan = made.planned.plan
+        try:
+            dispatched = await self._dispatcher.dispatch(plan, made.orders, reach=self._reach)
+        except BaseException:
+            await self._ready_bytes.drop(self._attempt.job, made.size_bytes)
+            raise
+        ready = self._steps[plan.step] = ReadyStep(
+            planned=made.planned,
+            digest=made.digest,
+            parts=made.parts,
+            dispatched=dispatched,
+            size_bytes=made.size_bytes,
+        )
+        return ready
+
+    async def close(self, end: EndOfData) -> None:
+        """No step comes behind those that are here."""
+        self.end = end
+        await self.tell()
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    async def tell(self) -> None:
+        """Something changed that those who wait should see."""
+        self._metrics.ready_steps(self._attempt.job, len(self._steps))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what `tell` may have made true."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def wait_planned(self, step: int) -> ReadyStep | EndOfData:
+        """A step once it is put, or the end."""
+        await self.wait_until(lambda: step in self._steps or self.end is not None)
+        if step in self._steps:
+            return self._steps[step]
+        assert self.end is not None, "one of the two was waited for"
+        return self.end
+
+    # ---- out --------------------------------------------------------------------------------
+
+    async def take(self, through_step: int | None = None) -> list[ReadyStep]:
+        """Take out the steps up to this one, all by default."""
+        gone = [step for step in self._steps if through_step is None or step <= through_step]
+        taken = [self._steps.pop(step) for step in gone]
+        await self.tell()
+        return taken
+
+    async def release(self, ready: ReadyStep, *, received: bool) -> None:
+        """Have the workers let go of a step, which every rank has `received` or nobody wants."""
+        try:
+            await self._dispatcher.release(ready.dispatched, received=received)
+        except Exception:  # it must not keep the next attempt from starting
+            about = {**self._attempt.about, "step": ready.planned.plan.step}
+            log.exception("the step was not released", extra=about)
+        finally:
+            await self._ready_bytes.drop(self._attempt.job, ready.size_bytes)
+
+    async def release_when_idle(self, idle_s: float) -> None:
+        """Once no trainer has been connected for so long, empty the window, again and again.
+        Who comes back has its steps planned again."""
+        loop = asyncio.get_running_loop()
+        seen_s = loop.time()
+        while True:
+            await asyncio.sleep(max(0.05, idle_s / 8))
+            if self._attempt.clients:
+                seen_s = loop.time()
+            elif loop.time() - seen_s >= idle_s and self._steps:
+                about = self._attempt.about
+                log.info("no trainer is connected: its steps are let go", extra=about)
+                for ready in await self.take():
+                    self._release_soon(ready)
+
+    async def stop(self) -> None:
+        """Release all that is here or is being released."""
+        for ready in await self.take():
+            self._release_soon(ready)
+        await asyncio.gather(*self._releases, return_exceptions=True)
+
+    def _release_soon(self, ready: ReadyStep) -> None:
+        task = asyncio.create_task(self.release(ready, received=False))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)

@@ -1,0 +1,176 @@
+"""Workers that die, fall silent, are slow, refuse and lose packs, as a test tells them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import SpecError, WorkerLostError
+from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
+from dataservice.core.plan import StepPlan
+from dataservice.core.ports import NoMetrics, WorkerInfo
+from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.places import DispatchedStep
+from dataservice.engine.planner import plan_step
+from tests.engine.support import make_setup
+
+
+class Workers:
+    """A pool and its link: every worker answers at once unless it is told otherwise."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.infos = {
+            f"w{n}": WorkerInfo(worker=f"w{n}", address="a:1", slots=1) for n in range(count)
+        }
+        self.held: dict[str, set[PackKey]] = {name: set() for name in self.infos}
+        self.dead: set[str] = set()
+        self.stuck: dict[str, asyncio.Event] = {}
+        self.refuses: set[str] = set()
+        self.ordered: list[tuple[str, PackKey]] = []
+        self.replaced: list[str] = []
+        self.asked = 0
+        self.decoding: set[asyncio.Task[PackReceipt]] = set()
+        self.released: set[tuple[str, PackKey]] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.infos)
+
+    def kill(self, name: str, *, noticed: bool) -> None:
+        """All it held is gone; its successor comes at once if the pool has noticed."""
+        self.dead.add(name)
+        self.held[name] = set()
+        if noticed:
+            self._succeed(name)
+
+    def set_state(self, name: str, state: str) -> None:
+        self.infos[name] = replace(self.infos[name], state=state)  # type: ignore[arg-type]
+
+    def stick(self, name: str) -> None:
+        """It takes orders and does not finish them until it is `unstick`."""
+        self.stuck[name] = asyncio.Event()
+
+    def unstick(self, name: str) -> None:
+        self.stuck.pop(name).set()
+
+    def _succeed(self, name: str) -> None:
+        if self.infos.pop(name, None) is not None:
+            new = f"w{len(self.held)}"
+            self.infos[new] = WorkerInfo(worker=new, address="a:1", slots=1)
+            self.held[new] = set()
+
+    # ---- core.ports.WorkerPool
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return tuple(self.infos.values())
+
+    async def replace(self, worker: str) -> None:
+        await asyncio.sleep(0)
+        self.replaced.append(worker)
+        self.kill(worker, noticed=True)
+
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None: ...
+
+    # ---- core.ports.WorkerLink
+
+    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
+        self.ordered.append((worker.worker, order.key))
+        # As a worker does: a call that is cancelled does not stop the work.
+        work = asyncio.create_task(self._decode(worker.worker, order))
+        self.decoding.add(work)
+        work.add_done_callback(lambda _: (self.decoding.discard(work), work.exception()))
+        return await asyncio.shield(work)
+
+    async def _decode(self, name: str, order: PackOrder) -> PackReceipt:
+        await asyncio.sleep(0)
+        self.released.discard((name, order.key))
+        if name in self.stuck:
+            await self.stuck[name].wait()
+        if name in self.dead:
+            raise WorkerLostError(f"{name} is gone")
+        if name in self.refuses:
+            raise SpecError("no such processor")
+        if (name, order.key) not in self.released:
+            self.held[name].add(order.key)
+        bad = BadSample(sample_id=order.samples[0].ref.sample_id, source="s", key="k", reason="r")
+        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.0, bad_samples=(bad,))
+
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+        await asyncio.sleep(0)
+        self.held[worker.worker] -= set(packs)
+        self.released |= {(worker.worker, key) for key in packs}
+
+    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        self.asked += 1
+        if worker.worker in self.dead:
+            raise WorkerLostError("gone")
+        return frozenset(self.held[worker.worker])
+
+
+class Counts(NoMetrics):
+    def __init__(self) -> None:
+        self.hedged = 0
+        self.lost: list[str] = []
+        self.retired: list[str] = []
+        self.lines: dict[str, float] = {}
+
+    def pack_hedged(self, job: str) -> None:
+        self.hedged += 1
+
+    def worker_lost(self, worker: str) -> None:
+        self.lost.append(worker)
+        self.lines.pop(worker, None)
+
+    def worker_retired(self, worker: str) -> None:
+        self.retired.append(worker)
+        self.lines.pop(worker, None)
+
+    def work_outstanding(self, worker: str, tokens: float) -> None:
+        self.lines[worker] = tokens
+
+
+SETUP = make_setup(samples=400, batch=32)
+TOPOLOGY = SETUP.topology(2)
+
+
+def step_of(number: int) -> tuple[StepPlan, list[PackOrder]]:
+    cursor = Cursor()
+    for _ in range(number):
+        planned = plan_step(SETUP, cursor, TOPOLOGY)
+        assert planned is not None
+        cursor = planned.next_cursor
+    planned = plan_step(SETUP, cursor, TOPOLOGY)
+    assert planned is not None
+    digest = planned.plan.digest
+    orders = pack_orders(
+        planned.plan, job="job", digest=digest, pipeline="{}", catalog=SETUP.catalog
+    )
+    return planned.plan, orders
+
+
+PLAN, ORDERS = step_of(0)
+PACKS = range(PLAN.packs)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def ready(step: DispatchedStep) -> bool:
+    return all(place.ready for place in step.places)
+
+
+def holders_of(workers: Workers, key: PackKey) -> list[str]:
+    return [name for name in workers.infos if key in workers.held[name]]
+
+
+def holders(step: DispatchedStep) -> set[str]:
+    return {name for place in step.places for name in place.copies}

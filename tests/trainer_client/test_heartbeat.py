@@ -1,0 +1,82 @@
+"""A rank tells the service that it lives and what it waits for; training never notices."""
+
+import time
+
+import pytest
+
+from trainer_client.heartbeat import DataWait, Waited
+
+
+def until(condition, limit_s=10.0):
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_the_wait_for_the_first_step_is_not_counted():
+    waits = DataWait()
+    with waits.waiting():
+        time.sleep(0.02)
+        assert waits.now() == Waited(step=-1, steps=0, waited_s=0.0, waiting_s=0.0)
+    waits.begin(7)
+    assert waits.now() == Waited(step=7, steps=1, waited_s=0.0, waiting_s=0.0)
+
+
+def test_waits_add_up_and_the_one_that_lasts_is_told_apart():
+    waits = DataWait()
+    waits.begin(0)
+    for step in (1, 2):
+        with waits.waiting():
+            time.sleep(0.02)
+            assert waits.now().waiting_s >= 0.02
+            assert waits.now().steps == step
+        waits.begin(step)
+    now = waits.now()
+    assert (now.step, now.steps, now.waiting_s) == (2, 3, 0.0)
+    assert now.waited_s >= 0.04
+
+
+def test_a_wait_that_ends_with_an_error_is_counted_too():
+    waits = DataWait()
+    waits.begin(0)
+    with pytest.raises(TimeoutError), waits.waiting():
+        raise TimeoutError
+    assert waits.now().waiting_s == 0.0
+
+
+def test_a_rank_reports_from_its_opening_until_it_is_closed(service):
+    service.coordinator.report_every_s = 0.05
+    service.coordinator.planned.clear()
+    with service.dataset(prefetch_steps=1) as dataset:
+        steps = iter(dataset)
+        service.coordinator.planned.set()
+        next(steps)
+        service.coordinator.planned.clear()
+        reports = service.coordinator.reports
+        until(lambda: reports and reports[-1].steps == 1)
+        assert reports[0].session == "session-1"
+        assert (reports[-1].step, reports[-1].waiting_s) == (0, 0.0)
+        service.coordinator.planned.set()
+        list(steps)
+    count = len(reports)
+    time.sleep(0.15)
+    assert len(reports) == count, "it goes on after the dataset is closed"
+
+
+def test_reports_that_fail_are_forgotten(service):
+    service.coordinator.report_every_s = 0.02
+    for _ in range(3):
+        service.fail("Report", "UNAVAILABLE", "away")
+    service.fail("Report", "INTERNAL", "a fault")
+    with service.dataset() as dataset:
+        steps = iter(dataset)
+        next(steps)
+        until(lambda: service.coordinator.reports)
+        assert 1 + len(list(steps)) == service.coordinator.steps
+
+
+def test_a_service_that_wants_no_reports_gets_none(service):
+    with service.dataset() as dataset:
+        list(dataset)
+    assert service.coordinator.reports == []
