@@ -23,6 +23,7 @@ from dataservice.decode.pipeline import PipelineSpec
 from dataservice.planning.options import PlanOptions
 from dataservice.serving.tls import TlsSpec, is_loopback
 from dataservice.sources.roots import Roots
+from dataservice.text_file import read_text
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -123,6 +124,9 @@ class ServiceConfig(_Strict):
     worker_ports: Annotated[str | None, Field(pattern=r"^\d{1,5}-\d{1,5}$")] = None
     """Ports that workers listen on, as 20100-20115, where a firewall wants to know: at least
     twice as many as workers share a host. By default any free one."""
+    worker_metrics_ports: Annotated[str | None, Field(pattern=r"^\d{1,5}-\d{1,5}$")] = None
+    """Ports where workers serve /metrics to Prometheus, as 20200-20203: at least twice as many as
+    workers share a host. None by default."""
     worker_start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long a worker may take to start. A cluster that grows on demand takes minutes."""
     pool: Literal["ray", "local"] = "ray"
@@ -175,7 +179,7 @@ class ServiceConfig(_Strict):
             raise ValueError("it must be host:port, such as 0.0.0.0:50051")
         return listen
 
-    @field_validator("worker_ports")
+    @field_validator("worker_ports", "worker_metrics_ports")
     @classmethod
     def _ports_are_a_range(cls, ports: str | None) -> str | None:
         first, _, last = (ports or "1-1").partition("-")
@@ -253,21 +257,6 @@ def read_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
         plain = _mapping(read_text(path, "config file"), f"config file {path}")
     plain.update({key: value for key, value in overrides.items() if value is not None})
     return _validated(ServiceConfig, plain, "service config")
-
-
-def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named. Raises SpecError saying why it has none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(
-            f"the {what} {path} cannot be read: {error.strerror}. Check the path."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"the {what} {path} is not text in UTF-8 ({error.reason} at byte {error.start}). "
-            "Give a YAML file."
-        ) from error
 
 
 def _mapping(text: str, what: str) -> dict[str, Any]:

@@ -5,42 +5,44 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dataservice.app import Service, serve_until_signal
-from dataservice.calibrate import (
-    MeasuringOptions,
-    calibrate,
-    measure_model,
-    modalities_of,
-    read_measurements,
-)
 from dataservice.cli import show, show_records
 from dataservice.cli.connection import connected
-from dataservice.cli.progress import index_progress, measuring_progress
+from dataservice.cli.progress import asking, index_progress, measuring_progress
 from dataservice.cli.records import DIFFERS, quarantine, replay, skip
+from dataservice.cli.status import status
 from dataservice.cli.tokens import tokens
 from dataservice.cli.workers import workers as workers_commands
 from dataservice.core.errors import ServiceError, SpecError
-from dataservice.cost_file import read_cost_file, write_cost_file
 from dataservice.engine.api import JobStatus
-from dataservice.job_pipeline import load_processors
-from dataservice.job_setup import index_job
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.spec import JobSpec, read_config, read_job, read_text
+from dataservice.text_file import read_text
+
+# What loads the planner, codecs or Ray takes a second or two, and is imported by the commands
+# that need it: the others answer at once, as does completion in a shell.
+if TYPE_CHECKING:
+    from dataservice.app import Service
+    from dataservice.spec import JobSpec
 
 app = typer.Typer(
-    help="A balanced data-loading service for multimodal LLM training.",
+    help="A balanced data-loading service for multimodal LLM training.\n\n"
+    "Example: `dataservice status --watch`",
+    epilog="Exit status: 0 done; 1 refused or failed, with the reason; 2 a mistake in the command; "
+    "3 a plan made again is not the recorded one; 4 a job is stalled (`status --check`). "
+    "`--install-completion` makes your shell complete commands and options.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-jobs = typer.Typer(help="Register and look at jobs.", no_args_is_help=True)
+jobs = typer.Typer(
+    help="Register and look at jobs. Example: `dataservice job list`", no_args_is_help=True
+)
 app.add_typer(jobs, name="job")
 for command in (skip, replay, quarantine):
     jobs.command()(command)
@@ -68,6 +70,9 @@ def index(
 
     Example: `dataservice index job.yaml --processes 8`
     """
+    from dataservice.job_setup import index_job
+    from dataservice.spec import read_config
+
     spec = _read_job_file(job_file)
     settings = read_config(config, {})
     with index_progress(Console(stderr=True)) as progress:
@@ -119,6 +124,9 @@ def serve(
 
     Example: `dataservice serve --state-dir /var/lib/dataservice --workers 8`
     """
+    from dataservice.app import serve_until_signal
+    from dataservice.spec import read_config
+
     configure_logging(json=log_json)
     overrides = {
         "listen": listen,
@@ -132,7 +140,7 @@ def serve(
         "insecure": insecure,
     }
 
-    def ready(service: Service) -> None:
+    def ready(service: "Service") -> None:
         count = len(service.pool.workers())
         if service.metrics is not None:
             console.print(f"metrics at http://{service.metrics.address}/metrics", highlight=False)
@@ -162,6 +170,7 @@ def calibrate_model(
         typer.Option(help="Fit these, made by torchrun -m trainer_client.runtime.measure."),
     ] = None,
     config: ConfigFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a model by length and CP degree, and fit the cost model that plans use.
 
@@ -170,14 +179,21 @@ def calibrate_model(
 
     Example: `dataservice calibrate --model demo.model:DemoModel --ranks 4 --out cost.yaml`
     """
+    from dataservice import calibrate
+    from dataservice.cost_file import write_cost_file
+    from dataservice.job_pipeline import load_processors
+    from dataservice.spec import read_config
+
     if (model is None) == (measurements is None):
         raise SpecError("give either --model to measure it, or --measurements that were made.")
     with tempfile.TemporaryDirectory() as folder:
         source = measurements or Path(folder) / "measurements.json"
         if model is not None:
             custom = load_processors(read_config(config, {}).custom_processors)
-            encoders = modalities_of(_read_job_file(job_file), custom) if job_file else None
-            options = MeasuringOptions(
+            encoders = (
+                calibrate.modalities_of(_read_job_file(job_file), custom) if job_file else None
+            )
+            options = calibrate.MeasuringOptions(
                 model=model,
                 ranks=ranks,
                 lengths=_numbers("--lengths", lengths),
@@ -189,9 +205,12 @@ def calibrate_model(
                 device=device,
             )
             with measuring_progress(Console(stderr=True)) as tell:
-                measure_model(options, source, tell=tell)
-        made = calibrate(read_measurements(source))
+                calibrate.measure_model(options, source, tell=tell)
+        made = calibrate.calibrate(calibrate.read_measurements(source))
     write_cost_file(out, made.file)
+    if as_json:
+        print(show.calibration_json(made, out))
+        return
     for part in show.calibration_tables(made):
         console.print(part)
     console.print(f"wrote {out}, version {made.file.cost.model.version}", highlight=False)
@@ -214,7 +233,8 @@ def explain(
 
     Example: `dataservice explain vlm-sft --step 3`
     """
-    explained = client.explain(job, step, attempt)
+    with asking("planning the step again"):
+        explained = client.explain(job, step, attempt)
     if as_json:
         print(show.explained_json(explained))
     else:
@@ -224,14 +244,7 @@ def explain(
         raise typer.Exit(DIFFERS)
 
 
-@app.command()
-@connected
-def status(client: CoordinatorClient, as_json: AsJson = False) -> None:
-    """Show all jobs and where they stand.
-
-    Example: `dataservice status --service trainer-data:50051`
-    """
-    _print_jobs(client.jobs(), as_json)
+app.command()(status)
 
 
 @jobs.command()
@@ -242,7 +255,9 @@ def submit(client: CoordinatorClient, job_file: JobFile, as_json: AsJson = False
     Example: `dataservice job submit job.yaml`
     """
     text = read_text(job_file, "job file")
-    _print_jobs([client.submit(text, str(job_file.parent.absolute()))], as_json)
+    with asking("opening the job's index at the service"):
+        submitted = client.submit(text, str(job_file.parent.absolute()))
+    _print_jobs([submitted], as_json)
 
 
 @jobs.command("list")
@@ -259,12 +274,13 @@ def show_job(client: CoordinatorClient, job: str, as_json: AsJson = False) -> No
 
     Example: `dataservice job show vlm-sft`
     """
-    status, masked = client.job(job), client.quarantine(job)
+    shown, masked = client.job(job), client.quarantine(job)
     if as_json:
-        print(show.job_json(status, masked))
+        print(show.job_json(shown, masked))
         return
-    console.print(show.job_table([status]))
-    for line in (*show_records.skip_lines(status), *show.masked_samples(masked)):
+    console.print(show.job_table([shown]))
+    notes = (*show.failure_lines(shown), *show_records.skip_lines(shown))
+    for line in (*notes, *show.masked_samples(masked)):
         console.print(line)
 
 
@@ -285,21 +301,31 @@ def recost(
         int | None,
         typer.Option(help="First step to plan by it; by default the first never planned.", min=0),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Plan with refitted costs from a step on. Steps planned before are replayed as they were.
 
     Example: `dataservice job recost vlm-sft cost.yaml`
     """
+    from dataservice.cost_file import read_cost_file
+
     cost = read_cost_file(cost_file).cost.model
-    begins, version = client.recost(job, json.dumps(cost.to_dict()), from_step)
+    with asking("recosting"):
+        begins, version = client.recost(job, json.dumps(cost.to_dict()), from_step)
+    if as_json:
+        print(json.dumps({"job": job, "from_step": begins, "cost_version": version}))
+        return
     console.print(f"{job} plans with cost {version} from step {begins} on", highlight=False)
 
 
 @jobs.command()
 @connected
-def delete(client: CoordinatorClient, job: str) -> None:
+def delete(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
     """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
     client.delete(job)
+    if as_json:
+        print(json.dumps({"deleted": job}))
+        return
     console.print(f"deleted {job}", highlight=False)
 
 
@@ -317,7 +343,9 @@ def _numbers(flag: str, text: str) -> list[int]:
         raise SpecError(f"{flag} is {text!r}; give whole numbers, as 512,1024,2048.") from error
 
 
-def _read_job_file(path: Path) -> JobSpec:
+def _read_job_file(path: Path) -> "JobSpec":
+    from dataservice.spec import read_job
+
     return read_job(read_text(path, "job file"), path.parent.absolute())
 
 

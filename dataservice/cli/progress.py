@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -14,12 +15,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dataservice.calibrate import Tell as TellMeasured
-from dataservice.job_setup import Progress as Tell
+if TYPE_CHECKING:  # they load the planner
+    from dataservice.calibrate import Tell as TellMeasured
+    from dataservice.job_setup import Progress as Tell
 
 
 @contextmanager
-def index_progress(console: Console) -> Iterator[Tell]:
+def index_progress(console: Console) -> Iterator["Tell"]:
     """Yields the function that `index_job` tells of its progress."""
     columns = (
         TextColumn("{task.description}"),
@@ -44,7 +46,7 @@ def index_progress(console: Console) -> Iterator[Tell]:
 
 
 @contextmanager
-def measuring_progress(console: Console) -> Iterator[TellMeasured]:
+def measuring_progress(console: Console) -> Iterator["TellMeasured"]:
     """Yields the function that `measure_model` tells of its progress."""
     columns = (
         TextColumn("measuring"),
@@ -74,3 +76,10 @@ def steps_progress(console: Console, doing: str, total: int) -> Iterator[Callabl
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(doing, total=total)
         yield lambda: bars.advance(task)
+
+
+@contextmanager
+def asking(doing: str) -> Iterator[None]:
+    """Says on a terminal what a call to the service does, for as long as it takes."""
+    with Console(stderr=True).status(f"{doing} ..."):
+        yield

@@ -3,25 +3,29 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from dataservice.calibrate import Calibration
 from dataservice.cli.show_records import local_time, skip_words
 from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
 from dataservice.core.sample import Modality
 from dataservice.engine.api import JobStatus
 from dataservice.serving.wire_jobs import ExplainedStep
-from dataservice.sources.index import IndexSummary
+
+if TYPE_CHECKING:  # they load the planner and codecs
+    from dataservice.calibrate import Calibration
+    from dataservice.sources.index import IndexSummary
 
 NAMED_SAMPLES = 4  # of one pack, in a table; --json names all
 NAMED_BAD_SAMPLES = 5  # of one source or job; --json names all
 
 
-def index_table(summaries: Sequence[IndexSummary]) -> Table:
+def index_table(summaries: Sequence["IndexSummary"]) -> Table:
     """One row a source: how much was indexed, and what could not be."""
     table = Table(title="index", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("source", "rows", "files", "kept", "bad samples", "s", "rows/s"):
@@ -39,7 +43,7 @@ def index_table(summaries: Sequence[IndexSummary]) -> Table:
     return table
 
 
-def bad_samples(summaries: Sequence[IndexSummary], index_dir: str) -> Iterator[Text]:
+def bad_samples(summaries: Sequence["IndexSummary"], index_dir: str) -> Iterator[Text]:
     """Which samples could not be indexed and why, and where all of them are listed."""
     for summary in summaries:
         for skipped in summary.skipped[:NAMED_BAD_SAMPLES]:
@@ -53,7 +57,7 @@ def bad_samples(summaries: Sequence[IndexSummary], index_dir: str) -> Iterator[T
             )
 
 
-def index_json(summaries: Sequence[IndexSummary]) -> str:
+def index_json(summaries: Sequence["IndexSummary"]) -> str:
     """The same as a list of objects, every bad sample among them."""
     return json.dumps([asdict(summary) for summary in summaries], indent=2)
 
@@ -86,6 +90,12 @@ def job_json(status: JobStatus, masked: Sequence[QuarantineEntry]) -> str:
     return json.dumps([{**_job_fields(status), "quarantine": quarantine}], indent=2)
 
 
+def failure_lines(status: JobStatus) -> Iterator[Text]:
+    """Why the last attempt ended, if it did."""
+    if status.failure:
+        yield Text(f"attempt {status.attempt} ended: {status.failure}", style="red")
+
+
 def masked_samples(masked: Sequence[QuarantineEntry]) -> Iterator[Text]:
     """Which samples were masked and why, the newest first; each sample once."""
     newest = {entry.sample_id: entry for entry in masked}
@@ -113,6 +123,7 @@ def _job_fields(status: JobStatus) -> dict[str, object]:
         "index_fingerprint": status.record.index_fingerprint,
         "created_unix_s": status.record.created_unix_s,
         "skips": [asdict(skip) for skip in status.skips],
+        "failure": status.failure,
     }
 
 
@@ -154,7 +165,23 @@ def explained_tables(explained: ExplainedStep, *, name_samples: bool) -> Iterato
         yield Text(f"quarantined {line}", style="yellow")
 
 
-def calibration_tables(made: Calibration) -> Iterator[Text | Table]:
+def calibration_json(made: "Calibration", path: Path) -> str:
+    """The coefficients, each with its errors, and where they were written."""
+    return json.dumps(
+        {
+            "path": str(path),
+            "version": made.file.cost.model.version,
+            "cost": made.file.cost.model.to_dict(),
+            "errors": {
+                phase: {"fitted": asdict(fit.fitted), "held_out": asdict(fit.held_out)}
+                for phase, fit in made.fits.items()
+            },
+        },
+        indent=2,
+    )
+
+
+def calibration_tables(made: "Calibration") -> Iterator[Text | Table]:
     """The coefficients by phase, their error on lengths held out, and what was assumed."""
     table = Table(title="coefficients, seconds")
     for name in ("phase", "coefficient", "value"):

@@ -48,6 +48,7 @@ def restart(
     client: CoordinatorClient,
     names: Annotated[list[str] | None, typer.Argument(help="Workers; by default all.")] = None,
     wait: Annotated[bool, typer.Option(help="Wait until all are replaced.")] = True,
+    as_json: AsJson = False,
 ) -> None:
     """Replace workers one after another, under running jobs.
 
@@ -57,13 +58,35 @@ def restart(
     Example: `dataservice workers restart worker-0.1`
     """
     left = client.restart_workers(names or [])
-    console.print(f"replacing {', '.join(left)}", highlight=False)
+    successors: dict[str, str | None] = dict.fromkeys(left)
+    if not as_json:
+        console.print(f"replacing {', '.join(left)}", highlight=False)
     while wait and left:
         time.sleep(POLL_S)
-        known = {status.info.worker for status in client.workers()}
-        for name in [name for name in left if name not in known]:
-            console.print(f"{name} is replaced", highlight=False)
+        for name, successor in _replaced(left, client.workers()).items():
             left.remove(name)
+            successors[name] = successor
+            if not as_json:
+                console.print(f"{name} is replaced by {successor}", highlight=False)
+    if as_json:
+        print(json.dumps(successors, indent=2))
+
+
+def _replaced(workers: Sequence[str], statuses: Sequence[WorkerStatus]) -> dict[str, str]:
+    """Those of the workers that have ended and whose successor serves, and its name."""
+    known = {status.info.worker for status in statuses}
+    serving = {
+        _seat(status.info.worker): status.info.worker
+        for status in statuses
+        if status.info.state == "serving"
+    }
+    gone = [name for name in workers if name not in known and _seat(name) in serving]
+    return {name: serving[_seat(name)] for name in gone}
+
+
+def _seat(worker: str) -> str:
+    """`worker-0` of `worker-0.1`."""
+    return worker.rpartition(".")[0]
 
 
 def _fields(status: WorkerStatus) -> dict[str, object]:

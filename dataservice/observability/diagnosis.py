@@ -6,6 +6,7 @@ the causes are asked in the order in which one hides the next, and the first tha
 named, with its number and its remedy:
 
     no attempt → ranks missing → a rank stopped → planning → workers gone → decoding → delivery
+               → a rank that the others are ahead of
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ QUIET_S = 10.0
 HEADROOM = 1.1
 # A source is slower than usual, not merely unlike the others, from this factor on.
 SLOWER = 1.5
+# And it is to blame when its growth makes up this part of the seconds that are missing.
+EXPLAINS = 0.5
 
 
 def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
@@ -38,6 +41,7 @@ def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
         or _missing_ranks(job)
         or _stopped_rank(job)
         or _waiting_for_data(job, fleet)
+        or _waiting_for_a_rank(job)
         or _in_health(job)
     )
     return [found, *_budgets(job)]
@@ -48,6 +52,14 @@ def waiting(job: JobHealth) -> tuple[RankHealth, ...]:
     noticeable_s = WORTH_SAYING * max(job.step_s, 1e-9)
     late = [rank for rank in job.ranks if rank.live and rank.wait_s > noticeable_s]
     return tuple(sorted(late, key=lambda rank: -rank.wait_s))
+
+
+def _who(late: Sequence[RankHealth]) -> str:
+    """`ranks 0-3 wait 0.6 s a step`; all ranks when it is not known which."""
+    if not late:
+        return "all ranks wait"
+    verb = "waits" if len(late) == 1 else "wait"
+    return f"{_ranks([rank.rank for rank in late])} {verb} {late[0].wait_s:.2g} s a step"
 
 
 def _no_trainers(job: JobHealth) -> Finding | None:
@@ -83,12 +95,12 @@ def _stopped_rank(job: JobHealth) -> Finding | None:
         begin = (
             f"{_ranks(others)} wait{'s' if len(others) == 1 else ''}" if others else "all stands"
         )
-        what = (
-            f"has said nothing for {rank.quiet_s:.0f} s: see whether its process is stopped, or "
-            "its host unreachable"
-            if rank.live
-            else "has left: restart the trainers from their checkpoint"
-        )
+        if not rank.live and rank.quiet_s <= 2 * job.report_every_s:
+            what = "has left: unless it comes back, restart the trainers from their checkpoint"
+        else:
+            what = f"{'has said' if rank.live else 'is cut off, and had said'} nothing for "
+            what += f"{rank.quiet_s:.0f} s: see whether its process is stopped, or its host "
+            what += "unreachable"
         return Finding(
             severity="stalled",
             text=f"{begin}: rank {rank.rank} ({rank.client}), at step {rank.committed_step + 1}, "
@@ -98,13 +110,11 @@ def _stopped_rank(job: JobHealth) -> Finding | None:
 
 
 def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
-    late = waiting(job)
-    starved = job.decoded_steps == 0 and job.steps > 0 and job.demand_slots > job.share_slots
-    if not late and not starved:
+    late = [rank for rank in waiting(job) if not job.waits_for_ranks(rank)]
+    # A rank's wait for its first step is not counted as one.
+    if not late and (job.steps > 0 or job.decoded_steps > 0):
         return None
-    who = _ranks([rank.rank for rank in late]) if late else "all ranks"
-    verb = "waits" if len(late) == 1 else "wait"
-    begin = f"{who} {verb}" + (f" {late[0].wait_s:.2g} s a step" if late else "")
+    begin = _who(late)
     if fleet.workers == 0:
         return Finding(
             severity="stalled",
@@ -116,8 +126,10 @@ def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
             text=f"{begin}: planning takes {job.plan_s:.2g} s a step, training {job.step_s:.2g} s; "
             "give the coordinator a faster core, or choose cheaper stages",
         )
-    if job.decoded_steps == 0:
-        return _decoding(job, fleet, begin)
+    short = job.demand_slots * HEADROOM > job.share_slots
+    # While decoding is short, a step is decoded now and then for a moment before it is fetched.
+    if job.decoded_steps == 0 or (short and job.decoded_steps < job.ready_steps):
+        return _decoding(job, fleet, begin) if short else _bursts(job, begin)
     return Finding(
         severity="slow",
         text=f"{begin} though {job.decoded_steps} steps are decoded: look at the network from "
@@ -125,19 +137,31 @@ def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
     )
 
 
+def _waiting_for_a_rank(job: JobHealth) -> Finding | None:
+    """Ranks that no collective holds back have used up the window; the slowest has not."""
+    late = [rank for rank in waiting(job) if job.waits_for_ranks(rank)]
+    behind = min((r for r in job.ranks if r.live), key=lambda r: r.received_step, default=None)
+    if not late or behind is None or behind.received_step >= job.planned_step:
+        return None
+    steps = late[0].received_step - behind.received_step
+    return Finding(
+        severity="slow",
+        text=f"{_who(late)}: rank {behind.rank} ({behind.client}) is {steps} steps behind, and no "
+        f"more than {job.window_steps} are planned ahead of it; look at what slows it",
+    )
+
+
 def _decoding(job: JobHealth, fleet: FleetHealth, begin: str) -> Finding:
     """Decoding does not keep up: which source, by how much, and whether it is reading."""
-    worst = _culprit(job.sources)
+    worst, has_grown = _culprit(job)
     supply, demand = job.share_slots, job.demand_slots
-    if worst is None or demand <= 0:
-        return Finding(severity="slow", text=f"{begin}: its first steps are being decoded")
     of_need = min(1.0, supply / demand)
     lost = fleet.wanted_workers - fleet.workers
     reads = worst.read_s > worst.decode_s
     seconds = (worst.read_s + worst.decode_s) / max(worst.samples, 1e-9)
     text = f"{begin}: source `{worst.source}` {'is read' if reads else 'decodes'} at "
     text += f"{of_need:.2g} of need, {seconds:.2g} s a sample"
-    if worst.usual_s > 0 and seconds > SLOWER * worst.usual_s:
+    if has_grown:
         text += f" where {worst.usual_s:.2g} s is usual; look at its "
         text += "storage" if reads else "files, or at what else uses the workers' CPUs"
     elif lost > 0:
@@ -150,19 +174,38 @@ def _decoding(job: JobHealth, fleet: FleetHealth, begin: str) -> Finding:
     return Finding(severity="slow", text=text)
 
 
-def _culprit(sources: Sequence[SourceHealth]) -> SourceHealth | None:
-    """The source that grew most over its usual cost, if one did; else the dearest."""
+def _bursts(job: JobHealth, begin: str) -> Finding:
+    """Decoding keeps up in the mean, and its slowest samples come too late all the same."""
+    if job.demand_slots <= 0:
+        return Finding(severity="slow", text=f"{begin}: its first steps are being decoded")
+    return Finding(
+        severity="slow",
+        text=f"{begin}: decoding keeps up in the mean, at {job.share_slots / job.demand_slots:.2g} "
+        f"times the need, but not with its slowest samples; raise ready_steps, now "
+        f"{job.window_steps}",
+    )
+
+
+def _culprit(job: JobHealth) -> tuple[SourceHealth, bool]:
+    """The source that grew most over its usual cost, and True, if that explains what is missing;
+    else the dearest, and False."""
 
     def seconds(source: SourceHealth) -> float:
         return source.read_s + source.decode_s
 
-    def excess(source: SourceHealth) -> float:
-        return seconds(source) - source.usual_s * source.samples if source.usual_s > 0 else 0.0
+    def excess_s(source: SourceHealth) -> float:
+        return seconds(source) - source.usual_s * source.samples
 
-    grown = [s for s in sources if s.usual_s > 0 and seconds(s) > SLOWER * s.usual_s * s.samples]
+    missing_s = (job.demand_slots - job.share_slots) * job.step_s
+    grown = [
+        source
+        for source in job.sources
+        if 0 < SLOWER * source.usual_s * source.samples < seconds(source)
+        and excess_s(source) > EXPLAINS * missing_s
+    ]
     if grown:
-        return max(grown, key=excess)
-    return max(sources, key=seconds, default=None)
+        return max(grown, key=excess_s), True
+    return max(job.sources, key=seconds), False
 
 
 def _borrowers(job: JobHealth, fleet: FleetHealth) -> str:
@@ -176,7 +219,7 @@ def _in_health(job: JobHealth) -> Finding:
     return Finding(
         severity="info",
         text=f"nobody waits for data: {job.decoded_steps} of {job.window_steps} steps are decoded "
-        "ahead",
+        "ahead of the last rank",
     )
 
 

@@ -1,20 +1,17 @@
-"""core.ports.Metrics as Prometheus series, and the endpoint where they are scraped.
+"""core.ports.Metrics as Prometheus series.
 
-Labels are job, team, source, stage, phase, degree and worker: few values each, and none that
-grows with steps, ranks or samples. So what differs by rank is a histogram over ranks, and
-`dataservice status` names the rank. A deleted job and a lost worker take their series along.
+Labels are job, team, source, stage, phase, degree, worker and `over_replicas`: few values each, and
+none that grows with steps, ranks or samples. So what differs by rank is a histogram over ranks, or
+its least, mean and most; the rank that is worst off is a number, as a value. A deleted job and a
+lost worker take their series along.
 """
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIServer
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.team import team_of
@@ -23,6 +20,7 @@ NAMESPACE = "dataservice"
 DRIFT_WEIGHT = 0.1  # of the newest step in the moving average of measured over predicted
 
 WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 # By stage of the plan, whose costs are of whole steps of training.
 PREDICTED_PHASES = {"dispatch vision": "vision", "dispatch audio": "audio", "group": "llm"}
 
@@ -53,6 +51,23 @@ class PrometheusMetrics:
         self._predicted_s = job(
             Gauge, "predicted_step_seconds", "Training time that the last plan predicts."
         )
+        self._measured_s = job(
+            Gauge,
+            "measured_step_seconds",
+            "Training time of the slowest rank, in the last step that was measured.",
+        )
+        self._predicted_replica_s = job(
+            Gauge,
+            "predicted_replica_seconds",
+            "Backbone time that the last plan predicts for its replicas: least, mean, most.",
+            "over_replicas",
+        )
+        self._measured_rank_s = job(
+            Histogram,
+            "measured_rank_seconds",
+            "Training time of a step at a rank; one value a rank and step.",
+            buckets=STEP_BUCKETS_S,
+        )
         self._pad = job(
             Gauge, "plan_pad_ratio", "Padding in the last plan's packs, a share of their tokens."
         )
@@ -81,6 +96,14 @@ class PrometheusMetrics:
         )
         self._waiting_ranks = job(
             Gauge, "waiting_ranks", "Ranks whose training stands without data now."
+        )
+        self._worst_wait_s = job(
+            Gauge,
+            "worst_exposed_wait_seconds",
+            "What the rank that waits most for data loses, a step, over its last 20.",
+        )
+        self._worst_rank = job(
+            Gauge, "worst_exposed_wait_rank", "The rank that waits most, -1: none."
         )
         self._drift = job(
             Gauge,
@@ -135,9 +158,20 @@ class PrometheusMetrics:
             ["team"],
             registry=self.registry,
         )
+        self._team_weight = Gauge(
+            f"{NAMESPACE}_team_weight",
+            "A team's weight: its part of the slots, against the sum over those who want any.",
+            ["team"],
+            registry=self.registry,
+        )
         self._lost_workers = Counter(
             f"{NAMESPACE}_lost_workers", "Workers lost and replaced.", registry=self.registry
         )
+
+    def team_weights(self, weights: Mapping[str, float]) -> None:
+        """What the operator gave the teams."""
+        for team, weight in weights.items():
+            self._team_weight.labels(team).set(weight)
 
     # ---- core.ports.Metrics -----------------------------------------------------------------
 
@@ -153,6 +187,8 @@ class PrometheusMetrics:
             phase = PREDICTED_PHASES.get(report.stage)
             if phase is not None:
                 self._predicted_phase_s.labels(job, phase).set(report.after)
+        for name, seconds in _replica_seconds(plan).items():
+            self._predicted_replica_s.labels(job, name).set(seconds)
         self._pad.labels(job).set(_pad_ratio(plan))
         self._dist.labels(job).set(_dist_ratio(plan))
         for degree, groups in enumerate(np.bincount(plan.pack_degree).tolist()):
@@ -169,6 +205,7 @@ class PrometheusMetrics:
 
     def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
         """Move the average; the first step sets it."""
+        self._measured_s.labels(job).set(measured_s)
         if predicted_s <= 0:
             return
         ratio = measured_s / predicted_s
@@ -180,6 +217,15 @@ class PrometheusMetrics:
         """The last step's. The caller knows the phases: each is a series."""
         for phase, seconds in phase_s.items():
             self._phase_s.labels(job, phase).set(seconds)
+
+    def rank_measured(self, job: str, measured_s: float) -> None:
+        """What one rank tells of one step."""
+        self._measured_rank_s.labels(job).observe(measured_s)
+
+    def waited_most(self, job: str, rank: int, step_s: float) -> None:
+        """The rank that is worst off."""
+        self._worst_wait_s.labels(job).set(step_s)
+        self._worst_rank.labels(job).set(rank)
 
     def data_waited(self, job: str, step_s: float) -> None:
         """What one rank tells."""
@@ -245,6 +291,17 @@ class PrometheusMetrics:
         return metric
 
 
+def _replica_seconds(plan: StepPlan) -> dict[str, float]:
+    """Packs of each replica, as the plan reckons them. O(packs)."""
+    share = np.repeat(plan.pack_seconds, plan.pack_degree)
+    seconds = np.bincount(plan.pack_replicas, weights=share, minlength=plan.replicas)
+    return {
+        "least": float(seconds.min(initial=np.inf)),
+        "mean": float(seconds.mean()),
+        "most": float(seconds.max(initial=0.0)),
+    }
+
+
 def _pad_ratio(plan: StepPlan) -> float:
     padded = int(plan.pack_tokens.sum())
     return 1.0 - int(plan.sample_tokens.sum()) / padded if padded else 0.0
@@ -256,34 +313,3 @@ def _dist_ratio(plan: StepPlan) -> float:
     tokens = np.bincount(plan.pack_replicas, weights=share, minlength=plan.replicas)
     heaviest = float(tokens.max(initial=0.0))
     return 1.0 - float(tokens.mean()) / heaviest if heaviest else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsEndpoint:
-    """The HTTP server that a Prometheus scrapes, in a thread of its own."""
-
-    address: str
-    server: WSGIServer
-    thread: threading.Thread
-
-    def stop(self) -> None:
-        """Close the port; takes up to half a second."""
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
-def serve_metrics(metrics: PrometheusMetrics, listen: str) -> MetricsEndpoint:
-    """Serve /metrics at `listen` (host:port; port 0 picks a free one). Raises SpecError when
-    that cannot be listened on."""
-    host, _, port = listen.rpartition(":")
-    try:
-        server, thread = start_http_server(
-            int(port), host.strip("[]") or "0.0.0.0", registry=metrics.registry
-        )
-    except OSError as error:
-        raise SpecError(
-            f"cannot serve metrics at {listen}: {error.strerror}. Stop what uses the port, or "
-            "choose another; port 0 picks a free one."
-        ) from error
-    return MetricsEndpoint(address=f"{host}:{server.server_port}", server=server, thread=thread)

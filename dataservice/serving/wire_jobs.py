@@ -44,6 +44,7 @@ def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
         quarantined=status.quarantined,
         created_unix_s=status.record.created_unix_s,
         skips=[skip_record_to_proto(skip) for skip in status.skips],
+        failure=status.failure,
     )
 
 
@@ -70,6 +71,7 @@ def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
         committed_step=message.committed_step,
         quarantined=message.quarantined,
         skips=tuple(skip_record_from_proto(skip, message.name) for skip in message.skips),
+        failure=message.failure,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 _SERVER = """
 import gc, json, os, sys
+import dataservice.app, dataservice.calibrate  # what commands load when they need it
 import dataservice.cli.main as command
 
 def become(order):

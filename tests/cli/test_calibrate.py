@@ -63,6 +63,15 @@ def test_measurements_made_elsewhere_are_fitted(cli, tmp_path):
     assert made.cost.vision is None  # was not measured
 
 
+def test_what_was_fitted_is_also_json(cli, tmp_path):
+    path = written(tmp_path / "m.json", ContextCost.flexsp_7b())
+    out = tmp_path / "cost.yaml"
+    said = json.loads(cli.ok("calibrate", "--measurements", path, "--out", out, "--json").out)
+    assert said["version"] == read_cost_file(out).cost.model.version
+    assert said["cost"] == read_cost_file(out).cost.model.to_dict()
+    assert said["errors"]["llm"]["held_out"]["largest"] < 0.01
+
+
 def test_rings_that_were_not_measured_are_pointed_out(cli, tmp_path):
     path = written(tmp_path / "m.json", ContextCost.flexsp_7b(), degrees=(1,))
     said = cli.ok("calibrate", "--measurements", path, "--out", tmp_path / "cost.yaml").said

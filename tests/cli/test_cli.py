@@ -1,8 +1,11 @@
 """The command line: it explains itself, and a mistake gets a sentence, never a traceback."""
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ import typer
 import yaml
 
 from dataservice.cli.main import app
+from dataservice.cli.records import DIFFERS
+from dataservice.cli.status import STALLED
 from tests.cli.support import CommandLine, command_line
 from tests.service.small import IMAGES, SAMPLES, make_corpus, write_job
 from tests.service.support import Ranks, ServiceProcess, serving
@@ -90,6 +95,7 @@ def written(path: Path, plain: Any) -> Path:
 # ---- help and usage -----------------------------------------------------------------------
 
 COMMANDS = list(commands(typer.main.get_command(app)))
+GROUPS = {words[:-1] for words in COMMANDS}
 
 
 def test_help_lists_every_command(cli):
@@ -100,8 +106,28 @@ def test_help_lists_every_command(cli):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_explains_itself_with_an_example(cli, words):
     said = cli.ok(*words, "--help").said
-    if words != ("job",):
-        says(said, "Example:", f"dataservice {' '.join(words)}")
+    says(said, "Example:", f"dataservice {' '.join(words)}")
+    if words != ("serve",) and words not in GROUPS:
+        says(said, "--json")
+
+
+def test_the_shell_completes_commands_and_options(cli, monkeypatch):
+    monkeypatch.setenv("_DATASERVICE_COMPLETE", "complete_bash")
+    for typed, offered in (("jo", "job"), ("job sk", "skip"), ("status --wa", "--watch")):
+        words = f"dataservice {typed}"
+        environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        done = subprocess.run(
+            [Path(sys.executable).with_name("dataservice")],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.split() == [offered], done.stderr
+
+
+def test_the_command_s_help_tells_its_exit_statuses(cli):
+    said = " ".join(cli.ok("--help").said.split())
+    says(said, f"{DIFFERS} a plan made again is not", f"{STALLED} a job is stalled")
 
 
 @pytest.mark.parametrize(
@@ -312,9 +338,11 @@ def test_every_answer_is_also_json(talking, home):
     (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
     assert (status["job"], status["samples"], status["state"]) == ("job", SAMPLES, "active")
     Ranks(talking.service, 2).start().join()
-    for words in (("status",), ("job", "list"), ("job", "show", "job")):
+    for words in (("job", "list"), ("job", "show", "job")):
         (status, *_) = json.loads(talking.ok(*words, "--json").out)
         assert status["attempt"] == 1
+    (status,) = json.loads(talking.ok("status", "job", "--json").out)["jobs"]
+    assert (status["attempt"], status["findings"][0]["severity"]) == (1, "info")
     assert json.loads(talking.ok("explain", "job", "--step", "0", "--json").out)["step"] == 0
     assert [each["source"] for each in json.loads(talking.ok("index", path, "--json").out)] == [
         "images",
@@ -329,7 +357,7 @@ def test_every_answer_is_also_json(talking, home):
 
 def test_what_does_not_exist_is_named_with_the_next_step(talking, home):
     talking.ok("job", "submit", write_job(home, job="known"))
-    for words in (("job", "show"), ("job", "drain"), ("job", "delete")):
+    for words in (("job", "show"), ("job", "drain"), ("job", "delete"), ("status",)):
         says(talking.refused(*words, "nobody"), "no job 'nobody'; registered: known", "job submit")
     said = talking.refused("explain", "known", "--step", "3")
     says(said, "step 3 of job 'known' has not been planned", "dataservice job show known")
@@ -342,3 +370,10 @@ def test_what_does_not_exist_is_named_with_the_next_step(talking, home):
 def test_a_service_that_does_not_answer_is_named(cli, address):
     said = cli.refused("status", "--service", address)
     says(said, f"no service answers at {address}", "Check that `dataservice serve` runs there")
+
+
+def test_commands_that_only_ask_the_service_load_neither_planner_nor_codecs_nor_ray():
+    heavy = ("numba", "scipy", "ray", "pyarrow", "av", "torch")
+    code = f"import sys, dataservice.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -64,7 +64,7 @@ def test_a_job_whose_window_is_full_is_in_health():
     found = the_sentence(a_job())
     assert (found.severity, found.text) == (
         "info",
-        "nobody waits for data: 4 of 4 steps are decoded ahead",
+        "nobody waits for data: 4 of 4 steps are decoded ahead of the last rank",
     )
 
 
@@ -94,7 +94,14 @@ def test_a_stopped_rank_is_named_with_its_process_and_step():
 
 def test_a_rank_that_left_is_named_before_one_that_is_only_silent():
     ranks = (a_rank(0), a_rank(1, quiet_s=99.0), a_rank(2, live=False), a_rank(3))
-    assert "rank 2 (node:102), at step 41, has left" in the_sentence(a_job(ranks=ranks)).text
+    found = the_sentence(a_job(ranks=ranks, report_every_s=2.0))
+    assert "rank 2 (node:102), at step 41, has left" in found.text
+
+
+def test_a_rank_that_was_silent_before_its_connection_broke_is_not_said_to_have_left():
+    ranks = (a_rank(0), a_rank(1, live=False, quiet_s=12.0))
+    found = the_sentence(a_job(ranks=ranks, report_every_s=2.0))
+    assert "is cut off, and had said nothing for 12 s: see whether its process" in found.text
 
 
 def test_a_stopped_rank_hides_that_data_is_late_as_well():
@@ -129,6 +136,15 @@ def test_a_source_that_grew_slow_is_named_though_another_costs_more():
     assert found.text.endswith("look at its storage")
 
 
+def test_a_cheap_source_that_grew_a_little_is_not_blamed_for_what_a_dear_one_costs():
+    sources = (
+        a_source("texts", samples=10.0, read_s=0.0, decode_s=0.2, usual_s=0.01),
+        a_source("captions", samples=10.0, read_s=0.0, decode_s=20.0, usual_s=2.0),
+    )
+    found = the_sentence(a_starved_job(sources=sources))
+    assert "source `captions` decodes at 0.4 of need, 2 s a sample; add" in found.text
+
+
 def test_lost_workers_are_blamed_before_more_are_asked_for():
     fleet = replace(FLEET, workers=1, slots=2)
     sources = (a_source("captions", decode_s=4.0, usual_s=0.4),)
@@ -158,6 +174,20 @@ def test_ranks_that_wait_though_steps_are_decoded_are_sent_to_the_network():
     assert "rank 3 waits 0.4 s a step though 4 steps are decoded" in found.text
 
 
+def test_ranks_that_have_used_up_the_window_wait_for_the_one_behind_and_not_for_data():
+    ranks = (a_rank(0), a_rank(1, wait_s=0.4, received_step=44), a_rank(2, received_step=40))
+    found = the_sentence(a_job(ranks=ranks, decoded_steps=0))
+    assert "rank 1 waits 0.4 s a step: rank 2 (node:102) is 4 steps behind, and no more" in (
+        found.text
+    )
+
+
+def test_a_window_that_planning_has_not_filled_is_no_rank_s_fault():
+    ranks = (a_rank(0, wait_s=0.4, received_step=44), a_rank(1, received_step=43))
+    found = the_sentence(a_job(ranks=ranks, ready_steps=1, decoded_steps=1))
+    assert "behind" not in found.text
+
+
 def test_a_source_near_the_end_of_its_budget_is_mentioned_beside_the_cause():
     sources = (a_source("captions"), a_source("ocr", budget_used=0.8, quarantined=8))
     findings = diagnose(a_job(sources=sources), FLEET)
@@ -174,6 +204,28 @@ def test_many_missing_ranks_are_abbreviated():
 def test_waiting_ranks_come_worst_first_and_only_if_it_shows():
     ranks = (a_rank(0, wait_s=0.005), a_rank(1, wait_s=0.1), a_rank(2, wait_s=0.5))
     assert [rank.rank for rank in waiting(a_job(ranks=ranks))] == [2, 1]
+
+
+def test_a_step_that_is_decoded_for_a_moment_does_not_turn_the_blame_to_the_network():
+    sources = (a_source("captions", decode_s=20.0, usual_s=0.0),)
+    found = the_sentence(a_starved_job(decoded_steps=1, ready_steps=4, sources=sources))
+    assert "source `captions` decodes at 0.4 of need" in found.text
+
+
+def test_samples_that_are_slow_now_and_then_ask_for_a_longer_window():
+    sources = (a_source("captions", decode_s=1.9, usual_s=0.0),)
+    found = the_sentence(a_starved_job(sources=sources))
+    assert "decoding keeps up in the mean, at 4 times the need" in found.text
+    assert found.text.endswith("raise ready_steps, now 4")
+
+
+def test_a_job_without_workers_says_so_before_its_first_step():
+    job = a_job(steps=0, decoded_steps=0, share_slots=0.0, sources=(), step_s=0.0)
+    found = the_sentence(job, replace(FLEET, workers=0, slots=0))
+    assert (found.severity, found.text) == (
+        "stalled",
+        "all ranks wait: no worker of 4 is alive; see the workers' logs",
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1])

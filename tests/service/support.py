@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,8 @@ def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> P
 
 @dataclass
 class Ranks:
-    """Trainer ranks of one attempt, each in a thread; what they received, and how they ended."""
+    """Trainer ranks of one attempt, each in a thread; what they received, and how they ended.
+    `elsewhere` are ranks that somebody else runs."""
 
     address: str
     world_size: int
@@ -58,6 +59,8 @@ class Ranks:
     stopping: bool = False
     pace_s: float = 0.0
     measured_s: float | None = None
+    phase_s: Mapping[str, float] | None = None
+    elsewhere: Collection[int] = ()
     parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -67,6 +70,7 @@ class Ranks:
         self._threads = [
             threading.Thread(target=self._train, args=(rank, state, stop_after), daemon=True)
             for rank in range(self.world_size)
+            if rank not in self.elsewhere
         ]
         for thread in self._threads:
             thread.start()
@@ -101,7 +105,7 @@ class Ranks:
                 for shard in dataset:
                     mine.append(shard)
                     time.sleep(self.pace_s)
-                    dataset.commit(shard.step, measured_s=self.measured_s)
+                    dataset.commit(shard.step, measured_s=self.measured_s, phase_s=self.phase_s)
                     if rank == 0:
                         self.steps_done = shard.step + 1
                     done = stop_after is not None and shard.step + 1 >= stop_after

@@ -15,6 +15,16 @@ from dataservice.core.errors import (
     RankClaimedError,
     SpecError,
 )
+from dataservice.core.health import (
+    OTHERS,
+    Diagnosed,
+    Finding,
+    FleetHealth,
+    JobHealth,
+    RankHealth,
+    ServiceHealth,
+    SourceHealth,
+)
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
 from dataservice.core.orders import (
     FeatureRoutes,
@@ -186,6 +196,59 @@ def make_shard(*, rank=0, step=5):
     )
 
 
+def make_health(jobs):
+    """A service whose jobs all wait for source `ocr`."""
+    found = Finding(severity="slow", text="rank 1 waits: source `ocr` decodes at 0.6 of need")
+    return ServiceHealth(
+        jobs=tuple(Diagnosed(health=make_job_health(job), findings=(found,)) for job in jobs),
+        fleet=FleetHealth(
+            workers=3,
+            wanted_workers=4,
+            slots=6,
+            slots_per_worker=2,
+            busy_slots=5.5,
+            waiting_teams=("", OTHERS),
+        ),
+    )
+
+
+def make_job_health(job):
+    """Every field with a value of its own."""
+    rank = RankHealth(
+        rank=1, client="host:1", live=True, received_step=44, committed_step=43, quiet_s=1.5,
+        wait_s=0.25,
+    )  # fmt: skip
+    source = SourceHealth(
+        source="ocr", samples=8.0, read_s=0.5, decode_s=2.5, usual_s=0.125, quarantined=3,
+        budget_used=0.75,
+    )  # fmt: skip
+    return JobHealth(
+        job=job,
+        attempt=2,
+        world_size=4,
+        missing_ranks=(2, 3),
+        forming_s=7.0,
+        draining=True,
+        ended=True,
+        committed_step=43,
+        planned_step=47,
+        ready_steps=4,
+        decoded_steps=1,
+        window_steps=5,
+        steps=20,
+        step_s=1.5,
+        plan_s=0.375,
+        share_slots=2.25,
+        ranks=(rank,),
+        sources=(source,),
+        failure="source `ocr` cannot be read",
+        report_every_s=2.5,
+        steps_per_s=0.5,
+        samples_per_s=128.0,
+        plan_gap=0.0625,
+    )
+
+
 class CoordinatorInMemory:
     """engine.api.CoordinatorApi with as little behind it as the calls need."""
 
@@ -194,6 +257,9 @@ class CoordinatorInMemory:
         self.claims = {}
         self.closed = []
         self.committed = []
+        self.phases = []
+        self.reports = []
+        self.asked_health = []
         self.recosted = []
         self.skips = []
         self.failed_workers = []
@@ -333,10 +399,22 @@ class CoordinatorInMemory:
             return SkippedSteps(next_step=max(skip.last_step for skip in self.skips) + 1)
         return make_shard(rank=int(session.rpartition("/")[2]), step=step), make_plan(step)
 
-    async def commit(self, session, step, *, measured_s=None):
+    async def commit(self, session, step, *, measured_s=None, phase_s=None):
         self.committed.append(
             (session, step) if measured_s is None else (session, step, measured_s)
         )
+        self.phases.append(phase_s)
+
+    async def report(self, session, report):
+        if not session:
+            raise NotFoundError("no such session.")
+        self.reports.append((session, report))
+
+    async def health(self, jobs, *, team):
+        self.asked_health.append((tuple(jobs), team))
+        for job in jobs:
+            await self.job(job)
+        return make_health(jobs)
 
 
 async def until(condition):
@@ -359,6 +437,7 @@ def make():
         plan = staticmethod(make_plan)
         shard = staticmethod(make_shard)
         host = staticmethod(make_host)
+        health = staticmethod(make_health)
         pipeline = TinyPipeline
         until = staticmethod(until)
         secret = SECRET

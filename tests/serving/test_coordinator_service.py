@@ -11,8 +11,9 @@ import pytest
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.health import RankReport
 from dataservice.core.orders import WantedParts
-from dataservice.serving import wire_shards
+from dataservice.serving import wire_health, wire_shards
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
 
@@ -265,12 +266,74 @@ async def test_a_commit_carries_the_seconds_a_rank_has_measured(stub, api):
     assert api.committed == [("vlm/0", 3, 0.0)]
 
 
+async def test_a_commit_carries_what_the_seconds_went_to_by_phases_that_are_known(stub, api):
+    phases = {"vision_forward": 0.25, "llm_backward": 1.5, "exchange": 0.0, "dreaming": 9.0}
+    request = coordinator_pb2.CommitStepRequest(
+        session="vlm/0", step=3, measured_s=2.0, phase_s=phases
+    )
+    await stub.CommitStep(request)
+    assert api.phases == [{"vision_forward": 0.25, "llm_backward": 1.5, "exchange": 0.0}]
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-async def test_seconds_that_cannot_be_are_refused(stub, api, seconds):
-    request = coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, measured_s=seconds)
+@pytest.mark.parametrize("name", ["measured_s", "phase_s"])
+async def test_seconds_that_cannot_be_are_refused(stub, api, name, seconds):
+    given = seconds if name == "measured_s" else {"exchange": seconds}
+    request = coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, **{name: given})
     with pytest.raises(grpc.aio.AioRpcError, match="at least 0"):
         await stub.CommitStep(request)
     assert api.committed == []
+
+
+async def test_more_phases_than_there_can_be_are_refused(stub, api):
+    phases = {f"phase-{number}": 0.1 for number in range(33)}
+    request = coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, phase_s=phases)
+    with pytest.raises(grpc.aio.AioRpcError, match="has 33 phases; at most 32 are taken"):
+        await stub.CommitStep(request)
+    assert api.committed == []
+
+
+# ---- health -------------------------------------------------------------------------------
+
+
+async def test_a_rank_tells_of_itself(stub, api):
+    session = stub.OpenSession(opening(rank=1))
+    await session.read()
+    request = coordinator_pb2.ReportRequest(
+        session="vlm/1", step=7, steps=5, waited_s=0.5, waiting_s=0.25
+    )
+    await stub.Report(request)
+    assert api.reports == [("vlm/1", RankReport(step=7, steps=5, waited_s=0.5, waiting_s=0.25))]
+    session.cancel()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": -1}, {"waited_s": float("nan")}, {"waiting_s": -0.1}], ids=str
+)
+async def test_a_report_that_cannot_be_is_refused(stub, api, wrong):
+    code, _, kind = await status_of(
+        stub.Report(coordinator_pb2.ReportRequest(session="vlm/0", **wrong))
+    )
+    assert (code, kind) == (grpc.StatusCode.INVALID_ARGUMENT, "SpecError")
+    assert api.reports == []
+
+
+async def test_health_is_told_with_every_number_of_it(stub, api, make):
+    await api.submit("name: vlm", "")
+    await api.submit("name: asr", "")
+    answer = await stub.GetHealth(coordinator_pb2.GetHealthRequest())
+    assert wire_health.health_from_proto(answer) == make.health(["asr", "vlm"])
+    answer = await stub.GetHealth(coordinator_pb2.GetHealthRequest(job="vlm"))
+    assert wire_health.health_from_proto(answer) == make.health(["vlm"])
+    assert api.asked_health == [(("asr", "vlm"), None), (("vlm",), None)]
+
+
+async def test_the_health_of_a_job_that_is_not_there_is_an_error(stub):
+    code, _, kind = await status_of(stub.GetHealth(coordinator_pb2.GetHealthRequest(job="no")))
+    assert (code, kind) == (grpc.StatusCode.NOT_FOUND, "NotFoundError")
+
+
+# ---- the end ------------------------------------------------------------------------------
 
 
 async def test_stopping_ends_sessions_at_once_and_tells_them_to_come_back(api, channel_to):

@@ -1,0 +1,133 @@
+"""What `status` prints: jobs and what holds each up, for people and for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dataservice.core.health import (
+    Diagnosed,
+    FleetHealth,
+    JobHealth,
+    ServiceHealth,
+    Severity,
+)
+
+NAMED_RANKS = 8  # of one job, those that wait most; --json names all
+STYLES: dict[Severity, str] = {"info": "green", "slow": "yellow", "stalled": "bold red"}
+WORST_FIRST: tuple[Severity, ...] = ("stalled", "slow", "info")
+
+
+def worst(jobs: Sequence[Diagnosed]) -> Severity:
+    """The gravest finding of all; info when there is none."""
+    said = {finding.severity for job in jobs for finding in job.findings}
+    return next((severity for severity in WORST_FIRST if severity in said), "info")
+
+
+def health_json(health: ServiceHealth, *, indent: int | None = 2) -> str:
+    """All that is known, as one object; without `indent` on one line."""
+    jobs = [
+        {**asdict(each.health), "findings": [asdict(found) for found in each.findings]}
+        for each in health.jobs
+    ]
+    return json.dumps({"jobs": jobs, "fleet": asdict(health.fleet)}, indent=indent)
+
+
+def health_view(health: ServiceHealth, *, detailed: bool) -> Iterator[RenderableType]:
+    """The workers, a row a job, and every finding; `detailed` adds sources and ranks."""
+    yield _fleet_line(health.fleet)
+    if not health.jobs:
+        yield Text("no job is registered; see `dataservice job submit --help`")
+        return
+    yield _jobs_table(health.jobs)
+    for each in health.jobs:
+        for finding in each.findings:
+            yield Text(f"{each.health.job}: {finding.text}", style=STYLES[finding.severity])
+    if detailed:
+        for each in health.jobs:
+            yield from _details(each.health)
+
+
+def _fleet_line(fleet: FleetHealth) -> Text:
+    lost = fleet.workers < fleet.wanted_workers
+    return Text(
+        f"{fleet.workers} of {fleet.wanted_workers} workers, {fleet.busy_slots:.1f} of "
+        f"{fleet.slots} slots busy",
+        style="yellow" if lost else "",
+    )
+
+
+def _jobs_table(jobs: Sequence[Diagnosed]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("job", "state", "ranks", "trained", "planned", "decoded ahead", "steps/s",
+                 "samples/s", "wait s/step"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("job", "state") else "right")
+    for each in jobs:
+        job, severity = each.health, worst([each])
+        table.add_row(
+            job.job,
+            Text(_state(job, severity), style=STYLES[severity]),
+            f"{sum(rank.live for rank in job.ranks)} of {job.world_size}",
+            _or_dash(job.committed_step),
+            _or_dash(job.planned_step),
+            f"{job.decoded_steps} of {job.window_steps}",
+            f"{job.steps_per_s:.3g}",
+            f"{job.samples_per_s:.4g}",
+            f"{job.exposed_wait_s:.2g}",
+        )
+    return table
+
+
+def _state(job: JobHealth, severity: Severity) -> str:
+    if severity != "info":
+        return severity
+    return "running" if any(rank.live for rank in job.ranks) else "idle"
+
+
+def _details(job: JobHealth) -> Iterator[RenderableType]:
+    if job.sources:
+        yield _sources_table(job)
+    if job.ranks:
+        yield _ranks_table(job)
+
+
+def _sources_table(job: JobHealth) -> Table:
+    table = Table(title="sources, a step", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("source", "samples", "read s", "decode s", "s/sample", "usual", "masked"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for source in job.sources:
+        seconds = source.read_s + source.decode_s
+        table.add_row(
+            source.source,
+            f"{source.samples:.1f}",
+            f"{source.read_s:.3g}",
+            f"{source.decode_s:.3g}",
+            f"{seconds / source.samples:.2g}" if source.samples else "-",
+            f"{source.usual_s:.2g}" if source.usual_s else "-",
+            str(source.quarantined),
+        )
+    return table
+
+
+def _ranks_table(job: JobHealth) -> Table:
+    table = Table(title="ranks that wait most", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "client", "trained", "wait s/step", "heard s ago"):
+        table.add_column(name, justify="left" if name == "client" else "right")
+    ranks = sorted(job.ranks, key=lambda rank: (rank.live, -rank.wait_s, -rank.quiet_s))
+    for rank in ranks[:NAMED_RANKS]:
+        table.add_row(
+            str(rank.rank),
+            rank.client if rank.live else f"{rank.client}, gone",
+            _or_dash(rank.committed_step),
+            f"{rank.wait_s:.2g}",
+            f"{rank.quiet_s:.0f}",
+        )
+    return table
+
+
+def _or_dash(step: int) -> str:
+    return str(step) if step >= 0 else "-"

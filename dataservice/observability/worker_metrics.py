@@ -1,0 +1,114 @@
+"""What one worker tells of itself, read from it whenever a Prometheus asks.
+
+A worker's process is scraped on its own: the coordinator counts what it has had receipts of, a
+worker what it has done and holds. Each process shows its own worker alone, under its name.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from dataservice.observability.metrics import NAMESPACE
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class TeamCounts(Protocol):
+    """A team's samples that wait for a slot, and the seconds that slots have worked for it."""
+
+    @property
+    def team(self) -> str: ...
+    @property
+    def queued(self) -> int: ...
+    @property
+    def decode_s(self) -> float: ...
+
+
+class WorkerCounts(Protocol):
+    """A worker's packs now, and its work since it started; see workers.host.HostStats."""
+
+    @property
+    def packs_pending(self) -> int: ...
+    @property
+    def packs_waiting(self) -> int: ...
+    @property
+    def packs_ready(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def samples_decoded(self) -> int: ...
+    @property
+    def samples_masked(self) -> int: ...
+    @property
+    def decode_s(self) -> float: ...
+    @property
+    def teams(self) -> Sequence[TeamCounts]: ...
+
+
+def worker_registry(
+    worker: str, *, slots: int, read: Callable[[], WorkerCounts]
+) -> CollectorRegistry:
+    """The series of this worker; `read` is called by the thread of each scrape."""
+    registry = CollectorRegistry()
+    registry.register(_WorkerSeries(worker, slots, read))
+    return registry
+
+
+class _WorkerSeries(Collector):
+    def __init__(self, worker: str, slots: int, read: Callable[[], WorkerCounts]) -> None:
+        self._worker = worker
+        self._slots = slots
+        self._read = read
+
+    def describe(self) -> Iterable[Family]:
+        """The series without their values."""
+        return _families().values()
+
+    def collect(self) -> Iterable[Family]:
+        """The series as they are."""
+        now, worker, found = self._read(), self._worker, _families()
+        waiting = now.packs_waiting
+        for state, packs in (
+            ("waiting", waiting),
+            ("decoding", now.packs_pending - waiting),
+            ("ready", now.packs_ready),
+        ):
+            found["packs"].add_metric([worker, state], packs)
+        for name, value in (
+            ("decoding_slots", self._slots),
+            ("held_bytes", now.held_bytes),
+            ("samples", now.samples_decoded),
+            ("masked_samples", now.samples_masked),
+            ("decode_seconds", now.decode_s),
+        ):
+            found[name].add_metric([worker], value)
+        for load in now.teams:
+            found["team_queued_samples"].add_metric([worker, load.team], load.queued)
+            found["team_decode_seconds"].add_metric([worker, load.team], load.decode_s)
+        return found.values()
+
+
+def _families() -> dict[str, Family]:
+    def gauge(name: str, text: str, *labels: str) -> Family:
+        return GaugeMetricFamily(f"{NAMESPACE}_worker_{name}", text, labels=["worker", *labels])
+
+    def counter(name: str, text: str, *labels: str) -> Family:
+        return CounterMetricFamily(f"{NAMESPACE}_worker_{name}", text, labels=["worker", *labels])
+
+    return {
+        "packs": gauge("packs", "Packs ordered: waiting for room, decoding, or ready.", "state"),
+        "decoding_slots": gauge("decoding_slots", "Samples that the worker decodes at once."),
+        "held_bytes": gauge("held_bytes", "Size of the packs that are ready."),
+        "samples": counter("samples", "Samples decoded, masked ones included."),
+        "masked_samples": counter("masked_samples", "Samples decoded as masked."),
+        "decode_seconds": counter("decode_seconds", "Time of slots spent reading and decoding."),
+        "team_queued_samples": gauge(
+            "team_queued_samples", "Samples of a team that wait for a slot.", "team"
+        ),
+        "team_decode_seconds": counter(
+            "team_decode_seconds", "Time of slots spent for a team.", "team"
+        ),
+    }

@@ -1,0 +1,110 @@
+"""What `dataservice status` prints: a line for the workers, a row a job, a sentence a finding."""
+
+import json
+from itertools import islice
+
+import pytest
+from rich.console import Console
+
+from dataservice.cli.show_health import health_json, health_view, worst
+from dataservice.cli.status import looks_at
+from dataservice.core.health import (
+    Diagnosed,
+    Finding,
+    FleetHealth,
+    JobHealth,
+    RankHealth,
+    ServiceHealth,
+    SourceHealth,
+)
+from dataservice.serving.errors import ServiceUnreachableError
+
+FLEET = FleetHealth(workers=3, wanted_workers=4, slots=6, slots_per_worker=2, busy_slots=5.5)
+
+
+def a_job(job="vlm", *, severity="slow", text="rank 1 waits: source `ocr` decodes at 0.6 of need"):
+    ranks = tuple(
+        RankHealth(
+            rank=rank, client=f"node:{rank}", live=rank != 3, received_step=44, committed_step=43,
+            quiet_s=1.5, wait_s=rank / 4,
+        )
+        for rank in range(12)
+    )  # fmt: skip
+    source = SourceHealth(source="ocr", samples=8, read_s=0.5, decode_s=2.5, usual_s=0.125)
+    health = JobHealth(
+        job=job, attempt=2, world_size=12, missing_ranks=(), forming_s=0.0, draining=False,
+        ended=False, committed_step=43, planned_step=47, ready_steps=4, decoded_steps=1,
+        window_steps=5, steps=20, step_s=1.5, plan_s=0.25, share_slots=6.0, ranks=ranks,
+        sources=(source,), steps_per_s=0.5, samples_per_s=128.0,
+    )  # fmt: skip
+    return Diagnosed(health=health, findings=(Finding(severity=severity, text=text),))
+
+
+def shown(*jobs, detailed=False):
+    console = Console(width=120, force_terminal=False)
+    with console.capture() as captured:
+        for part in health_view(ServiceHealth(jobs=jobs, fleet=FLEET), detailed=detailed):
+            console.print(part)
+    return captured.get()
+
+
+def test_workers_come_first_then_a_row_a_job_then_what_holds_it_up():
+    text = shown(a_job(), a_job("asr", severity="info", text="nobody waits for data"))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "3 of 4 workers, 5.5 of 6 slots busy"
+    assert "vlm slow 11 of 12 43 47 1 of 5 0.5 128 2.8" in lines
+    assert "asr running 11 of 12 43 47 1 of 5 0.5 128 2.8" in lines
+    assert "vlm: rank 1 waits: source `ocr` decodes at 0.6 of need" in lines
+    assert "usual" not in text
+
+
+def test_one_job_is_shown_with_its_sources_and_the_ranks_that_wait_most():
+    lines = [" ".join(line.split()) for line in shown(a_job(), detailed=True).splitlines()]
+    assert "ocr 8.0 0.5 2.5 0.38 0.12 0" in lines
+    ranks = [line.split()[0] for line in lines if "node:" in line]
+    assert ranks == ["3", "11", "10", "9", "8", "7", "6", "5"]
+
+
+def test_a_service_without_jobs_says_how_to_submit_one():
+    assert "no job is registered; see `dataservice job submit --help`" in shown()
+
+
+def test_the_gravest_finding_decides():
+    jobs = [a_job(severity=severity) for severity in ("info", "stalled", "slow")]
+    assert worst(jobs) == "stalled"
+    assert worst([]) == "info"
+
+
+def test_json_has_every_number_on_one_line_where_a_program_follows():
+    health = ServiceHealth(jobs=(a_job(),), fleet=FLEET)
+    line = health_json(health, indent=None)
+    assert "\n" not in line
+    (job,) = json.loads(line)["jobs"]
+    assert job["ranks"][1]["wait_s"] == 0.25
+    assert job["findings"] == [
+        {"severity": "slow", "text": "rank 1 waits: source `ocr` decodes at 0.6 of need"}
+    ]
+
+
+class ComingAndGoing:
+    """A service that is away every other time."""
+
+    def __init__(self, *, there):
+        self.there = there
+
+    def health(self, job):
+        self.there = not self.there
+        if self.there:
+            raise ServiceUnreachableError("no service answers")
+        return ServiceHealth(jobs=(), fleet=FLEET)
+
+
+def test_watching_goes_on_while_the_service_restarts():
+    looks = looks_at(ComingAndGoing(there=True), "", 0.0)
+    seen = [type(look).__name__ for look in islice(looks, 3)]
+    assert seen == ["ServiceHealth", "ServiceUnreachableError", "ServiceHealth"]
+
+
+def test_watching_a_service_that_never_was_there_is_an_error():
+    with pytest.raises(ServiceUnreachableError):
+        next(looks_at(ComingAndGoing(there=False), "", 0.0))

@@ -1,0 +1,150 @@
+"""`dataservice status` on real processes: it names who holds training up, and what would help."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dataservice.cli.status import STALLED
+from dataservice.job_setup import index_job
+from dataservice.serving.coordinator_client import CoordinatorClient
+from dataservice.spec import read_job
+from tests.service.moody_vision import IMPORT_PATH, NAME
+from tests.service.small import make_corpus, write_job
+from tests.service.support import Ranks, ServiceProcess, serving, wait_for
+
+EPOCHS = 2000
+USUAL_STEPS = 30  # so many are behind the window of the last 20, whose seconds are the usual ones
+STEP_S = 0.05
+
+RANK = """
+import sys, time
+from trainer_client import ShardDataset
+with ShardDataset(sys.argv[1], job="halting", rank=1, world_size=3) as dataset:
+    for shard in dataset:
+        time.sleep(0.1)
+        dataset.commit(shard.step)
+        print(shard.step, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """One worker of two slots."""
+    home = tmp_path_factory.mktemp("status")
+    config = home / "service.yaml"
+    plain = {"workers": 1, "slots_per_worker": 2, "custom_processors": {NAME: IMPORT_PATH}}
+    config.write_text(yaml.safe_dump(plain))
+    with serving(home, "local", "--config", str(config)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("small") / "corpus")
+
+
+def submitted(service: ServiceProcess, corpus: Path, job: str, **options: Any) -> None:
+    """A job of many epochs whose processor has these options; indexed without its delays."""
+    vision = {"kind": "custom", "name": NAME, "options": options}
+    pipeline = {"tokenizer": "tokenizer", "vision": vision}
+    index = f"index-{job}"
+    file = write_job(corpus, job=job, pipeline=pipeline, epochs=EPOCHS, index=index)
+    index_job(read_job(file.read_text(), corpus), custom_processors={NAME: IMPORT_PATH})
+    service.cli("job", "submit", str(file))
+
+
+def sentence(service: ServiceProcess, job: str) -> str:
+    """What the service says of a job now."""
+    with CoordinatorClient(service.address) as client:
+        (seen,) = client.health(job).jobs
+    return seen.findings[0].text
+
+
+def status(service: ServiceProcess, *arguments: str, code: int = 0) -> str:
+    """What `dataservice status` prints."""
+    done = service.cli("status", *arguments, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def watched(service: ServiceProcess, job: str) -> list[Any]:
+    """Four looks of `dataservice status --watch --json`, which ends by ^C."""
+    command = [sys.executable, "-m", "dataservice.cli.main", "status", job, "--watch", "--json"]
+    arguments = ["--every", "0.3", "--service", service.address]
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as watching:
+        looks = [json.loads(watching.stdout.readline()) for _ in range(4)]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=20) == 0
+    return looks
+
+
+def test_a_source_that_becomes_slow_is_named_with_its_usual_pace(service, corpus, tmp_path):
+    trouble = tmp_path / "the storage of clips is slow"
+    submitted(service, corpus, "moody", clip_s=0.4, once=str(trouble))
+    ranks = Ranks(service.address, 2, job="moody", pace_s=STEP_S, measured_s=STEP_S).start()
+    wait_for(lambda: ranks.steps_done >= USUAL_STEPS)
+    assert sentence(service, "moody").startswith("nobody waits for data")
+    trouble.touch()
+    wait_for(lambda: "source" in sentence(service, "moody"))
+    wait_for(lambda: "is usual" in sentence(service, "moody"))
+    shown = status(service, "moody")
+    ranks.stopping = True
+    trouble.unlink()
+    ranks.join()
+    said = re.search(r"moody: (.*)", shown)[1]
+    who = r"(rank [01] waits|ranks 0-1 wait) [\d.]+ s a step"
+    why = r"source `clips` decodes at 0\.\d+ of need"
+    assert re.match(rf"{who}: {why}, 0\.\d+ s a sample where 0\.0\d+ s is usual", said), said
+
+
+def test_starved_workers_are_named_with_how_many_more_would_do(service, corpus):
+    submitted(service, corpus, "starved", image_s=0.1, clip_s=0.1)
+    ranks = Ranks(service.address, 2, job="starved", pace_s=STEP_S, measured_s=STEP_S).start()
+    wait_for(lambda: ranks.steps_done >= 6)
+    wait_for(lambda: "ranks 0-1 wait" in sentence(service, "starved"))
+    shown = json.loads(status(service, "starved", "--json", "--check"))
+    looks = watched(service, "starved")
+    ranks.stopping = True
+    ranks.join()
+    assert looks[0]["jobs"][0]["committed_step"] < looks[-1]["jobs"][0]["committed_step"]
+    (job,) = shown["jobs"]
+    (found,) = job["findings"]
+    assert found["severity"] == "slow"
+    assert "source `images` decodes at 0." in found["text"]
+    # 11 of 23 samples sleep 0.1 s, six are in a step of 0.05 s: 5.7 slots and a little more.
+    more = int(re.search(r"; add (\d+) workers$", found["text"])[1])
+    assert 2 <= more <= 5
+    assert shown["fleet"]["busy_slots"] > 0
+    assert all(rank["wait_s"] > 0 for rank in job["ranks"])
+
+
+def test_a_stopped_rank_is_named_with_its_process(service, corpus):
+    submitted(service, corpus, "halting")
+    others = Ranks(service.address, 3, job="halting", pace_s=0.1, elsewhere=[1]).start()
+    rank = subprocess.Popen([sys.executable, "-c", RANK, service.address], stdout=subprocess.PIPE)
+    try:
+        rank.stdout.readline()  # it has trained a step
+        rank.send_signal(signal.SIGSTOP)
+        wait_for(lambda: "said nothing" in sentence(service, "halting"))
+        shown = status(service, "--check", code=STALLED)
+        rank.send_signal(signal.SIGCONT)
+        wait_for(lambda: sentence(service, "halting").startswith("nobody waits"))
+        status(service, "--check")
+        others.stopping = True
+        others.join()
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+    said = re.search(r"halting: (.*)", shown)[1]
+    assert said.startswith(f"ranks 0 and 2 wait: rank 1 ({os.uname().nodename}:{rank.pid}), at")
+    assert re.search(r"(has|had) said nothing for 1\d s: see whether its process is stopped", said)
