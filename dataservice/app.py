@@ -27,7 +27,8 @@ from dataservice.fleet import make_pool
 from dataservice.job_pipeline import load_processors
 from dataservice.job_setup import job_record, open_job, same_job
 from dataservice.observability.diagnosis import diagnose
-from dataservice.observability.metrics import MetricsEndpoint, PrometheusMetrics, serve_metrics
+from dataservice.observability.endpoint import MetricsEndpoint, serve_metrics
+from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.planning.warm import warm_up
 from dataservice.serving.audit import AuditLog
 from dataservice.serving.border import Border
@@ -91,8 +92,9 @@ async def start_service(config: ServiceConfig) -> Service:
         started.callback(store.close)
         await asyncio.to_thread(warm_up)
         metrics, endpoint = PrometheusMetrics(), None
+        metrics.team_weights({name: team.weight for name, team in config.teams.items()})
         if config.metrics_listen is not None:
-            endpoint = serve_metrics(metrics, config.metrics_listen)
+            endpoint = serve_metrics(metrics.registry, config.metrics_listen)
             started.push_async_callback(asyncio.to_thread, endpoint.stop)
         secret = _secret(config)
         pool = make_pool(config, secret)

@@ -1,6 +1,10 @@
 """The workers as the service's config wants them: one served from this process, and the pool."""
 
+import asyncio
 import hashlib
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -9,17 +13,22 @@ from pathlib import Path
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import ServedWorker, WorkerPool
 from dataservice.job_pipeline import decoder_of, reader_of
+from dataservice.observability.endpoint import serve_metrics
+from dataservice.observability.worker_metrics import worker_registry
 from dataservice.serving.authority import derived_name
 from dataservice.serving.server import serve_worker
 from dataservice.serving.tls import TlsSpec, server_credentials
 from dataservice.spec import ServiceConfig
-from dataservice.workers.host import DecodingHost
+from dataservice.workers.host import DecodingHost, HostStats
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool, node_host
 
+log = logging.getLogger(__name__)
+
+SCRAPE_LIMIT_S = 5.0
 OWN_ADDRESS = "node"  # as worker_host: the address of whichever node a worker runs on
 
 
@@ -38,6 +47,7 @@ class WorkerSettings:
     tls: TlsSpec | None = None
     reflect: bool = True
     ports: str = "0"
+    metrics_ports: str | None = None
 
 
 async def serve_worker_process(settings: WorkerSettings, worker: str) -> ServedWorker:
@@ -63,15 +73,43 @@ async def serve_worker_process(settings: WorkerSettings, worker: str) -> ServedW
 
 async def _served(host: DecodingHost, settings: WorkerSettings, worker: str) -> ServedWorker:
     address = node_host() if settings.host == OWN_ADDRESS else settings.host
-    return await serve_worker(
-        host,
-        worker=worker,
-        listen=f"{address}:{settings.ports}",
-        secret=settings.secret,
-        credentials=server_credentials(settings.tls) if settings.tls is not None else None,
-        reflect=settings.reflect,
-        on_stopped=host.close,
-    )
+    stopped = host.close
+    if settings.metrics_ports is not None:
+        stopped = _watched(host, f"{address}:{settings.metrics_ports}", settings.slots, worker)
+    try:
+        return await serve_worker(
+            host,
+            worker=worker,
+            listen=f"{address}:{settings.ports}",
+            secret=settings.secret,
+            credentials=server_credentials(settings.tls) if settings.tls is not None else None,
+            reflect=settings.reflect,
+            on_stopped=stopped,
+        )
+    except BaseException:
+        stopped()
+        raise
+
+
+def _watched(host: DecodingHost, listen: str, slots: int, worker: str) -> Callable[[], None]:
+    """Serve the host's metrics; gives what closes both."""
+    loop = asyncio.get_running_loop()
+
+    async def stats() -> HostStats:
+        return host.stats()
+
+    def read() -> HostStats:  # in a thread of the endpoint; the host lives on the loop
+        return asyncio.run_coroutine_threadsafe(stats(), loop).result(SCRAPE_LIMIT_S)
+
+    endpoint = serve_metrics(worker_registry(worker, slots=slots, read=read), listen)
+    log.info("%s: metrics at http://%s/metrics", worker, endpoint.address)
+
+    def close() -> None:
+        # A scrape that waits for this very loop must not be waited for here.
+        threading.Thread(target=endpoint.stop, name="metrics-stop", daemon=True).start()
+        host.close()
+
+    return close
 
 
 def make_pool(config: ServiceConfig, secret: bytes) -> WorkerPool:
@@ -88,6 +126,7 @@ def make_pool(config: ServiceConfig, secret: bytes) -> WorkerPool:
         tls=config.tls,
         reflect=config.tokens_file is None,
         ports=config.worker_ports or "0",
+        metrics_ports=config.worker_metrics_ports,
     )
     serve = partial(serve_worker_process, settings)
     if config.pool == "local":

@@ -104,6 +104,9 @@ def _listening(cluster: Cluster) -> Iterator[str]:
         yield "config: worker_ports is not set, so workers listen where no policy lets anyone in"
     elif pods["worker"].ports["grpc"] != port_range(config.worker_ports)[0]:
         yield f"config: worker_ports {config.worker_ports} begin elsewhere than the pod's grpc port"
+    counted = {p for name, p in pods["worker"].ports.items() if name.startswith("worker-")}
+    if counted != set(port_range(config.worker_metrics_ports or "1-0")):
+        yield f"config: worker_metrics_ports {config.worker_metrics_ports}, the pod has {counted}"
     (ray,) = cluster.rayclusters
     head = f"{ray['metadata']['name']}-head-svc:{pods['ray-head'].ports['gcs-server']}"
     if config.ray_address != head:
@@ -227,6 +230,8 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
         yield f"{config.workers} workers are asked for, and {most} fit"
     if len(port_range(config.worker_ports or "1-1")) < 2 * per_pod:
         yield f"worker_ports are fewer than twice the {per_pod} workers of a pod"
+    if len(port_range(config.worker_metrics_ports or "1-1")) < 2 * per_pod:
+        yield f"worker_metrics_ports are fewer than twice the {per_pod} workers of a pod"
     container = cluster.pods["worker"].container("ray-worker")
     limit = in_bytes(container["resources"]["limits"]["memory"])
     decoders = config.slots_per_worker * (config.decode_memory_bytes or 0)

@@ -7,28 +7,21 @@ from typing import Any
 import promql_parser
 
 from dataservice.observability.metrics import PrometheusMetrics
+from dataservice.observability.series import series_of
+from dataservice.observability.worker_metrics import worker_registry
 from tests.deploy.cluster import Cluster
 
-# What Prometheus itself adds to a series of a ServiceMonitor's target.
+# What Prometheus itself adds to a series of a monitor's target.
 TARGET_LABELS = {"namespace", "service", "pod", "instance", "container", "endpoint", "le"}
-SAMPLES = {
-    "counter": ("_total",),
-    "histogram": ("_bucket", "_sum", "_count"),
-    "gauge": ("",),
-}
 Usage = tuple[str, set[str]]
 """A series' name and the labels that an expression wants of it."""
 
 
 def series_of_code() -> dict[str, set[str]]:
-    """Every series that the coordinator may show, with its labels."""
-    metrics = PrometheusMetrics()
-    found: dict[str, set[str]] = {"up": set()}
-    for metric in set(metrics.registry._collector_to_names):
-        (family,) = metric.describe()  # type: ignore[attr-defined]
-        for ending in SAMPLES[family.type]:
-            found[family.name + ending] = set(metric._labelnames)  # type: ignore[attr-defined]
-    return found
+    """Every series that the coordinator or a worker may show, with its labels."""
+    worker = worker_registry("worker", slots=1, read=lambda: None)  # type: ignore[arg-type,return-value]
+    known = [*series_of(PrometheusMetrics().registry), *series_of(worker)]
+    return {"up": set()} | {name: set(each.labels) for each in known for name in each.scraped}
 
 
 def used(expression: str) -> Iterator[Usage]:
@@ -89,9 +82,10 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
                 yield f"{where}: no metric of the code is called {name}"
             elif strange := labels - known[name] - TARGET_LABELS:
                 yield f"{where}: {name} has no label {sorted(strange)}"
-    for monitor in cluster.of("ServiceMonitor"):
-        for endpoint in monitor["spec"]["endpoints"]:
+    for monitor in (*cluster.of("ServiceMonitor"), *cluster.of("PodMonitor")):
+        spec = monitor["spec"]
+        for endpoint in spec.get("endpoints", ()) or spec["podMetricsEndpoints"]:
             if not endpoint.get("honorLabels"):
-                yield "ServiceMonitor: Prometheus would rename the label `job` of our series"
+                yield f"{monitor['kind']}: Prometheus would rename labels of our series"
             if endpoint.get("path") != "/metrics":
-                yield f"ServiceMonitor: the code serves /metrics, not {endpoint.get('path')}"
+                yield f"{monitor['kind']}: the code serves /metrics, not {endpoint.get('path')}"

@@ -104,8 +104,9 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
         for listen in (config.listen, config.health_listen, config.metrics_listen)
     )
     serving = port_range(config.worker_ports or "0-0")
+    counted = port_range(config.worker_metrics_ports or "0-0")
     ray = [6379, *ray_ports(cluster)]
-    scraped = bool(cluster.of("ServiceMonitor"))
+    scraped, workers_scraped = (bool(cluster.of(kind)) for kind in ("ServiceMonitor", "PodMonitor"))
 
     def check(source: Peer, target: Peer, ports: Iterable[int], wanted: bool) -> Iterator[str]:
         for port in ports:
@@ -117,14 +118,16 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
     yield from check(trainer, worker, serving, True)
     yield from check(coordinator, worker, serving, True)
     yield from check(trainer, coordinator, [health, metrics, *ray], False)
-    yield from check(trainer, worker, ray, False)
+    yield from check(trainer, worker, [*ray, *counted], False)
     yield from check(trainer, head, [*ray, *serving, 8265, 10001], False)
     for target in (coordinator, head, worker):
-        yield from check(passer_by, target, [grpc, health, metrics, *serving, *ray], False)
+        closed = [grpc, health, metrics, *serving, *counted, *ray]
+        yield from check(passer_by, target, closed, False)
         yield from check(prometheus, target, [grpc, *serving, *ray], False)
         for source in (coordinator, head, worker):
             yield from check(source, target, ray, True)
     yield from check(prometheus, coordinator, [metrics], scraped)
+    yield from check(prometheus, worker, counted, workers_scraped)
     if options := cluster.rayclusters[0]["spec"].get("gcsFaultToleranceOptions"):
         host, _, port = options["redisAddress"].rpartition(":")
         redis = stranger(host.split(".")[1])

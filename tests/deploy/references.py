@@ -168,6 +168,12 @@ def _selectors(cluster: Cluster) -> Iterator[str]:
         for endpoint in monitor["spec"]["endpoints"]:
             if endpoint["port"] not in ports:
                 yield f"ServiceMonitor {monitor['metadata']['name']}: no port {endpoint['port']}"
+    for monitor in cluster.of("PodMonitor"):
+        chosen = [pod for pod in pods if selects(monitor["spec"]["selector"], pod.labels)]
+        ports = {name for pod in chosen for name in pod.ports}
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            if endpoint["port"] not in ports:
+                yield f"PodMonitor {monitor['metadata']['name']}: no port {endpoint['port']}"
 
 
 def _probes(cluster: Cluster) -> Iterator[str]:

@@ -184,6 +184,30 @@ CASES: dict[str, tuple[Spoil, str]] = {
         lambda c: c.of("ServiceMonitor")[0]["spec"]["endpoints"][0].update(port="prometheus"),
         "no port prometheus",
     ),
+    "a monitor of a port that no pod has": (
+        lambda c: c.of("PodMonitor")[0]["spec"]["podMetricsEndpoints"][0].update(port="worker-9"),
+        "PodMonitor dataservice-worker: no port worker-9",
+    ),
+    "worker metrics at ports that the pods do not name": (
+        config("worker_metrics_ports: 20200-20203", "worker_metrics_ports: 20200-20204"),
+        "config: worker_metrics_ports 20200-20204, the pod has",
+    ),
+    "too few ports for the workers of a pod and their successors": (
+        config("worker_metrics_ports: 20200-20203", "worker_metrics_ports: 20200-20202"),
+        "worker_metrics_ports are fewer than twice the 2 workers of a pod",
+    ),
+    "worker metrics that Prometheus cannot reach": (
+        lambda c: policy(c, "prometheus-to-workers")["ingress"][0]["ports"][0].update(
+            endPort=20202
+        ),
+        "monitoring cannot reach RayCluster/dataservice at 20203",
+    ),
+    "worker metrics that trainers can read": (
+        lambda c: policy(c, "trainers-to-workers")["ingress"][0]["ports"].append(
+            {"protocol": "TCP", "port": 20200}
+        ),
+        "trainer can reach RayCluster/dataservice at 20200",
+    ),
     "an alert on a metric that does not exist": (
         lambda c: c.of("PrometheusRule")[0]["spec"]["groups"][0]["rules"][1].update(
             expr="dataservice_ready_step == 0"

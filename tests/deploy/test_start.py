@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -205,6 +206,11 @@ def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(de
             served = re.search(r"worker-0\.1 serves at \S+:(\d+)", log.read_text())
             assert served is not None, log.read_text()
             assert int(served[1]) in port_range(config["worker_ports"])
+            (first, *_) = port_range(config["worker_metrics_ports"])
+            with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=10) as answer:
+                assert 'dataservice_worker_decoding_slots{worker="worker-0.1"} 2.0' in (
+                    answer.read().decode()
+                )
 
             ca = tmp_path / "etc/dataservice/tls/ca.crt"
             (tmp_path / "token").write_text(token)

@@ -76,6 +76,7 @@ class JobInfo(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -89,6 +90,8 @@ class JobInfo(_message.Message):
     """-1 before the first"""
     quarantined: _builtins.int
     created_unix_s: _builtins.float
+    failure: _builtins.str
+    """why its last attempt ended; empty while it runs"""
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___SkippedRange]:
         """by number; of those that name a step the last counts"""
@@ -108,10 +111,11 @@ class JobInfo(_message.Message):
         quarantined: _builtins.int = ...,
         created_unix_s: _builtins.float = ...,
         skips: _abc.Iterable[Global___SkippedRange] | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,247 @@
+"""Coordinators and workers come and go under running trainers: restarts, an upgrade, a rollback.
+
+The upgrade and the rollback are those of deploy/README.md, command by command. Real processes
+stand for the pods: the coordinator, and the nodes of a real Ray on which its workers live.
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dataservice.core.errors import StateError
+from dataservice.state.sqlite import SqliteStateStore
+from soak.cluster import Cluster, cluster
+from soak.service import ROOT
+from tests.deploy.cluster import DEPLOY
+from tests.deploy.procedure import commands_of
+from tests.service.conftest import corpus
+from tests.service.support import Ranks, ServiceProcess, job_file, wait_for
+
+__all__ = ["corpus"]
+
+# What the next release has of its own: another version, and one more table in its state.
+NEXT_RELEASE = """
+from importlib import metadata
+told = metadata.version
+metadata.version = lambda name: "99.0.0" if name == "dataservice" else told(name)
+from dataservice.state import schema
+schema.MIGRATIONS = (*schema.MIGRATIONS, "CREATE TABLE news (told TEXT NOT NULL) STRICT;")
+"""
+STATE_MOUNT = "/var/lib/dataservice"
+
+
+@dataclass
+class Operator:
+    """Does to processes what kubectl would do to the pods they stand for."""
+
+    service: ServiceProcess
+    ray: Cluster
+    between: Callable[[], None] = lambda: None
+    release: dict[str, str] = field(default_factory=dict)
+    held: bool = False
+    done: list[str] = field(default_factory=list)
+
+    def follow(self, commands: list[list[str]], *, release: dict[str, str]) -> list[str]:
+        """Do them one by one, with the image of this release once it is applied."""
+        self.done = []
+        for words in commands:
+            line = shlex.join(words)
+            chosen = [act for pattern, act in self._acts(release) if re.search(pattern, line)]
+            assert chosen, f"the procedure says {line}; tell this test what that does"
+            chosen[0](words)
+        return self.done
+
+    def _acts(self, release: dict[str, str]) -> list[tuple[str, Callable[[list[str]], None]]]:
+        def apply(_: list[str]) -> None:
+            self.release = release
+            if not self.held:
+                self.renew_coordinator()
+
+        return [
+            (r"exec dataservice-coordinator-0 .* python -c ", self._in_the_pod),
+            (r"patch statefulset dataservice-coordinator .*OnDelete", self._hold(True)),
+            (r"patch statefulset dataservice-coordinator .*RollingUpdate", self._hold(False)),
+            (r"apply -k deploy/overlays/production$", apply),
+            (r"apply -k deploy/examples/restore-state$", self._restore),
+            (r"get pods -l .*ray.io/group=decode", lambda _: None),
+            (r"delete POD$", lambda _: self.renew_nodes()),
+            (r"delete pod dataservice-coordinator-0$", lambda _: self.renew_coordinator()),
+            (r"scale statefulset dataservice-coordinator --replicas 0", lambda _: self._stop()),
+            (r"rollout status statefulset/dataservice-coordinator", lambda _: self._serves()),
+            (r"wait --for delete pod/dataservice-coordinator-0", lambda _: self._is_gone()),
+            (r"wait --for condition=complete job/restore-state", lambda _: None),
+        ]
+
+    def _hold(self, held: bool) -> Callable[[list[str]], None]:
+        def act(_: list[str]) -> None:
+            self.held = held
+
+        return act
+
+    def _in_the_pod(self, words: list[str]) -> None:
+        code = words[-1].replace(STATE_MOUNT, str(self.service.state_dir))
+        subprocess.run([sys.executable, "-c", code], check=True)
+        self.done.append("state copied")
+
+    def _restore(self, _: list[str]) -> None:
+        job = yaml.safe_load((DEPLOY / "examples" / "restore-state" / "job.yaml").read_text())
+        shell, flags, script = job["spec"]["template"]["spec"]["containers"][0]["command"]
+        script = script.replace(STATE_MOUNT, str(self.service.state_dir))
+        self._is_gone()
+        subprocess.run([shell, flags, script], check=True)
+        self.done.append("state restored")
+
+    def renew_nodes(self) -> None:
+        """Each node is deleted, and another of the release that is applied takes its place."""
+        for number, node in enumerate(self.ray.nodes):
+            node.kill()
+            environment = {**self.ray.environment, **self.release}
+            self.ray.nodes[number] = replace(node, environment=environment).start()
+        self.done.append("workers")
+        self.between()
+
+    def renew_coordinator(self) -> None:
+        """The StatefulSet starts its pod again, by the template that it has now."""
+        if self._runs:
+            self._stop()
+        self.service.environment = {**self.ray.environment, **self.release}
+        self.service.start()
+        self.done.append("coordinator")
+        self.between()
+
+    @property
+    def _runs(self) -> bool:
+        assert self.service.process is not None
+        return self.service.process.poll() is None
+
+    def _stop(self) -> None:
+        self.service.stop()
+
+    def _serves(self) -> None:
+        assert self._runs
+        assert listens(self.service.address)
+
+    def _is_gone(self) -> None:
+        assert not self._runs
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real Ray of two nodes, with room for one worker more than the service has."""
+    home = tmp_path_factory.mktemp("service")
+    with cluster(home, (2, 1), {}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(ray: Cluster) -> Iterator[ServiceProcess]:
+    made = ServiceProcess(home=ray.home, pool="ray", environment=ray.environment)
+    made.flags = ("--ray-address", ray.address, "--workers", "2")
+    yield made.start()
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def next_release(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which every Python process is one of the next release."""
+    home = tmp_path_factory.mktemp("next-release")
+    (home / "sitecustomize.py").write_text(NEXT_RELEASE)
+    return {"PYTHONPATH": os.pathsep.join([str(home), str(ROOT)])}
+
+
+def workers_of(service: ServiceProcess) -> dict[str, str]:
+    """The address of each worker by name."""
+    listed = json.loads(service.cli("workers", "list", "--json").stdout)
+    return {each["worker"]: each["address"] for each in listed}
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as asked:
+        return asked.connect_ex((host, int(port))) == 0
+
+
+def schema_version(state: Path) -> int:
+    with closing(sqlite3.connect(state)) as connection:
+        (version,) = connection.execute("SELECT MAX(version) FROM migrations").fetchone()
+        return int(version)
+
+
+def trained_on(ranks: Ranks, steps: int = 1) -> None:
+    """Wait until the ranks have trained so many steps more."""
+    before = ranks.steps_done
+    wait_for(lambda: ranks.steps_done >= before + steps or ranks.errors, 60.0)
+    assert not ranks.errors
+
+
+def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_path, service):
+    service.cli("job", "submit", str(job_file(corpus, tmp_path)))
+    samples = json.loads(service.cli("job", "list", "--json").stdout)[0]["samples"]
+    first = workers_of(service)
+    ranks = Ranks(service.address, 3, pace_s=0.3).start()
+    for end in (service.kill, service.stop):
+        trained_on(ranks, 2)
+        end()
+        service.start()
+        assert workers_of(service) == first
+    said = service.cli("workers", "restart").stdout
+    for seat in (0, 1):
+        assert f"worker-{seat}.1 is replaced by worker-{seat}.2" in said
+    assert set(workers_of(service)) == {"worker-0.2", "worker-1.2"}
+    ranks.join(120.0)
+    assert len(ranks.visits) == samples
+    assert set(ranks.visits.values()) == {1}
+    assert "is lost" not in service.log.read_text()
+
+
+def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
+    corpus, tmp_path, service, ray, next_release
+):
+    service.cli("job", "submit", str(job_file(corpus, tmp_path, job="upgraded")))
+    state = service.state_dir / "state.db"
+    known = schema_version(state)
+    ranks = Ranks(service.address, 3, job="upgraded", pace_s=0.3).start()
+    trained_on(ranks)
+    operator = Operator(service=service, ray=ray, between=lambda: trained_on(ranks))
+    done = operator.follow(commands_of("Upgrade"), release=next_release)
+    assert done == ["state copied", "workers", "coordinator"]
+    assert not operator.held
+    assert schema_version(state) == known + 1
+    assert schema_version(service.state_dir / "before-upgrade.db") == known
+    said = service.log.read_text()
+    assert "of a former coordinator was started with other settings: it is replaced" in said
+    assert "goes on serving" not in said
+    upgraded = workers_of(service)
+    trained_on(ranks)
+    ranks.stopping = True  # as its launcher would: it has saved a checkpoint
+    ranks.join()
+
+    with pytest.raises(StateError, match=f"version {known + 1}; this release knows up to {known}"):
+        SqliteStateStore(state)
+    service.flags = (*service.flags, "--stop-workers")
+    operator.between = lambda: None
+    done = operator.follow(commands_of("Rollback"), release={})
+    assert done == ["state restored", "coordinator", "workers"]
+    assert schema_version(state) == known
+    assert (service.state_dir / "state.too-new.db").exists()
+    again = Ranks(service.address, 2, job="upgraded").start(state=ranks.state).join()
+    visits = ranks.visits + again.visits
+    assert set(visits.values()) == {1}
+    assert len(visits) == json.loads(service.cli("job", "list", "--json").stdout)[0]["samples"]
+    rolled_back = workers_of(service)
+    assert not set(rolled_back) & set(upgraded)
+
+    service.stop()  # with --stop-workers nothing is left
+    assert not any(map(listens, rolled_back.values()))
