@@ -8,11 +8,16 @@ import hashlib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, cast
+from typing import IO
 
 from dataservice.core.errors import SourceError
+from dataservice.sources.filesystem import (
+    open_filesystem,
+    require_allowed,
+    require_opened,
+    translate,
+)
 from dataservice.sources.roots import Roots
-from dataservice.sources.storage import open_filesystem, require_allowed, translate
 
 MANIFEST = "manifest.json"
 
@@ -35,10 +40,10 @@ class IndexFolder:
 
     def read(self, name: str) -> bytes | None:
         """A whole file, or None when there is none."""
-        require_allowed(self._roots, self._fs, f"{self.path}/{name}", self._owner)
         with translate(self._owner, f"{self.path}/{name}", "be read"):
             try:
-                return cast(bytes, self._fs.cat_file(f"{self.path}/{name}"))
+                with self.open(name) as stream:
+                    return stream.read()
             except FileNotFoundError:
                 return None
 
@@ -50,6 +55,7 @@ class IndexFolder:
         with translate(self._owner, path, "be read", pass_on=(FileNotFoundError,)):
             stream = self._fs.open(path, "rb")
         with stream:
+            require_opened(self._roots, self._fs, stream, path, self._owner)
             yield stream
 
     @contextmanager

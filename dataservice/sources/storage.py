@@ -1,38 +1,34 @@
-"""The one border to fsspec: finding, opening and reading the files of a source.
-
-File systems are plug-ins and raise what they like, so every call here translates any
-exception into SourceError, once, with the file's name and a remedy.
-"""
+"""Finding, opening and reading the files of a source."""
 
 import os
 import posixpath
-import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
 from urllib.parse import unquote
 
-import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from dataservice.core.errors import SampleError, ServiceError, SourceError
+from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan
+from dataservice.sources.filesystem import (
+    is_allowed,
+    open_filesystem,
+    path_of,
+    protocols,
+    require_allowed,
+    require_opened,
+    translate,
+)
 from dataservice.sources.patterns import expand
 from dataservice.sources.roots import Roots
 
 # Reading a gap of this size costs less than asking an object store once more.
 _BRIDGED_GAP_BYTES = 64 * 1024
-# Storage that holds bytes and does nothing else. fsspec has protocols that run programs, render
-# templates, or open a second address that the first one names; a job may not ask for those.
-PROTOCOLS = frozenset(
-    {"file", "local", "memory", "http", "https", "s3", "s3a", "gs", "gcs", "hf", "hdfs"}
-    | {"abfs", "abfss", "az", "adl", "oss", "oci"}
-)
-_REFUSED_OPTIONS = frozenset({"protocol", "target_protocol", "target_options", "fo"})
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
 
 
@@ -56,12 +52,12 @@ class Storage:
         self._roots = roots
         patterns = _expand_braces(spec)
         self._fs, _ = open_filesystem(patterns[0], spec.storage_options, f"source {spec.name!r}")
-        self._local = "file" in _protocols(self._fs)
+        self._local = "file" in protocols(self._fs)
         self._media_root = ""
         if spec.media_root:
             owner = f"source {spec.name!r}"
             media_fs, root = open_filesystem(spec.media_root, spec.storage_options, owner)
-            if _protocols(media_fs) != _protocols(self._fs):
+            if protocols(media_fs) != protocols(self._fs):
                 raise SourceError(
                     f"{owner}: its media_root {spec.media_root!r} lies in another storage than its "
                     f"url {spec.url!r}. Keep both in one."
@@ -124,9 +120,12 @@ class Storage:
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading. Raises SourceError."""
-        require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
+        owner = f"source {self._spec.name!r}"
+        require_allowed(self._roots, self._fs, path, owner)
         with self.translate(path, "be opened"):
-            return cast(IO[bytes], self._fs.open(path, "rb"))
+            stream = cast(IO[bytes], self._fs.open(path, "rb"))
+        require_opened(self._roots, self._fs, stream, path, owner)
+        return stream
 
     def read_spans(self, path: str, spans: Sequence[ByteSpan]) -> list[bytes]:
         """The bytes of each span; spans that lie close together are read at once.
@@ -134,15 +133,8 @@ class Storage:
         Raises:
             SourceError: the file cannot be read, or is shorter than the index says.
         """
-        require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
         runs = _runs(spans)
-        with self.translate(path, "be read"):
-            blobs = self._fs.cat_ranges(
-                [path] * len(runs),
-                [start for start, _ in runs],
-                [end for _, end in runs],
-                on_error="raise",
-            )
+        blobs = self._local_runs(path, runs) if self._local else self._remote_runs(path, runs)
         by_start = {start: blob for (start, _), blob in zip(runs, blobs, strict=True)}
         starts = sorted(by_start)
         out = []
@@ -158,6 +150,18 @@ class Storage:
                 )
             out.append(bytes(data))
         return out
+
+    def _local_runs(self, path: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
+        with self.open(path) as stream, self.translate(path, "be read"):
+            return [_read_run(stream, start, end) for start, end in runs]
+
+    def _remote_runs(self, path: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
+        """All at once, where the file system can."""
+        require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
+        starts, ends = [start for start, _ in runs], [end for _, end in runs]
+        with self.translate(path, "be read"):
+            blobs = self._fs.cat_ranges([path] * len(runs), starts, ends, on_error="raise")
+        return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
         """A file named relative to the folder of `path`, or to the source's media_root, as
@@ -180,7 +184,7 @@ class Storage:
         try:
             with self.translate(full, "be read", pass_on=(FileNotFoundError, IsADirectoryError)):
                 if self._local:
-                    return _read_local(full, folder, relative, limits)
+                    return _read_local(full, folder, relative, limits, self._roots)
                 most = limits.max_media_bytes + 1
                 data = cast(bytes, self._fs.cat_file(full, start=0, end=most))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -199,95 +203,9 @@ class Storage:
             yield
 
 
-@contextmanager
-def translate(
-    owner: str, path: str, what: str, *, pass_on: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """Turn whatever a file system raises into SourceError: '<owner>: <path> cannot <what>'."""
-    try:
-        yield
-    except ServiceError:
-        raise
-    except pass_on:
-        raise
-    except FileNotFoundError as error:
-        raise SourceError(
-            f"{owner}: {path} cannot {what}: there is no such file. Correct the url or restore "
-            "the file."
-        ) from error
-    except PermissionError as error:
-        raise SourceError(
-            f"{owner}: {path} cannot {what}: permission denied. Grant this process's user or "
-            "cloud identity access to it."
-        ) from error
-    except Exception as error:
-        raise SourceError(
-            f"{owner}: {path} cannot {what}: {type(error).__name__}: {error}. Check the url, "
-            "the storage_options and that the storage answers."
-        ) from error
-
-
-def open_filesystem(
-    url: str, options: dict[str, str], owner: str
-) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL and the path in it. Raises SourceError; `owner` opens its text."""
-    _require_storage(url, options, owner)
-    opener = cast(
-        Callable[..., tuple[AbstractFileSystem, str]],
-        fsspec.core.url_to_fs,
-    )
-    try:
-        return opener(url, **options)
-    except ImportError as error:
-        raise SourceError(
-            f"{owner}: {url!r} needs a package that is not installed: {error}. Install it, for "
-            "example `pip install 'dataservice[s3]'` or `'dataservice[gs]'`."
-        ) from error
-    except Exception as error:
-        raise SourceError(
-            f"{owner}: {url!r} is not a URL that fsspec opens: {error}. Use a path, or a URL such "
-            "as s3://bucket/folder/*.tar."
-        ) from error
-
-
-def is_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str) -> bool:
-    """Whether a file lies under the roots; without roots any may be read."""
-    local = "file" in _protocols(fs)
-    return roots is None or roots.hold_file(path if local else str(fs.unstrip_protocol(path)))
-
-
-def require_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str, owner: str) -> None:
-    """Raises SourceError for a file that does not lie under the roots. `owner` opens its text."""
-    if not is_allowed(roots, fs, path):
-        raise SourceError(
-            f"{owner}: {path} lies outside of what this service reads, or is a link that leads "
-            "out of it. Keep the file itself under one of the operator's allowed_roots."
-        )
-
-
-def _require_storage(url: str, options: dict[str, str], owner: str) -> None:
-    """Raises SourceError before fsspec makes anything of a URL that is no plain storage."""
-    named = re.match(r"([^/]*?):", url)
-    protocol = named[1].lower() if named and len(named[1]) > 1 else "file"
-    if protocol not in PROTOCOLS or "::" in url:
-        raise SourceError(
-            f"{owner}: {url!r} is of no storage that jobs may read. Use a path, or a URL of "
-            f"{', '.join(sorted(PROTOCOLS))}."
-        )
-    refused = sorted(_REFUSED_OPTIONS & options.keys())
-    if refused:
-        raise SourceError(
-            f"{owner}: storage_options names {', '.join(refused)}, which would choose another "
-            "storage than the url. Leave it out."
-        )
-
-
-def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
-    protocol = fs.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
-
-
-def _read_local(full: str, folder: str, relative: str, limits: DecodeLimits) -> bytes:
+def _read_local(
+    full: str, folder: str, relative: str, limits: DecodeLimits, roots: Roots | None
+) -> bytes:
     """A plain file whose real path lies in the folder's. Opened once, so that what is checked
     is what is read."""
     real, top = os.path.realpath(full), os.path.realpath(folder)
@@ -296,6 +214,8 @@ def _read_local(full: str, folder: str, relative: str, limits: DecodeLimits) -> 
     # A pipe without a writer would else be waited for.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
+        if roots is not None and not roots.hold_file(path_of(descriptor, real)):
+            raise _outside(relative, folder)
         found = os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(real)
@@ -346,6 +266,11 @@ def _source_file(info: dict[str, object]) -> SourceFile:
     return SourceFile(
         path=str(info["name"]), size_bytes=int(cast(int, info["size"] or 0)), version=version
     )
+
+
+def _read_run(stream: IO[bytes], start: int, end: int) -> bytes:
+    stream.seek(start)
+    return stream.read(end - start)
 
 
 def _runs(spans: Sequence[ByteSpan]) -> list[tuple[int, int]]:

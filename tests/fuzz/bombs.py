@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from tests.decode.files import Files, written
-from tests.fuzz.thrift_writer import plain_varint, varint
+from tests.fuzz.thrift_writer import varint
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -361,12 +361,6 @@ def parquet_that_aborts() -> bytes:
     return data[:start] + data[start:].replace(b"\x15\x0c", b"\x15\x08")
 
 
-def parquet_of_structs(structs: int) -> bytes:
-    """A footer that lists structs of three bytes, which are objects of hundreds."""
-    footer = b"\x49\xfc" + plain_varint(structs) + b"\x15\x00\x00" * structs + b"\x00"
-    return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
-
-
 def parquets() -> dict[str, bytes]:
     """Parquet files of kilobytes by what unfolds in them."""
     pages = pa.table({"text": pa.array(["x" * 2**20], pa.string()).take(pa.array([0] * 300))})
@@ -419,5 +413,4 @@ def parquets() -> dict[str, bytes]:
         ),
         "lists in lists": parquet(pa.table({"messages": nested})),
         "texts that state to be numbers": parquet_that_aborts(),
-        "a footer of millions of structs": parquet_of_structs(1_200_000),
     }

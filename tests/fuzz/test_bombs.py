@@ -187,8 +187,8 @@ def test_hostile_tars_are_refused_before_they_take_memory(tmp_path: Path) -> Non
 
 
 def test_parquet_files_that_unfold_are_refused_before_they_take_memory(tmp_path: Path) -> None:
-    """Texts that state to be numbers were found by the campaign: Arrow ends the process over
-    them, where our own reading of the footer only fails."""
+    """The last was found by the campaign: Arrow ends the process over it, where our own reading
+    of the footer only fails."""
     wanted: dict[str, Wanted] = {
         "a page of 300 MiB": "max_page_bytes",
         "a page of 300 MiB that the footer denies": "max_page_bytes",
@@ -201,11 +201,10 @@ def test_parquet_files_that_unfold_are_refused_before_they_take_memory(tmp_path:
         "lists of texts that share their beginning": "DELTA_BYTE_ARRAY",
         "lists in lists": "nested",
         "texts that state to be numbers": "Parquet",
-        "a footer of millions of structs": "more than 2,097,152 values",
     }
     files = bombs.parquets()
     assert list(files) == list(wanted)
-    assert max(map(len, files.values())) < 4_000_000
+    assert max(map(len, files.values())) < 100_000
     paths = written(tmp_path, "parquet", files)
     judge(wanted, run_cases("tests.fuzz.tasks:source", paths, setting=("parquet", None)))
 

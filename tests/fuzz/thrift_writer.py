@@ -29,23 +29,22 @@ def encoded(struct: Struct) -> bytes:
 
 def varint(value: int) -> bytes:
     """A number, signed by zigzag."""
-    return plain_varint(value << 1 if value >= 0 else ~(value << 1))
+    return _plain(value << 1 if value >= 0 else ~(value << 1))
 
 
 def _value(value: Value) -> bytes:
     if isinstance(value, int):
         return varint(value)
     if isinstance(value, bytes):
-        return plain_varint(len(value)) + value
+        return _plain(len(value)) + value
     if isinstance(value, dict):
         return encoded(value)
     kinds: dict[type, int] = {int: I32, bytes: BINARY, dict: STRUCT, list: LIST}
     kind = kinds[type(value[0])] if value else STRUCT
-    return bytes([0xF0 | kind]) + plain_varint(len(value)) + b"".join(map(_value, value))
+    return bytes([0xF0 | kind]) + _plain(len(value)) + b"".join(map(_value, value))
 
 
-def plain_varint(value: int) -> bytes:
-    """A size, which has no sign."""
+def _plain(value: int) -> bytes:
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

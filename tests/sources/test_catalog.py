@@ -1,5 +1,6 @@
 """One contract for every Catalog, and what an index on disk must refuse."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from dataservice.core.errors import IndexStaleError, NotFoundError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import LengthTable, RawSample, SampleLengths, SampleRef
+from dataservice.core.sample import LengthTable, Modality, RawSample, SampleLengths, SampleRef
 from dataservice.sources import detail_file
 from dataservice.sources.catalog import IndexedCatalog, open_catalog
 from dataservice.sources.checksum import sample_crc32
@@ -128,9 +129,26 @@ def test_details_are_given_in_the_order_asked_for(
         assert catalog.details(np.array(ids, dtype=np.int64)) == wanted
 
 
+def test_details_and_decoded_values_do_not_depend_on_how_rows_are_kept(
+    specs: list[SourceSpec], index_dir: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detail_file, "_BATCH_ROWS", 4)
+    monkeypatch.setattr(detail_file, "_BLOCK_ROWS", 3)
+    catalog = open_catalog(specs, index_dir, "words-1")
+    for size in (0, 1, 60):
+        ids = np.random.default_rng(size).integers(0, 23, size=size)
+        details = catalog.details(ids)
+        assert list(details) == [expected[k] for k in ids]
+        assert details[-2:] == [expected[k] for k in ids][-2:]
+        values = dict.fromkeys(Modality, 0)
+        for item in (item for _, lengths in details for item in lengths.items):
+            values[item.modality] += math.prod(item.shape)
+        assert catalog.decoded_values(ids) == values
+
+
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_an_id_that_no_source_has_is_refused(catalog: IndexedCatalog, wrong: int) -> None:
-    for ask in (catalog.lengths, catalog.details):
+    for ask in (catalog.lengths, catalog.details, catalog.decoded_values):
         with pytest.raises(NotFoundError, match=f"no sample {wrong}: .* 0 to 22"):
             ask(np.array([0, wrong]))
     with pytest.raises(NotFoundError):

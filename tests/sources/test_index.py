@@ -276,6 +276,18 @@ def test_several_processes_give_the_same_index_as_one(
     assert catalogs[0].details(ids) == catalogs[1].details(ids)
 
 
+def test_a_file_of_which_much_is_left_out_has_an_index_that_opens(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, measurer: Callable[[], SampleMeasurer]
+) -> None:
+    """What is left out stands in the part's footer, here of 10 MB."""
+    bad = [{"id": f"{k:0500}", "text": "bad"} for k in range(18_000)]
+    source = spec(write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}, *bad]), "jsonl")
+    build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
+    (part,) = (tmp_path / "index" / "src").glob("part-*")
+    assert part.stat().st_size > 10_000_000
+    assert open_catalog([source], str(tmp_path / "index"), "words-1").samples == 1
+
+
 @pytest.mark.usefixtures("pool_for_any_size")
 def test_a_process_that_dies_gives_an_error_and_not_a_hang(
     tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]

@@ -16,6 +16,7 @@ from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.sample import Modality
+from dataservice.sources.formats import thrift
 from dataservice.sources.formats.parquet_footer import read_footer
 from dataservice.sources.formats.parquet_pages import column_pages
 from dataservice.sources.formats.registry import list_files, open_format
@@ -253,6 +254,17 @@ def test_what_another_reader_would_take_for_something_else_is_refused() -> None:
             read_struct(encoded(struct))
     edges: Struct = {(2**15 - 1, I32): -(2**31), (1, I32): 2**31 - 1, (2, I64): 2**63 - 1}
     assert read_struct(encoded(edges))[0] == edges
+
+
+def test_a_header_of_more_values_than_a_file_has_use_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three bytes are a struct, whose object has hundreds."""
+    many: Struct = {(1, LIST): [{(1, I32): 0} for _ in range(60)]}
+    assert read_struct(encoded(many))[0] == many
+    monkeypatch.setattr(thrift, "MOST_VALUES", 100)
+    with pytest.raises(ValueError, match="more than 100 values"):
+        read_struct(encoded(many))
 
 
 @pytest.mark.parametrize(("values", "reason"), [(3, "hold 2 of the 3"), (0, "2 rows and 0 values")])

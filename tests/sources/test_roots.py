@@ -109,6 +109,42 @@ def test_files_are_judged_again_whenever_they_are_opened(home: Path, roots: Root
     assert Storage(spec).read_spans(theirs, [span]) == [b'{"te']
 
 
+def test_a_folder_that_becomes_a_link_between_judging_and_opening_leads_nowhere(
+    home: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, mine, away = home / "audio", home / "vision" / "mine", home / "vision" / "away"
+    for folder in (theirs / "s", mine / "s"):
+        folder.mkdir(parents=True)
+        for file in (folder / "manifest.json", folder / "a.jsonl", folder / "a.png"):
+            file.write_text("secret")
+    storage = Storage(SourceSpec(name="s", url=f"{mine}/s/a.jsonl", format="jsonl"), roots)
+    index = IndexFolder(str(mine), "s", roots)
+    hold_file, judged = Roots.hold_file, []
+
+    def swap_once_judged(self: Roots, path: str) -> bool:
+        held = hold_file(self, path)
+        if not judged:
+            mine.rename(away)
+            mine.symlink_to(theirs)
+        judged.append(path)
+        return held
+
+    monkeypatch.setattr(Roots, "hold_file", swap_once_judged)
+    span = ByteSpan(name="line 1", offset_bytes=0, size_bytes=4)
+    for read in (
+        lambda: storage.open(f"{mine}/s/a.jsonl"),
+        lambda: storage.read_spans(f"{mine}/s/a.jsonl", [span]),
+        lambda: storage.read_beside(f"{mine}/s/a.jsonl", "a.png", DEFAULT_LIMITS),
+        lambda: index.read("manifest.json"),
+    ):
+        with pytest.raises((SourceError, SampleError), match=r"leads out of it|links included"):
+            read()
+        assert [Path(path).parts[-3] for path in judged] == ["mine", "audio"]
+        judged.clear()
+        mine.unlink()
+        away.rename(mine)
+
+
 def test_an_index_is_judged_file_by_file(home: Path, roots: Roots) -> None:
     folder = home / "vision" / "index" / "s"
     folder.mkdir(parents=True)

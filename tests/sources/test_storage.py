@@ -99,8 +99,8 @@ def test_whatever_a_file_system_raises_becomes_a_source_error(
         def fail(*_args: object, _error: Exception = error, **_more: object) -> None:
             raise _error
 
-        monkeypatch.setattr(opened.fs, "cat_ranges", fail)
-        with pytest.raises(SourceError, match=rf"source 'src': p cannot be read: {says}"):
+        monkeypatch.setattr(opened.fs, "open", fail)
+        with pytest.raises(SourceError, match=rf"source 'src': p cannot be opened: {says}"):
             opened.read_spans("p", [ByteSpan(name="m", offset_bytes=0, size_bytes=1)])
 
 

@@ -15,6 +15,7 @@ from dataservice.workers.thread_decoders import ThreadDecoders
 from tests.workers.trouble import an_order
 
 SLOTS = 2
+PACKS_AHEAD = 6
 SLEEP_S = {"long": 0.02, "short": 0.003}
 
 
@@ -39,15 +40,16 @@ def host():
 
 
 async def keep_ordering(host, job, key, share, samples=20):
-    """A job whose trainers always want more: two packs are on order at any time."""
+    """A job whose trainers always want more: so many packs are on order at any time that a busy
+    machine does not let it run dry."""
 
     async def line(first):
-        for step in itertools.count(first, 2):
+        for step in itertools.count(first, PACKS_AHEAD):
             order = an_order("-", [key] * samples, tokens=500, step=step, job=job, share=share)
             await host.prepare(order)
             host.release([order.key])
 
-    await asyncio.gather(line(0), line(1))
+    await asyncio.gather(*map(line, range(PACKS_AHEAD)))
 
 
 def decode_s(host):
@@ -60,7 +62,7 @@ async def gains(host, until_s):
     while True:
         await asyncio.sleep(0.01)
         taken = {team: s - before.get(team, 0.0) for team, s in decode_s(host).items()}
-        if max(taken.values()) >= until_s:
+        if max(taken.values(), default=0.0) >= until_s:
             return taken
 
 
