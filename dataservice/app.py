@@ -11,6 +11,7 @@ A newcomer's path: this file → engine/loop.py → planning/compose.py.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -29,6 +30,7 @@ from dataservice.job_setup import job_record, open_job, same_job
 from dataservice.observability.diagnosis import diagnose
 from dataservice.observability.endpoint import MetricsEndpoint, serve_metrics
 from dataservice.observability.metrics import PrometheusMetrics
+from dataservice.observability.traces import TracedMetrics, open_traces
 from dataservice.planning.warm import warm_up
 from dataservice.serving.audit import AuditLog
 from dataservice.serving.border import Border
@@ -62,6 +64,15 @@ def make_border(config: ServiceConfig, started: contextlib.AsyncExitStack) -> Bo
     )
 
 
+def make_metrics(config: ServiceConfig, started: contextlib.AsyncExitStack) -> PrometheusMetrics:
+    """What is told of steps: series, and spans where the config names a collector."""
+    if config.traces is None:
+        return PrometheusMetrics()
+    tracer = open_traces(config.traces, ratio=config.trace_ratio, process="coordinator")
+    started.push_async_callback(asyncio.to_thread, tracer.close)
+    return TracedMetrics(tracer)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
     """A running service. `address` is where trainers connect."""
@@ -91,7 +102,7 @@ async def start_service(config: ServiceConfig) -> Service:
         store = SqliteStateStore(Path(config.state_dir))
         started.callback(store.close)
         await asyncio.to_thread(warm_up)
-        metrics, endpoint = PrometheusMetrics(), None
+        metrics, endpoint = make_metrics(config, started), None
         metrics.team_weights({name: team.weight for name, team in config.teams.items()})
         if config.metrics_listen is not None:
             endpoint = serve_metrics(metrics.registry, config.metrics_listen)
@@ -138,6 +149,10 @@ async def serve_until_signal(config: ServiceConfig, *, ready: Callable[[Service]
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     service = await start_service(config)
+    # A step may be a million objects, none of them in a cycle: looking for cycles as often as
+    # Python does by itself takes twice the time of making them.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     # After the pool: Ray installs handlers of its own when it starts.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)

@@ -1,10 +1,9 @@
 """The workers as the service's config wants them: one served from this process, and the pool."""
 
-import asyncio
+import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -13,22 +12,20 @@ from pathlib import Path
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import ServedWorker, WorkerPool
 from dataservice.job_pipeline import decoder_of, reader_of
-from dataservice.observability.endpoint import serve_metrics
-from dataservice.observability.worker_metrics import worker_registry
+from dataservice.observability.logs import configure_logging
+from dataservice.observability.traces import open_traces
 from dataservice.serving.authority import derived_name
 from dataservice.serving.server import serve_worker
 from dataservice.serving.tls import TlsSpec, server_credentials
 from dataservice.spec import ServiceConfig
-from dataservice.workers.host import DecodingHost, HostStats
+from dataservice.watched_host import WatchedHost, serve_host_metrics
+from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool, node_host
 
-log = logging.getLogger(__name__)
-
-SCRAPE_LIMIT_S = 5.0
 OWN_ADDRESS = "node"  # as worker_host: the address of whichever node a worker runs on
 
 
@@ -48,10 +45,15 @@ class WorkerSettings:
     reflect: bool = True
     ports: str = "0"
     metrics_ports: str | None = None
+    traces: str | None = None
+    trace_ratio: float = 1.0
+    log_json: bool = False
 
 
 async def serve_worker_process(settings: WorkerSettings, worker: str) -> ServedWorker:
     """Serve one decoding worker from this process."""
+    if not logging.getLogger().handlers:  # it is a process of its own
+        configure_logging(json=settings.log_json)
     factory = PipelineFactory(
         reader_for=partial(reader_of, limits=settings.limits),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
@@ -63,53 +65,38 @@ async def serve_worker_process(settings: WorkerSettings, worker: str) -> ServedW
         memory_bytes=settings.decode_memory_bytes,
     )
     host = DecodingHost(decoders, held_bytes=settings.held_bytes)
+    opened = contextlib.ExitStack()
+    opened.callback(host.close)
     try:
         await host.start()
-        return await _served(host, settings, worker)
+        return await _served(host, settings, worker, opened)
     except BaseException:
-        host.close()
+        opened.close()
         raise
 
 
-async def _served(host: DecodingHost, settings: WorkerSettings, worker: str) -> ServedWorker:
+async def _served(
+    host: DecodingHost, settings: WorkerSettings, worker: str, opened: contextlib.ExitStack
+) -> ServedWorker:
+    """The host behind its server; whatever is opened for it is closed with `opened`."""
     address = node_host() if settings.host == OWN_ADDRESS else settings.host
-    stopped = host.close
+    tracer = None
+    if settings.traces is not None:
+        tracer = open_traces(settings.traces, ratio=settings.trace_ratio, process=worker)
+        # Not on the event loop: a collector that is away would hold it up.
+        opened.callback(threading.Thread(target=tracer.close, daemon=True).start)
     if settings.metrics_ports is not None:
-        stopped = _watched(host, f"{address}:{settings.metrics_ports}", settings.slots, worker)
-    try:
-        return await serve_worker(
-            host,
-            worker=worker,
-            listen=f"{address}:{settings.ports}",
-            secret=settings.secret,
-            credentials=server_credentials(settings.tls) if settings.tls is not None else None,
-            reflect=settings.reflect,
-            on_stopped=stopped,
-        )
-    except BaseException:
-        stopped()
-        raise
-
-
-def _watched(host: DecodingHost, listen: str, slots: int, worker: str) -> Callable[[], None]:
-    """Serve the host's metrics; gives what closes both."""
-    loop = asyncio.get_running_loop()
-
-    async def stats() -> HostStats:
-        return host.stats()
-
-    def read() -> HostStats:  # in a thread of the endpoint; the host lives on the loop
-        return asyncio.run_coroutine_threadsafe(stats(), loop).result(SCRAPE_LIMIT_S)
-
-    endpoint = serve_metrics(worker_registry(worker, slots=slots, read=read), listen)
-    log.info("%s: metrics at http://%s/metrics", worker, endpoint.address)
-
-    def close() -> None:
-        # A scrape that waits for this very loop must not be waited for here.
-        threading.Thread(target=endpoint.stop, name="metrics-stop", daemon=True).start()
-        host.close()
-
-    return close
+        listen = f"{address}:{settings.metrics_ports}"
+        opened.callback(serve_host_metrics(host, listen, slots=settings.slots, worker=worker))
+    return await serve_worker(
+        WatchedHost(host, worker=worker, tracer=tracer),
+        worker=worker,
+        listen=f"{address}:{settings.ports}",
+        secret=settings.secret,
+        credentials=server_credentials(settings.tls) if settings.tls is not None else None,
+        reflect=settings.reflect,
+        on_stopped=opened.close,
+    )
 
 
 def make_pool(config: ServiceConfig, secret: bytes) -> WorkerPool:
@@ -127,6 +114,9 @@ def make_pool(config: ServiceConfig, secret: bytes) -> WorkerPool:
         reflect=config.tokens_file is None,
         ports=config.worker_ports or "0",
         metrics_ports=config.worker_metrics_ports,
+        traces=config.traces,
+        trace_ratio=config.trace_ratio,
+        log_json=config.log_json,
     )
     serve = partial(serve_worker_process, settings)
     if config.pool == "local":

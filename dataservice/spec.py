@@ -145,6 +145,13 @@ class ServiceConfig(_Strict):
     metrics_listen: str | None = None
     """Address where Prometheus scrapes, such as 0.0.0.0:9090; none by default. It tells the
     names of jobs and sources to whoever asks."""
+    traces: str | None = None
+    """OpenTelemetry collector that is told the spans of steps, by OTLP over HTTP, such as
+    http://otel:4318; none by default. Needs the extra `traces`."""
+    trace_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of the steps whose spans are told; the same steps by coordinator and workers."""
+    log_json: bool = False
+    """Log JSON, an object a line, also in workers' own processes."""
     health_listen: str | None = None
     """Address that answers gRPC health checks in the clear, and nothing else: for probes that
     cannot do TLS, such as those of Kubernetes."""

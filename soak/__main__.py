@@ -1,9 +1,6 @@
 """`python -m soak`: kill processes at random for about ten minutes and audit every sample."""
 
 import argparse
-import datetime
-import os
-import platform
 import secrets
 import shutil
 import sys
@@ -40,8 +37,7 @@ def main() -> int:
     for line in result.broken[:SHOWN]:
         console.print(f"[bold red]broken:[/] {line}", markup=True)
     if given.out is not None:
-        hardware = f"{os.cpu_count()}cpu-{platform.machine()}"
-        page = given.out / f"soak_{hardware}_{datetime.date.today():%Y-%m-%d}.md"
+        page = given.out / f"soak_{given.kills}_kills.md"
         command = f"python -m soak --kills {given.kills} --seed {seed}"
         page.write_text(markdown(result, command))
         console.print(f"written to {page}")

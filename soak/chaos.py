@@ -4,7 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -19,13 +19,20 @@ LONGEST_PAUSE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What may be hit now."""
+    """What may be hit now; `hit` names the job whose ranks were, if it was one job's."""
 
     service: ServiceProcess
     gate: Gate
     cluster: Cluster | None
     trainings: Sequence[Training]
     rng: random.Random
+    hit: list[str] = field(default_factory=list)
+
+    def one_training(self) -> Training:
+        """The job to hit."""
+        chosen = self.rng.choice(self.trainings)
+        self.hit.append(chosen.job)
+        return chosen
 
 
 Strike = Callable[[Target], bool]
@@ -81,7 +88,7 @@ def ray_node(target: Target) -> bool:
 
 def one_rank(target: Target) -> bool:
     """SIGKILL to one rank of one job."""
-    training = target.rng.choice(target.trainings)
+    training = target.one_training()
     ranks = len(training.pids)
     if ranks:
         training.kill_ranks(target.rng.randrange(ranks))
@@ -90,7 +97,7 @@ def one_rank(target: Target) -> bool:
 
 def all_ranks(target: Target) -> bool:
     """SIGKILL to every rank of one job."""
-    training = target.rng.choice(target.trainings)
+    training = target.one_training()
     ranks = len(training.pids)
     training.kill_ranks()
     return bool(ranks)
@@ -104,7 +111,7 @@ def worker_pause(target: Target) -> bool:
 
 def rank_pause(target: Target) -> bool:
     """SIGSTOP to a rank, SIGCONT a moment later."""
-    pids = target.rng.choice(target.trainings).pids
+    pids = target.one_training().pids
     try:
         return bool(pids) and _pause(target, psutil.Process(target.rng.choice(pids)))
     except psutil.NoSuchProcess:

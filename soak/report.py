@@ -15,6 +15,33 @@ MIB = 2**20
 
 Rows = list[list[str]]
 
+AUDIT_NOTE = (
+    "A finding is a sample that was lost or trained twice along the surviving checkpoints, a step "
+    "that its ranks trained by different plans, or a byte that is not the one that a decode past "
+    "the service gives. `launches` are starts of a job's trainers, each from the newest checkpoint "
+    "and at the next world size."
+)
+RECOVERY_NOTE = (
+    "`next step`: from the fault to the next step that the service has committed for a team. "
+    "`stood still`: the longest time between two of the next five commits. `measured` counts a "
+    "fault once for each team that it hit, and leaves out those that the next fault followed at "
+    "once. Seconds of a pause or a cut itself are included."
+)
+DOMINATED_BY = """What the seconds go to:
+
+- **rank, all ranks**: a fork, a new attempt, and its first steps planned and decoded anew.
+- **decoder, nursery**: the sample in hand is decoded a second time; a nursery loads its libraries \
+first.
+- **worker, Ray node**: the packs it held are decoded again by the other worker, alone until Ray \
+has started a process and that has imported the service.
+- **coordinator**: Python's imports, the start of Ray's client, and the ranks' retries, each up \
+to 2 s apart. Workers go on with what they hold."""
+LEAKS_NOTE = (
+    "Medians while the coordinator is spared. The family is every process that came of the "
+    "service: workers, their decoders, Ray. After the service had stopped, none of its processes, "
+    "sockets and shared memory was left."
+)
+
 
 def recovery_rows(result: SoakResult) -> Rows:
     """By kind of fault: seconds to the next committed step of each team, and the longest that
@@ -60,6 +87,26 @@ def growth_rows(result: SoakResult) -> Rows:
 GROWTH_HEAD = ["coordinator and its family", "first quarter", "last quarter"]
 
 
+def audit_rows(result: SoakResult) -> Rows:
+    """By team: what was trained to its end, and what the audit found."""
+    rows = []
+    for team in sorted({job.job.rpartition("-")[0] for job in result.jobs}):
+        jobs = [job for job in result.jobs if job.job.rpartition("-")[0] == team]
+        sizes = sorted({size for job in jobs for size in job.world_sizes})
+        counts = (
+            len(jobs),
+            sum(job.launches for job in jobs),
+            sum(job.steps for job in jobs),
+            sum(job.samples for job in jobs),
+            sum(len(job.findings) for job in jobs),
+        )
+        rows.append([team, ", ".join(map(str, sizes)), *(f"{count:,}" for count in counts)])
+    return rows
+
+
+AUDIT_HEAD = ["team", "ranks", "jobs", "launches", "steps", "samples", "findings"]
+
+
 def summary(result: SoakResult) -> str:
     """One sentence."""
     jobs = len(result.jobs)
@@ -67,13 +114,14 @@ def summary(result: SoakResult) -> str:
     launches = sum(job.launches for job in result.jobs)
     return (
         f"{result.kills} kills and {len(result.faults) - result.kills} other faults in "
-        f"{result.seconds:.0f} s; {jobs} jobs of 2 teams trained {samples} samples in "
-        f"{launches} launches; broken promises: {len(result.broken)}"
+        f"{result.seconds:.0f} s; {jobs} jobs of {len(audit_rows(result))} teams trained "
+        f"{samples:,} samples in {launches} launches; broken promises: {len(result.broken)}"
     )
 
 
 def tables(result: SoakResult) -> Iterable[Table]:
     """For the terminal."""
+    yield _table("the audit of every sample", AUDIT_HEAD, audit_rows(result))
     yield _table(
         "from a fault to the next committed step, and how long training stood still",
         RECOVERY_HEAD,
@@ -94,23 +142,24 @@ def _table(title: str, head: list[str], rows: Rows) -> Table:
 
 def markdown(result: SoakResult, command: str) -> str:
     """For benchmarks/results."""
-    machine = f"{os.cpu_count()} CPUs, {platform.processor() or platform.machine()}"
+    machine = f"{os.cpu_count()} busy cores ({platform.machine()})"
     parts = [
-        "# Soak",
-        f"`{command}` on {machine}, {platform.system()}, Python {platform.python_version()}.",
-        summary(result) + ".",
+        f"# Soak: {result.kills} kills",
+        f"`{command}` on {machine}, Python {platform.python_version()}.",
+        f"{summary(result)}.",
+        "## Audit",
+        _markdown_table(AUDIT_HEAD, audit_rows(result)),
+        AUDIT_NOTE,
         "## Recovery",
         _markdown_table(RECOVERY_HEAD, recovery_rows(result)),
-        "`next step`: from the fault to the next step that the service has committed for a team. "
-        "`stood still`: the longest time between two of the next five commits. `measured` counts "
-        "a fault once for each team, and leaves out those that the next fault followed at once. "
-        "Seconds of a pause or a cut itself are included.",
-        "## What the service holds while the coordinator is spared",
+        RECOVERY_NOTE,
+        DOMINATED_BY,
+        "## Leaks",
         _markdown_table(GROWTH_HEAD, growth_rows(result)),
+        LEAKS_NOTE if not result.broken else "",
+        "## Broken\n\n" + "\n".join(f"- {line}" for line in result.broken) if result.broken else "",
     ]
-    if result.broken:
-        parts += ["## Broken", "\n".join(f"- {line}" for line in result.broken)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _markdown_table(head: list[str], rows: Rows) -> str:

@@ -67,7 +67,7 @@ class SoakOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault, and how each team recovered, unless the next fault came before."""
+    """One fault, and how each team that it hit recovered, unless the next fault came before."""
 
     number: int
     kind: str
@@ -235,8 +235,14 @@ class Play:
         if not KINDS[kind].strike(target):
             return
         recovery = {} if impatient else self._recovered(at_s)
+        hit = {job.rpartition("-")[0] for job in target.hit} or recovery.keys()
         number = len(self.result.faults) + 1
-        fault = Fault(number=number, kind=kind, at_s=at_s - began_s, recovery=recovery)
+        fault = Fault(
+            number=number,
+            kind=kind,
+            at_s=at_s - began_s,
+            recovery={team: recovery[team] for team in recovery if team in hit},
+        )
         self.result.faults.append(fault)
         self.say(line_of(fault))
         time.sleep(calm_s)

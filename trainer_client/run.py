@@ -11,6 +11,7 @@ seconds, whatever the threads are blocked in.
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from trainer_client.prefetch import Committer, Prefetcher, Trained
 from trainer_client.session import Claim, Session
 from trainer_client.shard import Shard
 from trainer_client.steps import StepLoader
+from trainer_client.traces import note
 from trainer_client.transport import Transport, wait_until_reachable
 
 # A deadline that passes inside a thread says what failed: it may speak before the loop's own.
@@ -96,6 +98,7 @@ class Run:
         self._committer: Committer | None = None
         self._heartbeat: Heartbeat | None = None
         self._waits = DataWait()
+        self._begun: dict[int, tuple[str, float]] = {}  # steps in hand: digest, and since when
         try:
             self._open(start)
         except BaseException:
@@ -110,6 +113,7 @@ class Run:
             shard = None if sent is None else self._copier.arrive(sent)
         if shard is not None:
             self._waits.begin(shard.step)
+            self._begun[shard.step] = shard.plan.digest, time.time()
         return shard
 
     def peek(self, *, wait: bool) -> Shard | None:
@@ -126,6 +130,8 @@ class Run:
     def commit(self, trained: Trained) -> None:
         """Send the commit of a step in the background. Raises what an earlier one met."""
         assert self._committer is not None
+        for step in [begun for begun in self._begun if begun <= trained.step]:
+            self._note("train", step, *self._begun.pop(step))
         self._committer.put(trained)
 
     def flush(self, timeout_s: float) -> None:
@@ -147,6 +153,10 @@ class Run:
                         self._committer.flush(CLOSING_FLUSH_S)
             finally:
                 self._end()
+
+    def _note(self, what: str, step: int, digest: str, began_s: float) -> None:
+        own = self._options
+        note(what, digest, began_s=began_s, job=own.job, step=step, rank=own.rank)
 
     def _open(self, start: Position) -> None:
         options = self._options
@@ -176,9 +186,11 @@ class Run:
 
         def load() -> Sent | None:
             nonlocal step
+            began_s = time.time()
             shard = loader.load(step)
             if shard is None:
                 return None
+            self._note("receive", shard.step, shard.plan.digest, began_s)
             step = shard.step + 1  # those between may have been skipped
             return self._copier.send(shard)
 

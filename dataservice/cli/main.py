@@ -116,9 +116,9 @@ def serve(
         bool | None,
         typer.Option("--insecure", help="Serve other hosts without tokens or TLS."),
     ] = None,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = (
-        False
-    ),
+    log_json: Annotated[
+        bool | None, typer.Option("--log-json", help="Log JSON, an object a line.")
+    ] = None,
 ) -> None:
     """Run the coordinator and its workers until SIGTERM.
 
@@ -127,7 +127,6 @@ def serve(
     from dataservice.app import serve_until_signal
     from dataservice.spec import read_config
 
-    configure_logging(json=log_json)
     overrides = {
         "listen": listen,
         "state_dir": state_dir,
@@ -138,7 +137,10 @@ def serve(
         "keep_workers": keep_workers,
         "metrics_listen": metrics_listen,
         "insecure": insecure,
+        "log_json": log_json,
     }
+    settings = read_config(config, overrides)
+    configure_logging(json=settings.log_json)
 
     def ready(service: "Service") -> None:
         count = len(service.pool.workers())
@@ -146,7 +148,7 @@ def serve(
             console.print(f"metrics at http://{service.metrics.address}/metrics", highlight=False)
         console.print(f"serving at {service.address} with {count} workers", highlight=False)
 
-    asyncio.run(serve_until_signal(read_config(config, overrides), ready=ready))
+    asyncio.run(serve_until_signal(settings, ready=ready))
 
 
 @app.command("calibrate")

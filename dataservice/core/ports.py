@@ -281,10 +281,6 @@ class StateStore(Protocol):
         """The entry of this step in this attempt, or in the newest attempt that has it."""
         ...
 
-    def ledger(self, job: str) -> list[LedgerEntry]:
-        """All entries of a job by (attempt, step)."""
-        ...
-
     def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
         """The entries of one step, by attempt."""
         ...

@@ -200,7 +200,9 @@ class Dispatcher:
             await asyncio.wait(due, timeout=RECEIPT_WAIT_S)
 
     async def drained(self, worker: str) -> None:
-        """Wait until no step has a pack at this worker."""
+        """The worker has a successor, or makes room for one: wait until no step has a pack
+        there."""
+        self._ordering.retiring.add(worker)
         while True:
             busy = [step for step in self._ordering.steps if step.has_pack_at(worker)]
             if not busy:

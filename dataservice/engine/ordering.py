@@ -45,6 +45,7 @@ class Ordering:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.steps: dict[DispatchedStep, None] = {}
         self.alive: dict[str, WorkerInfo] = {}
+        self.retiring: set[str] = set()  # they may drain and end between two looks
         self.lines = Lines(metrics)
         self.pace = Pace()
         self.wake = asyncio.Event()
@@ -60,7 +61,8 @@ class Ordering:
         for name, info in before.items():
             if name in self.alive:
                 continue
-            if info.state == "draining":
+            if info.state == "draining" or name in self.retiring:
+                self.retiring.discard(name)
                 log.info("%s has ended", name)
                 self._metrics.worker_retired(name)
             else:

@@ -81,7 +81,8 @@ class DispatchedStep:
     @property
     def about(self) -> dict[str, str | int]:
         """What log records of this step carry."""
-        return {"job": self.job, "step": self.plan.step}
+        digest = self.places[0].order.key.plan_digest
+        return {"job": self.job, "step": self.plan.step, "trace_id": digest}
 
     def has_pack_at(self, worker: str) -> bool:
         """Whether some pack is ordered from, or held by, this worker."""

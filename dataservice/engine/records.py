@@ -64,7 +64,7 @@ class AttemptRecords:
         known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
         if known is None:
             self._store.put_ledger(self._entry(cursor, plan, digest))
-            self._note_planned(plan, plan_s)
+            self._note_planned(plan, digest, plan_s)
         elif known.plan_digest != digest:
             raise StateError(
                 f"step {cursor.step} of job {attempt.job!r} now plans to {digest}, the ledger "
@@ -99,7 +99,8 @@ class AttemptRecords:
 
     def quarantine(self, receipt: PackReceipt) -> None:
         """A pack's bad samples."""
-        about = {**self._attempt.about, "step": receipt.key.step}
+        key = receipt.key
+        about = {**self._attempt.about, "step": key.step, "trace_id": key.plan_digest}
         entries = [
             QuarantineEntry(
                 job=self._attempt.job,
@@ -129,7 +130,7 @@ class AttemptRecords:
             predicted_s=plan.predicted_s,
         )
 
-    def _note_planned(self, plan: StepPlan, plan_s: float) -> None:
+    def _note_planned(self, plan: StepPlan, digest: str, plan_s: float) -> None:
         self._metrics.step_planned(self._attempt.job, plan, plan_s=plan_s)
         log.info(
             "planned %d samples as %d packs in %d waves, %.3g s of training, in %.3g s",
@@ -138,5 +139,5 @@ class AttemptRecords:
             plan.waves,
             plan.predicted_s,
             plan_s,
-            extra={**self._attempt.about, "step": plan.step},
+            extra={**self._attempt.about, "step": plan.step, "trace_id": digest},
         )

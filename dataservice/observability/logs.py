@@ -8,8 +8,9 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-FIELDS = ("job", "attempt", "step", "rank")
-"""What a record may be about, in this order."""
+FIELDS = ("job", "attempt", "step", "rank", "worker", "trace_id")
+"""What a record may be about, in this order. A step's `trace_id` is its plan's digest: the same at
+coordinator, workers and ranks."""
 
 
 def configure_logging(*, json: bool) -> None:

@@ -296,9 +296,9 @@ def _replica_seconds(plan: StepPlan) -> dict[str, float]:
     share = np.repeat(plan.pack_seconds, plan.pack_degree)
     seconds = np.bincount(plan.pack_replicas, weights=share, minlength=plan.replicas)
     return {
-        "least": float(seconds.min(initial=np.inf)),
+        "least": float(seconds.min()),
         "mean": float(seconds.mean()),
-        "most": float(seconds.max(initial=0.0)),
+        "most": float(seconds.max()),
     }
 
 

@@ -111,15 +111,11 @@ class MemoryStateStore:
                 attempt = max((a for a, s in entries if s == step), default=0)
             return entries.get((attempt, step))
 
-    def ledger(self, job: str) -> list[LedgerEntry]:
-        """All entries of a job by (attempt, step)."""
-        with self._turn:
-            entries = self._ledger.get(job, {})
-            return [entries[place] for place in sorted(entries)]
-
     def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
         """The entries of one step, by attempt."""
-        return [entry for entry in self.ledger(job) if entry.step == step]
+        with self._turn:
+            entries = self._ledger.get(job, {})
+            return [entries[place] for place in sorted(entries) if place[1] == step]
 
     def last_entry(
         self, job: str, attempt: int, *, before: int | None = None

@@ -146,10 +146,6 @@ class SqliteStateStore:
         newest = f"{which} ORDER BY attempt DESC LIMIT 1"
         return _first(self._select(LedgerEntry, newest, job, step))
 
-    def ledger(self, job: str) -> list[LedgerEntry]:
-        """All entries of a job by (attempt, step)."""
-        return self._select(LedgerEntry, "FROM ledger WHERE job = ? ORDER BY attempt, step", job)
-
     def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
         """The entries of one step, by attempt."""
         rest = "FROM ledger WHERE job = ? AND step = ? ORDER BY attempt"

@@ -5,10 +5,10 @@ new name, `worker-<seat>.<incarnation>`, so that nothing meant for a dead one re
 successor.
 
 Contract.
-  start        returns when every seat serves. Workers that a former pool left behind keep
-               their seats if they are like those this pool would start; others are ended. If a
-               seat cannot be filled all are ended and it raises, unless a worker was found:
-               then the others serve, and the seat is tried again.
+  start        returns when every seat serves; if one cannot be filled, all are ended and it
+               raises. Workers that a former pool left behind keep their seats if they are like
+               those this pool would start; others are ended. Where one was found it serves
+               alone at first: start returns, and the other seats are filled meanwhile.
   A worker     that dies or stops answering leaves `workers()` and is replaced in its seat; one
                that has not answered for `silent_after_s` is "silent" until it does. A seat that
                cannot be filled is tried again, ever more slowly, until `stop`.
@@ -135,19 +135,14 @@ class SupervisedPool(ABC, Generic[Handle]):
     # ---- core.ports.WorkerPool ---------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all workers; returns when each serves. Raises the ServiceError of the first
-        that cannot start, WorkerLostError where it gave none."""
+        """Start all workers; returns when each serves, or those that were found. Raises the
+        ServiceError of the first that cannot start, WorkerLostError where it gave none."""
         await self._open()
         found = False
         try:
             found = await self._seat_found()
-            empty = [seat for seat in self._seats if seat.info is None]
-            filled = await asyncio.gather(*map(self._fill, empty), return_exceptions=True)
-            for seat, error in zip(empty, filled, strict=True):
-                if error is not None and not (found and isinstance(error, ServiceError)):
-                    raise error
-                if error is not None:
-                    self._note_failure(seat, error)
+            if not found:
+                await self._fill_all()
         except BaseException:
             await self._stop(keep=found and self._outlived)
             raise
@@ -246,6 +241,13 @@ class SupervisedPool(ABC, Generic[Handle]):
         running = await self._started(seat, self._config.start_timeout_s)
         seat.take(running, self._config.slots_per_worker)
 
+    async def _fill_all(self) -> None:
+        """Every seat; all have been tried when it raises what the first failed with."""
+        filled = await asyncio.gather(*map(self._fill, self._seats), return_exceptions=True)
+        for error in filled:
+            if error is not None:
+                raise error
+
     async def _try_fill(self, seat: _Seat[Handle]) -> None:
         try:
             await self._fill(seat)
@@ -317,12 +319,14 @@ class SupervisedPool(ABC, Generic[Handle]):
     # ---- supervision -------------------------------------------------------------------
 
     async def _supervise(self, seat: _Seat[Handle]) -> None:
+        pause_s = 0.0 if seat.info is None else self._pause_s(seat)
         while True:
-            await asyncio.sleep(self._pause_s(seat))
+            await asyncio.sleep(pause_s)
             try:
                 await self._look_after(seat)
             except Exception:
                 logger.exception("watching seat %d failed; it goes on", seat.number)
+            pause_s = self._pause_s(seat)
 
     def _pause_s(self, seat: _Seat[Handle]) -> float:
         doubled_s = self._config.health_interval_s * 2.0 ** min(seat.failures, 16)

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +41,7 @@ metadata.version = lambda name: "99.0.0" if name == "dataservice" else told(name
 from dataservice.state import schema
 schema.MIGRATIONS = (*schema.MIGRATIONS, "CREATE TABLE news (told TEXT NOT NULL) STRICT;")
 """
+EPOCHS = 3  # enough to last through an upgrade
 STATE_MOUNT = "/var/lib/dataservice"
 
 
@@ -139,14 +142,32 @@ class Operator:
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A real Ray of two nodes, with room for one worker more than the service has."""
+    """A real Ray that asks for a token, with room for one worker more than the service has."""
     home = tmp_path_factory.mktemp("service")
-    with cluster(home, (2, 1), {}) as made:
+    with cluster(home, (3,), {}) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def service(ray: Cluster) -> Iterator[ServiceProcess]:
+def stranger(
+    ray: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Future[ServiceProcess]"]:
+    """A service with another token, which tries to join the Ray while the other tests run: Ray
+    asks for many seconds before it gives up."""
+    environment = {**ray.environment, "RAY_AUTH_TOKEN": "bad0" * 16}
+    made = ServiceProcess(
+        home=tmp_path_factory.mktemp("stranger"),
+        pool="ray",
+        environment={**environment, "RAY_gcs_rpc_server_connect_timeout_s": "1"},
+    )
+    made.flags = ("--ray-address", ray.address, "--workers", "1")
+    with ThreadPoolExecutor(1) as aside:
+        yield aside.submit(made.start)
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def service(ray: Cluster, stranger: object) -> Iterator[ServiceProcess]:
     made = ServiceProcess(home=ray.home, pool="ray", environment=ray.environment)
     made.flags = ("--ray-address", ray.address, "--workers", "2")
     yield made.start()
@@ -206,13 +227,14 @@ def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_pa
     assert "is lost" not in service.log.read_text()
 
 
+@pytest.mark.timeout(400)  # a machine under load starts Ray slowly
 def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
     corpus, tmp_path, service, ray, next_release
 ):
-    service.cli("job", "submit", str(job_file(corpus, tmp_path, job="upgraded")))
+    service.cli("job", "submit", str(job_file(corpus, tmp_path, job="upgraded", epochs=EPOCHS)))
     state = service.state_dir / "state.db"
     known = schema_version(state)
-    ranks = Ranks(service.address, 3, job="upgraded", pace_s=0.3).start()
+    ranks = Ranks(service.address, 3, job="upgraded", pace_s=0.5).start()
     trained_on(ranks)
     operator = Operator(service=service, ray=ray, between=lambda: trained_on(ranks))
     done = operator.follow(commands_of("Upgrade"), release=next_release)
@@ -225,23 +247,28 @@ def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
     assert "goes on serving" not in said
     upgraded = workers_of(service)
     trained_on(ranks)
-    ranks.stopping = True  # as its launcher would: it has saved a checkpoint
-    ranks.join()
+    ranks.stop_at_one_step()
 
-    with pytest.raises(StateError, match=f"version {known + 1}; this release knows up to {known}"):
-        SqliteStateStore(state)
     service.flags = (*service.flags, "--stop-workers")
     operator.between = lambda: None
     done = operator.follow(commands_of("Rollback"), release={})
     assert done == ["state restored", "coordinator", "workers"]
     assert schema_version(state) == known
-    assert (service.state_dir / "state.too-new.db").exists()
-    again = Ranks(service.address, 2, job="upgraded").start(state=ranks.state).join()
+    shutil.copy(service.state_dir / "state.too-new.db", tmp_path / "state.db")
+    with pytest.raises(StateError, match=f"version {known + 1}; this release knows up to {known}"):
+        SqliteStateStore(tmp_path)
+    again = Ranks(service.address, 4, job="upgraded").start(state=ranks.state).join()
     visits = ranks.visits + again.visits
-    assert set(visits.values()) == {1}
+    assert set(visits.values()) == {EPOCHS}
     assert len(visits) == json.loads(service.cli("job", "list", "--json").stdout)[0]["samples"]
     rolled_back = workers_of(service)
-    assert not set(rolled_back) & set(upgraded)
+    assert not set(rolled_back.values()) & set(upgraded.values())
 
     service.stop()  # with --stop-workers nothing is left
     assert not any(map(listens, rolled_back.values()))
+
+
+def test_a_service_with_another_token_does_not_get_into_the_ray(ray, stranger):
+    refused = f"Ray at {ray.address} cannot be used.*RAY_AUTH_TOKEN"
+    with pytest.raises(AssertionError, match=refused):
+        stranger.result()

@@ -22,6 +22,7 @@ from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_coordinator import open_all, shard_of, train
 from tests.engine.test_skips import leave
+from tests.ledger import ledger_of
 
 LENGTHS = SampleLengths(llm_tokens=8, loss_tokens=4)
 
@@ -222,7 +223,7 @@ async def test_after_a_repair_the_trainers_go_on_and_no_step_is_committed_twice(
     leave(coordinator, sessions)
     resumed = await open_all(coordinator)
     await train(coordinator, resumed, 0, 100)
-    second = [e.step for e in store.ledger("job") if e.attempt == 2 and e.committed_unix_s]
+    second = [e.step for e in ledger_of(store, "job") if e.attempt == 2 and e.committed_unix_s]
     assert second == list(range(13))
     assert store.last_committed_step("job", 1) == done
     await coordinator.stop()

@@ -18,6 +18,7 @@ from dataservice.core.tickets import check_ticket
 from dataservice.engine.api import EndOfData, SessionOpened
 from dataservice.engine.coordinator import Coordinator
 from tests.engine.support import make_coordinator, make_setup
+from tests.ledger import ledger_of
 
 START = Cursor()
 
@@ -96,7 +97,7 @@ async def test_an_epoch_ends_for_every_rank_and_every_step_is_committed(store, b
         assert await shard_of(coordinator, opened, 13) == EndOfData(steps=13)
     status = await coordinator.job("job")
     assert (status.planned_step, status.committed_step) == (12, 12)
-    assert all(entry.committed_unix_s is not None for entry in store.ledger("job"))
+    assert all(entry.committed_unix_s is not None for entry in ledger_of(store, "job"))
     await coordinator.stop()
 
 

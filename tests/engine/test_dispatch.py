@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.errors import SpecError
+from dataservice.core.ports import WorkerInfo
 from dataservice.engine import dispatch, ordering, places, unclaimed
 from tests.engine.scripted_workers import (
     ORDERS,
@@ -188,6 +189,20 @@ async def test_a_draining_worker_gets_no_orders_and_is_not_counted_as_lost(
     assert not drained.done()
     await dispatcher.release(step, received=True)
     await drained
+    del workers.infos["w0"]
+    await until(lambda: counts.retired == ["w0"])
+    assert counts.lost == []
+
+
+async def test_a_worker_that_drains_and_ends_between_two_looks_is_not_counted_as_lost(
+    dispatcher, workers, counts
+):
+    await dispatcher.dispatch(PLAN, ORDERS)
+    await dispatcher.drained("w9")  # another's name changes nothing
+    empty = workers.infos["w0"] = WorkerInfo(worker="w0", address="a:1", slots=1)
+    drained = asyncio.create_task(dispatcher.drained(empty.worker))
+    await asyncio.sleep(0)
+    drained.cancel()
     del workers.infos["w0"]
     await until(lambda: counts.retired == ["w0"])
     assert counts.lost == []

@@ -13,6 +13,7 @@ from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_budget import TornSource
 from tests.engine.test_coordinator import open_all, open_rank, shard_of, train
 from tests.engine.test_skips import leave
+from tests.ledger import ledger_of
 
 
 class FullDisk(MemoryStateStore):
@@ -181,7 +182,7 @@ async def test_a_commit_of_a_step_that_was_never_handed_out_is_refused_and_chang
     with pytest.raises(NotFoundError, match="step 50 of job 'job' was never planned in attempt 1"):
         await coordinator.commit(sessions[0].session, 50)
     await train(coordinator, sessions, 1, 100)
-    assert all(entry.committed_unix_s is not None for entry in store.ledger("job"))
+    assert all(entry.committed_unix_s is not None for entry in ledger_of(store, "job"))
     await coordinator.stop()
 
 

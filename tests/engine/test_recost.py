@@ -14,6 +14,7 @@ from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_coordinator import open_all, shard_of, train
+from tests.ledger import ledger_of
 
 # Attention dear and rings cheap: plans differ from those by the default cost.
 OTHER = CostModel(
@@ -59,7 +60,7 @@ async def test_steps_planned_before_keep_their_plans_and_those_behind_get_the_ne
     assert 3 <= n < 10
     assert [shard.plan_digest for shard in shards[:n]] == before[:n]
     assert all(s.plan_digest != d for s, d in zip(shards[n:], before[n:], strict=True))
-    versions = [entry.cost_version for entry in store.ledger("job")]
+    versions = [entry.cost_version for entry in ledger_of(store, "job")]
     assert versions == [CostModel().version] * n + [OTHER.version] * (13 - n)
     await coordinator.stop()
 
@@ -82,7 +83,7 @@ async def test_a_restart_plans_every_step_as_it_was_and_goes_on_with_the_new_cos
     record = await coordinator.recost("job", COST, 8)
     trained = await train(coordinator, sessions, 3, 6)  # up to step 8, planned ahead of it
     await coordinator.stop()
-    known = {entry.step: entry.plan_digest for entry in store.ledger("job")}
+    known = {entry.step: entry.plan_digest for entry in ledger_of(store, "job")}
     assert max(known) >= record.from_step
 
     again = make_coordinator(store, Books(), make_setup())
@@ -90,7 +91,7 @@ async def test_a_restart_plans_every_step_as_it_was_and_goes_on_with_the_new_cos
     sessions = await open_all(again, rejoin=1)
     replayed = await train(again, sessions, 3, 100)
     assert [s.plan_digest for s in replayed[:6]] == [s.plan_digest for s in trained]
-    after = {entry.step: entry for entry in store.ledger("job")}
+    after = {entry.step: entry for entry in ledger_of(store, "job")}
     assert {step: after[step].plan_digest for step in known} == known
     assert {e.cost_version for s, e in after.items() if s >= 8} == {OTHER.version}
     assert {e.cost_version for s, e in after.items() if s < 8} == {CostModel().version}
@@ -130,7 +131,7 @@ async def test_the_newest_change_wins_over_one_that_has_not_begun(store):
     base = json.dumps(CostModel().to_dict())
     await coordinator.recost("job", base, 8)
     await train(coordinator, sessions, 1, 100)
-    assert {entry.cost_version for entry in store.ledger("job")} == {CostModel().version}
+    assert {entry.cost_version for entry in ledger_of(store, "job")} == {CostModel().version}
     await coordinator.stop()
 
 
@@ -162,7 +163,7 @@ async def test_before_the_first_attempt_it_is_the_cost_from_the_start(store):
     await coordinator.submit("job", "")
     assert (await coordinator.recost("job", COST, None)).from_step == 0
     await train(coordinator, await open_all(coordinator), 0, 100)
-    assert {entry.cost_version for entry in store.ledger("job")} == {OTHER.version}
+    assert {entry.cost_version for entry in ledger_of(store, "job")} == {OTHER.version}
     await coordinator.stop()
 
 

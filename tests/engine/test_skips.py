@@ -20,6 +20,7 @@ from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_coordinator import open_all
+from tests.ledger import ledger_of
 
 STEPS = 13  # 200 samples in batches of 16
 
@@ -155,7 +156,7 @@ def test_what_is_trained_is_the_dataset_minus_the_samples_of_skipped_steps(
         after = await train_on(coordinator, resumed, start.step)
         status = await coordinator.job("job")
         assert status.committed_step == (after[-1][0].step if after else start.step - 1)
-        planned = [e.step for e in store.ledger("job") if e.attempt == 2]
+        planned = [e.step for e in ledger_of(store, "job") if e.attempt == 2]
         assert planned == [plan.step for _, plan in after]
         await coordinator.stop()
         return trained(kept) + trained(after), [plan.step for _, plan in kept + after]
@@ -204,7 +205,7 @@ async def test_planning_runs_ahead_across_skipped_steps(store):
     sessions = await open_all(coordinator)
     await coordinator.shard(sessions[0].session, 0, received_step=-1, failed_workers=())
     await asyncio.sleep(0.2)
-    assert [entry.step for entry in store.ledger("job")] == [0, 10, 11]  # ready_steps is 3
+    assert [entry.step for entry in ledger_of(store, "job")] == [0, 10, 11]  # ready_steps is 3
     await coordinator.stop()
 
 

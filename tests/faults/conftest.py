@@ -14,29 +14,16 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ray_stage(data, tmp_path_factory):
-    """A service with Ray workers, shared by the cases: each heals what it has done."""
-    with staged(data, tmp_path_factory.mktemp("ray"), "ray") as made:
+def stage(data, tmp_path_factory):
+    """A service that has joined a Ray cluster of two nodes beside the head, a worker on each, and
+    has a small disk for its state. Shared by the cases: each heals what it has done."""
+    home = tmp_path_factory.mktemp("stage")
+    with small_disk(home / "state"), staged(data, home, "ray", nodes=2) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def local_stage(data, tmp_path_factory):
-    """A service whose workers are threads of its own: it is back within seconds."""
+    """A service whose workers are threads of its own."""
     with staged(data, tmp_path_factory.mktemp("local"), "local") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def disk_stage(data, tmp_path_factory):
-    """A service whose state directory has a small disk of its own."""
-    home = tmp_path_factory.mktemp("disk")
-    with small_disk(home / "state"), staged(data, home, "local") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def node_stage(data, tmp_path_factory):
-    """A service that has joined a Ray cluster of two nodes beside the head, a worker on each."""
-    with staged(data, tmp_path_factory.mktemp("nodes"), "ray", nodes=2) as made:
         yield made

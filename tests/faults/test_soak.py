@@ -5,11 +5,11 @@ from random import Random
 from soak.chaos import KINDS, draw
 from soak.run import SoakOptions, soak
 
-KILLS = 10
+KILLS = 6
 
 
 def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path):
-    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0, epochs=4)
+    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0, epochs=2)
     result = soak(tmp_path / "soak", options)
     assert result.broken == []
     assert result.kills >= KILLS

@@ -57,6 +57,7 @@ class Ranks:
     state: dict[str, str | int] | None = None
     steps_done: int = 0
     stopping: bool = False
+    stop_after: int | None = None
     pace_s: float = 0.0
     measured_s: float | None = None
     phase_s: Mapping[str, float] | None = None
@@ -67,8 +68,9 @@ class Ranks:
     def start(
         self, *, state: dict[str, str | int] | None = None, stop_after: int | None = None
     ) -> "Ranks":
+        self.stop_after = stop_after
         self._threads = [
-            threading.Thread(target=self._train, args=(rank, state, stop_after), daemon=True)
+            threading.Thread(target=self._train, args=(rank, state), daemon=True)
             for rank in range(self.world_size)
             if rank not in self.elsewhere
         ]
@@ -85,7 +87,12 @@ class Ranks:
             raise next(iter(self.errors.values()))
         return self
 
-    def _train(self, rank: int, state: dict[str, str | int] | None, stop_after: int | None) -> None:
+    def stop_at_one_step(self) -> "Ranks":
+        """End all ranks behind one step that none of them has begun, and wait."""
+        self.stop_after = max(map(len, self.shards.values())) + 2
+        return self.join()
+
+    def _train(self, rank: int, state: dict[str, str | int] | None) -> None:
         mine = self.shards.setdefault(rank, [])
         try:
             with ShardDataset(
@@ -108,7 +115,7 @@ class Ranks:
                     dataset.commit(shard.step, measured_s=self.measured_s, phase_s=self.phase_s)
                     if rank == 0:
                         self.steps_done = shard.step + 1
-                    done = stop_after is not None and shard.step + 1 >= stop_after
+                    done = self.stop_after is not None and shard.step + 1 >= self.stop_after
                     if done or self.stopping:
                         break
                 if rank == 0:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dataservice.job_setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.spec import read_job
+from tests.observability.collector import collecting
 from tests.service.small import (
     CLIPS,
     IMAGES,
@@ -51,10 +52,11 @@ def addresses(log: str) -> list[str]:
 class Watched:
     """An epoch over three ranks: what they got, the plans, the series, and the log."""
 
-    def __init__(self, corpus, home):
+    def __init__(self, corpus, home, collector):
         config = home / "service.yaml"
         first = 24000  # of this test alone
-        plain = {"workers": 2, "worker_metrics_ports": f"{first}-{first + 99}"}
+        ports = f"{first}-{first + 99}"
+        plain = {"workers": 2, "worker_metrics_ports": ports, "traces": collector.endpoint}
         config.write_text(yaml.safe_dump(plain))
         file = write_job(corpus, epochs=2, error_budget={"rate": 1})
         index_job(read_job(file.read_text(), corpus), custom_processors={})
@@ -76,6 +78,10 @@ class Watched:
             service.stop()
             lines = service.log.read_text().splitlines()
         self.log = [json.loads(line) for line in lines if line[0] == "{"]
+
+    def traced(self, name, collector):
+        """The traces that have a span of this name."""
+        return {span.trace_id.hex() for _, span in collector.spans if span.name == name}
 
     def of_job(self, name, **labels):
         return self.series[f"dataservice_{name}", frozenset({"job": "job", **labels}.items())]
@@ -101,7 +107,11 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     corpus = make_corpus(tmp_path_factory.mktemp("observed") / "corpus")
-    return Watched(corpus, tmp_path_factory.mktemp("watched"))
+    with collecting() as collector:
+        seen = Watched(corpus, tmp_path_factory.mktemp("watched"), collector)
+        wait_for(lambda: seen.traced("plan", collector) == set(seen.ranks.digests.values()))
+        wait_for(lambda: seen.traced("prepare pack", collector) == seen.traced("plan", collector))
+        return seen
 
 
 def test_steps_and_samples_are_those_that_were_trained(watched):
@@ -177,6 +187,12 @@ def test_no_label_grows_with_the_length_of_the_run(watched):
 def test_every_log_line_is_json_and_says_what_it_is_about(watched):
     planned = [line["step"] for line in watched.log if line["message"].startswith("planned ")]
     assert planned == sorted(watched.ranks.digests)
+    assert {line["step"]: line["trace_id"] for line in watched.log if "trace_id" in line} == (
+        watched.ranks.digests
+    )
+    packs = [line for line in watched.log if line["message"].startswith("pack ")]
+    assert {line["step"] for line in packs} == set(watched.ranks.digests)
+    assert {line["worker"] for line in packs} == {"worker-0.1", "worker-1.1"}
     opened = [line for line in watched.log if line["message"].startswith("attempt opened")]
     assert [(line["job"], line["attempt"]) for line in opened] == [("job", 1)]
     assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, watched.log))

@@ -66,6 +66,10 @@ def test_a_dead_source_is_named_to_every_rank_and_a_repair_loses_and_repeats_not
         assert "`dataservice job quarantine dead`" in said
         assert "restart the trainers from their checkpoint" in said
 
+    assert (
+        "attempt 2 ended: source 'images' of job 'dead': 3 of" in cli.ok("job", "show", "dead").said
+    )
+
     table = cli.ok("job", "quarantine", "dead", "--source", "images").said
     assert "images" in table
     assert "clips" not in table

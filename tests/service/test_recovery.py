@@ -36,13 +36,13 @@ def test_plans_are_the_same_however_often_the_service_restarts(corpus, tmp_path,
     digests, state = {}, None
     with serving(tmp_path) as service:
         service.cli("job", "submit", str(job_file(corpus, tmp_path)))
-        for stop_after in (2, 4, 6):
+        for stop_after in (2, 4):
             ranks = Ranks(service.address, 3).start(state=state, stop_after=stop_after).join()
             digests |= ranks.digests
             state = ranks.state
             service.stop()
             service.start()
-    assert digests == {step: undisturbed[0][step] for step in range(6)}
+    assert digests == {step: undisturbed[0][step] for step in range(4)}
 
 
 def test_killed_trainers_resume_at_another_world_size_and_visit_each_sample_once(

@@ -18,6 +18,7 @@ from dataservice.core.job import JobRecord, LedgerEntry
 from dataservice.state.directory import BACKUP
 from dataservice.state.sqlite import SqliteStateStore
 from dataservice.state.wal import lost_transactions
+from tests.ledger import ledger_of
 
 JOB = JobRecord(name="job", spec_json='{"seed": 1}', index_fingerprint="f")
 BYTES_A_STEP = 384  # what the ledger may grow by with a step, as the README promises
@@ -127,7 +128,7 @@ def test_a_damaged_file_is_refused_with_its_backup_and_restored_as_told(
     (home / "state.db").write_bytes((home / BACKUP).read_bytes())
     store = SqliteStateStore(home)
     assert store.jobs() == [JOB]
-    assert len(store.ledger("job")) == 100  # of when it was last started
+    assert len(ledger_of(store, "job")) == 100  # of when it was last started
     store.close()
 
 
@@ -283,7 +284,7 @@ def test_a_disk_that_fills_up_keeps_what_was_safe_and_goes_on_once_there_is_room
             except StateError as error:
                 said = str(error)
         assert re.search(r"state\.db: .*full.*need not be restarted", said)
-        assert [e.step for e in store.ledger("job")] == list(range(step))
+        assert [e.step for e in ledger_of(store, "job")] == list(range(step))
         with pytest.raises(StateError):
             store.commit_step("job", 1, 0, 1.0)
         (disk / "ballast").unlink()

@@ -10,6 +10,7 @@ from dataservice.core.job import AttemptRecord, CostRecord, LedgerEntry, Quarant
 from dataservice.state.directory import BACKUP
 from dataservice.state.schema import MIGRATIONS
 from dataservice.state.sqlite import SqliteStateStore
+from tests.ledger import ledger_of
 
 VERSIONS = sorted(Path(__file__).parent.glob("versions/v*.sql"))
 
@@ -34,7 +35,7 @@ def test_an_older_file_keeps_every_row_and_takes_new_ones(script: Path, tmp_path
     assert store.last_attempt("vlm-sft") == AttemptRecord(
         job="vlm-sft", attempt=2, world_size=6, start_cursor='{"step": 3}', opened_unix_s=21.5
     )
-    first, second = store.ledger("vlm-sft")
+    first, second = ledger_of(store, "vlm-sft")
     assert first == LedgerEntry(
         job="vlm-sft",
         attempt=1,

@@ -13,6 +13,7 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import JobRecord
 from dataservice.state import schema
 from dataservice.state.sqlite import SqliteStateStore
+from tests.ledger import ledger_of
 
 JOB = JobRecord(name="job", spec_json="{}", index_fingerprint="f")
 
@@ -126,10 +127,10 @@ def test_a_ledger_of_the_first_release_goes_on_without_its_seconds(
         )
         store.close()
     store = SqliteStateStore(tmp_path)
-    (entry,) = store.ledger("job")
+    (entry,) = ledger_of(store, "job")
     assert (entry.step, entry.predicted_s, entry.measured_s) == (4, None, None)
     store.commit_step("job", 1, 4, 2.0, 0.5)
-    assert store.ledger("job")[0].measured_s == 0.5
+    assert ledger_of(store, "job")[0].measured_s == 0.5
     assert store.costs("job") == []
     store.close()
 

@@ -19,6 +19,7 @@ from dataservice.core.job import (
 from dataservice.core.ports import StateStore
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
+from tests.ledger import ledger_of
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -95,7 +96,7 @@ def test_replacing_a_job_keeps_its_attempts_and_ledger(store: StateStore) -> Non
     store.put_job(job(state="draining"))
     assert store.job("vlm-sft") == job(state="draining")
     assert store.last_attempt("vlm-sft") == attempt(1)
-    assert store.ledger("vlm-sft") == [entry(0)]
+    assert ledger_of(store, "vlm-sft") == [entry(0)]
     assert store.quarantine("vlm-sft") == [bad(3)]
 
 
@@ -110,12 +111,12 @@ def test_deleting_a_job_removes_all_of_it_and_nothing_of_another(store: StateSto
     store.delete_job("vlm-sft")
     store.put_job(job())
     assert store.last_attempt("vlm-sft") is None
-    assert store.ledger("vlm-sft") == []
+    assert ledger_of(store, "vlm-sft") == []
     assert store.quarantine("vlm-sft") == []
     assert store.costs("vlm-sft") == []
     assert store.costs("other") == [cost(5, name="other")]
     assert store.last_planned_step("vlm-sft") == -1
-    assert store.ledger("other") == [entry(0, name="other")]
+    assert ledger_of(store, "other") == [entry(0, name="other")]
     assert store.last_attempt("other") == attempt(1, "other")
 
 
@@ -211,14 +212,14 @@ def test_the_ledger_is_listed_by_attempt_and_step(store: StateStore) -> None:
     places = [(2, 3), (1, 10), (1, 9), (2, 0)]
     for number, step in places:
         store.put_ledger(entry(step, number))
-    assert [(e.attempt, e.step) for e in store.ledger("vlm-sft")] == sorted(places)
+    assert [(e.attempt, e.step) for e in ledger_of(store, "vlm-sft")] == sorted(places)
 
 
 def test_planning_a_step_again_replaces_its_entry(store: StateStore) -> None:
     store.put_job(job())
     store.put_ledger(entry(0))
     store.put_ledger(entry(0, plan_digest="again"))
-    assert store.ledger("vlm-sft") == [entry(0, plan_digest="again")]
+    assert ledger_of(store, "vlm-sft") == [entry(0, plan_digest="again")]
 
 
 def test_the_entries_of_a_step_and_the_last_of_an_attempt_are_found(store: StateStore) -> None:
@@ -320,6 +321,6 @@ def test_threads_take_turns(store: StateStore) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    ledger = store.ledger("vlm-sft")
+    ledger = ledger_of(store, "vlm-sft")
     assert len(ledger) == 80
     assert all(e.committed_unix_s == 1.0 for e in ledger)

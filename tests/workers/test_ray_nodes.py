@@ -5,11 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -84,78 +80,3 @@ async def test_workers_of_a_node_that_dies_go_on_at_another(cluster, monkeypatch
     ]
     cluster.remove_node(lost, allow_graceful=False)
     await pool.stop()
-
-
-JOIN = """
-import asyncio, sys
-from dataservice.core.errors import ServiceError
-from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
-
-class Served:
-    address = "127.0.0.1:1"
-    async def stop(self): pass
-
-async def serve(worker):
-    return Served()
-
-async def main():
-    config = RayPoolConfig(
-        workers=1, address=sys.argv[1], cpus_per_worker=0.5, log_to_driver=False,
-        namespace="service-a", outlive=True,
-    )
-    pool = RayWorkerPool(serve=serve, config=config)
-    await pool.start()
-    print("started", *(each.worker for each in pool.workers()))
-    await pool.stop()
-
-try:
-    asyncio.run(main())
-except ServiceError as error:
-    print("refused", error)
-"""
-
-
-@pytest.fixture
-def guarded_ray():
-    """A Ray that asks for a token: (its address, the environment to join it with)."""
-    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HOME": directory}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5eed" * 16}
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}"]
-    command += ["--num-cpus=1", f"--temp-dir={directory}/r", "--include-dashboard=false"]
-    command += [f"--object-store-memory={SMALLEST_OBJECT_STORE_BYTES}", "--block"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as head:
-        while head.poll() is None and not listens(port):
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}", environment
-        head.kill()  # the kernel ends what it started with it
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def listens(port):
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_workers_serve_in_a_ray_that_asks_for_a_token_and_nobody_joins_without(guarded_ray):
-    address, environment = guarded_ray
-    tokens = {"ours": environment["RAY_AUTH_TOKEN"], "another": "bad0" * 16}
-    # Ray asks for many seconds before it gives up; one is enough to tell.
-    quick = {"RAY_gcs_rpc_server_connect_timeout_s": "1"}
-    joining = {
-        whose: subprocess.Popen(
-            [sys.executable, "-c", JOIN, address],
-            env={**environment, **quick, "RAY_AUTH_TOKEN": token},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for whose, token in tokens.items()
-    }
-    said = {whose: process.communicate(timeout=90)[0] for whose, process in joining.items()}
-    assert said["ours"] == "started worker-0.1\n"
-    assert said["another"].startswith("refused Ray at 127.0.0.1")
-    assert "RAY_AUTH_TOKEN" in said["another"]
