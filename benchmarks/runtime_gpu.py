@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.runtime_model import MERGE, TINY, Model, Size
 from trainer_client import Microbatch, ModalityBatch
 from trainer_client.device import DeviceCopier
-from trainer_client.runtime import GroupPool, PackedAttention, PeerGroup, measure
+from trainer_client.runtime import GroupPool, PackedAttention, PeerGroup, loads, measure
 from trainer_client.runtime.block_attention import choose_kernel
 from trainer_client.runtime.loss import token_weighted_loss
 from trainer_client.shard import FeatureExchange, PlanSummary, Shard
@@ -137,7 +137,7 @@ def packing_row(model: Model, size: Size, device: torch.device) -> Row:
     packs, padded = first_fit(lengths, size.memory_tokens), pad_in_order(lengths, size)
 
     def run(packs: list[list[int]]) -> Callable[[], None]:
-        made = [measure.make_microbatch(tokens, (0,), 0, device) for tokens in packs]
+        made = [loads.make_microbatch(tokens, (0,), 0, device) for tokens in packs]
 
         def step() -> None:
             for microbatch in made:
@@ -293,7 +293,7 @@ def _shard(size: Size, device: torch.device) -> Shard:
         send_rows=nothing, send_splits=[], recv_splits=[], recv_positions=nothing
     )
     pack = first_fit(vlm_sft_tokens(size.samples), size.memory_tokens)[0]
-    text = measure.make_microbatch(pack, (0,), 0, torch.device("cpu"))
+    text = loads.make_microbatch(pack, (0,), 0, torch.device("cpu"))
     plan = PlanSummary(
         digest="", replicas=1, samples=len(pack), loss_tokens=sum(pack), predicted_s=0.0,
         waves=(), stages=(),

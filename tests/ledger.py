@@ -1,7 +1,7 @@
 """The whole ledger of a job, which the service itself never asks for at once."""
 
 from dataservice.core.job import LedgerEntry
-from dataservice.core.ports import StateStore
+from dataservice.core.state_store import StateStore
 
 
 def ledger_of(store: StateStore, job: str) -> list[LedgerEntry]:

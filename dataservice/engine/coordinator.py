@@ -25,7 +25,8 @@ from dataservice.core.job import (
 )
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Metrics, NoMetrics, StateStore, WorkerLink, WorkerPool
+from dataservice.core.ports import Metrics, NoMetrics, WorkerLink, WorkerPool
+from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, TeamSpec
 from dataservice.engine.api import (
     EndOfData,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError
 from dataservice.core.job import AttemptRecord, LedgerEntry, SkipRecord
-from dataservice.core.ports import StateStore
+from dataservice.core.state_store import StateStore
 from dataservice.engine.api import ReplayedStep, StepExplanation, StepFate
 from dataservice.engine.planner import PlannedStep, pass_over, plan_step
 from dataservice.engine.setup import JobSetup

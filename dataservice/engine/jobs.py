@@ -31,7 +31,8 @@ from dataservice.core.job import (
     SkipRecord,
 )
 from dataservice.core.orders import PackReceipt
-from dataservice.core.ports import Metrics, StateStore
+from dataservice.core.ports import Metrics
+from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, team_of
 from dataservice.engine.api import JobStatus, ReplayedStep, StepExplanation
 from dataservice.engine.attempt import Attempt

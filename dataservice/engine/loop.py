@@ -28,7 +28,8 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, ServiceError, StateError, WorkerLostError
 from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Metrics, StateStore, WorkerInfo
+from dataservice.core.ports import Metrics, WorkerInfo
+from dataservice.core.state_store import StateStore
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.budget import BudgetTally

@@ -12,7 +12,8 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.orders import PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Metrics, StateStore
+from dataservice.core.ports import Metrics
+from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.pack_orders import pack_orders

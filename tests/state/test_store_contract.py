@@ -16,7 +16,7 @@ from dataservice.core.job import (
     QuarantineEntry,
     SkipRecord,
 )
-from dataservice.core.ports import StateStore
+from dataservice.core.state_store import StateStore
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.ledger import ledger_of

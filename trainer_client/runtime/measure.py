@@ -20,7 +20,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -29,231 +28,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 
 from trainer_client.errors import BadArgument
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import token_weighted_loss
-from trainer_client.runtime.ring_attention import PackedAttention
+from trainer_client.runtime.loads import (
+    EncodedAs,
+    Groups,
+    Load,
+    decoder_loads,
+    device_of,
+    encoder_loads,
+    partitions,
+)
 from trainer_client.runtime.step import MultimodalModel
-from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
 
 FORMAT = 1
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 ITEM_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
-PACKED = 4  # sequences of a pack, items of a batch: what tells linear and square terms apart
-CLIP_FRAMES = 8
-TOKEN_IDS = 251  # ids used; vocabularies are larger, and one id alone would make a slow gradient
 TIMEOUT_S = 300.0
 LOW_QUANTILE = 0.1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
-    """A partition of the replicas: groups of `degree`, and a rest that computes alone."""
-
-    degree: int
-    crosses_node: bool
-    members: tuple[tuple[int, ...], ...]
-
-    def of(self, replica: int) -> tuple[int, ...]:
-        """The group of a replica; itself if it is in none."""
-        return next((group for group in self.members if replica in group), (replica,))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What one measurement is of: sequences or items of these tokens, and how they are run."""
-
-    phase: str
-    tokens: tuple[int, ...]
-    groups: Groups
-    run: Callable[[], None]
-    clip: bool = False
-
-    @property
-    def in_words(self) -> str:
-        """For progress."""
-        what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
-        return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
-
-    def row(self, seconds: float) -> dict[str, Any]:
-        """As the file of measurements has it."""
-        found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
-        if self.phase == "llm":
-            found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
-        return found | ({"clip": True} if self.clip else {})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedAs:
-    """How a modality's items count: `tokens_per_row` encoder tokens make one feature row; an
-    item grows by `area`, or by `frames` where the encoder takes one picture size alone."""
-
-    name: str
-    tokens_per_row: float
-    grows: str
-
-    @classmethod
-    def parse(cls, text: str) -> "EncodedAs":
-        """From NAME:TOKENS_PER_ROW:GROWS. Raises BadArgument."""
-        name, _, rest = text.partition(":")
-        tokens, _, grows = rest.partition(":")
-        try:
-            made = cls(name=name, tokens_per_row=float(tokens or 1), grows=grows or "area")
-        except ValueError:
-            made = cls(name="", tokens_per_row=1, grows="")
-        if made.name not in ("vision", "audio") or made.grows not in ("area", "frames"):
-            raise BadArgument(
-                f"modality {text!r} is not NAME:TOKENS_PER_ROW:GROWS; NAME is vision or audio and "
-                "GROWS is area or frames, as in vision:4:area."
-            )
-        return made
-
-
-# ---- what is measured ---------------------------------------------------------------------
-
-
-def partitions(degrees: Sequence[int], replicas: int, per_node: int) -> Iterator[Groups]:
-    """One of each degree that fits a node, and one across nodes where there are several."""
-    order = list(range(replicas))
-    nodes = replicas // per_node
-    spread = sorted(order, key=lambda r: (r % per_node, r // per_node))
-    for degree in sorted({d for d in degrees if d <= replicas}):
-        if degree <= per_node:
-            inside = [
-                tuple(order[node * per_node + first : node * per_node + first + degree])
-                for node in range(nodes)
-                for first in range(0, per_node - degree + 1, degree)
-            ]
-            yield Groups(degree=degree, crosses_node=False, members=tuple(inside))
-        if nodes > 1 and degree > 1:
-            across = [
-                tuple(spread[first : first + degree])
-                for first in range(0, replicas - degree + 1, degree)
-            ]
-            yield Groups(degree=degree, crosses_node=True, members=tuple(across))
-
-
-def decoder_loads(
-    model: MultimodalModel, pool: GroupPool, groups: Groups, lengths: Sequence[int]
-) -> Iterator[Load]:
-    """Each length as one sequence and as a pack of four, and on several replicas as much again
-    as those hold together."""
-    longer = [n * groups.degree for n in lengths if n * groups.degree > max(lengths)]
-    packs: list[tuple[int, ...]] = [(n,) for n in [*lengths, *longer]]
-    packs += [(n // PACKED,) * PACKED for n in lengths if n >= 16 * PACKED * groups.degree]
-    members = groups.of(pool.replica)
-    for tokens in packs:
-        # A rank beside the groups holds as many tokens as their members do.
-        own = tokens if len(members) == groups.degree else _shared(tokens, groups.degree)
-        microbatch = make_microbatch(own, members, members.index(pool.replica), device_of(model))
-
-        def run(microbatch: Microbatch = microbatch) -> None:
-            attention = PackedAttention(
-                microbatch.cu_seqlens,
-                group=pool.get(microbatch.cp_group),
-                lengths=microbatch.lengths,
-            )
-            logits = model.decode(microbatch, {}, attention)
-            loss = token_weighted_loss(logits, microbatch.labels, max(1, logits.shape[0]))
-            loss.backward()  # type: ignore[no-untyped-call]
-
-        yield Load(phase="llm", tokens=tokens, groups=groups, run=run)
-
-
-def encoder_loads(
-    model: MultimodalModel, encoded: EncodedAs, item_tokens: Sequence[int], groups: Groups
-) -> Iterator[Load]:
-    """Each length as one item and as a batch of four; and for encoders of pictures of any size
-    clips, whose frames they may hold apart."""
-    dummy = model.dummy_item(encoded.name)
-    dummy_tokens = len(_encode(model, encoded.name, [dummy])) * encoded.tokens_per_row
-    seen = set()
-    for tokens in item_tokens:
-        one = grown(dummy, round(tokens / dummy_tokens), encoded)
-        quarter = grown(dummy, round(tokens / PACKED / dummy_tokens), encoded)
-        batches = [[one], [quarter] * PACKED]
-        if encoded.name == "vision" and encoded.grows == "area":
-            batches.append([quarter.repeat(CLIP_FRAMES, 1, 1, 1)])
-        for batch in batches:
-            clip = encoded.grows == "area" and batch[0].ndim == 4 and len(batch[0]) > len(dummy)
-            # The encoder says itself how many frames it joins, and what it drops.
-            with torch.no_grad():
-                rows = len(_encode(model, encoded.name, batch[:1]))
-            load = (max(1, round(rows * encoded.tokens_per_row)),) * len(batch)
-            if (load, batch[0].shape) in seen:
-                continue
-            seen.add((load, batch[0].shape))
-
-            def run(batch: list[Tensor] = batch) -> None:
-                features = _encode(model, encoded.name, batch)
-                if features.requires_grad:
-                    features.float().square().sum().backward()  # type: ignore[no-untyped-call]
-
-            yield Load(phase=encoded.name, tokens=load, groups=groups, run=run, clip=clip)
-
-
-def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    exchange = FeatureExchange(
-        send_rows=nothing, send_splits=[], recv_splits=[], recv_positions=nothing
-    )
-    with torch.set_grad_enabled(model.encoder_trains(modality) and torch.is_grad_enabled()):
-        return model.encode(modality, ModalityBatch(items=items, exchange=exchange))
-
-
-def grown(dummy: Tensor, times: int, encoded: EncodedAs) -> Tensor:
-    """The dummy item repeated about `times` times, at least once."""
-    times = max(1, times)
-    if encoded.name == "audio":
-        return dummy.repeat(times)
-    if encoded.grows == "frames":
-        return dummy.repeat(times, 1, 1, 1)
-    high = max(1, int(times**0.5))
-    return dummy.repeat(1, high, max(1, round(times / high)), 1)
-
-
-def make_microbatch(
-    tokens: Sequence[int], members: tuple[int, ...], cp_rank: int, device: torch.device
-) -> Microbatch:
-    """This rank's part of a pack of sequences of `tokens`, cut as the service cuts it."""
-    degree = len(members)
-    unit = 2 * degree if degree > 1 else 1
-    padded = [-(-n // unit) * unit for n in tokens]
-    held = [cp_rank, 2 * degree - 1 - cp_rank] if degree > 1 else [0]
-    chunks = [
-        np.arange(index * (n // unit), (index + 1) * (n // unit)) for n in padded for index in held
-    ]
-    positions = torch.from_numpy(np.concatenate(chunks)).to(device)
-    ids = positions % TOKEN_IDS
-    return Microbatch(
-        wave=0,
-        pack=0,
-        cp_group=members,
-        cp_rank=cp_rank,
-        predicted_s=0.0,
-        input_ids=ids,
-        labels=ids,
-        position_ids=positions,
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *padded], dtype=np.int32)),
-        lengths=torch.tensor(list(tokens), dtype=torch.int32),
-        sample_ids=torch.arange(len(tokens)),
-    )
-
-
-def _shared(tokens: Sequence[int], degree: int) -> tuple[int, ...]:
-    return tuple(max(1, n // degree) for n in tokens)
-
-
-def device_of(model: MultimodalModel) -> torch.device:
-    """Where its weights are."""
-    return next(cast(Module, model).parameters()).device
-
-
-# ---- measuring ----------------------------------------------------------------------------
 
 
 class Stopwatch:

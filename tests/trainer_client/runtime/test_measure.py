@@ -10,16 +10,8 @@ import torch
 from dataservice.core.layout import member_rows, padded_tokens
 from trainer_client.errors import BadArgument
 from trainer_client.runtime import GroupPool, measure
-from trainer_client.runtime.measure import (
-    EncodedAs,
-    Groups,
-    Load,
-    build_model,
-    grown,
-    make_microbatch,
-    partitions,
-    undisturbed_s,
-)
+from trainer_client.runtime.loads import EncodedAs, Groups, Load, grown, make_microbatch, partitions
+from trainer_client.runtime.measure import build_model, undisturbed_s
 
 
 @pytest.mark.parametrize(("replicas", "per_node"), [(1, 1), (4, 4), (8, 4), (6, 2), (7, 7)])

@@ -1,0 +1,126 @@
+"""The port behind which the service's durable state lies; see ports.py for the others."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    SkipAction,
+    SkipRecord,
+)
+
+
+class StateStore(Protocol):
+    """Durable state. Every method is atomic; StateError when the store cannot be trusted."""
+
+    def put_job(self, job: JobRecord) -> None:
+        """Insert or replace a job by name."""
+        ...
+
+    def job(self, name: str) -> JobRecord | None:
+        """One job, or None."""
+        ...
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs by name."""
+        ...
+
+    def delete_job(self, name: str) -> None:
+        """Remove a job with its attempts, ledger and quarantine."""
+        ...
+
+    def put_attempt(self, attempt: AttemptRecord) -> None:
+        """Insert; attempts of a job only grow: ConflictError if not the next number."""
+        ...
+
+    def last_attempt(self, job: str) -> AttemptRecord | None:
+        """The newest attempt of a job."""
+        ...
+
+    def attempts(self, job: str) -> list[AttemptRecord]:
+        """All attempts of a job, the first first."""
+        ...
+
+    def put_ledger(self, entry: LedgerEntry) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step)."""
+        ...
+
+    def commit_step(
+        self,
+        job: str,
+        attempt: int,
+        step: int,
+        committed_unix_s: float,
+        measured_s: float | None = None,
+    ) -> None:
+        """Mark a step as trained by all ranks; NotFoundError if it was never planned. Without
+        `measured_s` an earlier one stays."""
+        ...
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        """The entry of this step in this attempt, or in the newest attempt that has it."""
+        ...
+
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        """The entries of one step, by attempt."""
+        ...
+
+    def last_entry(
+        self, job: str, attempt: int, *, before: int | None = None
+    ) -> LedgerEntry | None:
+        """The attempt's entry of the highest step, or of the highest below `before`."""
+        ...
+
+    def last_committed_step(self, job: str, attempt: int) -> int:
+        """The attempt's highest step that is committed; -1 if none is."""
+        ...
+
+    def last_planned_step(self, job: str) -> int:
+        """The last step of the ledger in any attempt; -1 if it is empty."""
+        ...
+
+    def put_cost(self, cost: CostRecord) -> None:
+        """Insert; it replaces those of its job that begin at its step or later."""
+        ...
+
+    def costs(self, job: str) -> list[CostRecord]:
+        """The job's cost records by the step they begin at."""
+        ...
+
+    def add_skips(
+        self,
+        job: str,
+        ranges: Sequence[tuple[int, int]],
+        action: SkipAction,
+        recorded_unix_s: float,
+    ) -> list[SkipRecord]:
+        """Record these ranges of steps for every attempt that is yet to begin."""
+        ...
+
+    def skips(self, job: str) -> list[SkipRecord]:
+        """The job's records of skipped steps by number."""
+        ...
+
+    def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
+        """Append; an entry of the same (job, attempt, step, sample_id) is kept once."""
+        ...
+
+    def quarantine(self, job: str) -> list[QuarantineEntry]:
+        """All entries of a job by (attempt, step, sample_id)."""
+        ...
+
+    def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
+        """The entries of one step of one attempt by sample_id."""
+        ...
+
+    def quarantined_samples(self, job: str) -> int:
+        """How many samples have an entry."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
