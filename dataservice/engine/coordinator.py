@@ -48,6 +48,7 @@ from dataservice.engine.planner import check_fits, in_order
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.setup import JobSetup
 from dataservice.engine.shares import Shares
+from dataservice.engine.unfailing import unfailing
 from dataservice.engine.vitals import Vitals
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class Coordinator:
         there; `diagnose` puts in words what can be seen of a job."""
         self._store = store
         self._attempt_timeout_s = attempt_timeout_s
-        self._metrics = self._vitals = Vitals(metrics or NoMetrics())
+        self._vitals = Vitals(unfailing(metrics or NoMetrics()))
+        self._metrics = unfailing(self._vitals)
         self._table = JobTable(
             store=store,
             read_job=read_job,

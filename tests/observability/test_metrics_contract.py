@@ -31,6 +31,16 @@ async def test_a_job_is_planned_alike_whoever_watches(metrics):
     assert await digests(metrics) == await digests(None)
 
 
+async def test_a_job_is_trained_though_whoever_watches_it_fails(caplog):
+    def fail(*_, **__):
+        raise ZeroDivisionError
+
+    events = [name for name in vars(NoMetrics) if not name.startswith("_")]
+    failing = type("Failing", (NoMetrics,), dict.fromkeys(events, fail))()
+    assert await digests(failing) == await digests(None)
+    assert "the event step_planned could not be shown" in caplog.text
+
+
 def test_events_are_taken_in_any_order_from_any_thread_and_twice(metrics):
     setup = make_setup()
     planned = plan_step(setup, Cursor(), setup.topology(2))
