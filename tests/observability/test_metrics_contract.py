@@ -12,6 +12,7 @@ from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.test_coordinator import open_all, train
+from tests.engine.test_planner import all_plans
 
 
 @pytest.fixture(params=[NoMetrics, PrometheusMetrics])
@@ -39,6 +40,13 @@ async def test_a_job_is_trained_though_whoever_watches_it_fails(caplog):
     failing = type("Failing", (NoMetrics,), dict.fromkeys(events, fail))()
     assert await digests(failing) == await digests(None)
     assert "the event step_planned could not be shown" in caplog.text
+
+
+def test_a_step_that_its_window_leaves_empty_is_an_event_too(metrics):
+    plans = all_plans(make_setup(samples=9, batch=2, window_steps=4), 2)
+    assert 0 in {len(plan.sample_ids) for plan in plans}
+    for plan in plans:
+        metrics.step_planned("job", plan, plan_s=0.1)
 
 
 def test_events_are_taken_in_any_order_from_any_thread_and_twice(metrics):
