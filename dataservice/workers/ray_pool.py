@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import signal
 import sys
 import time
@@ -253,6 +254,7 @@ def node_host() -> str:
 def _init_ray(config: RayPoolConfig) -> None:
     options: dict[str, Any] = {"address": config.address}
     if config.address is None:
+        _ask_for_a_token()
         options = {
             "address": "local",
             "num_cpus": max(1, math.ceil(config.workers * config.cpus_per_worker)),
@@ -274,6 +276,19 @@ def _init_ray(config: RayPoolConfig) -> None:
             "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
             "~/.ray/auth_token)."
         ) from error
+
+
+def _ask_for_a_token() -> None:
+    """Ray listens on every address of the machine, and runs what it is sent. By default it asks
+    for a token, which it would keep in a file; ours only its own processes know."""
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        logger.warning(
+            "RAY_AUTH_MODE is %r: whoever reaches Ray's ports on this machine can run code here. "
+            "Unset it, or set it to token.",
+            os.environ["RAY_AUTH_MODE"],
+        )
 
 
 @contextlib.contextmanager

@@ -449,9 +449,9 @@ async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
 
 
 OWN_RAY = """
-import asyncio, signal, sys
+import asyncio, os, signal, sys
 from pathlib import Path
-import ray
+import grpc, ray
 from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
 
 class Served:
@@ -470,6 +470,17 @@ async def main():
     assert len(pool.workers()) == 3, "more workers than this machine may have CPUs"
     assert signal.getsignal(signal.SIGTERM) is mine, "Ray took SIGTERM"
     assert any(Path(sys.argv[1]).iterdir())
+    address = ray.get_runtime_context().gcs_address
+    nodes = grpc.insecure_channel(address).unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert nodes(b"", metadata=[("authorization", f"Bearer {token}")])
+    for metadata in ([], [("authorization", f"Bearer {token[::-1]}")]):
+        try:
+            nodes(b"", metadata=metadata)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED, error
+        else:
+            raise AssertionError("a stranger is let into our Ray")
     await pool.stop()
     assert not ray.is_initialized(), "the pool left its Ray running"
 
@@ -477,7 +488,7 @@ asyncio.run(main())
 """
 
 
-def test_a_pool_without_an_address_runs_a_ray_of_its_own_and_ends_it():
+def test_a_pool_without_an_address_runs_a_ray_that_no_stranger_gets_into_and_ends_it():
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         done = subprocess.run(
             [sys.executable, "-c", OWN_RAY, directory], capture_output=True, text=True, timeout=120
