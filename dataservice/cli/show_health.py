@@ -62,19 +62,20 @@ def _fleet_line(fleet: FleetHealth) -> Text:
 
 
 def _jobs_table(jobs: Sequence[Diagnosed]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("job", "state", "ranks", "trained", "planned", "decoded ahead", "steps/s",
-                 "samples/s", "wait s/step"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("job", "state") else "right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # whole in 80 columns
+    table.add_column("job", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("ranks", "trained", "planned", "decoded", "steps/s", "samples/s", "wait s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for each in jobs:
         job, severity = each.health, worst([each])
         table.add_row(
             job.job,
             Text(_state(job, severity), style=STYLES[severity]),
-            f"{sum(rank.live for rank in job.ranks)} of {job.world_size}",
+            f"{sum(rank.live for rank in job.ranks)}/{job.world_size}",
             _or_dash(job.committed_step),
             _or_dash(job.planned_step),
-            f"{job.decoded_steps} of {job.window_steps}",
+            f"{job.decoded_steps}/{job.window_steps}",
             f"{job.steps_per_s:.3g}",
             f"{job.samples_per_s:.4g}",
             f"{job.exposed_wait_s:.2g}",

@@ -78,6 +78,8 @@ def _missing_ranks(job: JobHealth) -> Finding | None:
     if not job.missing_ranks:
         return None
     here = job.world_size - len(job.missing_ranks)
+    if job.forming_s < QUIET_S:
+        return Finding(severity="info", text=f"{here} of {job.world_size} ranks have come so far")
     return Finding(
         severity="stalled",
         text=f"{here} of {job.world_size} ranks have waited {job.forming_s:.0f} s for "

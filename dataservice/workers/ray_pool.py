@@ -283,6 +283,8 @@ def _ask_for_a_token() -> None:
     for a token, which it would keep in a file; ours only its own processes know."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Which by default it warns of, and says how to turn it off.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         logger.warning(
             "RAY_AUTH_MODE is %r: whoever reaches Ray's ports on this machine can run code here. "

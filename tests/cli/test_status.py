@@ -41,7 +41,7 @@ def a_job(job="vlm", *, severity="slow", text="rank 1 waits: source `ocr` decode
 
 
 def shown(*jobs, detailed=False):
-    console = Console(width=120, force_terminal=False)
+    console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
         for part in health_view(ServiceHealth(jobs=jobs, fleet=FLEET), detailed=detailed):
             console.print(part)
@@ -52,8 +52,8 @@ def test_workers_come_first_then_a_row_a_job_then_what_holds_it_up():
     text = shown(a_job(), a_job("asr", severity="info", text="nobody waits for data"))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "3 of 4 workers, 5.5 of 6 slots busy"
-    assert "vlm slow 11 of 12 43 47 1 of 5 0.5 128 2.8" in lines
-    assert "asr running 11 of 12 43 47 1 of 5 0.5 128 2.8" in lines
+    assert "vlm slow 11/12 43 47 1/5 0.5 128 2.8" in lines
+    assert "asr running 11/12 43 47 1/5 0.5 128 2.8" in lines
     assert "vlm: rank 1 waits: source `ocr` decodes at 0.6 of need" in lines
     assert "usual" not in text
 

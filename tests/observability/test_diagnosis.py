@@ -85,6 +85,11 @@ def test_ranks_that_have_not_opened_are_counted_and_named():
     assert "8 of 12 ranks have waited 31 s for ranks 3-5 and 9" in found.text
 
 
+def test_ranks_that_come_one_after_the_other_are_no_alarm():
+    found = the_sentence(a_job(world_size=12, missing_ranks=(3, 4, 5, 9), forming_s=2.0))
+    assert (found.severity, found.text) == ("info", "8 of 12 ranks have come so far")
+
+
 def test_a_stopped_rank_is_named_with_its_process_and_step():
     ranks = (a_rank(0), a_rank(1), a_rank(2, quiet_s=14.0, committed_step=39), a_rank(3))
     found = the_sentence(a_job(ranks=ranks))
@@ -197,7 +202,7 @@ def test_a_source_near_the_end_of_its_budget_is_mentioned_beside_the_cause():
 
 def test_many_missing_ranks_are_abbreviated():
     missing = tuple(range(1, 64, 2))
-    found = the_sentence(a_job(world_size=64, missing_ranks=missing))
+    found = the_sentence(a_job(world_size=64, missing_ranks=missing, forming_s=31.0))
     assert "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 24 more to open" in found.text
 
 
