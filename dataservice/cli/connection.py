@@ -4,12 +4,13 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dataservice.core.errors import SpecError
+from dataservice.core.errors import ServiceError, SpecError
 from dataservice.serving.client_access import Access, GiveToken
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.serving.tls import ClientTls
@@ -86,6 +87,21 @@ def connected(command: Command) -> Command:
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options.values()]
     run.__signature__ = own.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
     return run
+
+
+def job_names(context: typer.Context) -> list[str]:
+    """Names of the service's jobs, for completion in a shell; none where it does not answer."""
+    options = inspect.signature(connect).parameters
+    given = {
+        name: context.params[name] if context.params.get(name) is not None else option.default
+        for name, option in options.items()
+    }
+    with suppress(ServiceError), connect(**given) as client:
+        return [status.record.name for status in client.jobs()]
+    return []
+
+
+JobName = Annotated[str, typer.Argument(help="Name of the job.", autocompletion=job_names)]
 
 
 def token_giver(token_file: Path | None) -> GiveToken:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dataservice.cli import show, show_records
-from dataservice.cli.connection import connected
+from dataservice.cli.connection import JobName, connected
 from dataservice.cli.progress import asking, index_progress, measuring_progress
 from dataservice.cli.records import DIFFERS, quarantine, replay, skip
 from dataservice.cli.status import status
@@ -222,7 +222,7 @@ def calibrate_model(
 @connected
 def explain(
     client: CoordinatorClient,
-    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    job: JobName,
     step: Annotated[int, typer.Option(help="The step to explain.", min=0)],
     attempt: Annotated[
         int | None, typer.Option(help="Of this attempt; by default the newest that came to it.")
@@ -271,7 +271,7 @@ def list_jobs(client: CoordinatorClient, as_json: AsJson = False) -> None:
 
 @jobs.command("show")
 @connected
-def show_job(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
+def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
     """Show one job, which steps it skips and which samples were masked.
 
     Example: `dataservice job show vlm-sft`
@@ -288,7 +288,7 @@ def show_job(client: CoordinatorClient, job: str, as_json: AsJson = False) -> No
 
 @jobs.command()
 @connected
-def drain(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
+def drain(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
     """Refuse new attempts; let the running one finish. Example: `dataservice job drain vlm-sft`"""
     _print_jobs([client.drain(job)], as_json)
 
@@ -297,7 +297,7 @@ def drain(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
 @connected
 def recost(
     client: CoordinatorClient,
-    job: str,
+    job: JobName,
     cost_file: Annotated[Path, typer.Argument(help="What `dataservice calibrate` wrote.")],
     from_step: Annotated[
         int | None,
@@ -322,7 +322,7 @@ def recost(
 
 @jobs.command()
 @connected
-def delete(client: CoordinatorClient, job: str, as_json: AsJson = False) -> None:
+def delete(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
     """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
     client.delete(job)
     if as_json:

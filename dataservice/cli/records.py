@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dataservice.cli import show_records as show
-from dataservice.cli.connection import connected
+from dataservice.cli.connection import JobName, connected
 from dataservice.cli.progress import steps_progress
 from dataservice.core.errors import SpecError
 from dataservice.core.job import QuarantineEntry
@@ -24,14 +24,13 @@ DIFFERS = 3
 
 console = Console()
 
-Job = Annotated[str, typer.Argument(help="Name of the job.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @connected
 def skip(
     client: CoordinatorClient,
-    job: Job,
+    job: JobName,
     steps: Annotated[
         list[str], typer.Argument(help="Steps, as 1200-1210 or 7; both ends are included.")
     ],
@@ -58,7 +57,7 @@ def skip(
 @connected
 def replay(
     client: CoordinatorClient,
-    job: Job,
+    job: JobName,
     steps: Annotated[str, typer.Option(help="Steps, as 0-99; as far as they were planned.")],
     attempt: Annotated[
         int | None, typer.Option(help="Of this attempt; by default the newest that has each.")
@@ -87,7 +86,7 @@ def replay(
 @connected
 def quarantine(
     client: CoordinatorClient,
-    job: Job,
+    job: JobName,
     source: Annotated[str | None, typer.Option(help="Only of this source.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write every entry to FILE.jsonl or FILE.csv.")

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from dataservice.cli.connection import connected
+from dataservice.cli.connection import connected, job_names
 from dataservice.cli.show_health import health_json, health_view, worst
 from dataservice.core.errors import SpecError
 from dataservice.core.health import ServiceHealth
@@ -27,7 +27,8 @@ console = Console()
 def status(
     client: CoordinatorClient,
     job: Annotated[
-        str | None, typer.Argument(help="Only this job, with its sources and ranks.")
+        str | None,
+        typer.Argument(help="Only this job, with its sources and ranks.", autocompletion=job_names),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until ^C.")] = False,
     every_s: Annotated[float, typer.Option("--every", help="Seconds between looks.", min=0.2)] = (

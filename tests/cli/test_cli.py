@@ -111,9 +111,18 @@ def test_every_command_explains_itself_with_an_example(cli, words):
         says(said, "--json")
 
 
-def test_the_shell_completes_commands_and_options(cli, monkeypatch):
+def test_the_shell_completes_commands_options_and_jobs(talking, home, monkeypatch):
     monkeypatch.setenv("_DATASERVICE_COMPLETE", "complete_bash")
-    for typed, offered in (("jo", "job"), ("job sk", "skip"), ("status --wa", "--watch")):
+    talking.ok("job", "submit", write_job(home, job="one-of-mine"))
+    known, nobody = f"--service {talking.service}", "--service 127.0.0.1:1"
+    for typed, *offered in (
+        ("jo", "job"),
+        ("job sk", "skip"),
+        ("status --wa", "--watch"),
+        (f"explain {known} one", "one-of-mine"),
+        (f"job show {known} one", "one-of-mine"),
+        (f"job show {nobody} one",),
+    ):
         words = f"dataservice {typed}"
         environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
         done = subprocess.run(
@@ -122,7 +131,7 @@ def test_the_shell_completes_commands_and_options(cli, monkeypatch):
             capture_output=True,
             text=True,
         )
-        assert done.stdout.split() == [offered], done.stderr
+        assert done.stdout.split() == offered, done.stderr
 
 
 def test_the_command_s_help_tells_its_exit_statuses(cli):
