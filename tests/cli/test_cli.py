@@ -132,6 +132,7 @@ def test_the_shell_completes_commands_options_and_jobs(talking, home, monkeypatc
             text=True,
         )
         assert done.stdout.split() == offered, done.stderr
+    talking.ok("job", "delete", "one-of-mine")
 
 
 def test_the_command_s_help_tells_its_exit_statuses(cli):
