@@ -15,7 +15,7 @@ COPY pyproject.toml constraints.txt ./
 COPY deploy/images/requirements.py ./
 # torch is the trainer's, and by far the largest; the service does not import it.
 RUN python -m venv /opt/dataservice \
- && python requirements.py service s3 --without torch > requirements.txt \
+ && python requirements.py service s3 traces --without torch > requirements.txt \
  && /opt/dataservice/bin/pip install -c constraints.txt -r requirements.txt setuptools
 
 COPY README.md LICENSE ./
