@@ -74,11 +74,6 @@ def _parent(process: psutil.Process) -> int:
     return 0
 
 
-def ray_program(home: Path, name: str) -> list[psutil.Process]:
-    """The raylet or the gcs_server of this service's Ray, one for each node."""
-    return [process for process in family(home) if Path(title(process).split()[0]).name == name]
-
-
 def send(process: psutil.Process, number: signal.Signals) -> bool:
     """Signal a process; False when it is gone."""
     try:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from dataservice.core.errors import SpecError
 
+JobState = Literal["active", "draining"]
 SourceFormat = Literal["webdataset", "parquet", "jsonl"]
 
 # Read by pydantic where the job file is validated: unknown keys are refused, and the string
@@ -98,7 +99,7 @@ class JobRecord:
     name: str
     spec_json: str
     index_fingerprint: str
-    state: Literal["active", "draining"] = "active"
+    state: JobState = "active"
     created_unix_s: float = 0.0
 
 

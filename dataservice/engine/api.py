@@ -20,6 +20,8 @@ from dataservice.core.ports import WorkerInfo
 from dataservice.core.team import NO_TEAM
 from dataservice.core.topology import Topology
 
+Fate = Literal["planned", "committed", "skipped"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
@@ -42,7 +44,7 @@ class StepFate:
     """What became of a step in one attempt."""
 
     attempt: int
-    fate: Literal["planned", "committed", "skipped"]
+    fate: Fate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from dataservice.core.health import (
     Severity,
     SourceHealth,
 )
+from dataservice.serving.words import known_word
 
 SEVERITIES: dict[str, Severity] = {name: name for name in get_args(Severity)}
 # What trainer_client times. Another word is of another release, and is not a series of ours.
@@ -110,7 +111,8 @@ def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
         SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
     )
     findings = tuple(
-        Finding(severity=_severity(each.severity), text=each.text) for each in message.findings
+        Finding(severity=known_word(each.severity, SEVERITIES, "a finding is"), text=each.text)
+        for each in message.findings
     )
     return Diagnosed(health=JobHealth(**plain), findings=findings)
 
@@ -124,15 +126,6 @@ def _values(noun: Any) -> dict[str, Any]:
 
 def _fields(message: Any, noun: Any) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in fields(noun)}
-
-
-def _severity(word: str) -> Severity:
-    if word not in SEVERITIES:
-        raise SpecError(
-            f"a finding is {word!r}, which this release does not know. Use the CLI of the "
-            "service's release."
-        )
-    return SEVERITIES[word]
 
 
 def _require_seconds(seconds: float, what: str) -> None:

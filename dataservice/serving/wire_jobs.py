@@ -1,32 +1,27 @@
 """What is asked and told of jobs, steps and workers, to and from protobuf; see wire_packs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from dataservice_proto.v1 import coordinator_pb2
 
-from dataservice.core.errors import SpecError
-from dataservice.core.job import JobRecord, QuarantineEntry, SkipAction, SkipRecord
+from dataservice.core.job import JobRecord, JobState, QuarantineEntry, SkipAction, SkipRecord
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo, WorkerState
-from dataservice.engine.api import JobStatus, ReplayedStep, StepExplanation, StepFate, WorkerStatus
+from dataservice.engine.api import (
+    Fate,
+    JobStatus,
+    ReplayedStep,
+    StepExplanation,
+    StepFate,
+    WorkerStatus,
+)
+from dataservice.serving.words import known_word
 
-JOB_STATES: dict[str, Literal["active", "draining"]] = {
-    "active": "active",
-    "draining": "draining",
-}
-
-SKIP_ACTIONS: dict[str, SkipAction] = {"skip": "skip", "train": "train"}
-WORKER_STATES: dict[str, WorkerState] = {
-    "serving": "serving",
-    "silent": "silent",
-    "draining": "draining",
-}
-FATES: dict[str, Literal["planned", "committed", "skipped"]] = {
-    "planned": "planned",
-    "committed": "committed",
-    "skipped": "skipped",
-}
+JOB_STATES: dict[str, JobState] = {word: word for word in get_args(JobState)}
+SKIP_ACTIONS: dict[str, SkipAction] = {word: word for word in get_args(SkipAction)}
+WORKER_STATES: dict[str, WorkerState] = {word: word for word in get_args(WorkerState)}
+FATES: dict[str, Fate] = {word: word for word in get_args(Fate)}
 
 
 def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
@@ -50,18 +45,12 @@ def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
 
 def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
     """A job and where it stands. Raises SpecError on a state that this release lacks."""
-    state = JOB_STATES.get(message.state)
-    if state is None:
-        raise SpecError(
-            f"job {message.name!r} is in state {message.state!r}; this release knows active and "
-            "draining. Use the CLI of the service's release."
-        )
     return JobStatus(
         record=JobRecord(
             name=message.name,
             spec_json=message.spec_json,
             index_fingerprint=message.index_fingerprint,
-            state=state,
+            state=known_word(message.state, JOB_STATES, f"job {message.name!r} is in state"),
             created_unix_s=message.created_unix_s,
         ),
         samples=message.samples,
@@ -89,18 +78,13 @@ def skip_record_to_proto(skip: SkipRecord) -> coordinator_pb2.SkippedRange:
 
 def skip_record_from_proto(message: coordinator_pb2.SkippedRange, job: str) -> SkipRecord:
     """Skipped steps of `job`. Raises SpecError on an action that this release lacks."""
-    action = SKIP_ACTIONS.get(message.action)
-    if action is None:
-        raise SpecError(
-            f"steps {message.first_step} to {message.last_step} are to {message.action!r}, which "
-            "this release does not know. Use the CLI of the service's release."
-        )
+    steps = f"steps {message.first_step} to {message.last_step} are to"
     return SkipRecord(
         job=job,
         number=message.number,
         first_step=message.first_step,
         last_step=message.last_step,
-        action=action,
+        action=known_word(message.action, SKIP_ACTIONS, steps),
         from_attempt=message.from_attempt,
         recorded_unix_s=message.recorded_unix_s,
     )
@@ -233,13 +217,7 @@ def explanation_from_proto(message: coordinator_pb2.ExplainStepResponse) -> Expl
 
 
 def _fate_from_proto(message: coordinator_pb2.StepFate) -> StepFate:
-    fate = FATES.get(message.fate)
-    if fate is None:
-        raise SpecError(
-            f"a step is {message.fate!r}, which this release does not know. Use the CLI of the "
-            "service's release."
-        )
-    return StepFate(attempt=message.attempt, fate=fate)
+    return StepFate(attempt=message.attempt, fate=known_word(message.fate, FATES, "a step is"))
 
 
 def worker_status_to_proto(status: WorkerStatus) -> coordinator_pb2.WorkerStatus:
@@ -256,14 +234,11 @@ def worker_status_to_proto(status: WorkerStatus) -> coordinator_pb2.WorkerStatus
 
 def worker_status_from_proto(message: coordinator_pb2.WorkerStatus) -> WorkerStatus:
     """A worker as it is now. Raises SpecError on words that this release lacks."""
-    state = WORKER_STATES.get(message.state)
-    if state is None:
-        raise SpecError(
-            f"a worker is {message.state!r}, which this release does not know. Use the CLI of the "
-            "service's release."
-        )
     info = WorkerInfo(
-        worker=message.worker, address=message.address, slots=message.slots, state=state
+        worker=message.worker,
+        address=message.address,
+        slots=message.slots,
+        state=known_word(message.state, WORKER_STATES, "a worker is"),
     )
     return WorkerStatus(
         info=info, packs=message.packs, outstanding_tokens=message.outstanding_tokens

@@ -224,8 +224,8 @@ async def test_a_restart_decodes_nothing_for_a_job_whose_ranks_do_not_come_back(
     await again.stop()
 
 
-async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs_after_a_restart():
-    """Its prefetch is through, so it asks for nothing more; what it trains says what it has."""
+async def restarted_when_rank_0_has_all_and_rank_1_does_not():
+    """Of six steps three are trained; rank 1 has come to step 4."""
     store, setup = MemoryStateStore(), make_setup(samples=96)
     coordinator, sessions = await begun(store, setup=setup)
     await train(coordinator, sessions, 0, 3)
@@ -235,6 +235,12 @@ async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs
     await coordinator.stop()
     again = make_coordinator(store, Books(), setup)
     await again.start()
+    return again
+
+
+async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs_after_a_restart():
+    """Its prefetch is through, so it asks for nothing more; what it trains says what it has."""
+    again = await restarted_when_rank_0_has_all_and_rank_1_does_not()
     ahead, behind = await open_all(again, rejoin=1)
     async with asyncio.timeout(10):
         for step in (4, 5, 6):
@@ -246,15 +252,7 @@ async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs
 
 async def test_ranks_come_to_the_end_after_a_restart_though_one_has_ended_before_it():
     """It trained all and is gone for good, before the others' commits were known."""
-    store, setup = MemoryStateStore(), make_setup(samples=96)
-    coordinator, sessions = await begun(store, setup=setup)
-    await train(coordinator, sessions, 0, 3)
-    for step in (3, 4, 5, 6):
-        for opened in sessions[: 2 if step < 5 else 1]:
-            await shard_of(coordinator, opened, step)
-    await coordinator.stop()
-    again = make_coordinator(store, Books(), setup)
-    await again.start()
+    again = await restarted_when_rank_0_has_all_and_rank_1_does_not()
     behind = await open_rank(again, 1, rejoin=1)
     async with asyncio.timeout(10):
         steps = [await shard_of(again, behind, step) for step in (5, 6)]

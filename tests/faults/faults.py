@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +25,8 @@ LONG_PAUSE_S = 45.0  # keepalive gives up after 20 at the service, after 30 at t
 DELAY_S = 0.1
 
 Strike = Callable[[Stage, Training], AbstractContextManager[None]]
+Which = Callable[[Path], Sequence[psutil.Process]]
+Whom = Callable[[Stage, str], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,38 +41,19 @@ class Fault:
 
 
 @contextmanager
-def worker_killed(stage: Stage, training: Training) -> Iterator[None]:
-    """One worker is gone without a goodbye."""
-    kill(processes.workers(stage.service.home)[:1])
+def killed(
+    stage: Stage, training: Training, *, which: Which, most: int | None = None
+) -> Iterator[None]:
+    """Processes of the service are gone without a goodbye."""
+    kill(which(stage.service.home)[:most])
     yield
 
 
 @contextmanager
-def worker_stopped(stage: Stage, training: Training) -> Iterator[None]:
-    """One worker stands still, its connections open, and comes back when it was replaced."""
-    with stopped(processes.workers(stage.service.home)[:1]):
+def one_stopped(stage: Stage, training: Training, *, which: Which) -> Iterator[None]:
+    """A process of the service stands still, its connections open, until training has ended."""
+    with stopped(which(stage.service.home)[:1]):
         yield
-
-
-@contextmanager
-def decoder_killed(stage: Stage, training: Training) -> Iterator[None]:
-    """Every decoding process is gone; in the decoding phase, those in the midst of a sample."""
-    kill(processes.decoders(stage.service.home))
-    yield
-
-
-@contextmanager
-def decoder_stopped(stage: Stage, training: Training) -> Iterator[None]:
-    """One decoding process stands still until training has ended."""
-    with stopped(processes.decoders(stage.service.home)[:1]):
-        yield
-
-
-@contextmanager
-def nursery_killed(stage: Stage, training: Training) -> Iterator[None]:
-    """The process that forks a worker's decoders is gone, and they with it."""
-    kill(processes.nurseries(stage.service.home)[:1])
-    yield
 
 
 @contextmanager
@@ -89,82 +73,39 @@ def coordinator_stopped(stage: Stage, training: Training, *, pause_s: float) -> 
 
 
 @contextmanager
-def rank_killed(stage: Stage, training: Training) -> Iterator[None]:
-    """One rank dies; its launcher ends the others and starts all from the checkpoint."""
+def ranks_killed(stage: Stage, training: Training, *, ranks: Sequence[int] = ()) -> Iterator[None]:
+    """These ranks die, or all; the launcher ends what is left and starts all from the
+    checkpoint."""
     before = len(training.launches)
-    training.kill_ranks(1)
+    training.kill_ranks(*ranks)
     yield
     wait_for("ranks are launched again", lambda: len(training.launches) > before)
 
 
 @contextmanager
-def rank_stopped(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
-    """One rank stands still."""
-    with stopped([psutil.Process(training.pids[1])]):
+def ranks_stopped(
+    stage: Stage, training: Training, *, ranks: slice, pause_s: float
+) -> Iterator[None]:
+    """These ranks stand still."""
+    with stopped([psutil.Process(pid) for pid in training.pids[ranks]]):
         yield
         time.sleep(pause_s)
 
 
 @contextmanager
-def all_ranks_killed(stage: Stage, training: Training) -> Iterator[None]:
-    """Every rank dies at once."""
-    before = len(training.launches)
-    training.kill_ranks()
-    yield
-    wait_for("ranks are launched again", lambda: len(training.launches) > before)
+def cut(stage: Stage, training: Training, *, whom: Whom) -> Iterator[None]:
+    """Connections of the ranks are reset, and refused for a moment."""
+    stage.gate.cut(partial(whom, stage))
+    with healed(stage, PAUSE_S):
+        yield
 
 
 @contextmanager
-def all_ranks_stopped(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
-    """Every rank stands still."""
-    with stopped([psutil.Process(pid) for pid in training.pids]):
+def silent(stage: Stage, training: Training, *, whom: Whom, pause_s: float) -> Iterator[None]:
+    """The network drops what goes to and from the ranks."""
+    stage.gate.silence(partial(whom, stage))
+    with healed(stage, pause_s):
         yield
-        time.sleep(pause_s)
-
-
-@contextmanager
-def coordinator_cut(stage: Stage, training: Training) -> Iterator[None]:
-    """Connections to the coordinator are reset, and refused for a moment."""
-    stage.gate.cut(stage.is_coordinator)
-    try:
-        yield
-        time.sleep(PAUSE_S)
-    finally:
-        stage.gate.heal()
-
-
-@contextmanager
-def coordinator_silent(stage: Stage, training: Training, *, pause_s: float) -> Iterator[None]:
-    """The network drops what goes between the ranks and the coordinator."""
-    stage.gate.silence(stage.is_coordinator)
-    try:
-        yield
-        time.sleep(pause_s)
-    finally:
-        stage.gate.heal()
-
-
-@contextmanager
-def workers_cut(stage: Stage, training: Training) -> Iterator[None]:
-    """Connections to all workers are reset, and refused for a moment."""
-    stage.gate.cut(stage.is_worker)
-    try:
-        yield
-        time.sleep(PAUSE_S)
-    finally:
-        stage.gate.heal()
-
-
-@contextmanager
-def workers_silent(stage: Stage, training: Training) -> Iterator[None]:
-    """The network drops what goes between the ranks and all workers, for longer than ranks wait
-    for a stream."""
-    stage.gate.silence(stage.is_worker)
-    try:
-        yield
-        time.sleep(STALLED_S)
-    finally:
-        stage.gate.heal()
 
 
 @contextmanager
@@ -173,20 +114,16 @@ def worker_silent(stage: Stage, training: Training) -> Iterator[None]:
     coordinator still reaches it."""
     silenced = next(a for a in stage.gate.connected if stage.is_worker(a))
     stage.gate.silence(lambda address: address == silenced)
-    try:
+    with healed(stage):
         yield
-    finally:
-        stage.gate.heal()
 
 
 @contextmanager
 def network_slow(stage: Stage, training: Training) -> Iterator[None]:
     """Everything comes later."""
     stage.gate.delay(lambda _: True, DELAY_S)
-    try:
+    with healed(stage):
         yield
-    finally:
-        stage.gate.heal()
 
 
 @contextmanager
@@ -234,32 +171,45 @@ def node_in_use(stage: Stage) -> Node:
     )
 
 
+ONE, ALL = slice(1, 2), slice(None)
 FAULTS: dict[str, Fault] = {
-    "worker-killed": Fault(strike=worker_killed),
-    "worker-stopped": Fault(strike=worker_stopped, outlasted=True),
-    "decoder-killed": Fault(strike=decoder_killed),
-    "decoder-stopped": Fault(strike=decoder_stopped, outlasted=True),
-    "nursery-killed": Fault(strike=nursery_killed),
+    "worker-killed": Fault(strike=partial(killed, which=processes.workers, most=1)),
+    "worker-stopped": Fault(strike=partial(one_stopped, which=processes.workers), outlasted=True),
+    "decoder-killed": Fault(strike=partial(killed, which=processes.decoders)),
+    "decoder-stopped": Fault(strike=partial(one_stopped, which=processes.decoders), outlasted=True),
+    "nursery-killed": Fault(strike=partial(killed, which=processes.nurseries, most=1)),
     "coordinator-killed": Fault(strike=coordinator_killed),
     "coordinator-stopped": Fault(strike=partial(coordinator_stopped, pause_s=PAUSE_S)),
     "coordinator-stopped-long": Fault(strike=partial(coordinator_stopped, pause_s=LONG_PAUSE_S)),
     "node-killed": Fault(strike=node_killed),
     "node-stopped": Fault(strike=node_stopped, outlasted=True),
-    "rank-killed": Fault(strike=rank_killed),
-    "rank-stopped": Fault(strike=partial(rank_stopped, pause_s=PAUSE_S)),
-    "rank-stopped-long": Fault(strike=partial(rank_stopped, pause_s=LONG_PAUSE_S)),
-    "all-ranks-killed": Fault(strike=all_ranks_killed),
-    "all-ranks-stopped": Fault(strike=partial(all_ranks_stopped, pause_s=PAUSE_S)),
-    "all-ranks-stopped-long": Fault(strike=partial(all_ranks_stopped, pause_s=LONG_PAUSE_S)),
-    "coordinator-cut-off": Fault(strike=coordinator_cut),
-    "coordinator-silent": Fault(strike=partial(coordinator_silent, pause_s=PAUSE_S)),
-    "coordinator-silent-long": Fault(strike=partial(coordinator_silent, pause_s=LONG_PAUSE_S)),
-    "workers-cut-off": Fault(strike=workers_cut),
-    "workers-silent": Fault(strike=workers_silent),
+    "rank-killed": Fault(strike=partial(ranks_killed, ranks=(1,))),
+    "rank-stopped": Fault(strike=partial(ranks_stopped, ranks=ONE, pause_s=PAUSE_S)),
+    "rank-stopped-long": Fault(strike=partial(ranks_stopped, ranks=ONE, pause_s=LONG_PAUSE_S)),
+    "all-ranks-killed": Fault(strike=ranks_killed),
+    "all-ranks-stopped": Fault(strike=partial(ranks_stopped, ranks=ALL, pause_s=PAUSE_S)),
+    "all-ranks-stopped-long": Fault(strike=partial(ranks_stopped, ranks=ALL, pause_s=LONG_PAUSE_S)),
+    "coordinator-cut-off": Fault(strike=partial(cut, whom=Stage.is_coordinator)),
+    "coordinator-silent": Fault(strike=partial(silent, whom=Stage.is_coordinator, pause_s=PAUSE_S)),
+    "coordinator-silent-long": Fault(
+        strike=partial(silent, whom=Stage.is_coordinator, pause_s=LONG_PAUSE_S)
+    ),
+    "workers-cut-off": Fault(strike=partial(cut, whom=Stage.is_worker)),
+    "workers-silent": Fault(strike=partial(silent, whom=Stage.is_worker, pause_s=STALLED_S)),
     "worker-silent": Fault(strike=worker_silent, outlasted=True),
     "network-slow": Fault(strike=network_slow, outlasted=True),
     "disk-full": Fault(strike=disk_full, unasked=40, told="Free space on its disk"),
 }
+
+
+@contextmanager
+def healed(stage: Stage, pause_s: float = 0.0) -> Iterator[None]:
+    """What was done to the network is undone, at the earliest after a pause."""
+    try:
+        yield
+        time.sleep(pause_s)
+    finally:
+        stage.gate.heal()
 
 
 def kill(found: Sequence[psutil.Process]) -> None:

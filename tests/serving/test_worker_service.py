@@ -131,26 +131,13 @@ async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
     np.testing.assert_array_equal(array, (await host.items(order.key, [0]))[0])
 
 
-async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch):
-    pipeline, started, gate = make.pipeline(), threading.Event(), threading.Event()
-    decode = pipeline.decode
-
-    def decode_behind_the_gate(raw, planned):
-        started.set()
-        assert gate.wait(30)
-        return decode(raw, planned)
-
-    pipeline.decode = decode_behind_the_gate
-    host = make.host(pipeline)
-    served = await serve_worker(
-        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, on_stopped=host.close
-    )
-    info = WorkerInfo(worker=make.worker, address=served.address, slots=2)
+async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch, gated):
+    info, gate, begun = gated
     order = make.order()
     prepare = asyncio.create_task(link.prepare(info, order))
-    assert await asyncio.to_thread(started.wait, 30)
+    await make.until(lambda: begun)
     fetched = asyncio.create_task(
-        fetch(served.address, make.ticket(PartSpec(key=order.key, cp_rank=0)))
+        fetch(info.address, make.ticket(PartSpec(key=order.key, cp_rank=0)))
     )
     done, _ = await asyncio.wait({fetched}, timeout=0.05)
     assert not done
@@ -158,7 +145,6 @@ async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch)
     (part,) = await fetched
     assert [name for name, _ in tensors(part)] == ["input_ids", "labels", "position_ids"]
     assert (await prepare).key == order.key
-    await served.stop()
 
 
 async def test_an_unknown_pack_is_not_found(make, worker, fetch):
