@@ -54,7 +54,7 @@ class DecoderProcess:
     @property
     def ended(self) -> bool:
         """It has died."""
-        return bool(_ends_within(self.process, 0.0))
+        return bool(ends_within(self.process, 0.0))
 
 
 class Nursery:
@@ -97,7 +97,7 @@ class Nursery:
         """Make sure that the decoder is dead; how it died, in words."""
         decoder.kill()
         status = None
-        if _ends_within(decoder.process, DEATH_WAIT_S):
+        if ends_within(decoder.process, DEATH_WAIT_S):
             status = self._status(decoder.process_id)
         os.close(decoder.process)
         decoder.orders.close()
@@ -195,7 +195,8 @@ def _environment() -> dict[str, str]:
     return {**threads, **os.environ, "PYTHONPATH": path}
 
 
-def _ends_within(process: int, limit_s: float) -> bool:
+def ends_within(process: int, limit_s: float) -> bool:
+    """Whether the process of this descriptor is dead by then."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(limit_s * 1000))

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
+from dataservice.workers.nursery import ends_within
 from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ TEMP_DIR_LIMIT_BYTES = 45
 SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
 # How long a worker that was left behind has to say who it is.
 INTRODUCTION_S = 5.0
+END_S = 2.0  # for a worker that has finished its streams to be gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +236,10 @@ class RayWorkerPool(SupervisedPool[_Actor]):
                 await handle.actor.stop.remote()
         _kill(handle.actor)
         if handle.process >= 0:
-            # Ray asks first; a stopped process does not hear it, and keeps its CPUs for seconds.
+            # Ray asks first, and takes a process that ends otherwise for a crash. One that is
+            # stopped does not hear it, and would keep its CPUs for seconds.
+            if gracefully:
+                await asyncio.to_thread(ends_within, handle.process, END_S)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle.process, signal.SIGKILL)
             os.close(handle.process)
