@@ -1,0 +1,105 @@
+"""Warms up, plans all sorts of steps, and prints each kernel that this has compiled or loaded.
+
+A program, so that what other tests have compiled in their process hides nothing.
+"""
+
+import importlib
+import itertools
+import pkgutil
+
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+
+from dataservice import planning
+from dataservice.core.errors import PlanningError
+from dataservice.core.sample import LengthTable
+from dataservice.core.topology import Topology
+from dataservice.planning.compose import StepSamples, compose_step, split_window
+from dataservice.planning.loads.partition import ALGORITHMS, partition
+from dataservice.planning.options import STRATEGIES, PlanOptions
+from dataservice.planning.packs.isf import pack_isf
+from dataservice.planning.warm import warm_up
+
+TOPOLOGIES = (
+    Topology(world_size=1),
+    Topology(world_size=6, replicas_per_node=3),
+    Topology(world_size=8, replicas_per_node=2),
+    Topology(world_size=16, ranks_per_replica=2, pipeline_stages=2, replicas_per_node=4),
+)
+CHOICES = [
+    *({"strategy": strategy} for strategy in STRATEGIES),
+    *({"pack": pack, "context": "dynamic"} for pack in ("joint", "balanced", "isf")),
+]
+# Only asked for the words of an error, and compiled with the kernels that use it.
+NOT_WARM = "dataservice.planning.context.units.least_degree"
+KERNELS = {
+    kernel
+    for module in pkgutil.walk_packages(planning.__path__, planning.__name__ + ".")
+    for kernel in vars(importlib.import_module(module.name)).values()
+    if isinstance(kernel, Dispatcher)
+}
+
+
+def samples(rng, count, memory_tokens):
+    items = rng.integers(0, 3, count)
+    of_items = int(items.sum())
+    tokens = np.minimum(64 + np.exp(rng.normal(5.5, 1.0, count)), 3 * memory_tokens)
+    lengths = LengthTable(
+        llm_tokens=(tokens + 16 * items).astype(np.int32),
+        loss_tokens=(tokens / 2).astype(np.int32),
+        item_offsets=np.concatenate([[0], np.cumsum(items)]).astype(np.int64),
+        item_modality=rng.integers(0, 2, of_items).astype(np.int8),
+        item_encoder_tokens=rng.integers(16, 900, of_items).astype(np.int32),
+        item_llm_tokens=np.full(of_items, 16, np.int32),
+        item_position=np.full(of_items, 4, np.int32),
+    )
+    ids = np.arange(count, dtype=np.int64)
+    return StepSamples(sample_ids=ids, epoch=np.zeros(count, np.int32), lengths=lengths)
+
+
+def plan_steps(rng):
+    for choice, topology, count in itertools.product(CHOICES, TOPOLOGIES, (2, 16, 60, 200)):
+        for memory_tokens in (1024, 4096):
+            options = PlanOptions(memory_tokens=memory_tokens, **choice)
+            step = samples(rng, count, memory_tokens)
+            try:
+                split_window(step.lengths, steps=2, options=options)
+                compose_step(step, step=0, topology=topology, options=options)
+            except PlanningError:
+                pass  # a sample that no group of this topology can hold
+
+
+def plan_parts(rng):
+    for _ in range(200):
+        dtype = rng.choice(["i4", "i8", "f8"])
+        costs = rng.integers(1, 100, rng.integers(1, 60)).astype(dtype)
+        costs.setflags(write=False)
+        limits = {"equal_count": True}, {"capacity": max(float(costs.sum()) / 2, 100.0)}, {}
+        algorithm = str(rng.choice(list(ALGORITHMS)))
+        partition(costs, np.int32(rng.integers(3, 9)), algorithm=algorithm, **rng.choice(limits))
+    lengths = np.arange(1, 400, dtype=np.int32)
+    pack_isf(lengths, lengths % 3, max_text=np.int32(900), max_vision=np.int64(9))
+
+
+def compiled():
+    return {
+        (f"{kernel.py_func.__module__}.{kernel.py_func.__name__}", str(signature))
+        for kernel in KERNELS
+        for signature in kernel.signatures
+    }
+
+
+def main():
+    warm_up()
+    warm = compiled()
+    assert len(warm) > 50
+    rng = np.random.default_rng(0)
+    plan_steps(rng)
+    plan_parts(rng)
+    for name, signature in sorted(compiled() - warm):
+        if name != NOT_WARM:
+            print(name, signature)
+
+
+if __name__ == "__main__":
+    main()
