@@ -48,7 +48,7 @@ def test_plan_packs_and_ranks_of_a_step_are_one_trace_of_the_plan_s_digest(colle
     assert {span.trace_id.hex() for _, span in spans.values()} == {plan.digest}
     root = spans["plan"][1]
     assert root.parent_span_id == b""
-    assert root.end_time_unix_nano - root.start_time_unix_nano == pytest.approx(5e8, rel=0.2)
+    assert 0.49e9 < root.end_time_unix_nano - root.start_time_unix_nano < 10e9
     for name in ("prepare pack", "receive"):
         assert spans[name][1].parent_span_id == root.span_id
 

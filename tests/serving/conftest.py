@@ -64,6 +64,7 @@ from dataservice.serving.server import serve_coordinator, serve_worker
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
+from soak.gate import Gate
 
 SECRET = b"a secret of 32 bytes for testing"
 WORKER = "worker-0.1"
@@ -489,3 +490,10 @@ async def channel_to():
     yield connect
     for channel in channels:
         await channel.close()
+
+
+@pytest.fixture
+def network():
+    """Real sockets between a client and a server, which can fail as a network does."""
+    with Gate() as gate:
+        yield gate

@@ -16,6 +16,7 @@ from dataservice.core.orders import WantedParts
 from dataservice.serving import wire_health, wire_shards
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
+from soak.gate import through_gate
 
 RAISES = grpc.aio.AioRpcError
 
@@ -102,50 +103,16 @@ async def test_a_killed_client_releases_its_claim(coordinator, api, make):
     assert api.claims == {}
 
 
-class BlackHole:
-    """Passes bytes between a client and a server until it swallows them, closing nothing."""
-
-    def __init__(self, target):
-        self.host, _, self.port = target.partition(":")
-        self.open = asyncio.Event()
-        self.open.set()
-        self.tasks = []
-
-    async def start(self):
-        self.server = await asyncio.start_server(self.connect, "127.0.0.1", 0)
-        return f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def connect(self, reader, writer):
-        far_reader, far_writer = await asyncio.open_connection(self.host, int(self.port))
-        self.tasks.append(asyncio.create_task(self.pump(reader, far_writer)))
-        self.tasks.append(asyncio.create_task(self.pump(far_reader, writer)))
-
-    async def pump(self, reader, writer):
-        try:
-            while data := await reader.read(65536):
-                await self.open.wait()
-                writer.write(data)
-        finally:
-            writer.close()
-
-    async def stop(self):
-        self.server.close()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-async def test_a_client_behind_a_dead_network_loses_its_claim(api, make, channel_to):
+async def test_a_client_behind_a_dead_network_loses_its_claim(api, make, network, channel_to):
     keepalive = Keepalive(interval_s=0.3, timeout_s=0.3)
     handle = await serve_coordinator(api, "127.0.0.1:0", keepalive=keepalive)
-    network = BlackHole(handle.address)
-    stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(await network.start()))
+    address = through_gate(network.control, handle.address)
+    stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(address))
     call = stub.OpenSession(opening())
     await call.read()
-    network.open.clear()
+    network.silence(lambda to: to == handle.address)
     await make.until(lambda: api.closed == ["vlm/0"])
     call.cancel()
-    await network.stop()
     await handle.stop(0)
 
 

@@ -25,6 +25,7 @@ from dataservice.serving.channels import Keepalive
 from dataservice.serving.errors import error_of
 from dataservice.serving.server import serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
+from soak.gate import through_gate
 
 
 @pytest.fixture
@@ -262,49 +263,13 @@ async def test_a_worker_may_take_as_long_as_it_needs(make, gated):
     await link.close()
 
 
-@pytest.fixture
-async def cable():
-    """Lay a connection that can be cut: `await lay(address)` gives (address, cut)."""
-    open_writers = []
-
-    async def lay(address):
-        host, _, port = address.rpartition(":")
-
-        async def join(reader, writer):
-            try:
-                far_reader, far_writer = await asyncio.open_connection(host, int(port))
-                open_writers.extend([writer, far_writer])
-                await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
-            except OSError:
-                pass
-
-        async def pump(reader, writer):
-            while data := await reader.read(65536):
-                writer.write(data)
-            writer.close()
-
-        def cut():
-            for writer in open_writers:
-                writer.transport.abort()
-
-        servers.append(await asyncio.start_server(join, "127.0.0.1", 0))
-        return f"127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}", cut
-
-    servers = []
-    yield lay
-    for server in servers:
-        server.close()
-    for writer in open_writers:
-        writer.transport.abort()
-    await asyncio.sleep(0)
-
-
-async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, gated, cable):
+async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, gated, network):
     info, gate, begun = gated
-    address, cut = await cable(info.address)
-    prepare = asyncio.create_task(link.prepare(replace(info, address=address), make.order()))
+    through = replace(info, address=through_gate(network.control, info.address))
+    prepare = asyncio.create_task(link.prepare(through, make.order()))
     await make.until(lambda: len(begun) == 2)
-    cut()
+    network.cut(lambda to: to == info.address)
+    network.heal()
     await asyncio.sleep(0.1)
     gate.set()
     assert (await prepare).key == make.order().key

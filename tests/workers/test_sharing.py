@@ -78,12 +78,13 @@ async def test_two_to_one_in_seconds_of_decoding_whoever_has_the_longer_samples(
 
 
 async def test_idle_share_is_lent_and_a_late_team_is_served_at_once(host):
-    early = asyncio.create_task(keep_ordering(host, "a/j", "short", TeamShare(weight=1), 100))
+    # Long samples: what a busy machine takes between two of them is then little.
+    early = asyncio.create_task(keep_ordering(host, "a/j", "long", TeamShare(weight=1)))
     began_s = time.monotonic()
     taken = await gains(host, until_s=0.8)
     half_s = SLOTS * (time.monotonic() - began_s) / 2
     assert taken["a"] > half_s, "alone, it has more than what would be its half"
-    late = asyncio.create_task(keep_ordering(host, "b/j", "long", TeamShare(weight=1)))
+    late = asyncio.create_task(keep_ordering(host, "b/j", "short", TeamShare(weight=1), 100))
     taken = await gains(host, until_s=0.4)
     assert taken["b"] / taken["a"] == pytest.approx(1, rel=0.2)
     for task in (early, late):
