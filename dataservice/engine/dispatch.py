@@ -139,6 +139,7 @@ class Dispatcher:
             holder = workers.get(self._unclaimed.take(place.order.key) or "")
             if holder is not None:
                 ordering.order(step, pack, holder)
+                self._metrics.pack_found(step.job)
                 continue
             name = lines[0][1]
             ordering.order(step, pack, workers[name])

@@ -304,6 +304,10 @@ class Vitals(Metrics):
         """Passed on."""
         self._shown.pack_hedged(job)
 
+    def pack_found(self, job: str) -> None:
+        """Passed on."""
+        self._shown.pack_found(job)
+
     def worker_lost(self, worker: str) -> None:
         """Passed on."""
         self._shown.worker_lost(worker)

@@ -120,6 +120,11 @@ class PrometheusMetrics:
         self._hedged = job(
             Counter, "hedged_packs", "Packs ordered at a second worker because one was slow."
         )
+        self._found = job(
+            Counter,
+            "found_packs",
+            "Packs that a worker held already when they were ordered, so that nothing was decoded.",
+        )
         self._read_samples = job(
             Counter, "read_samples", "Samples read by workers, masked ones included.", "source"
         )
@@ -257,6 +262,10 @@ class PrometheusMetrics:
     def pack_hedged(self, job: str) -> None:
         """One more pack was ordered twice."""
         self._hedged.labels(job).inc()
+
+    def pack_found(self, job: str) -> None:
+        """One decoding less."""
+        self._found.labels(job).inc()
 
     def error_budget_used(self, job: str, source: str, share: float) -> None:
         """How near a source is to stopping its job."""

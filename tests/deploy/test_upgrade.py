@@ -29,7 +29,14 @@ from soak.service import ROOT
 from tests.deploy.cluster import DEPLOY
 from tests.deploy.procedure import commands_of
 from tests.service.conftest import corpus
-from tests.service.support import Ranks, ServiceProcess, job_file, wait_for
+from tests.service.support import (
+    Ranks,
+    ServiceProcess,
+    job_file,
+    metrics_addresses,
+    scraped,
+    wait_for,
+)
 
 __all__ = ["corpus"]
 
@@ -169,7 +176,7 @@ def stranger(
 @pytest.fixture(scope="module")
 def service(ray: Cluster, stranger: object) -> Iterator[ServiceProcess]:
     made = ServiceProcess(home=ray.home, pool="ray", environment=ray.environment)
-    made.flags = ("--ray-address", ray.address, "--workers", "2")
+    made.flags = ("--ray-address", ray.address, "--workers", "2", "--metrics-listen", "127.0.0.1:0")
     yield made.start()
     made.end()
 
@@ -186,6 +193,12 @@ def workers_of(service: ServiceProcess) -> dict[str, str]:
     """The address of each worker by name."""
     listed = json.loads(service.cli("workers", "list", "--json").stdout)
     return {each["worker"]: each["address"] for each in listed}
+
+
+def found_packs(service: ServiceProcess) -> float:
+    """How many packs this coordinator did not have to have decoded."""
+    series = scraped(metrics_addresses(service)[-1])
+    return series.get(("dataservice_found_packs_total", frozenset({("job", "job")})), 0.0)
 
 
 def listens(address: str) -> bool:
@@ -217,6 +230,7 @@ def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_pa
         end()
         service.start()
         assert workers_of(service) == first
+        wait_for(lambda: found_packs(service) > 0)
     said = service.cli("workers", "restart").stdout
     for seat in (0, 1):
         assert f"worker-{seat}.1 is replaced by worker-{seat}.2" in said

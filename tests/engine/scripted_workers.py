@@ -116,12 +116,16 @@ class Workers:
 class Counts(NoMetrics):
     def __init__(self) -> None:
         self.hedged = 0
+        self.found = 0
         self.lost: list[str] = []
         self.retired: list[str] = []
         self.lines: dict[str, float] = {}
 
     def pack_hedged(self, job: str) -> None:
         self.hedged += 1
+
+    def pack_found(self, job: str) -> None:
+        self.found += 1
 
     def worker_lost(self, worker: str) -> None:
         self.lost.append(worker)

@@ -209,7 +209,7 @@ async def test_a_worker_that_drains_and_ends_between_two_looks_is_not_counted_as
 
 
 async def test_packs_left_by_a_former_coordinator_are_used_or_released(
-    dispatcher, workers, monkeypatch
+    dispatcher, workers, counts, monkeypatch
 ):
     monkeypatch.setattr(unclaimed, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(dispatch, "ASK_EVERY_S", 0.01)
@@ -223,6 +223,7 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
     assert {key: name for name, key in workers.ordered} in ({}, former)
     await until(lambda: ready(step))
     assert {key: name for name, key in workers.ordered} == former
+    assert counts.found == len(former)
     dispatcher._unclaimed._grace_s = 0.0
     await until(lambda: stray not in workers.held["w2"])
     await until(lambda: workers.asked > 9)

@@ -1,8 +1,10 @@
 """A real service in its own process, and trainer ranks as threads that read from it."""
 
 import json
+import re
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from soak.service import ServiceProcess, dataservice
 from trainer_client import Shard, ShardDataset, Tls
 from trainer_client.parts import EVERYTHING
 
-__all__ = ["Ranks", "ServiceProcess", "dataservice", "explained", "job_file", "serving", "wait_for"]
+__all__ = [
+    "Ranks",
+    "ServiceProcess",
+    "dataservice",
+    "explained",
+    "job_file",
+    "metrics_addresses",
+    "scraped",
+    "serving",
+    "wait_for",
+]
 
 
 @contextmanager
@@ -28,6 +41,22 @@ def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServicePro
         yield service
     finally:
         service.end()
+
+
+def metrics_addresses(service: ServiceProcess) -> list[str]:
+    """Where each worker that counts is scraped, then the coordinator."""
+    return re.findall(r"metrics at http://(\S+)/metrics", service.log.read_text())
+
+
+def scraped(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every series and its value, by name and labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> Path:

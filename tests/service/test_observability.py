@@ -1,13 +1,10 @@
 """An operator's view of a real service: its metrics and its log, against what the job did."""
 
 import json
-import re
-import urllib.request
 from collections import Counter
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from dataservice.job_setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -22,31 +19,15 @@ from tests.service.small import (
     spoil,
     write_job,
 )
-from tests.service.support import Ranks, serving, wait_for
+from tests.service.support import Ranks, metrics_addresses, scraped, serving, wait_for
 
 RANKS = 3
 STEP_S = 0.05
 PHASE_S = {"vision_forward": 0.01, "llm_forward": 0.02, "llm_backward": 0.015}
 
 
-def scraped(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Every series and its value, by name and labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def outstanding(series) -> list[float]:
     return [v for (name, _), v in series.items() if name.endswith("_outstanding_tokens")]
-
-
-def addresses(log: str) -> list[str]:
-    """Where the coordinator is scraped, then each worker."""
-    return re.findall(r"metrics at http://(\S+)/metrics", log)
 
 
 class Watched:
@@ -68,7 +49,7 @@ class Watched:
                 service.address, RANKS, pace_s=STEP_S, measured_s=STEP_S, phase_s=PHASE_S
             )
             self.ranks.start().join()
-            *workers, coordinator = addresses(service.log.read_text())
+            *workers, coordinator = metrics_addresses(service)
             wait_for(lambda: not any(outstanding(scraped(coordinator))))  # the last receipts
             self.series = scraped(coordinator)
             self.workers = [scraped(address) for address in workers]
