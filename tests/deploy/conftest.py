@@ -6,7 +6,7 @@ from tests.deploy.kustomize import Object, render
 OVERLAYS = {
     "dev": DEPLOY / "overlays" / "dev",
     "production": DEPLOY / "overlays" / "production",
-    "with_gcs_fault_tolerance": DEPLOY.parent / "tests" / "deploy" / "with_gcs_fault_tolerance",
+    "with_all_components": DEPLOY.parent / "tests" / "deploy" / "with_all_components",
 }
 EXAMPLES = {
     path.parent.name: path.parent for path in sorted(DEPLOY.glob("examples/*/kustomization.yaml"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from tests.deploy.cluster import Cluster, Pod, selects
 from tests.deploy.kustomize import Object
@@ -133,6 +134,14 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
         redis = stranger(host.split(".")[1])
         yield from check(head, redis, [int(port)], True)
         yield from check(worker, redis, [int(port)], False)
+    if config.traces:
+        told = urlsplit(config.traces)
+        assert told.hostname is not None
+        assert told.port is not None
+        collector = stranger(told.hostname.split(".")[1])
+        yield from check(coordinator, collector, [told.port], True)
+        yield from check(worker, collector, [told.port], True)
+        yield from check(head, collector, [told.port], False)
 
 
 def port_range(text: str) -> range:

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.deploy import agreement, monitoring, network, references, schemas
-from tests.deploy.cluster import DEPLOY
+from tests.deploy.cluster import CONFIG_FILE, DEPLOY, Cluster
 from tests.deploy.conftest import EXAMPLES, OVERLAYS
 from tests.deploy.kustomize import build, kubectl, render, render_with_kubectl
 
@@ -57,6 +57,14 @@ def test_overlays_agree_with_the_code(overlay):
 
 def test_the_network_lets_through_what_is_needed_and_nothing_else(overlay):
     assert list(network.mistakes(overlay)) == []
+
+
+def test_spans_get_out_with_the_component_where_the_config_names_a_collector(rendered):
+    cluster = Cluster(rendered["with_all_components"])
+    (found,) = [each for each in cluster.of("ConfigMap") if CONFIG_FILE in each["data"]]
+    found["data"][CONFIG_FILE] = found["data"][CONFIG_FILE].replace("# traces:", "traces:")
+    assert cluster.config.traces == "http://otel-collector.observability.svc:4318"
+    assert list(network.mistakes(cluster)) == []
 
 
 def test_alerts_and_dashboard_read_metrics_that_the_code_has(overlay):

@@ -196,6 +196,10 @@ CASES: dict[str, tuple[Spoil, str]] = {
         config("worker_metrics_ports: 20200-20203", "worker_metrics_ports: 20200-20202"),
         "worker_metrics_ports are fewer than twice the 2 workers of a pod",
     ),
+    "spans that nobody lets out": (
+        config("# traces:", "traces:"),
+        "StatefulSet/dataservice-coordinator cannot reach observability at 4318",
+    ),
     "worker metrics that Prometheus cannot reach": (
         lambda c: policy(c, "prometheus-to-workers")["ingress"][0]["ports"][0].update(
             endPort=20202
