@@ -118,12 +118,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.calls = 0
+        self.steps: list[int] = []  # of every call
         self.faults: list[Fault] = []
         self.corrupt = 0
         self.drop_after: list[int] = []  # messages sent before the stream breaks
         self.release = threading.Event()
         self.release.set()
+
+    @property
+    def calls(self) -> int:
+        return len(self.steps)
 
     def Prepare(self, request, context):
         raise NotImplementedError
@@ -132,7 +136,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         raise NotImplementedError
 
     def Fetch(self, request, context):
-        self.calls += 1
+        self.steps.append(request.ticket.parts[0].key.step)
         if self.faults:
             self.faults.pop(0).raise_in(context)
         drop_after = self.drop_after.pop(0) if self.drop_after else None
