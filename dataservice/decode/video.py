@@ -129,7 +129,11 @@ def _cut(
     )
     view = plan.views[0]
     resized = frame.reformat(
-        width=view.width, height=view.height, format="rgb24", interpolation=Interpolation.BICUBIC
+        width=view.width,
+        height=view.height,
+        format="rgb24",
+        interpolation=Interpolation.BICUBIC,
+        threads=1,  # else a thread for every CPU, frame by frame: workers decode many at once
     )
     return cut_tiles(np.asarray(resized.to_ndarray(), dtype=np.uint8), view)
 

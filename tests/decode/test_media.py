@@ -1,5 +1,8 @@
 """Images, clips and recordings: what headers say and what decoding gives."""
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -194,6 +197,29 @@ def test_the_wanted_frames_are_decoded_in_order(files, container, codec):
     assert pixels.shape == (5, 28, 56, 3)
     levels = pixels.reshape(5, -1).mean(axis=1)
     assert np.abs(levels - np.array([0, 30, 30, 120, 190])).max() < 6
+
+
+def test_a_clip_is_decoded_in_the_thread_that_asks(files):
+    """Workers decode many samples at once: threads of a codec's own would only hand over to one
+    another, which on a busy machine takes longer than decoding."""
+
+    def threads():
+        return {task.name for task in Path("/proc/self/task").iterdir()}
+
+    def look():
+        while not done.is_set():
+            seen.update(threads())
+
+    blob = files.blob("video", files.video(20, 10, (256, 192)))
+    header, plan = video_header(blob, DEFAULT_LIMITS), picked(128, 96, *range(20))
+    seen, done, looking = set(), threading.Event(), threading.Thread(target=look)
+    looking.start()
+    before = threads()
+    for _ in range(20):
+        decode_video(blob, header, plan, DEFAULT_LIMITS)
+    done.set()
+    looking.join()
+    assert seen <= before
 
 
 def test_a_truncated_mp4_is_reported_by_name_with_its_frames(files):
