@@ -5,17 +5,31 @@ File systems are plug-ins and raise what they like, so every call to one is made
 `translate`, which turns any exception into SourceError, once, with the file's name and a remedy.
 """
 
+import errno
+import io
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO, cast
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from dataservice.core.errors import ServiceError, SourceError
 from dataservice.sources.roots import Roots
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Storage that holds bytes and does nothing else. fsspec has protocols that run programs, render
 # templates, or open a second address that the first one names; a job may not ask for those.
@@ -24,6 +38,18 @@ PROTOCOLS = frozenset(
     | {"abfs", "abfss", "az", "adl", "oss", "oci"}
 )
 _REFUSED_OPTIONS = frozenset({"protocol", "target_protocol", "target_options", "fo"})
+# Of our own, over what a file system reads ahead.
+_REMOTE_BUFFER_BYTES = 128 * 1024
+# How long storage may be away before what it holds counts as unreadable.
+OUTAGE_S = 30.0
+_LONGEST_PAUSE_S = 3.0
+# What another try does not change: there is no such file, it may not be read, or never so.
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
+_HTTP_ASK_AGAIN = {408, 425, 429}
+
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -92,18 +118,95 @@ def require_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str, owne
         )
 
 
-def require_opened(
-    roots: Roots | None, fs: AbstractFileSystem, stream: IO[bytes], path: str, owner: str
-) -> None:
-    """Closes the file and raises SourceError when what was opened does not lie under the roots:
-    since it was judged, a folder on the way may have become a link."""
-    if roots is None or "file" not in protocols(fs):
-        return
-    try:
-        require_allowed(roots, fs, path_of(stream.fileno(), path), owner)
-    except SourceError:
-        stream.close()
-        raise
+def patiently(read: Callable[[], Result]) -> Result:
+    """The answer of storage on another machine, asked again for OUTAGE_S if it fails in a way
+    that may pass. Raises what the last try raised."""
+    asking = Retrying(
+        stop=stop_after_delay(OUTAGE_S),
+        wait=wait_random_exponential(multiplier=0.1, max=_LONGEST_PAUSE_S),
+        retry=retry_if_exception(_may_pass),
+        before_sleep=_tell,
+        reraise=True,
+    )
+    return asking(read)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Of OSErrors and HTTP statuses it is known; other errors are of a client's library, which
+    has its own for connections that fail."""
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in _HTTP_ASK_AGAIN
+    if isinstance(error, OSError) and error.errno in _LASTING_ERRNOS:
+        return False
+    return isinstance(error, Exception) and not isinstance(error, _LASTING)
+
+
+def _tell(state: RetryCallState) -> None:
+    if state.attempt_number == 1 and state.outcome is not None:
+        logger.warning("storage is asked again for %g s: %r", OUTAGE_S, state.outcome.exception())
+
+
+def open_to_read(
+    fs: AbstractFileSystem,
+    path: str,
+    owner: str,
+    roots: Roots | None,
+    *,
+    pass_on: tuple[type[Exception], ...] = (),
+) -> IO[bytes]:
+    """A file that lies under the roots, where given. Raises SourceError, and so does reading it
+    from another machine; `owner` opens its text."""
+    require_allowed(roots, fs, path, owner)
+    failing = partial(translate, owner, path, "be read")
+    if "file" not in protocols(fs):
+        with failing(pass_on=pass_on):
+            stream = cast(IO[bytes], patiently(lambda: fs.open(path, "rb")))
+        return io.BufferedReader(_Remote(stream, failing), _REMOTE_BUFFER_BYTES)
+    with failing(pass_on=pass_on):
+        stream = cast(IO[bytes], fs.open(path, "rb"))
+    if roots is not None:
+        # Since the path was judged, a folder on the way may have become a link.
+        try:
+            require_allowed(roots, fs, path_of(stream.fileno(), path), owner)
+        except SourceError:
+            stream.close()
+            raise
+    return stream
+
+
+class _Remote(io.RawIOBase):
+    """What a file system opened, for Python's own buffer to read from: not all of them have
+    every method of a local file, such as `readline` with a limit."""
+
+    def __init__(
+        self, stream: IO[bytes], failing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._stream = stream
+        self._failing = failing
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._stream.seekable()
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
+        with self._failing():
+            data = patiently(lambda: self._stream.read(len(view)))
+        view[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def path_of(descriptor: int, path: str) -> str:

@@ -11,12 +11,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from dataservice.core.errors import SourceError
-from dataservice.sources.filesystem import (
-    open_filesystem,
-    require_allowed,
-    require_opened,
-    translate,
-)
+from dataservice.sources.filesystem import open_filesystem, open_to_read, translate
 from dataservice.sources.roots import Roots
 
 MANIFEST = "manifest.json"
@@ -47,16 +42,10 @@ class IndexFolder:
             except FileNotFoundError:
                 return None
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
+    def open(self, name: str) -> IO[bytes]:
         """A file for reading. Raises FileNotFoundError, or SourceError for anything else."""
-        path = f"{self.path}/{name}"
-        require_allowed(self._roots, self._fs, path, self._owner)
-        with translate(self._owner, path, "be read", pass_on=(FileNotFoundError,)):
-            stream = self._fs.open(path, "rb")
-        with stream:
-            require_opened(self._roots, self._fs, stream, path, self._owner)
-            yield stream
+        path, absent = f"{self.path}/{name}", (FileNotFoundError,)
+        return open_to_read(self._fs, path, self._owner, self._roots, pass_on=absent)
 
     @contextmanager
     def replace(self, name: str) -> Iterator[IO[bytes]]:

@@ -18,10 +18,11 @@ from dataservice.core.sample import ByteSpan
 from dataservice.sources.filesystem import (
     is_allowed,
     open_filesystem,
+    open_to_read,
     path_of,
+    patiently,
     protocols,
     require_allowed,
-    require_opened,
     translate,
 )
 from dataservice.sources.patterns import expand
@@ -120,12 +121,7 @@ class Storage:
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading. Raises SourceError."""
-        owner = f"source {self._spec.name!r}"
-        require_allowed(self._roots, self._fs, path, owner)
-        with self.translate(path, "be opened"):
-            stream = cast(IO[bytes], self._fs.open(path, "rb"))
-        require_opened(self._roots, self._fs, stream, path, owner)
-        return stream
+        return open_to_read(self._fs, path, f"source {self._spec.name!r}", self._roots)
 
     def read_spans(self, path: str, spans: Sequence[ByteSpan]) -> list[bytes]:
         """The bytes of each span; spans that lie close together are read at once.
@@ -160,7 +156,9 @@ class Storage:
         require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
         starts, ends = [start for start, _ in runs], [end for _, end in runs]
         with self.translate(path, "be read"):
-            blobs = self._fs.cat_ranges([path] * len(runs), starts, ends, on_error="raise")
+            blobs = patiently(
+                lambda: self._fs.cat_ranges([path] * len(runs), starts, ends, on_error="raise")
+            )
         return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
@@ -186,7 +184,7 @@ class Storage:
                 if self._local:
                     return _read_local(full, folder, relative, limits, self._roots)
                 most = limits.max_media_bytes + 1
-                data = cast(bytes, self._fs.cat_file(full, start=0, end=most))
+                data = cast(bytes, patiently(lambda: self._fs.cat_file(full, start=0, end=most)))
         except (FileNotFoundError, IsADirectoryError) as error:
             raise SampleError(
                 f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."

@@ -9,7 +9,7 @@ import pytest
 from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import ByteSpan, RawSample, SampleRef
-from dataservice.sources import storage
+from dataservice.sources import filesystem, storage
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import Storage
@@ -100,8 +100,68 @@ def test_whatever_a_file_system_raises_becomes_a_source_error(
             raise _error
 
         monkeypatch.setattr(opened.fs, "open", fail)
-        with pytest.raises(SourceError, match=rf"source 'src': p cannot be opened: {says}"):
+        with pytest.raises(SourceError, match=rf"source 'src': p cannot be read: {says}"):
             opened.read_spans("p", [ByteSpan(name="m", offset_bytes=0, size_bytes=1)])
+
+
+class Failing:
+    """Stands for a call of a file system: raises each of these, then answers."""
+
+    def __init__(self, answer: object, *errors: Exception) -> None:
+        self.answer, self.errors, self.calls = answer, list(errors), 0
+
+    def __call__(self, *_args: object, **_more: object) -> object:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.answer
+
+
+class HttpError(Exception):
+    """As HTTP clients have them."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+SPAN = ByteSpan(name="m", offset_bytes=0, size_bytes=1)
+PASSING = (
+    ConnectionResetError(104, "reset"), TimeoutError(), OSError(16, "slow down"), HttpError(503),
+    HttpError(429), RuntimeError("a client's own"),
+)  # fmt: skip
+LASTING = (
+    FileNotFoundError("p"), PermissionError("p"), OSError(22, "range"), HttpError(404),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_storage_far_away_that_fails_in_passing_is_asked_again(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    opened = Storage(spec("memory://far/a.tar", "webdataset"))
+    monkeypatch.setattr(opened.fs, "cat_ranges", asked := Failing([b"x"], error))
+    assert opened.read_spans("p", [SPAN]) == [b"x"]
+    assert asked.calls == 2
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_storage_far_away_that_has_answered_is_not_asked_again(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    opened = Storage(spec("memory://far/a.tar", "webdataset"))
+    monkeypatch.setattr(opened.fs, "cat_ranges", asked := Failing([b"x"], error))
+    with pytest.raises(SourceError, match="source 'src': p cannot be read"):
+        opened.read_spans("p", [SPAN])
+    assert asked.calls == 1
+
+
+def test_storage_that_stays_away_is_given_up(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "OUTAGE_S", 0.3)
+    opened = Storage(spec("memory://far/a.tar", "webdataset"))
+    monkeypatch.setattr(opened.fs, "open", asked := Failing(None, *[PASSING[0]] * 200))
+    with pytest.raises(SourceError, match="source 'src': p cannot be read: ConnectionReset"):
+        opened.open("p")
+    assert 1 < asked.calls < 200
 
 
 def test_spans_are_read_in_any_order_and_across_gaps(
