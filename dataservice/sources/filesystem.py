@@ -43,8 +43,12 @@ _REMOTE_BUFFER_BYTES = 128 * 1024
 # How long storage may be away before what it holds counts as unreadable.
 OUTAGE_S = 30.0
 _LONGEST_PAUSE_S = 3.0
-# What another try does not change: there is no such file, it may not be read, or never so.
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+# What another try does not change: there is no such file, it may not be read, or never so; and
+# what is no matter of storage at all.
+_LASTING = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(MemoryError, TypeError, ValueError),
+)
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
 _HTTP_ASK_AGAIN = {408, 425, 429}
 

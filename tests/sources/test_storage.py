@@ -131,6 +131,7 @@ PASSING = (
 )  # fmt: skip
 LASTING = (
     FileNotFoundError("p"), PermissionError("p"), OSError(22, "range"), HttpError(404),
+    MemoryError("p"),
 )  # fmt: skip
 
 
