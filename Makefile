@@ -65,5 +65,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[service,dev]'
+	PYTHONWARNINGS='ignore:Editable installation' \
+	    $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[service,dev]'
 	touch $@

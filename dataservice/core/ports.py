@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.job import (
-    BatchSize,
-)
+from dataservice.core.job import BatchSize
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (

@@ -46,8 +46,13 @@ _LONGEST_PAUSE_S = 3.0
 # What another try does not change: there is no such file, it may not be read, or never so; and
 # what is no matter of storage at all.
 _LASTING = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-    *(MemoryError, TypeError, ValueError),
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    MemoryError,
+    TypeError,
+    ValueError,
 )
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
 _HTTP_ASK_AGAIN = {408, 425, 429}
@@ -162,13 +167,13 @@ def open_to_read(
     """A file that lies under the roots, where given. Raises SourceError, and so does reading it
     from another machine; `owner` opens its text."""
     require_allowed(roots, fs, path, owner)
+    local = "file" in protocols(fs)
     failing = partial(translate, owner, path, "be read")
-    if "file" not in protocols(fs):
-        with failing(pass_on=pass_on):
-            stream = cast(IO[bytes], patiently(lambda: fs.open(path, "rb")))
-        return io.BufferedReader(_Remote(stream, failing), _REMOTE_BUFFER_BYTES)
+    opening = partial(fs.open, path, "rb")
     with failing(pass_on=pass_on):
-        stream = cast(IO[bytes], fs.open(path, "rb"))
+        stream = cast(IO[bytes], opening() if local else patiently(opening))
+    if not local:
+        return io.BufferedReader(_Remote(stream, failing), _REMOTE_BUFFER_BYTES)
     if roots is not None:
         # Since the path was judged, a folder on the way may have become a link.
         try:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with (
         pytest.MonkeyPatch.context() as environment,
         Gate() as network,
-        running(corpus.parent / "store.log") as address,
+        s3_server(corpus.parent / "store.log") as address,
     ):
         endpoint = f"http://{through_gate(network.control, address)}"
         for name, value in (
@@ -72,27 +73,24 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield made
 
 
-class running:
-    """The server in a process of its own; gives its address."""
+@contextmanager
+def s3_server(log: Path) -> Iterator[str]:
+    """A server in a process of its own; gives its address."""
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def told() -> list[str]:
+        return re.findall(r"Running on http://(\S+)", log.read_text())
 
-    def __enter__(self) -> str:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        with self.log.open("wb") as sink:
-            self.process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-        wait_for(lambda: self.told() is not None or self.process.poll() is not None)
-        told = self.told()
-        assert told is not None, self.log.read_text()
-        return told[1]
-
-    def told(self) -> re.Match[str] | None:
-        return re.search(r"Running on http://(\S+)", self.log.read_text())
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with (
+        log.open("wb") as sink,
+        subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            wait_for(lambda: bool(told()) or process.poll() is not None)
+            assert told(), log.read_text()
+            yield told()[0]
+        finally:
+            process.kill()
 
 
 def served(store: Store, home: Path) -> tuple[str, ...]:

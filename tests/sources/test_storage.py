@@ -15,6 +15,7 @@ from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import Storage
 
 Spec = Callable[..., SourceSpec]
+SPAN = ByteSpan(name="m", offset_bytes=0, size_bytes=1)
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_whatever_a_file_system_raises_becomes_a_source_error(
 
         monkeypatch.setattr(opened.fs, "open", fail)
         with pytest.raises(SourceError, match=rf"source 'src': p cannot be read: {says}"):
-            opened.read_spans("p", [ByteSpan(name="m", offset_bytes=0, size_bytes=1)])
+            opened.read_spans("p", [SPAN])
 
 
 class Failing:
@@ -124,7 +125,6 @@ class HttpError(Exception):
         self.status = status
 
 
-SPAN = ByteSpan(name="m", offset_bytes=0, size_bytes=1)
 PASSING = (
     ConnectionResetError(104, "reset"), TimeoutError(), OSError(16, "slow down"), HttpError(503),
     HttpError(429), RuntimeError("a client's own"),
@@ -135,33 +135,35 @@ LASTING = (
 )  # fmt: skip
 
 
+@pytest.fixture
+def far(spec: Spec) -> Storage:
+    return Storage(spec("memory://far/a.tar", "webdataset"))
+
+
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_storage_far_away_that_fails_in_passing_is_asked_again(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch, error: Exception
+    far: Storage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    opened = Storage(spec("memory://far/a.tar", "webdataset"))
-    monkeypatch.setattr(opened.fs, "cat_ranges", asked := Failing([b"x"], error))
-    assert opened.read_spans("p", [SPAN]) == [b"x"]
+    monkeypatch.setattr(far.fs, "cat_ranges", asked := Failing([b"x"], error))
+    assert far.read_spans("p", [SPAN]) == [b"x"]
     assert asked.calls == 2
 
 
 @pytest.mark.parametrize("error", LASTING, ids=repr)
 def test_storage_far_away_that_has_answered_is_not_asked_again(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch, error: Exception
+    far: Storage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    opened = Storage(spec("memory://far/a.tar", "webdataset"))
-    monkeypatch.setattr(opened.fs, "cat_ranges", asked := Failing([b"x"], error))
+    monkeypatch.setattr(far.fs, "cat_ranges", asked := Failing([b"x"], error))
     with pytest.raises(SourceError, match="source 'src': p cannot be read"):
-        opened.read_spans("p", [SPAN])
+        far.read_spans("p", [SPAN])
     assert asked.calls == 1
 
 
-def test_storage_that_stays_away_is_given_up(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_stays_away_is_given_up(far: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "OUTAGE_S", 0.3)
-    opened = Storage(spec("memory://far/a.tar", "webdataset"))
-    monkeypatch.setattr(opened.fs, "open", asked := Failing(None, *[PASSING[0]] * 200))
+    monkeypatch.setattr(far.fs, "open", asked := Failing(None, *[PASSING[0]] * 200))
     with pytest.raises(SourceError, match="source 'src': p cannot be read: ConnectionReset"):
-        opened.open("p")
+        far.open("p")
     assert 1 < asked.calls < 200
 
 
