@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from dataservice.planning.pipeline.schedule import FORWARD, make_program
+from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
 
 
 def best_max_load(costs: NDArray[np.float64], ranks: int) -> float:

@@ -7,7 +7,15 @@ of all of them. Where this folder cannot be written, numba's own choice of folde
 
 import hashlib
 import os
+import sys
 from pathlib import Path
+
+if sys.version_info < (3, 11):
+    raise ImportError(
+        "the service needs Python 3.11 or later; this is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}. The trainers' client, trainer_client, also "
+        "runs on 3.10."
+    )
 
 _PLANNING = Path(__file__).parent / "planning"
 

@@ -1,4 +1,4 @@
-"""The whole service, put together: the one place that sees every room.
+"""Puts the whole service together: the one place that imports every room.
 
     job file ──► index ──► catalog ─┐
                                     ├─► Coordinator ──► gRPC :50051 ──► trainer ranks
@@ -14,73 +14,88 @@ import contextlib
 import gc
 import logging
 import secrets
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from dataservice.access import TokensFile
+from dataservice.core.address import is_loopback, split_address
+from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.errors import SpecError
 from dataservice.core.ports import WorkerPool
+from dataservice.core.private_files import others_may
 from dataservice.engine.coordinator import Coordinator
-from dataservice.fleet import make_pool
-from dataservice.job_pipeline import load_processors
-from dataservice.job_setup import job_record, open_job, same_job
+from dataservice.engine.fair_threads import FairThreads
+from dataservice.engine.threads import in_opening
+from dataservice.jobs.opener import JobOpener
+from dataservice.jobs.sample_pipeline import load_processors
 from dataservice.observability.diagnosis import diagnose
 from dataservice.observability.endpoint import MetricsEndpoint, serve_metrics
 from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.observability.traces import TracedMetrics, open_traces
+from dataservice.operate.config import ServiceConfig
+from dataservice.operate.fleet import make_pool
+from dataservice.operate.freed_memory import give_back_now_and_then
+from dataservice.operate.stopping import Ending, StopGuard, in_thread
+from dataservice.operate.tokens_file import TokensFile
+from dataservice.operate.watchdog import Watchdog
 from dataservice.planning.warm import warm_up
+from dataservice.serving.access_control import AccessControl
 from dataservice.serving.audit import AuditLog
-from dataservice.serving.border import Border
-from dataservice.serving.server import ServerHandle, serve_coordinator, serve_health
-from dataservice.serving.tls import is_loopback, server_credentials
+from dataservice.serving.health_ports import HealthPort, OwnRequest
+from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
-from dataservice.spec import ServiceConfig
+from dataservice.state.directory import SECRET
 from dataservice.state.sqlite import SqliteStateStore
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
+# Parts of `stop_within_s`; the pool of workers has a limit of its own.
+COORDINATOR_STOP_S = 10.0
+STOP_CALL_S = 5.0
 
 
-def make_border(config: ServiceConfig, started: contextlib.AsyncExitStack) -> Border:
-    """Who is let in, as the config says; what is opened for it is closed with `started`. Raises
-    SpecError."""
+def make_access_control(config: ServiceConfig, started: contextlib.AsyncExitStack) -> AccessControl:
+    """The access control that the config describes; closing `started` closes what it opened.
+    Raises SpecError."""
     audit = None
     if config.audit_log is not None:
         audit = AuditLog(Path(config.audit_log))
         started.callback(audit.close)
-    if not is_loopback(config.listen.rpartition(":")[0]):
+    if not is_loopback(split_address(config.listen)[0]):
         if config.tokens_file is None:
             log.warning("insecure: there is no tokens_file, whoever reaches us is an admin")
         if config.tls is None:
             log.warning("insecure: without tls, tokens and samples can be read on their way")
     if config.tokens_file is None:
-        return Border(teams=config.teams, audit=audit)
-    return Border(
+        return AccessControl(teams=config.teams, audit=audit)
+    return AccessControl(
         authenticate=TokensFile(Path(config.tokens_file)), teams=config.teams, audit=audit
     )
 
 
-def make_metrics(config: ServiceConfig, started: contextlib.AsyncExitStack) -> PrometheusMetrics:
-    """What is told of steps: series, and spans where the config names a collector."""
+def make_metrics(
+    config: ServiceConfig, started: contextlib.AsyncExitStack, ending: Ending
+) -> PrometheusMetrics:
+    """The metrics of steps, with their spans where the config names a collector."""
     if config.traces is None:
         return PrometheusMetrics()
     tracer = open_traces(config.traces, ratio=config.trace_ratio, process="coordinator")
-    started.push_async_callback(asyncio.to_thread, tracer.close)
+    _stop_in_thread(started, ending, "traces", tracer.close)
     return TracedMetrics(tracer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """A running service. `address` is where trainers connect."""
+    """A running service. `address` is where trainers connect; `left` names what could not be
+    stopped."""
 
     server: ServerHandle
     pool: WorkerPool
     metrics: MetricsEndpoint | None
     started: contextlib.AsyncExitStack
+    left: list[str]
+    on_stopping: Callable[[], None]
 
     @property
     def address(self) -> str:
@@ -88,85 +103,201 @@ class Service:
         return self.server.address
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new calls, let open ones end, then stop what was started, last first."""
+        """Refuse new calls, let open ones end, then stop what was started, in reverse order. What
+        does not end within its limit is abandoned and named in `left`."""
+        self.on_stopping()
         await self.server.stop(grace_s)
         await self.started.aclose()
 
 
-async def start_service(config: ServiceConfig) -> Service:
-    """Open the state, compile the planner, start the workers, restore the jobs, and serve. On
-    an error whatever was started is stopped again."""
+async def start_service(
+    config: ServiceConfig, *, tell: Callable[[str], None] = log.info
+) -> Service:
+    """Open the state, compile the planner, start the workers, restore the jobs, and serve. After
+    an error everything that was started is stopped again. `tell` hears of each part that takes
+    time, before it begins."""
     load_processors(config.custom_processors)
+    descriptors = raise_descriptor_limit()
+    log.info("%d files and sockets may be open here; each rank takes one", descriptors)
+    ending = Ending()
     async with contextlib.AsyncExitStack() as started:
-        border = make_border(config, started)
+        access = make_access_control(config, started)
         store = SqliteStateStore(Path(config.state_dir))
-        started.callback(store.close)
-        await asyncio.to_thread(warm_up)
-        metrics, endpoint = make_metrics(config, started), None
+        _stop_in_thread(started, ending, "the state store", store.close)
+        watchdog = Watchdog(config.unwell_after_s)
+        started.callback(watchdog.close)
+        watchdog.watch("the state store", store.check)
+        tell("compiling the planner; a first start takes minutes, others seconds")
+        await in_opening(warm_up)
+        metrics, endpoint = make_metrics(config, started, ending), None
         metrics.team_weights({name: team.weight for name, team in config.teams.items()})
+        metrics.wanted_workers(config.workers)
         if config.metrics_listen is not None:
             endpoint = serve_metrics(metrics.registry, config.metrics_listen)
-            started.push_async_callback(asyncio.to_thread, endpoint.stop)
-        secret = _secret(config)
-        pool = make_pool(config, secret)
+            _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
+        opener = JobOpener(
+            custom_processors=config.custom_processors,
+            limits=config.limits,
+            allowed_roots=config.roots,
+            opening=config.job_opening,
+            job_limits=config.job_limits,
+        )
+        _stop_in_thread(started, ending, "what opens jobs", opener.close)
+        tell("starting the process that opens jobs")
+        # From a thread that lives on: the kernel kills the processes when their parent thread ends.
+        await in_opening(opener.start)
+        secret = shared_secret(config)
+        pool = make_pool(config, secret, serve_worker)
         started.push_async_callback(pool.stop)
+        tell(_starts_workers(config))
         await pool.start()
+        # One thread: a team's order waits at most for one pack of another team to be written.
+        writers = FairThreads("writing orders", threads=1, teams=lambda: config.teams)
+        started.callback(writers.close)
+        tls = config.tls.client if config.tls is not None else None
         coordinator = Coordinator(
             store=store,
             pool=pool,
-            link=GrpcWorkerLink(secret, tls=config.tls.client if config.tls is not None else None),
-            read_job=partial(job_record, allowed_roots=config.allowed_roots),
-            open_job=partial(
-                open_job,
-                custom_processors=config.custom_processors,
-                limits=config.limits,
-                allowed_roots=config.allowed_roots,
-            ),
+            link=GrpcWorkerLink(secret, tls=tls, threads=writers),
+            read_job=opener.read_job,
+            open_job=opener.open_job,
             ticket_secret=secret,
             attempt_timeout_s=config.attempt_timeout_s,
             idle_release_s=config.idle_release_s,
             metrics=metrics,
             teams=lambda: config.teams,
-            same_job=same_job,
             diagnose=diagnose,
             wanted_workers=config.workers,
+            planning_threads=config.planning_threads,
+            troubles=watchdog.troubles,
+            descriptors=descriptors,
         )
-        started.push_async_callback(coordinator.stop)
+        started.push_async_callback(
+            lambda: ending.within(COORDINATOR_STOP_S, "attempts", coordinator.stop())
+        )
+        tell("taking up the jobs that are registered")
         await coordinator.start()
-        credentials = server_credentials(config.tls) if config.tls is not None else None
-        server = await serve_coordinator(
-            coordinator, config.listen, border=border, credentials=credentials
+        server = await serve_coordinator(coordinator, config.listen, access=access, tls=config.tls)
+        started.push_async_callback(server.stop, 0.0)  # for when one of the next lines fails
+        on_stopping = _watch_serving(config, watchdog, server, started)
+        return Service(
+            server=server,
+            pool=pool,
+            metrics=endpoint,
+            started=started.pop_all(),
+            left=ending.left,
+            on_stopping=on_stopping,
         )
-        started.push_async_callback(server.stop, 0.0)  # where what follows fails
-        if config.health_listen is not None:
-            probed = await serve_health(server.health, config.health_listen)
-            started.push_async_callback(probed.stop, 0.0)
-        return Service(server=server, pool=pool, metrics=endpoint, started=started.pop_all())
 
 
-async def serve_until_signal(config: ServiceConfig, *, ready: Callable[[Service], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then stop gracefully. `ready` is told once it serves."""
-    loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
-    service = await start_service(config)
-    # A step may be a million objects, none of them in a cycle: looking for cycles as often as
-    # Python does by itself takes twice the time of making them.
+def _starts_workers(config: ServiceConfig) -> str:
+    workers = f"{config.workers} worker{'s' if config.workers > 1 else ''}"
+    if config.pool == "local":
+        return f"starting {workers}"
+    if config.ray_address is None:
+        return f"starting Ray and {workers}"
+    return f"joining Ray at {config.ray_address}, and taking over or starting {workers}"
+
+
+def run_service(
+    config: ServiceConfig,
+    *,
+    ready: Callable[[Service], None],
+    tell: Callable[[str], None] = log.info,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then stop gracefully. `tell` hears what a start does, and
+    `ready` is called once the service serves. Ends the process with status ABANDONED if something
+    does not stop within `stop_within_s`. Call it in the main thread."""
+    guard = StopGuard(config.stop_within_s)
+    try:
+        left = asyncio.run(_serve_until_asked(config, guard, ready, tell))
+    except BaseException:
+        guard.ask()  # the failure may have left something that hangs
+        raise
+    guard.end_unless_clean(left)
+
+
+async def _serve_until_asked(
+    config: ServiceConfig,
+    guard: StopGuard,
+    ready: Callable[[Service], None],
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Returns the names of what could not be stopped."""
+    asked = asyncio.create_task(guard.asked())
+    starting = asyncio.create_task(start_service(config, tell=tell))
+    await asyncio.wait({asked, starting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+    if starting.cancelled():
+        return []
+    service = starting.result()
+    giving = asyncio.create_task(give_back_now_and_then())
+    # A step may have a million objects, none of them in a cycle. At Python's default thresholds
+    # the search for cycles takes twice the time of making the objects.
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    # After the pool: Ray installs handlers of its own when it starts.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
     try:
         ready(service)
-        await asked.wait()
+        await asked
         log.info("stopping: open calls have 5 s to end")
     finally:
+        giving.cancel()
         await service.stop()
+    return service.left
 
 
-def _secret(config: ServiceConfig) -> bytes:
-    """The secret that coordinator and workers share; made on first use, readable by us alone."""
-    path = Path(config.secret_file or Path(config.state_dir) / "secret")
+def _watch_serving(
+    config: ServiceConfig,
+    watchdog: Watchdog,
+    server: ServerHandle,
+    started: contextlib.AsyncExitStack,
+) -> Callable[[], None]:
+    """Start the watchdog over event loop and port, and report its verdict as gRPC health, on
+    `health_listen` too if the config has it. Returns a function that stops the watchdog and
+    reports the service as not ready."""
+    loop = asyncio.get_running_loop()
+    port = None
+
+    def tell_own_port(ready: bool, alive: bool) -> None:
+        telling = server.tell_health(ready=ready)
+        try:
+            asyncio.run_coroutine_threadsafe(telling, loop)
+        except RuntimeError:  # the loop is closed: the service has stopped
+            telling.close()
+
+    if config.health_listen is not None:
+        port = HealthPort(config.health_listen)
+        started.callback(port.stop)
+        watchdog.tell(port.tell)
+    watchdog.tell(tell_own_port)
+    watchdog.watch_loop(loop)
+    request = OwnRequest(server.listens, tls=config.tls, limit_s=config.unwell_after_s)
+    watchdog.watch("our own port", request)
+    watchdog.start()
+
+    def on_stopping() -> None:
+        watchdog.close()
+        if port is not None:
+            port.tell(False, True)
+
+    return on_stopping
+
+
+def _stop_in_thread(
+    started: contextlib.AsyncExitStack, ending: Ending, what: str, stop: Callable[[], object]
+) -> None:
+    """Have `stop` called in a thread when the service stops; if it hangs, it is abandoned."""
+    started.push_async_callback(
+        lambda: ending.within(STOP_CALL_S, what, in_thread(what, stop)),
+    )
+
+
+def shared_secret(config: ServiceConfig) -> bytes:
+    """The secret that coordinator and workers share. It is made on first use; only the service's
+    own user can read it."""
+    path = Path(config.secret_file or Path(config.state_dir) / SECRET)
     try:
         if not path.exists() and config.secret_file is None:
             making = path.with_name(f"{path.name}.part")  # a full disk leaves no short secret
@@ -175,6 +306,13 @@ def _secret(config: ServiceConfig) -> bytes:
             making.write_bytes(secrets.token_bytes(SECRET_BYTES))
             making.replace(path)
         secret = path.read_bytes()
+        if others_may(path):
+            raise SpecError(
+                f"the secret file {path} may be read or written by whoever is on this machine, "
+                "and whoever has it commands the workers. Make another, as this one is known: "
+                f"`head -c {SECRET_BYTES} /dev/urandom > FILE; chmod 600 FILE`; in Kubernetes give "
+                "its volume defaultMode: 0440."
+            )
     except OSError as error:
         raise SpecError(
             f"the secret file {path} cannot be read or made: {error.strerror}. Check secret_file, "

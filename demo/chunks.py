@@ -1,10 +1,10 @@
-"""The demo's model cut into chunks, for a pipeline.
+"""The demo's model, cut into chunks for pipeline parallelism.
 
     encoders ─▶ embedding ─ layer ─┆─ layer ─┆─ layer ─┆─ layer ─ norm, output head
               FirstChunk           ┆      LaterChunk, once a cut
 
-Chunks hold the whole model's own modules. Its output head is its embedding, so the first and the
-last stage each find a part of that weight's gradient: `sum_tied_gradient` adds them up.
+Chunks share the whole model's own modules. Its output head is its embedding, so the first and the
+last stage each compute a part of that weight's gradient; `sum_tied_gradient` adds the parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from trainer_client.runtime import Features, PackedAttention, PipelineMesh
 
 
 def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
-    """Two or more chunks of about as many layers each, in model order."""
+    """Two or more chunks with nearly equal numbers of layers, in model order."""
     places = torch.arange(len(model.layers)).tensor_split(chunks)
     parts = [[model.layers[place] for place in part.tolist()] for part in places]
     later = [LaterChunk(model, part, last=part is parts[-1]) for part in parts[1:]]
@@ -27,7 +27,7 @@ def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
 
 
 class FirstChunk(DemoModel):
-    """A `DemoModel` without its last layers and its head: it decodes to hidden states."""
+    """A `DemoModel` without its last layers and its head; its output is hidden states."""
 
     def __init__(self, model: DemoModel, layers: Sequence[nn.Module]) -> None:
         nn.Module.__init__(self)
@@ -46,7 +46,7 @@ class FirstChunk(DemoModel):
 
 
 class LaterChunk(nn.Module):
-    """Some layers, and in the last chunk norm and head."""
+    """Some layers; the last chunk also has norm and head."""
 
     def __init__(self, model: DemoModel, layers: Sequence[nn.Module], *, last: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class LaterChunk(nn.Module):
 
 
 def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
-    """Give the embedding the gradients of both its uses, on the stages that hold it. Call it after
+    """Add up the gradients of the embedding's two uses, on the stages that hold it. Call it after
     `run_pipeline_step`. Collective over the stages of a replica."""
     ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
     held = [chunk.tokens.weight for chunk in ours if chunk.tokens is not None]

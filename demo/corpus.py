@@ -9,9 +9,7 @@
 `python -m demo.corpus DIR` makes one and prints what it holds.
 """
 
-import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +20,7 @@ from typing import Annotated
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
+import webdataset
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -44,7 +43,8 @@ _TURN_TYPE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSummary:
-    """What one source holds; `media` counts media files by extension, those in tars included."""
+    """The contents of one source; `media` counts media files by extension, including those in
+    tars."""
 
     name: str
     samples: int
@@ -55,7 +55,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSummary:
-    """What a corpus holds, source by source."""
+    """The contents of a corpus, source by source."""
 
     directory: Path
     seed: int
@@ -64,7 +64,7 @@ class CorpusSummary:
 
     @property
     def samples(self) -> int:
-        """Samples of all sources."""
+        """Number of samples in all sources."""
         return sum(source.samples for source in self.sources)
 
     @property
@@ -92,9 +92,9 @@ def make_corpus(
 ) -> CorpusSummary:
     """Write the five sources under `directory`; the same seed and scale give the same bytes.
 
-    `scale` multiplies the number of samples, 730 at 1; at least ten a source remain. The longest
-    sample needs four replicas of 2,048 tokens, or three where a small corpus has so few words
-    that its tokenizer learns them whole.
+    `scale` multiplies the number of samples, 730 at 1; each source keeps at least ten. The longest
+    sample needs four replicas of 2,048 tokens, or three when a small corpus has few enough words
+    for its tokenizer to learn them whole.
 
     Raises:
         ValueError: `scale` is not above zero.
@@ -144,27 +144,28 @@ def _make_source(
 
 
 def _write_tars(folder: Path, drawn: Sequence[Sample], *, shards: int) -> None:
-    """WebDataset shards: the files of a sample share its key and lie side by side."""
+    """WebDataset shards: the files of a sample share its key and follow one another."""
     for number, part in enumerate(_split(drawn, shards)):
         path = folder / f"{folder.name}-{number:05d}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        # Headers have no current time, so that the same samples give the same bytes.
+        with webdataset.TarWriter(str(path), encoder=False, mtime=0.0) as tar:
             for sample in part:
-                for name, content in _tar_members(sample):
-                    member = tarfile.TarInfo(name)  # its defaults name no owner and no date
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                tar.write({"__key__": sample.key, **_tar_members(sample)})
 
 
-def _tar_members(sample: Sample) -> Iterator[tuple[str, bytes]]:
-    """`KEY.jpg` for one file, `KEY.0.jpg`, `KEY.1.png`, … for several, then `KEY.json`."""
-    for place, (extension, content) in enumerate(sample.media):
-        number = f".{place}" if len(sample.media) > 1 else ""
-        yield f"{sample.key}{number}.{extension}", content
-    yield f"{sample.key}.json", _json(sample.record()).encode()
+def _tar_members(sample: Sample) -> dict[str, bytes]:
+    """`json`, and `jpg` for one file, `0.jpg`, `1.png`, … for several."""
+    several = len(sample.media) > 1
+    media = {
+        f"{place}.{extension}" if several else extension: content
+        for place, (extension, content) in enumerate(sample.media)
+    }
+    return {**media, "json": _json(sample.record()).encode()}
 
 
 def _write_parquet(folder: Path, drawn: Sequence[Sample]) -> None:
-    """Two files of several row groups each; half the images carry no path, as in the wild."""
+    """Two files of several row groups each; half the images have no path, as in published
+    datasets."""
     schema = pa.schema(
         [
             ("id", pa.string()),
@@ -190,7 +191,7 @@ def _parquet_row(sample: Sample) -> Json:
 
 
 def _write_text(folder: Path, drawn: Sequence[Sample]) -> None:
-    """Documents in one file, chats in the other, as they have different keys."""
+    """Documents in one file, chats in the other, since they have different keys."""
     by_kind: dict[str, list[Json]] = {kind: [] for kind in _TEXT_KINDS}
     for sample in drawn:
         by_kind["chats" if sample.document is None else "documents"].append(sample.record())
@@ -199,7 +200,7 @@ def _write_text(folder: Path, drawn: Sequence[Sample]) -> None:
 
 
 def _write_jsonl(folder: Path, drawn: Sequence[Sample]) -> None:
-    """One LLaVA record a line; `image` is a path relative to the file that names it."""
+    """One LLaVA record per line; `image` is a path relative to the file that names it."""
     (folder / "media").mkdir()
     records: list[Json] = []
     for sample in drawn:
@@ -235,7 +236,7 @@ _RECIPES = (
 
 
 def summary_table(summary: CorpusSummary) -> Table:
-    """The corpus as a rich table, one row a source."""
+    """The corpus as a rich table, one row per source."""
     table = Table(title=f"Corpus in {summary.directory} (seed {summary.seed})")
     table.add_column("source")
     table.add_column("samples", justify="right")

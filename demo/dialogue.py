@@ -1,4 +1,4 @@
-"""Conversations about media, and the three ways the field writes them down.
+"""Conversations about media, in the three formats in common use.
 
 A turn is a role and a text in which `<image>`, `<video>` and `<audio>` stand for the media, in
 the order of the sample's files.
@@ -15,7 +15,8 @@ from demo.language import Language
 Role = Literal["system", "user", "assistant"]
 Json = dict[str, object]
 
-# Measured with the tokenizer that `demo.tokenizer` trains; it turns a wish for tokens into words.
+# Tokens per word, measured with the tokenizer that `demo.tokenizer` trains: converts a number of
+# tokens into words.
 TOKENS_PER_WORD = 1.5
 
 _QUESTIONS = {
@@ -38,9 +39,10 @@ class Turn:
 def about(
     kind: str, truths: Sequence[str], rng: Random, language: Language, tokens: int
 ) -> list[Turn]:
-    """A question on the media and an answer of about `tokens` tokens that opens with the truth.
+    """A question about the media, and an answer of about `tokens` tokens that begins with the
+    truth.
 
-    `truths` describe the media one by one and so fix the number of placeholders.
+    `truths` describes the media one by one, so its length is the number of placeholders.
     """
     placeholders = f"<{kind}>\n" * len(truths)
     if len(truths) > 1 and rng.random() < 0.5:

@@ -99,7 +99,7 @@ def encode_video(
     ground = _noise(scene.ground, (side_px, side_px), rng)
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4", container_options=_BIT_EXACT) as container:
-        # A key frame every 2 s, so that a reader may seek.
+        # A key frame every 2 s, so that a reader can seek.
         options = {"preset": "veryfast", "crf": "30", "g": str(2 * frames_per_s)}
         stream = container.add_stream("libx264", rate=frames_per_s, options=options)
         stream.codec_context.thread_count = 1
@@ -161,7 +161,7 @@ def _paint(scene: Scene, ground: Image.Image, *, centre: tuple[float, float]) ->
 
 
 def _centre_at(direction: str, share: float) -> tuple[float, float]:
-    """Where the shape is after `share` of its way across."""
+    """The shape's position after `share` of its way across."""
     along = share if direction in ("right", "down") else 1.0 - share
     return (along, 0.5) if direction in ("right", "left") else (0.5, along)
 

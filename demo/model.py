@@ -26,23 +26,23 @@ from trainer_client.runtime import (
     scatter_rows,
 )
 
-PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2  # as the qwen2_vl processor counts
+PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2  # as in the qwen2_vl processor
 MEL_BINS = 80
-ROW_SAMPLES = 320  # of sound in one row behind the stem
-# What CLIP's and Qwen2-VL's encoders are fed with.
+ROW_SAMPLES = 320  # samples of sound per row after the stem
+# Normalisation of CLIP's and Qwen2-VL's inputs.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, 1, head_dim / 2] each
-Span = tuple[int, int]  # (count, length): that many sequences of one length, end to end
+Span = tuple[int, int]  # (count, length): `count` sequences of one length, end to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Sizes of the model; the defaults make a million parameters.
+    """Sizes of the model; the defaults give a million parameters.
 
-    `audio_pool` is the `pool` of the job's whisper processor. Raises ValueError where heads
-    do not divide widths.
+    `audio_pool` is the `pool` of the job's whisper processor. Raises ValueError when heads do not
+    divide widths.
     """
 
     vocabulary: int = 2_048
@@ -58,8 +58,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for width, heads in (
-            (self.width, 2 * self.heads),  # rotary positions turn pairs
-            (self.encoder_width, 4 * self.encoder_heads),  # and those of patches pairs of pairs
+            (self.width, 2 * self.heads),  # rotary positions rotate pairs
+            (self.encoder_width, 4 * self.encoder_heads),  # those of patches: pairs of pairs
             (self.heads, self.kv_heads),
         ):
             if width % heads:
@@ -67,7 +67,7 @@ class ModelConfig:
 
 
 class DemoModel(nn.Module):
-    """See the module's drawing. Weights depend on torch's seed alone."""
+    """See the module's drawing. Weights depend only on torch's seed."""
 
     def __init__(self, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class DemoModel(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
-        """What DDP and FSDP2 hook into: logits [local tokens, vocabulary] of a microbatch."""
+        """Logits [local tokens, vocabulary] of a microbatch; DDP and FSDP2 hook into this call."""
         return forward_microbatch(self, microbatch, groups)
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
@@ -138,7 +138,7 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(8 * width // 3, width, bias=False)
 
     def forward(self, x: Tensor, angles: Angles, attention: PackedAttention) -> Tensor:
-        """[rows, width] to the same shape; rows of other ranks are met inside `attention`."""
+        """[rows, width] to the same shape; `attention` exchanges rows with other ranks."""
         parts = self.qkv(self.attention_norm(x)).split(self.widths, dim=-1)
         q, k, v = (
             part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, self.heads, strict=True)
@@ -187,7 +187,7 @@ class EncoderBlock(nn.Module):
 class VisionEncoder(nn.Module):
     """Images and clips of any size, in the rows of Qwen2-VL (arXiv 2409.12191, §2.1).
 
-    As there, patches attend inside their own pair of frames, which the decoder then joins,
+    As there, patches attend only within their own pair of frames, the decoder connects the pairs,
     and 2 × 2 neighbours merge into one LLM token.
     """
 
@@ -207,7 +207,7 @@ class VisionEncoder(nn.Module):
     def forward(self, items: Sequence[Tensor]) -> Tensor:
         """uint8 [frames, height, width, 3] each to [Σ ⌈frames/2⌉ · height/28 · width/28, width].
 
-        Raises ValueError when a side is no multiple of 28.
+        Raises ValueError when a side is not a multiple of 28.
         """
         dtype = self.embed.weight.dtype
         patches, places, spans = [], [], []
@@ -260,7 +260,7 @@ class AudioEncoder(nn.Module):
         x = torch.cat(stems)
         for block in self.blocks:
             x = block(x, angles, [(1, length) for length in lengths])
-        # A rest of fewer rows than one pool is dropped, as average pooling does.
+        # Remaining rows that do not fill a pool are dropped, as average pooling does.
         pooled = [
             rows[: length // self.pool * self.pool].unflatten(0, (-1, self.pool)).mean(1)
             for rows, length in zip(self.norm(x).split(lengths), lengths, strict=True)

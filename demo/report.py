@@ -1,4 +1,4 @@
-"""The demo's audit and its tables: was every promise kept, and what did balancing give?"""
+"""The demo's audit and tables: whether every promise was kept, and how much balancing gained."""
 
 import json
 from collections import Counter
@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan import StepPlan
+from dataservice.core.plan_options import PlanOptions, Strategy
 from dataservice.core.sample import Modality
 from dataservice.engine.planner import draw_step, plan_step
-from dataservice.engine.setup import JobSetup
-from dataservice.job_setup import job_record, open_job
+from dataservice.jobs.setup import job_record, open_job
 from dataservice.planning.metrics import dist_ratio
-from dataservice.planning.options import PlanOptions, Strategy
 from dataservice.planning.validate import validate_plan
 
 RANKS = 4
@@ -38,12 +38,12 @@ def open_demo(job_file: Path) -> JobSetup:
 
 
 def steps_of_epoch(job_file: Path) -> int:
-    """How many steps the job has."""
+    """Number of steps of the job."""
     return sum(1 for _ in plans(open_demo(job_file)))
 
 
 def plans(setup: JobSetup, options: PlanOptions | None = None) -> Iterable[StepPlan]:
-    """Every step's plan, under the job's own options or others."""
+    """The plan of every step, with the job's own options or with `options`."""
     setup = setup if options is None else replace(setup, options=options)
     topology = setup.topology(RANKS)
     cursor = Cursor()
@@ -53,7 +53,7 @@ def plans(setup: JobSetup, options: PlanOptions | None = None) -> Iterable[StepP
 
 
 def print_report(home: Path, job_file: Path, console: Console) -> list[str]:
-    """Print the tables; returns the promises that were broken, none if all held."""
+    """Print the tables; returns the broken promises, an empty list when all held."""
     setup = open_demo(job_file)
     history = surviving_history(home / "train")
     rank0 = history[0]
@@ -74,8 +74,8 @@ Row = dict[str, Any]
 
 
 def surviving_history(folder: Path) -> dict[int, list[Row]]:
-    """Rows of each rank along the checkpoint history: a later attempt's rows replace those of
-    an earlier one from its first step on, as its checkpoint replaced that training."""
+    """Rows of each rank along the surviving checkpoints: from its first step on, a later attempt's
+    rows replace those of earlier attempts, since its checkpoint does not contain them."""
     history = {}
     for rank in range(RANKS):
         rows = [json.loads(line) for line in _whole_lines(folder / f"rank{rank}.jsonl")]
@@ -94,7 +94,8 @@ def attempts(rows: list[Row]) -> list[int]:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """A killed rank may leave half a line at the end of its attempt; it trained nothing more."""
+    """The complete lines of a log: a killed rank may leave a partial last line, of a step that does
+    not count."""
     return [line for line in path.read_text().splitlines() if line.endswith("}")]
 
 
@@ -110,7 +111,8 @@ def audit_visits(setup: JobSetup, history: dict[int, list[Row]]) -> list[str]:
 
 
 def audit_digests(setup: JobSetup, history: dict[int, list[Row]]) -> list[str]:
-    """All ranks saw the same plan in every step, and it is the plan made from scratch now."""
+    """In every step, all ranks saw the same plan, and planning it again from scratch gives the
+    same."""
     made_now = {plan.step: plan.digest for plan in plans(setup)}
     seen = {row["step"]: row["digest"] for row in history[0]}
     broken = [
@@ -141,7 +143,7 @@ def audit_training(rows: list[Row]) -> list[str]:
 
 
 def audit_invariants(setup: JobSetup) -> list[str]:
-    """Every invariant of the design that plans can show, in every step."""
+    """Every invariant of the design that can be checked on plans holds in every step."""
     topology = setup.topology(RANKS)
     cursor = Cursor()
     while (drawn := draw_step(setup, cursor)) is not None:
@@ -160,7 +162,7 @@ def audit_invariants(setup: JobSetup) -> list[str]:
 
 
 def loss_table(rows: list[Row]) -> Table:
-    """The loss, averaged over stretches of the run."""
+    """The loss, averaged over sections of the run."""
     table = Table(title="loss")
     for name in ("steps", "attempts", "loss"):
         table.add_column(name, justify="right")
@@ -176,7 +178,7 @@ def loss_table(rows: list[Row]) -> Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """What one strategy gives over all steps."""
+    """One strategy's figures over all steps."""
 
     degrees: str
     predicted_s: float
@@ -211,7 +213,8 @@ def strategy_table(setup: JobSetup) -> Table:
 
 
 def balance_of(setup: JobSetup, strategy: Strategy, longest_tokens: int) -> Balance:
-    """Plan every step by a strategy. A static degree has to hold the job's longest sample."""
+    """Plan every step with a strategy. A static degree must be large enough for the job's longest
+    sample."""
     options = replace(setup.options, strategy=strategy)
     if options.stages.context == "static":
         options = replace(options, static_degree=options.static_degree_for(longest_tokens, RANKS))
@@ -228,7 +231,7 @@ def balance_of(setup: JobSetup, strategy: Strategy, longest_tokens: int) -> Bala
 
 
 def pad_of(plan: StepPlan, options: PlanOptions) -> float:
-    """Share of the tokens paid for that are padding."""
+    """Padding as a share of all tokens computed."""
     tokens = plan.sample_tokens.astype(np.int64)
     if options.stages.pack in ("padded", "padded_by_length"):
         pack = plan.pack_of_sample
@@ -241,7 +244,7 @@ def pad_of(plan: StepPlan, options: PlanOptions) -> float:
 
 
 def llm_ratios(plan: StepPlan) -> list[float]:
-    """DistRatio of LLM tokens over replicas, of each wave."""
+    """DistRatio of LLM tokens over replicas, for each wave."""
     held = np.zeros((plan.waves, plan.replicas))
     wave = np.repeat(plan.pack_wave, plan.pack_degree)
     share = np.repeat(plan.pack_tokens / plan.pack_degree, plan.pack_degree)
@@ -250,7 +253,7 @@ def llm_ratios(plan: StepPlan) -> list[float]:
 
 
 def vision_ratios(plan: StepPlan) -> list[float]:
-    """DistRatio of vision encoder tokens over replicas, of each wave that has any."""
+    """DistRatio of vision encoder tokens over replicas, for each wave that has any."""
     encoded = np.zeros((plan.waves, plan.replicas))
     chosen = plan.item_modality == Modality.VISION
     wave = plan.pack_wave[plan.pack_of_sample[plan.item_sample]]
@@ -259,7 +262,7 @@ def vision_ratios(plan: StepPlan) -> list[float]:
 
 
 def load_gap(plan: StepPlan) -> float:
-    """How much longer the waves take than if the decoder's work were spread evenly."""
+    """The extra time of the waves, relative to evenly spread work of the decoder."""
     slowest = np.zeros(plan.waves)
     np.maximum.at(slowest, plan.pack_wave, plan.pack_seconds)
     spread = float((plan.pack_seconds * plan.pack_degree).sum()) / plan.replicas
@@ -267,7 +270,7 @@ def load_gap(plan: StepPlan) -> float:
 
 
 def run_table(history: dict[int, list[Row]]) -> Table:
-    """What the run measured: visits, degrees, waiting for data."""
+    """The run's measurements: visits, degrees, waiting for data."""
     rows = [row for rank_rows in history.values() for row in rank_rows]
     warm = [row for row in rows if _is_warm(row, history[0])]
     waited = sum(row["wait_s"] for row in warm) / sum(row["wait_s"] + row["step_s"] for row in warm)

@@ -2,9 +2,9 @@
 
     corpus → tokenizer → index → serve → submit → train ──kill──► resume → audit and report
 
-Everything is real: files of real codecs, a service in its own process with Ray workers, four
-trainer ranks under torchrun, killed half way by SIGKILL. Exits non-zero when a promise of the
-design is broken.
+Everything is real: files of real codecs, a service in its own process with Ray workers, and four
+trainer ranks under torchrun, which SIGKILL ends half way through. Exits non-zero when a promise of
+the design is broken.
 """
 
 import json
@@ -100,7 +100,8 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def service(home: Path) -> Iterator[str]:
-    """`dataservice serve` in a process of its own; gives its address, stops it by SIGTERM."""
+    """Run `dataservice serve` in a separate process; gives its address, and stops it by SIGTERM at
+    the end."""
     step("start the service with Ray workers")
     log = home / "service.log"
     arguments = ("serve", "--listen", "127.0.0.1:0", "--state-dir", str(home / "state"))
@@ -157,7 +158,7 @@ def train(home: Path, address: str, *, resume: bool) -> None:
 
 
 def train_until(home: Path, address: str, steps: int) -> None:
-    """Train until this many steps are done, then kill every rank without warning."""
+    """Train until `steps` steps are done, then kill every rank without warning."""
     process = trainer(home, address, resume=False)
     deadline_s = time.monotonic() + TRAINING_LIMIT_S
     while steps_done(home) < steps:
@@ -172,7 +173,7 @@ def train_until(home: Path, address: str, steps: int) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to torchrun and its ranks, all at once.
+    """Send SIGKILL to torchrun and its ranks, all at once.
 
     torchrun gives each rank a session of its own, so the ranks are found as its children.
     """
@@ -189,7 +190,7 @@ def children(pid: int) -> list[int]:
 
 
 def steps_done(home: Path) -> int:
-    """How many steps rank 0 has written to its log."""
+    """Number of steps that rank 0 has written to its log."""
     log = home / "train" / "rank0.jsonl"
     if not log.exists():
         return 0

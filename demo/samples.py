@@ -1,7 +1,7 @@
 """Streams of samples: media files with a conversation about them, or text alone.
 
-Sample k of a stream depends on the seed, the stream's name and k only. What kind it is follows
-repeating patterns rather than draws, so that every kind occurs in a small corpus too.
+Sample k of a stream depends only on the seed, the stream's name and k. Its kind follows repeating
+patterns instead of random draws, so that every kind occurs in a small corpus too.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """Where a stream draws from: one language, and a name that seeds each sample apart."""
+    """A stream's source of randomness: one language, and a name that gives each sample a seed of
+    its own."""
 
     language: Language
     seed: int
@@ -152,5 +153,5 @@ def _key(index: int) -> str:
 
 
 def _spread(values: tuple[float, ...], wanted: int, places: int) -> dict[int, float]:
-    """`wanted` of `values`, repeated if need be, at even distances over `places`."""
+    """`wanted` of the `values`, repeated if necessary, at even distances over `places`."""
     return {int((k + 0.5) * places / wanted): values[k % len(values)] for k in range(wanted)}

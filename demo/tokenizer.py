@@ -86,7 +86,7 @@ def train_tokenizer(corpus_dir: Path, out_dir: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Every conversation names its roles, though the corpus's own text need not.
+    # Every conversation names its roles, even if the corpus's text does not contain them.
     tokenizer.train_from_iterator([*texts, *[_ROLES] * len(texts)], trainer)
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "tokenizer.json"

@@ -1,10 +1,10 @@
-"""Train the demo's model from a running service: what a trainer does with `trainer_client`.
+"""Train the demo's model from a running service, as a trainer does with `trainer_client`.
 
     torchrun --nproc-per-node 4 -m demo.train --service 127.0.0.1:50051 --job demo --out runs
 
-Each rank appends one line of JSON per trained step to OUT/rank{r}.jsonl. An attempt that
-resumes from a checkpoint trains the steps behind it anew: a line counts unless a newer
-attempt has one of the same or an earlier step.
+Each rank appends one line of JSON per trained step to OUT/rank{r}.jsonl. An attempt that resumes
+from a checkpoint trains the steps after it again: a line counts unless a newer attempt has a line
+of the same or an earlier step.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PEER_TIMEOUT_S = 120.0
 
 
 def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace) -> None:
-    """Train until the data or `max_steps` end; the last step is in a checkpoint then."""
+    """Train until the end of the data or `max_steps`; a checkpoint then contains the last step."""
     torch.manual_seed(SEED)
     model = DemoModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
@@ -64,9 +64,9 @@ def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace)
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     """Write weights, optimizer and the position before `step` as one file, all or nothing."""
-    # The position is the same on every rank; asking for it raises on a rank that was fenced.
+    # The position is the same on every rank; reading it raises on a fenced rank.
     saved = {name: part.state_dict() for name, part in state.items()}
-    dist.barrier()  # every rank has logged the steps that this checkpoint makes count
+    dist.barrier()  # every rank has logged the steps that this checkpoint contains
     if dist.get_rank() == 0:
         path = folder / f"checkpoint-{step:08d}.pt"
         unfinished = path.with_suffix(".tmp")
@@ -88,7 +88,7 @@ def restore(folder: Path, state: dict[str, Any]) -> int:
 
 
 def step_record(shard: Shard, result: StepResult, *, step_s: float) -> dict[str, Any]:
-    """What this rank did in a step. A pack's samples are named by the first of its group."""
+    """This rank's record of a step. The first rank of a pack's group names its samples."""
     firsts = [mb for mb in shard.microbatches if mb.cp_rank == 0]
     return {
         "attempt": shard.attempt,

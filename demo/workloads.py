@@ -1,8 +1,8 @@
-"""How long, large and numerous things are: published workloads, shrunk to fit a laptop.
+"""Lengths, sizes and counts of samples: published workloads, shrunk to fit a laptop.
 
 Each function draws from one published distribution, divided by a shrink factor, so that four
-replicas of 2,048 tokens see the same shape of imbalance that a cluster sees. The far tail is not
-left to chance: a corpus of 700 samples would miss it at most seeds, so it is listed outright.
+replicas of 2,048 tokens see the same shape of imbalance as a cluster. The far tail is listed
+explicitly: with most seeds, a corpus of 700 samples would miss it.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,8 @@ TAIL_DOCUMENT_TOKENS = (
 # At 112 px a side and 2 frames/s these cost about 2,600, 1,900 and 1,100 tokens.
 TAIL_VIDEO_S = (160.0, 120.0, 70.0)
 
-# LibriSpeech train-clean-360: (share of utterances, seconds); left-skewed, so quantiles it is.
+# LibriSpeech train-clean-360: (share of utterances, seconds); given as quantiles, since it is
+# left-skewed.
 _SPEECH_QUANTILES_S = (
     *((0.00, 1.3), (0.01, 2.5), (0.05, 4.2), (0.10, 6.2), (0.25, 11.2), (0.50, 13.7)),
     *((0.75, 15.3), (0.90, 16.6), (0.95, 17.3), (0.99, 18.1), (1.00, 33.0)),
@@ -39,10 +40,10 @@ _SPEECH_QUANTILES_S = (
 
 
 def image_size_px(rng: Random) -> tuple[int, int]:
-    """Width and height of a web image (LAION-400M shape), either way round.
+    """Width and height of a web image (LAION-400M shape), landscape or portrait.
 
-    The published marginals of the shorter and longer side are drawn with correlation 0.9, since
-    drawn apart they would give more strips than the web has.
+    The published marginals of the shorter and longer side are drawn with correlation 0.9: drawn
+    independently, they would give more narrow strips than the web has.
     """
     z = rng.gauss(0.0, 1.0)
     z_long = 0.9 * z + 0.19**0.5 * rng.gauss(0.0, 1.0)

@@ -9,6 +9,8 @@ ranks: a global batch holds the same samples on any.
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -76,24 +78,36 @@ def load(path: Path | None, state: dict) -> None:
             part.load_state_dict(saved[name])
 
 
-def main() -> None:
-    """One rank, as torchrun starts it."""
-    parser = argparse.ArgumentParser(prog="examples.train_ddp")
+def arguments(prog: str) -> argparse.ArgumentParser:
+    """What the command line takes."""
+    parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--service", required=True, help="coordinator, as host:port")
     parser.add_argument("--job", required=True, help="name of a submitted job")
-    parser.add_argument("--checkpoint", type=Path, help="file to save to and resume from")
+    parser.add_argument("--checkpoint", type=Path, help="where to save to and resume from")
     parser.add_argument("--steps-per-checkpoint", type=int, default=100)
     parser.add_argument("--max-steps", type=int, default=sys.maxsize)
-    options = parser.parse_args()
+    return parser
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """This rank's device, in the group of all ranks that torchrun started."""
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=PEER_TIMEOUT_S))
     try:
-        train(options, device)
+        yield device
     finally:
         dist.destroy_process_group()
+
+
+def main() -> None:
+    """One rank, as torchrun starts it."""
+    options = arguments("examples.train_ddp").parse_args()
+    with process_group() as device:
+        train(options, device)
 
 
 if __name__ == "__main__":

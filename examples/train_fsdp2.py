@@ -7,23 +7,20 @@ ranks: a global batch holds the same samples on any, and the checkpoint is resha
 """
 
 import argparse
-import os
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from demo.model import DemoModel
+from examples.train_ddp import PEER_TIMEOUT_S, arguments, process_group
 from trainer_client import ShardDataset
 from trainer_client.runtime import GroupPool, run_step
-
-PEER_TIMEOUT_S = 120.0  # after which a silent rank ends the others
 
 
 def sharded_model(device: torch.device) -> DemoModel:
@@ -35,10 +32,11 @@ def sharded_model(device: torch.device) -> DemoModel:
     return fully_shard(model)
 
 
-def train(options: argparse.Namespace, device: torch.device) -> None:
+def train(
+    options: argparse.Namespace, model: nn.Module, device: torch.device, learning_rate: float
+) -> None:
     """Train to the end of the data, or for `max_steps`."""
-    model = sharded_model(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
     dataset = ShardDataset(options.service, job=options.job, device=device)
     load(options.checkpoint, model, optimizer, dataset)
 
@@ -94,22 +92,9 @@ def load(folder: Path | None, model, optimizer, dataset: ShardDataset) -> None:
 
 def main() -> None:
     """One rank, as torchrun starts it."""
-    parser = argparse.ArgumentParser(prog="examples.train_fsdp2")
-    parser.add_argument("--service", required=True, help="coordinator, as host:port")
-    parser.add_argument("--job", required=True, help="name of a submitted job")
-    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
-    parser.add_argument("--steps-per-checkpoint", type=int, default=100)
-    parser.add_argument("--max-steps", type=int, default=sys.maxsize)
-    options = parser.parse_args()
-    backend, device = "gloo", torch.device("cpu")
-    if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=PEER_TIMEOUT_S))
-    try:
-        train(options, device)
-    finally:
-        dist.destroy_process_group()
+    options = arguments("examples.train_fsdp2").parse_args()
+    with process_group() as device:
+        train(options, sharded_model(device), device, learning_rate=2e-3)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The per-sample audit: what the surviving checkpoint history trained, against the dataset.
+"""The per-sample audit: compares the samples trained along the surviving checkpoints with the
+dataset.
 
-A launch that resumes before step s replaces what earlier launches trained from s on, as its
-checkpoint replaced that training. What remains, of all launches, is what the model has seen.
-It must be the dataset: every sample as often as weight and epochs say, bytes as a direct
-decode gives them, and one plan a step on all ranks.
+A launch that resumes before step s replaces the steps that earlier launches trained from s on,
+since its checkpoint does not contain them. The steps that remain, over all launches, are those that
+the model has seen. They must match the dataset: every sample as often as weight and epochs say,
+bytes equal to those of a direct decode, and one plan per step on all ranks.
 """
 
 from collections import Counter, defaultdict
@@ -15,21 +16,21 @@ import numpy as np
 
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from dataservice.core.sample import DecodedSample
-from dataservice.decode.pipeline import build_pipeline
+from dataservice.decode.sample_pipeline import build_pipeline
+from dataservice.jobs.job_file import read_job
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.reader import SourceReader
-from dataservice.spec import read_job
 from soak.digest import digest_of_item, digest_of_tokens
 from soak.journal import PackPart, Row, read_journals
 from soak.training import Launch
 from soak.vision import NAME, HeldVision
 
 IGNORED_LABEL = -100
-SHOWN = 8  # findings of one kind that are spelled out
+SHOWN = 8  # findings of one kind that are listed
 
 
 class Dataset:
-    """What a job's data are, read and decoded here, past the service."""
+    """A job's data, read and decoded here without the service."""
 
     def __init__(self, job_file: Path) -> None:
         spec = read_job(job_file.read_text(), job_file.parent)
@@ -42,7 +43,8 @@ class Dataset:
 
     @property
     def expected_visits(self) -> Counter[int]:
-        """How often each sample is to be trained. Weights and epochs must make it whole."""
+        """How often each sample must be trained. Weights and epochs must make this a whole
+        number."""
         visits: Counter[int] = Counter()
         first = 0
         for source, size in zip(self._spec.sources, self._catalog.sizes, strict=True):
@@ -73,12 +75,12 @@ class Dataset:
 
 
 def audit(folder: Path, launches: Sequence[Launch], dataset: Dataset) -> list[str]:
-    """What is wrong with a training that has ended; empty when every promise held."""
+    """Findings about a training that has ended; empty when every promise held."""
     return audit_rows(surviving(read_journals(folder / "journal"), launches), dataset)
 
 
 def audit_rows(rows: Sequence[Row], dataset: Dataset) -> list[str]:
-    """What is wrong with these rows."""
+    """Findings about these rows."""
     steps: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         steps[row.step].append(row)
@@ -103,13 +105,14 @@ def surviving(rows: Sequence[Row], launches: Sequence[Launch]) -> list[Row]:
 
 
 def missing_steps(steps: dict[int, list[Row]]) -> list[str]:
-    """Steps follow one another from 0 on."""
+    """Findings when steps are missing: they must run from 0 without gaps."""
     gaps = sorted(set(range(max(steps, default=-1) + 1)) - steps.keys())
     return [f"steps {gaps[:SHOWN]} were never trained"] if gaps else []
 
 
 def visits_wrong(rows: Sequence[Row], dataset: Dataset) -> list[str]:
-    """Samples that were lost or repeated. A pack's samples are named by its first member."""
+    """Findings about lost or repeated samples. The first member of a pack's group names its
+    samples."""
     visits = Counter(
         sample for row in rows for part in row.parts if part.cp_rank == 0 for sample in part.samples
     )
@@ -120,7 +123,8 @@ def visits_wrong(rows: Sequence[Row], dataset: Dataset) -> list[str]:
 
 
 def step_wrong(step: int, rows: Sequence[Row]) -> list[str]:
-    """All ranks trained one plan, once, and the members of every group agree on their pack."""
+    """Findings unless all ranks trained one plan, once, and the members of every group agree on
+    their pack."""
     found = []
     ranks = sorted(row.rank for row in rows)
     if ranks != list(range(rows[0].world_size)):
@@ -140,7 +144,7 @@ def step_wrong(step: int, rows: Sequence[Row]) -> list[str]:
 
 
 def bytes_wrong(step: int, rows: Sequence[Row], dataset: Dataset) -> list[str]:
-    """Tokens and encoder items are those of a direct decode."""
+    """Findings unless tokens and encoder items equal those of a direct decode."""
     found = [
         f"step {step}: rank {row.rank} trained other tokens than pack {part.pack} has"
         for row in rows

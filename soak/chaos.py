@@ -19,7 +19,8 @@ LONGEST_PAUSE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What may be hit now; `hit` names the job whose ranks were, if it was one job's."""
+    """The processes and connections that may be hit now. `hit` names the job whose ranks were hit,
+    if the fault hit one job's ranks."""
 
     service: ServiceProcess
     gate: Gate
@@ -41,8 +42,8 @@ Strike = Callable[[Target], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of fault and how often it is drawn. `kills` ones end a process by SIGKILL;
-    `spares` ones leave the coordinator alone."""
+    """A kind of fault, and how often it is drawn. `kills`: it ends a process by SIGKILL;
+    `spares_coordinator`: it does not hit the coordinator."""
 
     strike: Strike
     weight: float
@@ -55,29 +56,29 @@ def _kill_one(target: Target, found: Sequence[psutil.Process]) -> bool:
 
 
 def worker(target: Target) -> bool:
-    """SIGKILL to a worker."""
+    """Send SIGKILL to a worker."""
     return _kill_one(target, processes.workers(target.service.home))
 
 
 def decoder(target: Target) -> bool:
-    """SIGKILL to a decoding process."""
+    """Send SIGKILL to a decoder process."""
     return _kill_one(target, processes.decoders(target.service.home))
 
 
 def nursery(target: Target) -> bool:
-    """SIGKILL to the process that forks a worker's decoders."""
+    """Send SIGKILL to the process that forks a worker's decoders."""
     return _kill_one(target, processes.nurseries(target.service.home))
 
 
 def coordinator(target: Target) -> bool:
-    """SIGKILL to the coordinator; whoever runs it starts it again at once."""
+    """Send SIGKILL to the coordinator, and start it again at once."""
     target.service.kill()
     target.service.start()
     return True
 
 
 def ray_node(target: Target) -> bool:
-    """SIGKILL to all of a Ray node; another is started in its place."""
+    """Send SIGKILL to all processes of a Ray node, and start another in its place."""
     if target.cluster is None:
         return False
     node = target.rng.choice(target.cluster.nodes)
@@ -87,7 +88,7 @@ def ray_node(target: Target) -> bool:
 
 
 def one_rank(target: Target) -> bool:
-    """SIGKILL to one rank of one job."""
+    """Send SIGKILL to one rank of one job."""
     training = target.one_training()
     ranks = len(training.pids)
     if ranks:
@@ -96,7 +97,7 @@ def one_rank(target: Target) -> bool:
 
 
 def all_ranks(target: Target) -> bool:
-    """SIGKILL to every rank of one job."""
+    """Send SIGKILL to every rank of one job."""
     training = target.one_training()
     ranks = len(training.pids)
     training.kill_ranks()
@@ -104,13 +105,13 @@ def all_ranks(target: Target) -> bool:
 
 
 def worker_pause(target: Target) -> bool:
-    """SIGSTOP to a worker, SIGCONT a moment later."""
+    """Send SIGSTOP to a worker, and SIGCONT a moment later."""
     found = processes.workers(target.service.home)
     return bool(found) and _pause(target, target.rng.choice(found))
 
 
 def rank_pause(target: Target) -> bool:
-    """SIGSTOP to a rank, SIGCONT a moment later."""
+    """Send SIGSTOP to a rank, and SIGCONT a moment later."""
     pids = target.one_training().pids
     try:
         return bool(pids) and _pause(target, psutil.Process(target.rng.choice(pids)))
@@ -119,22 +120,22 @@ def rank_pause(target: Target) -> bool:
 
 
 def coordinator_pause(target: Target) -> bool:
-    """SIGSTOP to the coordinator, SIGCONT a moment later."""
+    """Send SIGSTOP to the coordinator, and SIGCONT a moment later."""
     return _pause(target, psutil.Process(target.service.pid))
 
 
 def coordinator_cut(target: Target) -> bool:
-    """Connections to the coordinator are reset and refused for a moment."""
+    """Reset and refuse connections to the coordinator for a moment."""
     return _cut(target, lambda address: address == target.service.address)
 
 
 def workers_cut(target: Target) -> bool:
-    """Connections to the workers are reset and refused for a moment."""
+    """Reset and refuse connections to the workers for a moment."""
     return _cut(target, lambda address: address != target.service.address)
 
 
 def network_silence(target: Target) -> bool:
-    """Nothing passes between trainers and service for a moment, and nothing is closed."""
+    """Let nothing pass between trainers and service for a moment, and close nothing."""
     target.gate.silence(lambda _: True)
     time.sleep(target.rng.uniform(0.1, LONGEST_PAUSE_S))
     target.gate.heal()
@@ -159,7 +160,7 @@ KINDS: dict[str, Kind] = {
 
 
 def draw(rng: random.Random, *, spare_coordinator: bool) -> str:
-    """The next kind of fault."""
+    """Draw the next kind of fault."""
     names = [
         name for name, kind in KINDS.items() if kind.spares_coordinator or not spare_coordinator
     ]

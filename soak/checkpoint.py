@@ -1,9 +1,9 @@
-"""Checkpoints of the audited trainers: every rank its file, and all files or none.
+"""Checkpoints of the audited trainers: one file per rank, and all files or none.
 
     checkpoints/step-00000008-of-3/rank-0.json, rank-1.json, rank-2.json
 
-A file appears whole, by a rename; a checkpoint exists once every rank's file does. So a kill
-in the midst of saving leaves the one before as the newest.
+A rename makes each file appear whole; a checkpoint exists when every rank's file does. So after a
+kill during saving, the checkpoint before is the newest.
 """
 
 import json
@@ -16,7 +16,7 @@ State = dict[str, str | int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: training goes on before `step`."""
+    """A complete checkpoint: training continues with `step`."""
 
     step: int
     state: State
@@ -32,7 +32,7 @@ def save(folder: Path, *, rank: int, world_size: int, state: State) -> None:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint with the most steps."""
+    """The complete checkpoint of the highest step."""
     found = [each for place in folder.glob("step-*") if (each := _complete(place)) is not None]
     return max(found, key=lambda each: each.step, default=None)
 

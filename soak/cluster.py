@@ -1,4 +1,5 @@
-"""A Ray cluster of several nodes on this machine, by `ray start`: each node can be lost alone.
+"""A Ray cluster of several nodes on this machine, started by `ray start`: each node can fail
+separately.
 
 head     the cluster's directory (GCS); no CPUs, so no worker is placed on it
 node k   its CPUs are where workers live; killed, stopped and started one by one
@@ -23,13 +24,13 @@ from soak import processes
 from soak.service import child_environment
 
 START_LIMIT_S = 60.0
-STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing of ours goes there
+STORE_BYTES = 80 * 2**20  # the least that Ray accepts; we put nothing there
 HOST = "127.0.0.1"
 
 
 @dataclass
 class Node:
-    """One node: `ray start --block` and all below it."""
+    """One node: `ray start --block` and its child processes."""
 
     home: Path
     arguments: tuple[str, ...]
@@ -65,12 +66,12 @@ class Node:
         return []
 
     def signal(self, number: signal.Signals) -> None:
-        """To every process of the node at once, as if the machine itself were meant."""
+        """Signal every process of the node at once, as if it were a machine."""
         for process in self.family:
             processes.send(process, number)
 
     def kill(self) -> None:
-        """SIGKILL to the whole node."""
+        """Send SIGKILL to the whole node."""
         assert self.process is not None
         self.signal(signal.SIGKILL)
         self.process.wait(START_LIMIT_S)
@@ -78,8 +79,8 @@ class Node:
 
 @dataclass
 class Cluster:
-    """A head and its nodes. Marked with `home`, as the service that joins it, which is to be
-    started with the same `environment`: Ray's token is in it."""
+    """A head and its nodes, marked with `home` like the service that joins them. The service must
+    be started with the same `environment`, which has Ray's token."""
 
     home: Path
     port: int
@@ -89,7 +90,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """What a service joins."""
+        """The address at which a service joins."""
         return f"{HOST}:{self.port}"
 
     def add(self, cpus: int) -> Node:
@@ -101,7 +102,7 @@ class Cluster:
         return self.nodes[-1]
 
     def stop(self) -> None:
-        """SIGTERM to every node, as `ray stop` does, the head last; they must end by it."""
+        """Send SIGTERM to every node, as `ray stop` does, the head last; this must end them."""
         for node in (*self.nodes, self.head):
             if node.process is not None and node.process.poll() is None:
                 node.process.terminate()
@@ -121,10 +122,10 @@ _COMMON = (
 def cluster(
     home: Path, node_cpus: Sequence[int], environment: Mapping[str, str]
 ) -> Iterator[Cluster]:
-    """A cluster with a node of so many CPUs each; all of it is killed behind the block. What
-    `environment` holds reaches the workers."""
+    """A cluster with one node for each number of CPUs in `node_cpus`; all of it is killed at the
+    end of the block. Workers inherit `environment`."""
     home.mkdir(parents=True, exist_ok=True)
-    temp_dir = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets want a short path
+    temp_dir = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets need a short path
     port = _free_port()
     arguments = (
         *("--head", "--port", str(port)),

@@ -6,14 +6,14 @@ from typing import Any
 
 import yaml
 
-from dataservice.access import make_token
+from dataservice.operate.tokens_file import make_token
 from soak.vision import IMPORT_PATH, NAME
 
 
 def write_config(
     path: Path, *, teams: Sequence[str] = (), **settings: str | float
 ) -> dict[str, str]:
-    """Write a config for `serve --config`; the token of each team, where there are any."""
+    """Write a config for `serve --config`; returns the token of each team, if there are teams."""
     config: dict[str, Any] = {"custom_processors": {NAME: IMPORT_PATH}, **settings}
     tokens, entries = {}, []
     for team in teams:
@@ -23,5 +23,6 @@ def write_config(
         tokens_file = path.with_suffix(".tokens.yaml")
         tokens_file.write_text(yaml.safe_dump(entries))
         config["tokens_file"] = str(tokens_file)
+        config.setdefault("allowed_roots", "any")
     path.write_text(yaml.safe_dump(config))
     return tokens

@@ -1,4 +1,4 @@
-"""The soak's data: the demo's corpus in small, and job files over it.
+"""The soak's data: a small version of the demo's corpus, and job files over it.
 
 Five sources of real media are mixed, packed, balanced and grouped: the longest samples need
 context-parallel groups. The vision processor can be held (see vision.py).
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from dataservice.job_setup import index_job
-from dataservice.spec import read_job
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer
 from soak.vision import IMPORT_PATH, NAME
@@ -23,7 +23,8 @@ SCALE = 0.12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShape:
-    """What differs between the jobs of a soak. `weights` are by source, 1 where not named."""
+    """The options in which a soak's jobs differ. `weights` are by source; a source without one has
+    1."""
 
     batch_samples: int = 8
     memory_tokens: int = 2304  # three ranks hold the longest sample
@@ -35,7 +36,7 @@ class JobShape:
 
 
 def make_data(home: Path, *, scale: float = SCALE, seed: int = 1) -> None:
-    """Corpus, tokenizer and index, in `home`."""
+    """Make corpus, tokenizer and index in `home`."""
     make_corpus(home / "corpus", seed=seed, scale=scale)
     train_tokenizer(home / "corpus", home / "tokenizer")
     spec = read_job(write_job(home, "any", JobShape()).read_text(), home)
@@ -43,7 +44,7 @@ def make_data(home: Path, *, scale: float = SCALE, seed: int = 1) -> None:
 
 
 def write_job(home: Path, job: str, shape: JobShape) -> Path:
-    """`home`/JOB.yaml; jobs of every shape share the index."""
+    """Write `home`/JOB.yaml; jobs of every shape share the index."""
     plain: dict[str, Any] = yaml.safe_load(DEMO_JOB.read_text())
     weights = dict(shape.weights)
     sources = [

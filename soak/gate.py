@@ -2,14 +2,13 @@
 
     rank ──► 127.0.0.1:gate port ──► coordinator or worker
 
-Every address that a rank opens is reached through a port of the gate's own. For a set of
-addresses the gate can `cut` (reset what is open and refuse what comes), fall `silent` (nothing
-passes, nothing is closed: packets are dropped), be slow, or `hold` the stream to the ranks
-after so many bytes. `heal` makes all as before; bytes that were kept back by silence follow
-then, as TCP would send them again.
+A rank reaches every address through a port of the gate. For a set of addresses the gate can `cut`
+(reset open connections and refuse new ones), fall `silent` (drop all packets, but close nothing),
+`delay` every chunk, or `hold` the stream to the ranks after a number of bytes. `heal` ends all of
+these; bytes held back by silence are then delivered, as TCP would retransmit them.
 
-Everything runs on one event loop in a thread of its own; the public methods may be called
-from any thread and return once the change holds.
+Everything runs on one event loop in a separate thread; the public methods may be called from any
+thread, and return when the change has taken effect.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from typing import Any, Literal, TypeVar
 Mode = Literal["open", "cut", "silent"]
 Result = TypeVar("Result")
 Which = Callable[[str], bool]
-"""Whether a fault concerns this address."""
+"""Whether a fault affects this address."""
 
 CHUNK_BYTES = 1 << 16
 ANSWER_LIMIT_S = 10.0
@@ -33,7 +32,7 @@ CLOSING_S = 0.05
 
 
 def through_gate(control: str, address: str) -> str:
-    """Asked by a rank: where to reach `address`. `control` is the gate's own address."""
+    """The gate's port for `address`, for a rank. `control` is the gate's own address."""
     host, _, port = control.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=ANSWER_LIMIT_S) as line:
         line.sendall(address.encode() + b"\n")
@@ -43,7 +42,7 @@ def through_gate(control: str, address: str) -> str:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Link:
-    """One address and what the gate does to it. `left_bytes` may still pass to the ranks."""
+    """One address and the faults on it. `left_bytes` may still pass to the ranks."""
 
     address: str
     server: asyncio.Server | None = None
@@ -80,7 +79,7 @@ class Gate:
 
     @property
     def connected(self) -> list[str]:
-        """Every address to which connections are open."""
+        """All addresses with open connections."""
         return sorted(link.address for link in [*self._links.values()] if link.writers)
 
     # ---- faults ------------------------------------------------------------------------
@@ -90,20 +89,20 @@ class Gate:
         self._run(self._change(which, mode="cut"))
 
     def silence(self, which: Which) -> None:
-        """Let nothing pass, either way, and close nothing, until `heal`."""
+        """Let nothing pass in either direction, and close nothing, until `heal`."""
         self._run(self._change(which, mode="silent"))
 
     def delay(self, which: Which, delay_s: float) -> None:
-        """Every chunk comes this much later."""
+        """Delay every chunk by `delay_s`."""
         self._run(self._change(which, delay_s=delay_s))
 
     def hold(self, which: Which, after_bytes: int) -> None:
-        """Keep back what goes to the ranks once so many more bytes have passed."""
+        """Hold back the stream to the ranks after `after_bytes` more bytes have passed."""
         self._held.clear()
         self._run(self._change(which, left_bytes=after_bytes))
 
     def holds(self) -> bool:
-        """Whether a stream is being kept back in its midst."""
+        """Whether a stream is held back in the middle."""
         return self._held.is_set()
 
     def release(self) -> None:
@@ -132,11 +131,11 @@ class Gate:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(CLOSING_S)  # sockets are dropped in the loop's next turns
+        await asyncio.sleep(CLOSING_S)  # sockets are closed in the loop's next iterations
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = (await reader.readline()).decode().strip()
-        async with self._opening:  # ranks ask for one address at the same moment
+        async with self._opening:  # several ranks may ask for one address at the same time
             link = self._links.setdefault(address, _Link(address=address))
             if link.server is None:
                 link.server = await asyncio.start_server(
@@ -177,8 +176,8 @@ class Gate:
     async def _pass(
         self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Until one end closes: half-closed connections are of no use to gRPC."""
-        await self._passage(link)  # while it is silent, even connecting takes for ever
+        """Pass bytes until one end closes: gRPC has no use for half-closed connections."""
+        await self._passage(link)  # while the link is silent, even connecting never ends
         host, _, port = link.address.rpartition(":")
         far_reader, far_writer = await asyncio.open_connection(host, int(port))
         link.writers.add(far_writer)
@@ -211,7 +210,7 @@ class Gate:
                 data = data[size_bytes:]
 
     async def _passage(self, link: _Link, size_bytes: int = 0, *, to_rank: bool = False) -> int:
-        """Wait until something may pass; how much of it."""
+        """Wait until bytes may pass; returns how many of them may."""
 
         def shut() -> bool:
             return link.mode == "silent" or (to_rank and link.left_bytes == 0)
@@ -235,7 +234,7 @@ def _address_of(server: asyncio.Server) -> str:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, as a cut connection does, not with FIN."""
+    """Close with RST, as a broken connection does, not with FIN."""
     sock = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,7 +1,7 @@
-"""What each rank trained, written down by the rank itself: one line of JSON a step.
+"""The journal in which each rank records what it trained: one line of JSON per step.
 
-A line is one `write`, so a kill leaves it whole or absent. It is written before the step is
-committed: whatever a checkpoint counts as trained is in the journal.
+A line is one `write`, so after a kill it is whole or absent. It is written before the step is
+committed, so every step that a checkpoint counts as trained is in the journal.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackPart:
-    """A rank's part of one pack. `tokens` digests its chunk of ids, labels and positions."""
+    """A rank's part of one pack. `tokens` is a digest of its chunk of ids, labels and positions."""
 
     wave: int
     pack: int
@@ -25,9 +25,9 @@ class PackPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One rank's part of one step; `items` digests the encoder items that it was given.
+    """One rank's part of one step; `items` has digests of the encoder items that it received.
 
-    `launch` counts the starts of the trainers, `attempt` is the service's number for it.
+    `launch` counts the starts of the trainers; `attempt` is the service's number for the launch.
     """
 
     launch: int
@@ -63,7 +63,7 @@ def read_journals(folder: Path) -> list[Row]:
 
 
 def steps_of_launch(folder: Path, launch: int) -> dict[int, int]:
-    """How many steps each rank of a launch has written."""
+    """Number of steps that each rank of a launch has written, by rank."""
     files = folder.glob(f"launch-{launch:04d}-rank-*.jsonl")
     return {int(path.stem[-2:]): path.read_bytes().count(b"\n") for path in files}
 

@@ -1,7 +1,7 @@
-"""Whose process is whose: the service, its workers, their decoders, Ray, and the ranks.
+"""Finds the processes of a service: its workers, their decoders, and Ray.
 
-A service and all that comes of it carry the mark of its home in their environment, so that
-even a process that outlives its parents is known for the service's own.
+A service and all processes that it starts carry a mark of its home in their environment, so that
+even a process that outlives its parents can be recognised as the service's.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import psutil
 
 MARK = "SOAK_HOME"
 WORKER_TITLE = "WorkerProcess"
-DECODER_PROGRAM = "dataservice.workers.decoder_process"
+DECODER_PROGRAM = "dataservice.workers.nursery_program decoder"
 END_LIMIT_S = 20.0
 
 
@@ -53,13 +53,13 @@ def workers(home: Path) -> list[psutil.Process]:
 
 
 def decoders(home: Path) -> list[psutil.Process]:
-    """The processes that decode: each is forked by a nursery, which runs the same program."""
+    """The decoder processes: each is forked by a nursery, which runs the same program."""
     running = _decoder_programs(home)
     return [process for process in running.values() if _parent(process) in running]
 
 
 def nurseries(home: Path) -> list[psutil.Process]:
-    """The processes that fork decoders, one a worker."""
+    """The processes that fork decoders, one per worker."""
     running = _decoder_programs(home)
     return [process for process in running.values() if _parent(process) not in running]
 
@@ -84,7 +84,7 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def end_family(home: Path) -> None:
-    """SIGKILL to whatever is left, again until nothing is."""
+    """Send SIGKILL to the family's remaining processes until none is left."""
     deadline_s = time.monotonic() + END_LIMIT_S
     while left := family(home):
         assert time.monotonic() < deadline_s, f"these do not end: {left}"

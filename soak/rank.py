@@ -1,8 +1,8 @@
-"""One audited trainer rank: the real client in a process of its own, without a model.
+"""One audited trainer rank: the real client in a separate process, without a model.
 
-It writes down what it receives (journal), commits, and every few steps saves its part of a
-checkpoint. It resumes from the state it is given. `holds` lets the harness stop all ranks at
-a known point of a known step, so that a fault hits that moment.
+It records the data it receives (in the journal), commits, and every few steps saves its part of a
+checkpoint. It resumes from the state it is given. `holds` lets the harness stop all ranks at a
+known point of a known step, so that a fault hits exactly then.
 """
 
 import os
@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOptions:
-    """What one rank is started with. `gate` is the control address of a gate, "" for none."""
+    """The options of one rank. `gate` is the control address of a gate, "" for none."""
 
     folder: Path
     address: str
@@ -47,7 +47,7 @@ class RankOptions:
 
 
 class GatedTransport(GrpcTransport):
-    """The client's own transport, with every address reached through the gate."""
+    """The client's own transport, which reaches every address through the gate."""
 
     def __init__(self, control: str, *, token: str | None) -> None:
         super().__init__(token=token)
@@ -60,7 +60,8 @@ class GatedTransport(GrpcTransport):
 
 
 def run_rank(options: RankOptions) -> None:
-    """The process's main: exits 0 behind the last step, FAILED on the client's error."""
+    """The main function of the process: exits with 0 after the last step, FAILED on the client's
+    error."""
     torch.set_num_threads(1)
     log = options.folder / f"launch-{options.launch:04d}-rank-{options.rank:02d}.log"
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -88,7 +89,8 @@ def train(options: RankOptions) -> None:
         if options.state is not None:
             dataset.load_state_dict(options.state)
         for shard in dataset:
-            journal.write(row_of(shard, options))
+            world_size = options.world_size
+            journal.write(row_of(shard, launch=options.launch, world_size=world_size))
             wait_while_held(options, "trained", shard.step)
             time.sleep(options.pace_s)
             dataset.commit(shard.step, measured_s=max(options.pace_s, 1e-3))
@@ -100,7 +102,7 @@ def train(options: RankOptions) -> None:
 
 
 def save(dataset: ShardDataset, options: RankOptions) -> None:
-    """This rank's part of a checkpoint."""
+    """Save this rank's part of a checkpoint."""
     state = dataset.state_dict()
     wait_while_held(options, "saving", int(state["step"]) - 1)
     checkpoint.save(
@@ -111,8 +113,8 @@ def save(dataset: ShardDataset, options: RankOptions) -> None:
     )
 
 
-def row_of(shard: Shard, options: RankOptions) -> Row:
-    """What this rank received for a step."""
+def row_of(shard: Shard, *, launch: int, world_size: int) -> Row:
+    """The journal's row of the data that this rank received for a step."""
     parts, items = [], []
     for microbatch in shard.microbatches:
         if not microbatch.idle:
@@ -130,10 +132,10 @@ def row_of(shard: Shard, options: RankOptions) -> Row:
         for batch in (microbatch.vision, microbatch.audio):
             items += [digest_of_item(item.numpy()) for item in batch.items] if batch else []
     return Row(
-        launch=options.launch,
+        launch=launch,
         attempt=shard.attempt,
-        rank=options.rank,
-        world_size=options.world_size,
+        rank=shard.rank,
+        world_size=world_size,
         step=shard.step,
         plan=shard.plan.digest,
         unix_s=time.time(),
@@ -143,7 +145,7 @@ def row_of(shard: Shard, options: RankOptions) -> Row:
 
 
 def wait_while_held(options: RankOptions, point: str, step: int) -> None:
-    """Stay here while the harness's hold names this point and step."""
+    """Wait while the harness's hold names this point and step."""
     hold, mine = options.folder / "hold", f"{point} {step}"
     if read(hold) != mine:
         return
@@ -153,7 +155,7 @@ def wait_while_held(options: RankOptions, point: str, step: int) -> None:
 
 
 def read(path: Path) -> str:
-    """A file's text, or nothing where there is none."""
+    """A file's text, or "" when there is no such file."""
     try:
         return path.read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""When each team commits a step, as the service says: what recovery is measured by."""
+"""Measures recovery: the times at which the service reports each team's commits."""
 
 import threading
 import time
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from soak.team import Progress, Team
 
 POLL_S = 0.1
-STEPS_AWAITED = 5  # beyond what was planned and fetched ahead of the fault
+STEPS_AWAITED = 5  # more steps than were planned and fetched ahead before the fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """Seconds from a fault to the next step that was committed, and the longest that training
-    stood still while it committed the next few."""
+    """Seconds from a fault to the next committed step, and the longest time between two of the next
+    STEPS_AWAITED commits."""
 
     first_s: float
     stall_s: float
@@ -29,18 +29,18 @@ class Commits:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; a thread of its own asks the service."""
+        """Begin to ask the service, in a separate thread."""
         self._thread = threading.Thread(target=self._follow, name="commits", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop asking."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
     def recovery(self, since_s: float) -> Recovery | None:
-        """From a fault at this time; None before enough has been committed."""
+        """Recovery from a fault at this time; None before enough steps have been committed."""
         after = [at_s for at_s in self.times_s if at_s > since_s][:STEPS_AWAITED]
         if len(after) < STEPS_AWAITED:
             return None

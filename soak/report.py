@@ -44,8 +44,8 @@ LEAKS_NOTE = (
 
 
 def recovery_rows(result: SoakResult) -> Rows:
-    """By kind of fault: seconds to the next committed step of each team, and the longest that
-    training stood still."""
+    """By kind of fault: seconds to each team's next committed step, and the longest time between
+    two of the commits after it."""
     rows = []
     for kind in (*KINDS, "all"):
         faults = [fault for fault in result.faults if kind in (fault.kind, "all")]
@@ -73,7 +73,7 @@ RECOVERY_HEAD = [
 
 
 def growth_rows(result: SoakResult) -> Rows:
-    """First and last quarter of act 2."""
+    """Medians of the first and the last quarter of act 2."""
     rows = []
     for name, (first, last) in result.growth.items():
         if name.endswith("bytes"):
@@ -88,7 +88,7 @@ GROWTH_HEAD = ["coordinator and its family", "first quarter", "last quarter"]
 
 
 def audit_rows(result: SoakResult) -> Rows:
-    """By team: what was trained to its end, and what the audit found."""
+    """By team: the jobs trained to their end, and the audit's findings."""
     rows = []
     for team in sorted({job.job.rpartition("-")[0] for job in result.jobs}):
         jobs = [job for job in result.jobs if job.job.rpartition("-")[0] == team]
@@ -108,7 +108,7 @@ AUDIT_HEAD = ["team", "ranks", "jobs", "launches", "steps", "samples", "findings
 
 
 def summary(result: SoakResult) -> str:
-    """One sentence."""
+    """The result in one sentence."""
     jobs = len(result.jobs)
     samples = sum(job.samples for job in result.jobs)
     launches = sum(job.launches for job in result.jobs)
@@ -120,7 +120,7 @@ def summary(result: SoakResult) -> str:
 
 
 def tables(result: SoakResult) -> Iterable[Table]:
-    """For the terminal."""
+    """The tables for the terminal."""
     yield _table("the audit of every sample", AUDIT_HEAD, audit_rows(result))
     yield _table(
         "from a fault to the next committed step, and how long training stood still",
@@ -141,7 +141,7 @@ def _table(title: str, head: list[str], rows: Rows) -> Table:
 
 
 def markdown(result: SoakResult, command: str) -> str:
-    """For benchmarks/results."""
+    """The page for benchmarks/results."""
     machine = f"{os.cpu_count()} busy cores ({platform.machine()})"
     parts = [
         f"# Soak: {result.kills} kills",

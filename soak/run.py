@@ -1,13 +1,13 @@
 """The soak: two teams train job after job while processes are killed at random.
 
     act 1   every kind of fault, the coordinator among them
-    act 2   the coordinator is spared, and what it holds is watched for growth
+    act 2   the coordinator is spared, and its resources are watched for growth
     end     the jobs that run come to their end; all are audited; the service is stopped and
             nothing of it may be left
 
-The next fault comes once each team has committed a few steps again, or at once, for some
-faults must hit a system that is still recovering. Everything is drawn from the seed that is
-printed; when processes answer is the machine's own.
+The next fault follows when each team has committed a few steps again; some follow at once, to hit a
+system that is still recovering. All faults are drawn from the printed seed, but the timing of
+processes differs from run to run.
 """
 
 import contextlib
@@ -42,32 +42,33 @@ TEAMS = (
         steps_per_checkpoint=4,
     ),
 )
-ACT_ONE = 0.6  # of the faults
-IMPATIENCE = 0.25  # of the faults do not wait for recovery from the one before
+ACT_ONE = 0.6  # share of the faults
+IMPATIENCE = 0.25  # share of the faults that do not wait for recovery from the one before
 RECOVERY_LIMIT_S = 90.0
 LONGEST_CALM_S = 1.0
 LAST_JOB_LIMIT_S = 180.0
-LAST_WORDS = 1500  # characters of a log that are shown
+LAST_WORDS = 1500  # characters of a log's end that are shown
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakOptions:
-    """How long and how hard. It ends after `kills`, and fails if `limit_s` passes before."""
+    """The options of a soak. It ends after `kills` kills, and fails if that takes longer than
+    `limit_s`."""
 
     kills: int = 200
     limit_s: float = 900.0
     seed: int = 0
     pace_s: float = 0.05
-    epochs: int = 16  # of each job, an even number: jobs live through several launches
-    nodes: int = 2  # of a Ray cluster, a worker on each; 0 for two workers of a Ray of its own
-    least_watched: int = 40  # samples of the coordinator that growth is judged by
+    epochs: int = 16  # of each job; even, and large enough that jobs need several launches
+    nodes: int = 2  # of a Ray cluster, one worker on each; 0: two workers in the service's own Ray
+    least_watched: int = 40  # least number of samples of the coordinator for judging growth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault, and how each team that it hit recovered, unless the next fault came before."""
+    """One fault, and the recovery of each team that it hit, unless the next fault came first."""
 
     number: int
     kind: str
@@ -77,7 +78,7 @@ class Fault:
 
 @dataclass
 class SoakResult:
-    """What happened. `broken` is empty when every promise held."""
+    """The result. `broken` is empty when every promise held."""
 
     options: SoakOptions
     seconds: float = 0.0
@@ -88,7 +89,7 @@ class SoakResult:
 
     @property
     def kills(self) -> int:
-        """Processes that were killed, at least."""
+        """The least number of processes that were killed."""
         return sum(KINDS[fault.kind].kills for fault in self.faults)
 
     @property
@@ -141,7 +142,7 @@ def soak(home: Path, options: SoakOptions, say: Say = print) -> SoakResult:
 def _joined(
     service: ServiceProcess, options: SoakOptions, stack: contextlib.ExitStack
 ) -> Cluster | None:
-    """The Ray cluster that the service is to join, if any."""
+    """The Ray cluster that the service joins, if any."""
     if not options.nodes:
         return None
     joined = stack.enter_context(cluster(service.home, [1] * options.nodes, {}))
@@ -151,7 +152,7 @@ def _joined(
 
 
 def _stopped(service: ServiceProcess) -> list[str]:
-    """Stop the service by SIGTERM; what is wrong with how it ended."""
+    """Stop the service by SIGTERM; returns what was wrong with its end."""
     try:
         service.stop()
     except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -248,7 +249,7 @@ class Play:
         time.sleep(calm_s)
 
     def _recovered(self, since_s: float) -> dict[str, Recovery]:
-        """Once every team has committed steps again, by team."""
+        """Wait until every team has committed steps again; recovery by team."""
         while not self._failures:
             found = {name: each.recovery(since_s) for name, each in self._commits.items()}
             done = {name: recovery for name, recovery in found.items() if recovery is not None}

@@ -18,8 +18,9 @@ COMMAND_LIMIT_S = 120.0
 
 @dataclass
 class ServiceProcess:
-    """A service over a state folder of its own. `flags` are further ones of `serve`,
-    `environment` is added to this process's own; `token` is shown by `cli`."""
+    """A service with its own state folder. `flags` are further flags of `serve`, `environment` is
+    added to this process's environment, `cli` authenticates with `token`, and `program` is the
+    module that is run."""
 
     home: Path
     pool: str = "local"
@@ -27,27 +28,28 @@ class ServiceProcess:
     address: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     token: str | None = None
+    program: str = "dataservice.cli.main"
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
     @property
     def log(self) -> Path:
-        """What the service that runs now, or ran last, has printed."""
+        """The log of the current service, or of the last one."""
         return self.home / "service.log"
 
     @property
     def pid(self) -> int:
-        """The process that serves now."""
+        """Process id of the current service."""
         assert self.process is not None, "it was never started"
         return self.process.pid
 
     @property
     def state_dir(self) -> Path:
-        """Where its state lies."""
+        """The folder of its state."""
         return self.home / "state"
 
     def start(self) -> "ServiceProcess":
-        """Start it, at the address it had before if any, and wait until it serves."""
+        """Start it, at its former address if it had one, and wait until it serves."""
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--state-dir", str(self.state_dir)]
         arguments += ["--pool", self.pool, *self.flags]
@@ -56,7 +58,7 @@ class ServiceProcess:
         self.starts += 1
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dataservice.cli.main", *arguments],
+                [sys.executable, "-m", self.program, *arguments],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env={**child_environment(self.home), **self.environment},
@@ -72,26 +74,26 @@ class ServiceProcess:
         raise AssertionError(f"the service did not start:\n{self.log.read_text()}")
 
     def stop(self) -> None:
-        """SIGTERM, as Kubernetes does; it must end by itself and cleanly."""
+        """Send SIGTERM, as Kubernetes does; the service must then end by itself, and cleanly."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(timeout=STOP_LIMIT_S) == 0, self.log.read_text()
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye."""
+        """Send SIGKILL."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(timeout=STOP_LIMIT_S)
 
     def _abort(self) -> None:
-        """SIGABRT: the log then ends with where each thread stood."""
+        """Send SIGABRT: the log then ends with the stack of each thread."""
         assert self.process is not None
         self.process.send_signal(signal.SIGABRT)
         self.process.wait(timeout=STOP_LIMIT_S)
 
     def end(self) -> None:
-        """SIGKILL to the service and to whatever came of it, wherever it is now."""
+        """Send SIGKILL to the service and all processes that it has started."""
         self.kill()
         end_family(self.home)
 
@@ -101,14 +103,14 @@ class ServiceProcess:
 
 
 def child_environment(home: Path) -> dict[str, str]:
-    """For processes of a service at `home`: marked as its own, and able to import what its
-    config names from here, wherever they start."""
+    """The environment for processes of a service at `home`: it marks them as the service's, and
+    lets them import the modules that its config names, whatever their working directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **mark(home)}
 
 
 def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", "dataservice.cli.main", *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""One team of the soak: it trains one job after another, each to its end and its audit."""
+"""One team of the soak: it trains one job after another, each to its end, and audits it."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ RETRY_LIMIT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeamPlan:
-    """What a team trains: jobs of one shape, whose launches go round these world sizes."""
+    """A team's plan: jobs of one shape, whose launches cycle through these world sizes."""
 
     name: str
     shape: JobShape
@@ -32,7 +32,7 @@ class TeamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """A job that was trained to its end. `findings` are of the audit."""
+    """A job that was trained to its end. `findings` are the audit's."""
 
     job: str
     samples: int
@@ -46,7 +46,7 @@ class JobResult:
 
 @dataclass
 class Team:
-    """A team at work in a thread of its own, from `start` until `finish`."""
+    """A team at work in a separate thread, from `start` until `finish`."""
 
     plan: TeamPlan
     data: Path
@@ -69,7 +69,7 @@ class Team:
         self._thread.start()
 
     def finish(self) -> None:
-        """Let the job that runs be the last."""
+        """Make the current job the last."""
         self._last.set()
 
     def join(self, limit_s: float) -> None:
@@ -81,12 +81,12 @@ class Team:
         self.abandon()
 
     def abandon(self) -> None:
-        """Kill the ranks that are left."""
+        """Kill the remaining ranks."""
         if self.current is not None:
             self.current.stop()
 
     def progress(self) -> "Progress | None":
-        """How far the current job is committed; None while the service cannot say."""
+        """The current job's committed step; None while the service does not answer."""
         training = self.current
         if training is None or not training.launches:
             return None
@@ -129,7 +129,8 @@ class Team:
         began_s = time.monotonic()
         training.start().join(JOB_LIMIT_S)
         seconds = time.monotonic() - began_s
-        # Jobs of a team differ in their order of samples alone: what is decoded once serves all.
+        # Jobs of a team differ only in the order of samples: each sample is decoded once for all
+        # audits.
         dataset = self._dataset = self._dataset or Dataset(job_file)
         result = JobResult(
             job=job,
@@ -145,7 +146,7 @@ class Team:
         self._ask(lambda client: client.delete(job))
 
     def _ask(self, question: Callable[[CoordinatorClient], object]) -> None:
-        """Ask the service, again while it is away."""
+        """Ask the service, again and again while it is unavailable."""
         deadline_s = time.monotonic() + RETRY_LIMIT_S
         while True:
             try:
@@ -164,7 +165,7 @@ class Team:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a team is: jobs done, and the committed step of the attempt of the current."""
+    """A team's progress: finished jobs, and the committed step of the current job's attempt."""
 
     jobs: int
     attempt: int
@@ -172,11 +173,11 @@ class Progress:
     start_step: int
 
     def beyond(self, before: "Progress") -> bool:
-        """Whether a step was committed since."""
+        """Whether a step has been committed since `before`."""
         return self.steps_since(before) > 0
 
     def steps_since(self, before: "Progress") -> int:
-        """How many were."""
+        """Number of steps committed since `before`."""
         if (self.jobs, self.attempt) == (before.jobs, before.attempt):
             return self.step - before.step
         return max(0, self.step - self.start_step + 1)

@@ -1,10 +1,10 @@
-"""Starts a job's ranks, and starts them again when one dies: what torchrun and a person do.
+"""Starts a job's ranks, and starts them again when one dies, as torchrun and a person would.
 
     launch 1 ──rank dies──► all others are killed ──► launch 2 from the newest checkpoint ──► ...
 
-Every rank is a process of its own, forked from a server that has torch loaded already, so that
-a start takes a moment. A rank that ends with an error which nobody asked for is written down:
-a fault of the service must not cost a trainer.
+Every rank is a separate process, forked from a server that has already loaded torch, so that it
+starts quickly. A rank that ends with an error though it was not killed is recorded as a finding: a
+fault of the service must not end a trainer.
 """
 
 import itertools
@@ -50,11 +50,11 @@ class Connection:
 
 
 class Training:
-    """A job being trained, from `start` to the end of its data. See the module's text.
+    """A job in training, from `start` to the end of its data; see the module's docstring.
 
-    Contract. `finished` is set when a launch has ended with every rank's success, or when
-    `stop` was called or `failure` holds why the launcher gave up (more than `most_unasked`
-    launches that nobody had killed).
+    Contract. `finished` is set when every rank of a launch has succeeded, when `stop` was called,
+    or when the launcher gave up because more than `most_unasked` launches failed though no rank was
+    killed; `failure` then says why.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Training:
         most_unasked: int = 0,
         limits: dict[str, float] | None = None,
     ) -> None:
-        """Launch k has `world_sizes[k]` ranks, round and round. `limits` are RankOptions'."""
+        """Launch k has `world_sizes[k]` ranks, in a cycle. `limits` are options of RankOptions."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.job = job
@@ -107,7 +107,7 @@ class Training:
         return self
 
     def join(self, limit_s: float) -> None:
-        """Wait for the end. Raises AssertionError with the reason when it was no success."""
+        """Wait for the end. Raises AssertionError, with the reason, when training failed."""
         ended = self.finished.wait(limit_s)
         if not ended:
             self.stop()
@@ -125,11 +125,11 @@ class Training:
 
     @property
     def pids(self) -> list[int]:
-        """The ranks that live now, by rank."""
+        """Process ids of the living ranks, by rank."""
         return [rank.pid for rank in self._ranks if rank.pid is not None and rank.is_alive()]
 
     def kill_ranks(self, *ranks: int) -> None:
-        """SIGKILL to these ranks, or to all."""
+        """Send SIGKILL to these ranks, or to all."""
         with self._changing:
             pids = [rank.pid for rank in self._ranks if rank.pid is not None]
             chosen = [pids[r] for r in ranks if r < len(pids)] if ranks else pids
@@ -138,8 +138,8 @@ class Training:
                 _signal(pid, signal.SIGKILL)
 
     def hold(self, point: str, step: int) -> None:
-        """Have all ranks wait at a point of a step: trained, committed or saving. Ranks that
-        wait at another point go on to this one."""
+        """Have all ranks wait at a point of a step: trained, committed or saving. Ranks that wait
+        at another point continue to this one."""
         self._hold = point
         unfinished = self.folder / "hold.tmp"
         unfinished.write_text(f"{point} {step}")
@@ -155,14 +155,14 @@ class Training:
         return len(waiting) == now.world_size
 
     def release(self) -> None:
-        """Let the ranks go on."""
+        """Let the ranks continue."""
         (self.folder / "hold").unlink(missing_ok=True)
 
     # ---- what has happened ---------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps that every rank of this launch has trained, from the job's first on."""
+        """The number of steps, from the job's first, that every rank of this launch has trained."""
         if not self.launches:
             return 0
         now = self.launches[-1]
@@ -170,7 +170,7 @@ class Training:
         return now.start_step + (min(done.values()) if len(done) == now.world_size else 0)
 
     def describe(self) -> str:
-        """Launches, steps, and the last words of the ranks."""
+        """Launches, steps, and the last lines of the ranks' logs."""
         logs = sorted(self.folder.glob("launch-*.log"))
         words = [f"{path.name}: {text}" for path in logs if (text := path.read_text()[-400:])]
         return "\n".join(
@@ -189,7 +189,7 @@ class Training:
             self.finished.set()
 
     def _launch(self) -> bool:
-        """Start all ranks and see them end; True if training is over."""
+        """Start all ranks and wait until they have ended; returns True when training is over."""
         saved = checkpoint.newest(self.folder / "checkpoints")
         launch = Launch(
             number=len(self.launches) + 1,
@@ -225,7 +225,7 @@ class Training:
         return RANKS.Process(target=run_rank, args=(options,), name=name, daemon=True)
 
     def _wait_for_ranks(self) -> None:
-        """Until all have ended well, or one has not."""
+        """Wait until all ranks have ended well, or one has failed."""
         running = {rank.sentinel: rank for rank in self._ranks}
         while running:
             for sentinel in wait(list(running), timeout=LOOK_S):
@@ -236,7 +236,8 @@ class Training:
                     return
 
     def _end_all(self) -> dict[int, int | None]:
-        """Kill what is left, as a launcher does when one rank is gone; exit codes by pid."""
+        """Kill the remaining ranks, as a launcher does when one has ended; returns exit codes by
+        pid."""
         ended: dict[int, int | None] = {}
         for rank in self._ranks:
             assert rank.pid is not None
@@ -268,7 +269,7 @@ class Training:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """A process that has just ended by itself is no error."""
+    """Signal a process; it is no error if it has just ended by itself."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""A vision processor that waits while it is told to: how a fault is made to hit decoding.
+"""A vision processor that can be made to wait, so that a fault hits during decoding.
 
-It plans exactly as Qwen2-VL's does. While the file `closed` exists in the folder that the
-environment names, whoever decodes an image or a clip waits in it, and leaves a file with its
-process id so that others see that it does.
+It plans exactly as Qwen2-VL's processor does. While the file `closed` exists in the folder that the
+environment names, every process that decodes an image or a clip waits, and writes a file with its
+process id so that the harness sees it.
 """
 
 import os
@@ -25,18 +25,18 @@ class HeldVision:
         self._inner = Qwen2VLProcessor(video_min_pixels=video_min_pixels)
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
-        """As Qwen2VLProcessor, once the gate is open."""
+        """As Qwen2VLProcessor, when the gate is open."""
         wait_at_gate()
         return self._inner.plan_image(width=width, height=height)
 
     def plan_video(self, header: VideoHeader) -> VisionPlan:
-        """As Qwen2VLProcessor, once the gate is open."""
+        """As Qwen2VLProcessor, when the gate is open."""
         wait_at_gate()
         return self._inner.plan_video(header)
 
 
 def wait_at_gate() -> None:
-    """Return at once where no gate is named or it is open."""
+    """Wait until the gate is open; returns at once when no gate is named."""
     folder = os.environ.get(GATE_VARIABLE)
     if folder is None or not (closed := Path(folder) / "closed").exists():
         return
@@ -54,20 +54,20 @@ class DecodingGate:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the service is to be started with."""
+        """The environment to start the service with."""
         return {GATE_VARIABLE: str(self._folder)}
 
     def close(self) -> None:
-        """Whoever decodes an image from now on waits."""
+        """Make every process that decodes an image or clip from now on wait."""
         for left in self._folder.glob("waiting-*"):
             left.unlink()
         (self._folder / "closed").touch()
 
     def open(self) -> None:
-        """Let all go on."""
+        """Let all processes continue."""
         (self._folder / "closed").unlink(missing_ok=True)
 
     @property
     def waiting(self) -> list[int]:
-        """Processes that wait, or have waited since it was closed."""
+        """Ids of processes that wait, or have waited since the gate was closed."""
         return sorted(int(path.name[8:]) for path in self._folder.glob("waiting-*"))

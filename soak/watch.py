@@ -1,4 +1,5 @@
-"""What a service holds while it runs, and what it leaves behind: the soak's leak checks."""
+"""The soak's leak checks: the resources a service holds while it runs, and those it leaves
+behind."""
 
 import contextlib
 import statistics
@@ -15,14 +16,14 @@ from soak.service import ServiceProcess
 
 INTERVAL_S = 1.0
 SHARED_MEMORY = "/dev/shm/"
-# Growth from the first to the last quarter that is not yet a leak: caches fill, pages settle.
+# Growth from the first to the last quarter that does not count as a leak, since caches fill up.
 RSS_RATIO, RSS_MARGIN_BYTES = 1.10, 16 * 2**20
 COUNT_MARGIN = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What the coordinator, and the whole family of the service, hold at one moment."""
+    """The resources of the coordinator and of all the service's processes at one moment."""
 
     coordinator: int
     rss_bytes: int
@@ -44,7 +45,7 @@ class Watch:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; a thread of its own samples."""
+        """Begin to sample, in a separate thread."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -54,7 +55,7 @@ class Watch:
         return self._thread is not None
 
     def stop(self) -> None:
-        """End."""
+        """Stop sampling."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -94,7 +95,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What has grown beyond its tolerance."""
+    """The figures that have grown beyond their tolerance."""
     if len({sample.coordinator for sample in samples}) > 1:
         return ["the coordinator was replaced while it was to be watched"]
     found = []
@@ -110,7 +111,7 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 def left_behind(
     service: ServiceProcess, shared_memory: set[str], wait_s: float = 15.0
 ) -> list[str]:
-    """What is still there after the service has stopped; it gets a moment to go."""
+    """The leftovers of a stopped service; its processes get a moment to end."""
     deadline_s = time.monotonic() + wait_s
     while (alive := processes.family(service.home)) and time.monotonic() < deadline_s:
         time.sleep(0.2)
@@ -126,7 +127,7 @@ def left_behind(
 
 
 def shared_memory_of(family: Sequence[psutil.Process]) -> set[str]:
-    """Files in shared memory that any of these processes has open or mapped."""
+    """Files in shared memory that one of these processes has open or mapped."""
     found = set()
     for process in family:
         with contextlib.suppress(psutil.Error, OSError):

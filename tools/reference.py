@@ -1,8 +1,8 @@
-"""Write the reference of the job file and the service's config into the README.
+"""Write the reference of job file, service's config and commands: `docs/reference.md`.
 
-The text comes from the models that validate the files, so that every key is documented and
-none that does not exist. `python -m tools.reference` writes it; `--check` exits 1 when the
-README is out of step.
+The text comes from the models that validate the files and from the commands themselves, so that
+whatever exists is documented, and nothing else. `python -m tools.reference` writes it; `--check`
+exits 1 when the page is out of step.
 """
 
 import sys
@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from typer.main import get_command
 
-from dataservice.spec import JobSpec, ServiceConfig
+from dataservice.cli.connection import PANEL
+from dataservice.cli.main import app
+from dataservice.jobs.job_file import JobSpec
+from dataservice.operate.config import ServiceConfig
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-SECTIONS: dict[str, type[BaseModel]] = {"job": JobSpec, "config": ServiceConfig}
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 
 Schema = dict[str, Any]
 
@@ -89,25 +92,72 @@ def _first_line(schema: Schema) -> str:
     return " ".join(paragraph.split())
 
 
-def rendered(readme: str) -> str:
-    """The README with every reference section made anew."""
-    for name, model in SECTIONS.items():
+def commands() -> str:
+    """A table of the commands and their options, and one of the options of a connection."""
+    rows = ["| command | what it does | options |", "|---|---|---|"]
+    shared: dict[str, str] = {}
+    for words, command in _commands(get_command(app), ["dataservice"]):
+        options = {_spelled(each): each for each in command.params}
+        mine = [name for name, each in options.items() if _panel(each) != PANEL]
+        shared |= {
+            name: f"| {name} | {_variable(each)} | {each.help} |"
+            for name, each in options.items()
+            if _panel(each) == PANEL
+        }
+        connects = len(mine) < len(options)
+        what = _first_line({"description": command.help.partition("Example:")[0]})
+        shown = [*mine, "and those of a connection"] if connects else mine
+        rows.append(f"| `{' '.join(words)}` | {what} | {', '.join(shown)} |")
+    connection = ["| option | variable | meaning |", "|---|---|---|", *shared.values()]
+    return "\n".join(rows) + "\n\n**Connection**\n\n" + "\n".join(connection)
+
+
+def _commands(command: Any, words: list[str]) -> Iterator[tuple[list[str], Any]]:
+    if not hasattr(command, "commands"):
+        yield words, command
+        return
+    for name, inner in command.commands.items():
+        yield from _commands(inner, [*words, name])
+
+
+def _spelled(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.name.upper()}`"
+    return "`" + "/".join([*parameter.opts, *parameter.secondary_opts]) + "`"
+
+
+def _panel(parameter: Any) -> str | None:
+    return getattr(parameter, "rich_help_panel", None)
+
+
+def _variable(parameter: Any) -> str:
+    return f"`{parameter.envvar}`" if parameter.envvar else "–"
+
+
+def rendered(page: str) -> str:
+    """The page with every section made anew."""
+    sections = {
+        "job": reference(JobSpec),
+        "config": reference(ServiceConfig),
+        "commands": commands(),
+    }
+    for name, text in sections.items():
         start, end = f"<!-- {name} reference -->", f"<!-- end of {name} reference -->"
-        before, _, rest = readme.partition(start)
+        before, _, rest = page.partition(start)
         _, _, after = rest.partition(end)
-        readme = f"{before}{start}\n\n{reference(model)}\n\n{end}{after}"
-    return readme
+        page = f"{before}{start}\n\n{text}\n\n{end}{after}"
+    return page
 
 
 def main() -> None:
     """Write, or with --check compare."""
-    text = README.read_text()
+    text = PAGE.read_text()
     fresh = rendered(text)
     if "--check" in sys.argv[1:]:
         if fresh != text:
-            raise SystemExit("README.md's reference is out of step. Run `make reference`.")
+            raise SystemExit("docs/reference.md is out of step. Run `make reference`.")
         return
-    README.write_text(fresh)
+    PAGE.write_text(fresh)
 
 
 if __name__ == "__main__":

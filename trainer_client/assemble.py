@@ -1,19 +1,23 @@
-"""A rank shard as it came over the wire, and its parts, to the Shard that the trainer sees."""
+"""Makes the Shard that the trainer sees from the rank shard and the parts that were received."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 from dataservice_proto.v1 import coordinator_pb2
+from numpy.typing import NDArray
 
 from trainer_client.errors import MalformedShard
 from trainer_client.fetch import Part, PartId
 from trainer_client.parts import WantedParts
+from trainer_client.positions import MropeRule, held_rows, in_sample, local_positions
 from trainer_client.shard import (
     FeatureExchange,
     Group,
+    ItemNotes,
     Microbatch,
     ModalityBatch,
+    PackItems,
     PlanSummary,
     Shard,
     StageReport,
@@ -30,7 +34,7 @@ _ALL = WantedParts()
 def assemble_shard(
     shard: coordinator_pb2.RankShard, parts: Parts, wanted: WantedParts = _ALL
 ) -> Shard:
-    """Join plan and bytes. Raises MalformedShard where they contradict each other."""
+    """Join the plan and the bytes. Raises MalformedShard where they contradict each other."""
     item_of = _item_index(parts) if wanted.media else None
     microbatches = tuple(
         _microbatch(shard, mb, parts, item_of, wanted) for mb in shard.microbatches
@@ -117,6 +121,8 @@ def _microbatch(
         phase.modality: _modality(shard, mb.wave, phase, local_tokens, item_of)
         for phase in mb.phases
     }
+    bounds = np.array(list(mb.cu_seqlens) or [0], dtype=np.int64)
+    items = _items(shard.step, mb.items)
     return Microbatch(
         wave=mb.wave,
         pack=mb.pack,
@@ -125,12 +131,63 @@ def _microbatch(
         predicted_s=mb.seconds,
         input_ids=sequence.get("input_ids"),
         labels=sequence.get("labels"),
-        position_ids=sequence["position_ids"] if wanted.tokens else _positions(mb),
+        position_ids=sequence["position_ids"] if wanted.tokens else _position_ids(mb, bounds),
         cu_seqlens=_tensor(mb.cu_seqlens, np.int32),
         lengths=_tensor(mb.lengths, np.int32),
         sample_ids=_tensor(mb.sample_ids, np.int64),
         vision=phases.get(coordinator_pb2.VISION),
         audio=phases.get(coordinator_pb2.AUDIO),
+        items=items,
+        mrope=_mrope(shard.positions, mb, bounds, items),
+    )
+
+
+def _items(step: int, message: coordinator_pb2.PackItems) -> PackItems:
+    columns = [np.array(list(c), dtype=np.int64) for c in (message.modality, message.start)]
+    tokens = np.array(list(message.tokens), dtype=np.int64)
+    if {len(column) for column in columns} != {len(tokens)}:
+        raise MalformedShard(f"step {step}: the columns of a pack's items have different lengths")
+    notes = _notes(step, message.notes, len(tokens))
+    return PackItems(
+        modality=columns[0].astype(np.int8),
+        start=columns[1],
+        tokens=tokens,
+        kind=notes.kind,
+        grid=notes.grid,
+        seconds_per_patch=notes.seconds_per_patch,
+    )
+
+
+def _notes(step: int, message: coordinator_pb2.ItemNotes, items: int) -> ItemNotes:
+    """A column that is empty says nothing of any item; so does a service of an older release."""
+    columns = (
+        np.array(list(message.kind) or [-1] * items, dtype=np.int8),
+        np.array(list(message.grid) or [0] * 4 * items, dtype=np.int64),
+        np.array(list(message.seconds_per_patch) or [np.nan] * items, dtype=np.float64),
+    )
+    found = tuple(len(column) for column in columns)
+    if found != (items, 4 * items, items):
+        raise MalformedShard(f"step {step}: the notes on {items} items have {found} values")
+    kind, grid, seconds = columns
+    return ItemNotes(kind=kind, grid=grid.reshape(-1, 4), seconds_per_patch=seconds)
+
+
+def _mrope(
+    rule: coordinator_pb2.PositionRule,
+    mb: coordinator_pb2.Microbatch,
+    bounds: NDArray[np.int64],
+    items: PackItems,
+) -> torch.Tensor | None:
+    if rule.scheme != "mrope":
+        return None
+    if mb.pack < 0:
+        return _EMPTY.expand(3, 0)
+    return local_positions(
+        bounds,
+        items,
+        MropeRule(tokens_per_second=rule.tokens_per_second, past_time=rule.past_time),
+        degree=len(mb.cp_group),
+        cp_rank=mb.cp_rank,
     )
 
 
@@ -159,18 +216,10 @@ def _sequence(
     return {name: tensors[name].to(torch.int64) for name in names}
 
 
-def _positions(mb: coordinator_pb2.Microbatch) -> torch.Tensor:
-    """What the worker would send as position_ids: they restart with each sample, and a member
-    of a group of d holds chunks i and 2d-1-i of every sample. int64[local tokens]."""
-    bounds = np.array(list(mb.cu_seqlens) or [0], dtype=np.int64)
-    padded = bounds[1:] - bounds[:-1]
-    degree = max(1, len(mb.cp_group))
-    held = np.array([0] if degree == 1 else [mb.cp_rank, 2 * degree - 1 - mb.cp_rank])
-    chunk_tokens = padded // (2 * degree) if degree > 1 else padded
-    first = (chunk_tokens[:, None] * held).ravel()  # [sample, chunk] → [sample · chunk]
-    tokens = np.repeat(chunk_tokens, len(held))
-    before = np.cumsum(tokens) - tokens
-    return torch.from_numpy(np.arange(tokens.sum()) + np.repeat(first - before, tokens))
+def _position_ids(mb: coordinator_pb2.Microbatch, bounds: NDArray[np.int64]) -> torch.Tensor:
+    """The position_ids of this rank's tokens, int64[local tokens], from the plan."""
+    rows = held_rows(bounds, max(1, len(mb.cp_group)), mb.cp_rank)
+    return torch.from_numpy(in_sample(bounds, rows))
 
 
 def _modality(
@@ -201,16 +250,17 @@ def _modality(
             recv_splits=list(phase.recv_splits),
             recv_positions=positions,
         ),
+        notes=_notes(shard.step, phase.notes, sum(len(of.items) for of in phase.encodes)),
     )
 
 
 def _tensor(values: Iterable[int], dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
-    # Through a list: protobuf's own sequences are read item by item otherwise.
+    # Through a list: numpy would read protobuf's own sequences item by item.
     return torch.from_numpy(np.array(list(values), dtype=dtype))
 
 
 def _item_index(parts: Parts) -> ItemOf:
-    """Finds an encoder item by pack and place, however tickets bundled them."""
+    """A function that finds an encoder item by pack and place, whichever ticket brought it."""
     items: dict[tuple[int, int], torch.Tensor] = {}
     for part_id, part in parts.items():
         if part_id.items and len(part_id.items) != len(part.tensors):

@@ -1,4 +1,4 @@
-"""Retries: waits that grow, with jitter, until a deadline."""
+"""Retries with growing waits and jitter, until a deadline."""
 
 import random
 import threading
@@ -9,10 +9,10 @@ LONGEST_WAIT_S = 2.0
 
 
 class Backoff:
-    """One failing thing's retries. The clock starts with the first `wait`.
+    """The retries of one operation. The clock starts with the first `wait`.
 
-    Each wait is drawn evenly from zero to a limit that doubles up to `LONGEST_WAIT_S` ("full
-    jitter"), so that many ranks that failed at once do not come back at once.
+    Each wait is drawn uniformly between zero and a limit that doubles up to `LONGEST_WAIT_S`
+    ("full jitter"), so that ranks which fail at the same time do not retry at the same time.
     """
 
     def __init__(self, stop: threading.Event, deadline_s: float) -> None:
@@ -27,7 +27,7 @@ class Backoff:
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def wait(self) -> bool:
-        """Sleep before the next attempt; False when the deadline is over or `stop` is set."""
+        """Sleep before the next attempt; False if the deadline has passed or `stop` is set."""
         if self._began_s is None:
             self._began_s = time.monotonic()
         left_s = self._deadline_s - self.spent_s

@@ -1,8 +1,8 @@
 """ShardDataset: a job's steps as a torch dataset, one shard a step for this rank.
 
-The checkpoint owns the position. It advances when a step is committed, by `commit` or by
-asking for the next shard; `state_dict` gives it and `load_state_dict` takes it back, on any
-number of ranks.
+The checkpoint owns the position. The position follows what the loop has trained: `commit` tells
+it, and position.py infers it for loops that do not call `commit`. `state_dict` returns the
+position and `load_state_dict` restores it, on any number of ranks.
 """
 
 import os
@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
+from trainer_client.address import split_address
 from trainer_client.device import resolve_device
 from trainer_client.errors import (
     BadArgument,
@@ -27,9 +27,13 @@ from trainer_client.errors import (
     ServiceTimeout,
     StateMismatch,
 )
+from trainer_client.loaders import check_loader
+from trainer_client.media_watch import MediaWatch
 from trainer_client.parts import EVERYTHING, WantedParts
+from trainer_client.position import Position, Progress
+from trainer_client.position_watch import PositionWatch
 from trainer_client.prefetch import Trained
-from trainer_client.run import Position, Run, RunOptions
+from trainer_client.run import Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
 
@@ -43,28 +47,34 @@ class ShardDataset(IterableDataset[Shard]):
     """Yields this rank's `Shard` of every step from the position on.
 
     `rank` and `world_size` default to RANK and WORLD_SIZE, as torchrun sets them. `token` is
-    the team's bearer token; or `token_file` holds it, and is read again for every call; by
-    default DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN say. `tls` is True for the system's
+    the team's bearer token, or `token_file` holds it and is read again for every call; by
+    default DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN gives it. `tls` is True for the system's
     certificates, or a `Tls`.
-    `parts` are what this rank reads of its microbatches, all by default: see `parts.py`.
-    `device` is where tokens, encoder items and exchange indices are wanted; for a GPU they are
+    `parts` names what this rank reads of its microbatches, by default everything: see `parts.py`.
+    `device` is the device for tokens, encoder items and exchange indices; for a GPU they are
     received in pinned memory and copied on a stream of their own, `prefetch_steps` ahead. By
     default they stay on the host.
 
-    `prefetch_steps` shards are kept ready or on their way; their bytes are what this costs.
+    `prefetch_steps` shards are kept ready or on their way, which costs the memory of their bytes.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other
     wait: for the other ranks to open, for a step, for a broken connection or a lost worker to
-    come back. What a worker has not begun to send within `stall_timeout_s`, or stops sending
-    for as long, is asked for again: from wherever the service has it first. Where bytes come
-    slowly, but come, that is raised by itself, to 16 times as much.
+    come back. When a worker sends nothing for `stall_timeout_s`, the missing bytes are requested
+    again, from whichever worker has them first. While bytes arrive slowly, this limit grows by
+    itself to at most 16 times `stall_timeout_s`.
 
-    Nothing is opened before the first shard is asked for. Each pass over the dataset is a new
+    Ranks train together only with those of their own `launch`, one start of the job. Its name
+    comes from torch's process group, torchrun, srun or mpirun. With any other launcher, give it
+    here or in DATASERVICE_LAUNCH: the same on all ranks, new for each start. The newest launch
+    takes over the job; the older one gets Fenced.
+
+    Nothing is opened before the first shard is requested. Each pass over the dataset is a new
     attempt of the job: all ranks take part, and it starts at the committed position, so a
     shard that was yielded but not committed when the loop broke off comes again. Once the
     data has ended, iterating again yields nothing until `load_state_dict`.
 
-    Use it alone, or in `DataLoader(dataset, batch_size=None)` with `num_workers=0`: it
-    prefetches in threads of its own. It is to be used by one thread.
+    Use it alone, or in `DataLoader` or `StatefulDataLoader(dataset, batch_size=None)` with
+    `num_workers=0`: it prefetches in threads of its own. Use it from one thread only. With
+    Lightning or transformers' Trainer, use the callbacks of `trainer_client.adapters`.
 
     Raises (when iterated) ServiceUnreachable, ServiceTimeout, UnknownJob, WrongWorldSize,
     RankAlreadyClaimed, CursorMismatch, Fenced, AccessDenied, ServiceFailed, BadData.
@@ -88,6 +98,7 @@ class ShardDataset(IterableDataset[Shard]):
         timeout_s: float = 300.0,
         stall_timeout_s: float = 4.0,
         transport: Transport | None = None,
+        launch: str | None = None,
     ) -> None:
         self._options = RunOptions(
             address=address,
@@ -101,13 +112,17 @@ class ShardDataset(IterableDataset[Shard]):
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
             device=None if device is None else torch.device(device),
+            launch=launch,
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
-        self._committed = _BEGINNING
-        self._yielded: deque[Position] = deque()  # behind each shard that is not committed
+        self._progress = Progress(_BEGINNING, job=job)
+        self._expects_commits = False
+        self._media = MediaWatch(job=job, rank=self._options.rank)
+        self._positions = PositionWatch(job=job, rank=self._options.rank)
+        self._untold: deque[int] = deque()  # steps handed out whose commit was not sent
         self._ended = False
-        self._peeked_s = 0.0  # waited in `peek` for the shard that comes next
+        self._peeked_s = 0.0  # seconds waited in `peek` for the next shard
         self._run: Run | None = None
         self._finalizer: weakref.finalize[..., ShardDataset] | None = None
 
@@ -122,24 +137,25 @@ class ShardDataset(IterableDataset[Shard]):
                 shard = run.next()
                 if shard is None:
                     self._ended = True
+                    self._media.ended(self._progress.last_handed)
                     return
-                step = shard.step
-                self._yielded.append(Position(step=step + 1, cursor=shard.cursor_after))
+                self._hand(shard)
                 wait_s, self._peeked_s = time.monotonic() - began_s + self._peeked_s, 0.0
-                yield replace(shard, wait_s=wait_s)
-                del shard  # its memory may be needed for the next
-                self.commit(step)
+                yield replace(shard, wait_s=wait_s, progress=self._progress)
+                del shard  # its memory may be needed for the next shard
+                self._asked()
         finally:
-            self._finish(run)
+            if not (self._ended and self._untold):  # else the last commits are still to come
+                self._finish(run)
 
     def peek(self, *, wait: bool = True) -> Shard | None:
-        """The shard that the loop will be given next, None behind the last step.
+        """The shard that the loop gets next, None after the last step.
 
         Commits nothing and takes nothing, so that the next step can be prepared while this
-        one computes. Waits until it is there, which counts in its `wait_s`; without `wait`,
-        None also means that it is not there yet. Its tensors may still be on their way to
-        `device`: read its plan, compute with it only once the loop gives it. Raises MisuseError
-        outside a loop.
+        one computes. Waits until the shard has arrived; the wait counts in its `wait_s`. Without
+        `wait`, None also means that it has not arrived yet. Its tensors may still be on their way
+        to `device`: read its plan now, and compute with it once the loop gets it. Raises
+        MisuseError outside a loop.
         """
         if self._run is None:
             raise MisuseError("peek was called while the dataset is not iterated.")
@@ -158,59 +174,88 @@ class ShardDataset(IterableDataset[Shard]):
     ) -> None:
         """This rank has trained `step`, and with it every step before.
 
-        `measured_s` are the seconds it took (`StepResult.seconds`), which the service sets
-        against those it predicted; `phase_s` what they went to (`StepResult.phase_s`).
-        Does not wait for the service: it is told in the background, in order. Committing a
-        step again changes nothing. Raises MisuseError for a step that was not yielded, and
-        whatever went wrong with an earlier commit.
+        `measured_s` are the seconds that the step took (`StepResult.seconds`), which the service
+        compares with its prediction; `phase_s` are the seconds by phase (`StepResult.phase_s`).
+        Does not wait for the service: commits are sent in the background, in order. Committing a
+        step again changes nothing. Asking for a shard commits the one before it, until the loop
+        commits a step after which more shards were already handed out: from then on only `commit`
+        moves the position. Raises MisuseError where the step was not yielded, and the error of an
+        earlier commit.
         """
-        if step < self._committed.step:
-            return
-        if not self._yielded or step >= self._yielded[-1].step:
-            last = self._yielded[-1].step - 1 if self._yielded else self._committed.step - 1
+        if step > self._progress.last_handed:
             raise MisuseError(
-                f"step {step} cannot be committed: the last step yielded is {last}. Commit "
-                "shard.step after training on it."
+                f"step {step} cannot be committed: the last step yielded is "
+                f"{self._progress.last_handed}. Commit shard.step after training on it."
             )
-        while self._yielded and self._yielded[0].step <= step + 1:
-            self._committed = self._yielded.popleft()
-            if self._run is not None:
-                trained = Trained(step=self._committed.step - 1)
-                if trained.step == step:
-                    trained = replace(trained, measured_s=measured_s, phase_s=phase_s or {})
-                self._run.commit(trained)
+        self._positions.trained(step)
+        if self._progress.commit(step):
+            self._tell(step, Trained(step=step, measured_s=measured_s, phase_s=phase_s or {}))
+            if self._ended and not self._untold:
+                self.close()
+            self._media.committed(step)
+
+    def commit_next(self, shards: int = 1) -> None:
+        """Commit the next `shards` shards after the last committed one, in the order in which they
+        were handed out, or all of them if fewer were handed out. For framework hooks that do not
+        see the shard."""
+        step = self._progress.next_uncommitted(shards)
+        if step is not None:
+            self.commit(step)
+
+    def expect_commits(self) -> None:
+        """From here on a step counts as trained only once it is committed.
+
+        For loops that commit every step while their loader runs ahead. The first such commit has
+        the same effect; this call covers states that are saved before it.
+        """
+        self._expects_commits = True
+        self._progress.expect_commits()
 
     def state_dict(self) -> dict[str, str | int]:
-        """The position behind the last committed step: version, job, step, cursor.
+        """The position after the last trained step: version, job, step, cursor.
 
-        The same on every rank; keep it in the trainer's checkpoint. Waits a moment until the
-        service has taken the commits; that it is away for now does not stop a checkpoint.
-        Raises what went wrong with a commit, so that a fenced trainer saves nothing.
+        If the loop calls `commit`, that is the last committed step. If it never does, all shards
+        handed out count as trained, which is the convention of torch's StatefulDataLoader and
+        accelerate; if a framework calls `Shard.to`, those up to the last one it was called on. An
+        UncommittedSteps warning says once where this may not be what the loop means.
+
+        The same on every rank; keep it in the trainer's checkpoint. Waits briefly until the
+        service has received the commits; an unreachable service does not stop a checkpoint.
+        Raises the error of a commit, so that a fenced trainer saves nothing.
         """
         if self._run is not None:
             # Commits that take longer stay queued; the position does not depend on them.
             with suppress(ServiceTimeout):
                 self._run.flush(min(CHECKPOINT_FLUSH_S, self._options.timeout_s))
+        return self.position()
+
+    def position(self) -> dict[str, str | int]:
+        """`state_dict` without waiting for the service, for a hook that keeps it at every step."""
+        saved = self._progress.saved()
         return {
             "version": STATE_VERSION,
             "job": self._options.job,
-            "step": self._committed.step,
-            "cursor": self._committed.cursor,
+            "step": saved.step,
+            "cursor": saved.cursor,
         }
 
     def load_state_dict(self, state: dict[str, str | int]) -> None:
         """Continue from a `state_dict`, of any rank and any world size, when next iterated.
 
-        Raises MisuseError while the dataset is iterated, StateMismatch for the state of
-        another job, another version, or something else.
+        Raises MisuseError while the dataset is iterated, and StateMismatch where the state is of
+        another job or version, or no state of a dataset.
         """
+        if self._ended:
+            self.close()
         if self._run is not None:
             raise MisuseError(
                 "load_state_dict was called while the dataset is iterated. Leave the loop (or "
                 "call close()) first, then load and iterate again."
             )
-        self._committed = _position(state, self._options.job)
-        self._yielded.clear()
+        job = self._options.job
+        self._progress = Progress(_position(state, job), job=job)
+        if self._expects_commits:
+            self._progress.expect_commits()
         self._ended = False
 
     def close(self) -> None:
@@ -218,7 +263,7 @@ class ShardDataset(IterableDataset[Shard]):
         if self._run is not None:
             self._finish(self._run)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ShardDataset":
         """`with ShardDataset(...) as dataset:` closes it at the end."""
         return self
 
@@ -231,23 +276,42 @@ class ShardDataset(IterableDataset[Shard]):
         """Close."""
         self.close()
 
+    def _hand(self, shard: Shard) -> None:
+        """Note a shard that goes to the loop."""
+        self._progress.hand(Position(step=shard.step + 1, cursor=shard.cursor_after))
+        self._untold.append(shard.step)
+        self._media.hand(shard)
+        self._positions.hand(shard)
+
+    def _asked(self) -> None:
+        """The loop asks for the next shard."""
+        if not self._progress.by_commit_alone:
+            self._positions.trained(self._progress.last_handed)
+            self._progress.ask()
+            self._tell(self._progress.last_handed)
+            self._media.asked(self._progress.last_handed)
+
+    def _tell(self, step: int, measured: Trained | None = None) -> None:
+        """Send the commits, not sent before, of all steps up to this one."""
+        while self._untold and self._untold[0] <= step:
+            told = self._untold.popleft()
+            if self._run is not None:
+                of_told = measured if measured is not None and measured.step == told else None
+                self._run.commit(of_told or Trained(step=told))
+
     def _start(self) -> Run:
-        if get_worker_info() is not None:
-            raise MisuseError(
-                "ShardDataset is iterated in a DataLoader worker process. It prefetches by "
-                "itself, and one rank may claim its shards only once: use "
-                "DataLoader(dataset, batch_size=None, num_workers=0)."
-            )
+        check_loader(self._progress.start.step)
         if self._run is not None:
             raise MisuseError(
                 f"rank {self._options.rank} already iterates this dataset. Finish or close() the "
                 "first loop before a second one."
             )
-        self._yielded.clear()
+        self._progress.begin()
+        self._untold.clear()
         self._peeked_s = 0.0
         options = replace(self._options, device=resolve_device(self._options.device))
-        run = Run(options, self._transport, self._committed)
-        # Also closes when the dataset is collected, or at exit, in the midst of a loop.
+        run = Run(options, self._transport, self._progress.start)
+        # Also closes in the middle of a loop, when the dataset is collected or the process exits.
         self._run, self._finalizer = run, weakref.finalize(self, run.close)
         return run
 
@@ -276,9 +340,7 @@ def _from_environment(name: str, given: int | None) -> int:
 
 
 def _check(options: RunOptions) -> None:
-    host, _, port = options.address.rpartition(":")
-    if not host or not port.isdigit():
-        raise BadArgument(f"address is {options.address!r}; give it as host:port.")
+    split_address(options.address)
     if options.world_size < 1 or not 0 <= options.rank < options.world_size:
         raise RankOutOfRange(
             f"rank {options.rank} is outside 0..{options.world_size - 1}: the world size is "

@@ -1,4 +1,4 @@
-"""Shards on their way to the device that trains, copied while the step before computes.
+"""Copies shards to the device that trains while the step before computes.
 
     prefetch thread                                        training loop
     pinned buffers ═ non-blocking copies on a side stream ═▶ Sent ─ arrive ─▶ Shard
@@ -12,19 +12,17 @@ done (torch's pinned allocator sees to it), and memory on the device until the l
 used it (`record_stream`). Other devices than CUDA get plain copies, the host none.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
-
-Move = Callable[[torch.Tensor], torch.Tensor]
+from trainer_client.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sent:
-    """A shard whose copies have been started, and the event behind the last of them."""
+    """A shard whose copies have been started, and the CUDA event after the last of them."""
 
     shard: Shard
     copied: torch.cuda.Event | None = None
@@ -50,9 +48,9 @@ class DeviceCopier:
         if device is None or device.type == "cpu":
             return Sent(shard=shard)
         if stream is None:
-            return Sent(shard=moved(shard, lambda tensor: tensor.to(device)))
+            return Sent(shard=shard.mapped(lambda tensor: tensor.to(device)))
         with torch.cuda.stream(stream):
-            on_device = moved(shard, lambda tensor: _pinned(tensor).to(device, non_blocking=True))
+            on_device = shard.mapped(lambda tensor: _pinned(tensor).to(device, non_blocking=True))
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         return Sent(shard=on_device, copied=copied)
@@ -77,48 +75,18 @@ def resolve_device(device: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def moved(shard: Shard, move: Move) -> Shard:
-    """The shard with tokens, encoder items and exchange indices moved."""
-    return replace(shard, microbatches=tuple(_microbatch(mb, move) for mb in shard.microbatches))
-
-
-def _microbatch(mb: Microbatch, move: Move) -> Microbatch:
-    # A tensor that this rank did not ask for is absent, and stays so.
-    tokens, labels = getattr(mb, "input_ids", None), getattr(mb, "labels", None)
-    return replace(
-        mb,
-        input_ids=None if tokens is None else move(tokens),
-        labels=None if labels is None else move(labels),
-        position_ids=move(mb.position_ids),
-        vision=mb.vision and _modality(mb.vision, move),
-        audio=mb.audio and _modality(mb.audio, move),
-    )
-
-
-def _modality(batch: ModalityBatch, move: Move) -> ModalityBatch:
-    items = getattr(batch, "items", None)
-    return ModalityBatch(
-        items=None if items is None else [move(item) for item in items],
-        exchange=replace(
-            batch.exchange,
-            send_rows=move(batch.exchange.send_rows),
-            recv_positions=move(batch.exchange.recv_positions),
-        ),
-    )
-
-
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     # Tokens were widened and indices made on the host; items are views of pinned buffers.
     return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
 def _tensors(shard: Shard) -> Iterator[torch.Tensor]:
-    """What `moved` moved."""
+    """What `send` moved."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    moved(shard, note)
+    shard.mapped(note)
     yield from found

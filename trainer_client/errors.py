@@ -5,7 +5,8 @@
     │   ├── RankOutOfRange                   rank is not in 0 .. world_size-1
     │   └── StateMismatch                    a state_dict of another job, shape or version
     ├── MisuseError (RuntimeError)           a method was called at a time when it means nothing
-    │   └── NotFetched (AttributeError)      a tensor was read that this rank did not ask for
+    │   ├── NotFetched (AttributeError)      a tensor was read that this rank did not ask for
+    │   └── PositionsNotRead                 the loop trains another model than the job is for
     ├── ServiceUnreachable (ConnectionError) nothing answers at the coordinator's address
     │   └── WorkerUnreachable                workers did not deliver a step's bytes
     ├── ServiceTimeout (TimeoutError)        the service answers, but what was asked did not come
@@ -56,6 +57,10 @@ class MisuseError(ClientError, RuntimeError):
 
 class NotFetched(MisuseError, AttributeError):
     """A tensor was read that this rank did not ask for."""
+
+
+class PositionsNotRead(MisuseError):
+    """The job's model counts positions in time, height and width, and the loop read others."""
 
 
 class ServiceUnreachable(ClientError, ConnectionError):

@@ -1,7 +1,7 @@
-"""What the rank itself makes of raw pixels and sound, on whatever device they lie.
+"""Turns raw pixels and sound into encoder inputs, on the device that they are on.
 
-The service sends uint8 pixels and float32 sound, a quarter or less of what an encoder wants;
-normalising, cutting into patches and the log-mel spectrogram are done here.
+The service sends uint8 pixels and float32 sound, a quarter of the bytes of an encoder's input or
+less. Normalising, cutting into patches and the log-mel spectrogram are done here, by the rank.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ def normalize_pixels(
 ) -> torch.Tensor:
     """(pixels / 255 − mean) / std by channel: `pixels` uint8[..., 3] to `dtype`[..., 3].
 
-    Worked out in float32 (float64 if asked for) whatever the dtype of the result.
+    Computed as (pixels − 255·mean) / (255·std), in float32 for every `dtype` but float64, which is
+    computed in float64: bit by bit what Hugging Face's default processors compute.
     """
     if pixels.dtype != torch.uint8 or pixels.shape[-1] != len(mean) or len(mean) != len(std):
         raise ValueError(
@@ -31,10 +32,8 @@ def normalize_pixels(
             f"{len(std)} deviations; give uint8 [..., channels] and one of each per channel."
         )
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    scale = 1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))
-    shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
-    scale, shift = (t.to(device=pixels.device, dtype=work) for t in (scale, shift))
-    return torch.addcmul(shift, pixels.to(work), scale).to(dtype)
+    shift, scale = (255.0 * torch.tensor(x, dtype=work, device=pixels.device) for x in (mean, std))
+    return pixels.to(work).sub_(shift).div_(scale).to(dtype)
 
 
 def patchify(

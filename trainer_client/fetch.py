@@ -10,6 +10,7 @@ parts that did arrive whole, and one `TicketFailure` for each stream that did no
 Cancellation: closing the channels ends all streams; `fetch` then returns with failures.
 """
 
+import hmac
 import threading
 import time
 import zlib
@@ -151,7 +152,7 @@ def receive(
 ) -> Iterable[Part | None]:
     """Read one ticket's stream: a Part when one is whole, None for every other chunk.
 
-    Raises CorruptPart when headers and bytes do not follow the ticket.
+    Raises CorruptPart where headers or bytes do not follow the ticket.
     """
     number, buffer = 0, None
     for chunk in chunks:
@@ -179,9 +180,9 @@ def receive(
 class PartFetcher:
     """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
 
-    A stream that brings nothing for `stall_timeout_s` is given up: its worker may be decoding
-    still, or be gone. Where the network is slow it is borne for longer: see `patience.py`. With
-    `pin_memory` bytes arrive where a GPU copies them from without the host's help.
+    A stream that brings nothing for `stall_timeout_s` is given up: its worker may still be
+    decoding, or be gone. On a slow network the limit is longer: see `patience.py`. With
+    `pin_memory` bytes arrive in pinned memory, from which a GPU copies without the host's help.
     """
 
     def __init__(
@@ -201,10 +202,13 @@ class PartFetcher:
         self._lock = threading.Lock()
         self._closed = False
 
-    def fetch(self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId]) -> Fetched:
-        """Stream every ticket that holds a wanted part."""
+    def fetch(
+        self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId], ticket_key: bytes
+    ) -> Fetched:
+        """Stream every ticket that has a wanted part; `ticket_key` is the key of the session that
+        the tickets were given to."""
         streams = [
-            _Stream(ticket, wanted, self._patience, pin_memory=self._pin_memory)
+            _Stream(ticket, wanted, ticket_key, self._patience, pin_memory=self._pin_memory)
             for ticket in tickets
             if any(PartId.of(spec) in wanted for spec in ticket.parts)
         ]
@@ -239,11 +243,11 @@ class PartFetcher:
             channel.close()
 
     def _watch(self, streams: Sequence["_Stream"], done: threading.Semaphore) -> None:
-        """Until one stream is done: end those that bring nothing."""
+        """Until one stream is done, end those that have stalled."""
         looked_s = time.monotonic()
         while not done.acquire(timeout=self._look_every_s):
             now_s = time.monotonic()
-            # A process that was stopped, or is short of CPU, has not let its streams speak.
+            # Add the time for which this process itself was stopped or short of CPU.
             late_s = now_s - looked_s - self._look_every_s
             looked_s = now_s
             for stream in streams:
@@ -271,7 +275,7 @@ class PartFetcher:
             return self._channels[address]
 
     def _forget(self, address: str) -> None:
-        # A worker that comes back may listen elsewhere; a fresh channel asks the name again.
+        # A restarted worker may have another IP address; a new channel resolves the name again.
         with self._lock:
             channel = self._channels.pop(address, None)
         if channel is not None:
@@ -285,11 +289,13 @@ class _Stream:
         self,
         ticket: worker_pb2.Ticket,
         wanted: set[PartId],
+        ticket_key: bytes,
         patience: Patience,
         *,
         pin_memory: bool,
     ) -> None:
         self.ticket = ticket
+        self._proof = hmac.digest(ticket_key, ticket.signature, "sha256")
         self.stalled = False
         self._patience = patience
         self._pin_memory = pin_memory
@@ -311,7 +317,7 @@ class _Stream:
             self._fail(from_rpc(failed, self.ticket.address))
         except ClientError as error:
             self._fail(error)
-        except ValueError:  # gRPC's word for a channel that was closed
+        except ValueError:  # what gRPC raises on a closed channel
             self._fail(MisuseError("the dataset is closed"))
 
     def give_up_if_stalled(self, limit_s: float) -> None:
@@ -324,7 +330,7 @@ class _Stream:
     def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
         last = PartId.of(self.ticket.parts[-1])
         self._heard_s = time.monotonic()
-        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket))
+        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket, proof=self._proof))
         self._call = call
         try:
             within = False  # between parts a worker may be decoding
@@ -344,7 +350,7 @@ class _Stream:
 
     def _fail(self, error: ClientError) -> None:
         if not self._missing:
-            return  # it broke behind the last byte that mattered
+            return  # it broke after the last byte that was needed
         if self.stalled:
             error = ServiceTimeout(f"nothing came for {self._limit_s:.3g} s")
         self.failure = TicketFailure(

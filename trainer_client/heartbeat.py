@@ -1,9 +1,9 @@
-"""A thread that tells the service, every few seconds, that this rank lives and how it fares.
+"""A thread that reports to the service, every few seconds, that this rank is alive and waits.
 
     loop ─▶ DataWait (seconds waited, steps begun) ─▶ Heartbeat ─▶ Report
 
-A report is worth nothing a moment later: one that fails is forgotten, and nothing here ever
-raises into training. The thread is a daemon, and ends with the run.
+A report is soon out of date, so one that fails is not repeated, and nothing here ever raises into
+training. The thread is a daemon, and ends with the run.
 """
 
 import threading
@@ -22,7 +22,7 @@ CALL_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waited:
-    """What a loop has waited for data until now, as a Report says it."""
+    """Seconds that a loop has waited for data until now, as a Report gives them."""
 
     step: int
     steps: int
@@ -31,9 +31,10 @@ class Waited:
 
 
 class DataWait:
-    """How long the training loop stands without data. Written by the loop, read by anyone.
+    """Measures the seconds that the training loop waits for data. The loop writes it; any thread
+    may read it.
 
-    The wait for the first step is left out: it is the opening of the job.
+    The wait for the first step does not count: it is the time of opening the job.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class DataWait:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The loop waits for as long as the body runs."""
+        """The loop waits while the body runs."""
         began_s = time.monotonic()
         with self._lock:
             self._since_s = began_s
@@ -64,7 +65,7 @@ class DataWait:
             self._step, self._steps = step, self._steps + 1
 
     def now(self) -> Waited:
-        """The account as it is."""
+        """The seconds waited until now."""
         with self._lock:
             waiting_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
             return Waited(
@@ -105,11 +106,11 @@ class Heartbeat:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # The first at once: from then on its silence says something.
+        # The first report is sent at once; from then on the rank's silence means something.
         while True:
             lease = self._session.lease
             if lease is not None:
-                # ValueError is gRPC's word for a channel that was closed.
+                # gRPC raises ValueError on a closed channel.
                 with suppress(grpc.RpcError, ValueError):
                     self._report(lease.session)
             if self._stop.wait(self._every_s):

@@ -30,7 +30,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedParts:
-    """One flag a kind of tensor; all of them by default."""
+    """One flag for each kind of tensor; all of them are set by default."""
 
     tokens: bool = True
     media: bool = True
@@ -38,7 +38,8 @@ class WantedParts:
 
     @staticmethod
     def named(names: Collection[str]) -> "WantedParts":
-        """What these names bring; nothing for no names. Raises BadArgument for an unknown one."""
+        """The parts with these names; none for no names. Raises BadArgument where one is
+        unknown."""
         unknown = [name for name in names if name not in _FLAGS]
         if unknown or isinstance(names, str):
             raise BadArgument(
@@ -54,5 +55,5 @@ class WantedParts:
         return ("input_ids", "position_ids") * self.tokens + ("labels",) * self.labels
 
     def to_proto(self) -> coordinator_pb2.WantedParts:
-        """As the coordinator is asked."""
+        """The message for the coordinator."""
         return coordinator_pb2.WantedParts(tokens=self.tokens, media=self.media, labels=self.labels)

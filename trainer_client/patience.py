@@ -1,22 +1,22 @@
-"""How long a worker's stream may bring nothing before its bytes are asked for elsewhere."""
+"""The limit of silence of a worker's stream, after which its bytes are requested elsewhere."""
 
 import threading
 
-# A stream that went on after a pause may pause this many times as long.
+# The limit as a multiple of the longest pause after which a stream went on.
 PAUSES = 3.0
-# What a pause has taught fades by this factor with every fetch.
+# The remembered longest pause is multiplied by this factor after every fetch.
 FADING = 0.9
-# No stream is waited for longer than so many times the base.
+# The largest limit, as a multiple of the base.
 MOST = 16.0
 
 
 class Patience:
-    """`limit_s` of silence: `base_s`, and more where the network is slow but alive.
+    """The limit of silence: `base_s`, and more on a slow network.
 
-    A message arrives whole or not at all, so a thin line is silent while one is on its way. The
-    limit is therefore thrice the longest pause after which a part went on; and it doubles with
-    every fetch in a row that stalled, from the second on, so that any line brings a message in
-    the end. May be used by many threads.
+    A message arrives whole or not at all, so a slow connection is silent while one is on its way.
+    The limit is therefore at least three times the longest pause after which a part went on. It
+    also doubles with every consecutive fetch that stalled, from the second on, so that a message
+    gets through a slow connection in the end. May be used by many threads.
     """
 
     def __init__(self, base_s: float) -> None:
@@ -27,18 +27,18 @@ class Patience:
 
     @property
     def limit_s(self) -> float:
-        """Seconds of silence that are borne now."""
+        """The limit now, in seconds."""
         with self._lock:
             doubled_s = self._base_s * 2.0 ** max(0, min(self._stalls, 16) - 1)
             return min(max(doubled_s, PAUSES * self._longest_s), MOST * self._base_s)
 
     def paused(self, pause_s: float) -> None:
-        """A part went on after so many seconds."""
+        """A part went on after a pause of `pause_s`."""
         with self._lock:
             self._longest_s = max(self._longest_s, pause_s)
 
     def fetched(self, *, stalled: bool) -> None:
-        """A fetch has ended, with a stream that stalled or without."""
+        """A fetch has ended; `stalled` says whether one of its streams stalled."""
         with self._lock:
             self._stalls = self._stalls + 1 if stalled else 0
             self._longest_s *= FADING

@@ -20,8 +20,8 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Keeps up to `depth` items ready or on their way; `load` gives one after another, and None
-    at the end."""
+    """Keeps up to `depth` items ready or on their way; `load` returns one after another, then
+    None."""
 
     def __init__(self, load: Callable[[], Item | None], *, depth: int) -> None:
         self._load = load
@@ -35,7 +35,7 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def next(self, timeout_s: float) -> Item | None:
-        """Take the next item, None behind the last; ServiceTimeout if it does not come in time."""
+        """Take the next item, None after the last. Raises ServiceTimeout where it takes longer."""
         with self._changed:
             item = self.peek(timeout_s)
             if item is not None:
@@ -44,7 +44,7 @@ class Prefetcher(Generic[Item]):
             return item
 
     def peek(self, timeout_s: float) -> Item | None:
-        """As `next`, but the item stays."""
+        """The item that `next` will take. Raises ServiceTimeout where it takes longer."""
         with self._changed:
             if not self._changed.wait_for(self._something_to_say, timeout_s):
                 raise ServiceTimeout(
@@ -62,7 +62,7 @@ class Prefetcher(Generic[Item]):
             return None
 
     def ready(self) -> Item | None:
-        """What `next` will give if it is there already; never waits, never raises."""
+        """The item that `next` will take, None if it is not there yet; never waits or raises."""
         with self._changed:
             return self._ready[0] if self._ready else None
 
@@ -108,8 +108,8 @@ class Prefetcher(Generic[Item]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A step that this rank has trained, the seconds it took where they were measured, and what
-    they went to by phase."""
+    """A step that this rank has trained, with its seconds, in total and by phase, where they were
+    measured."""
 
     step: int
     measured_s: float | None = None
@@ -117,7 +117,7 @@ class Trained:
 
 
 class Committer:
-    """Sends `commit(trained)` for each put, in order, without blocking who puts it."""
+    """Calls `commit(trained)` for each step put, in order, without blocking the caller of `put`."""
 
     def __init__(self, commit: Callable[[Trained], None]) -> None:
         self._commit = commit
@@ -129,7 +129,7 @@ class Committer:
         self._thread.start()
 
     def put(self, trained: Trained) -> None:
-        """Have a step sent. Raises what went wrong with an earlier one."""
+        """Have a step sent. Raises the error of an earlier one."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -137,7 +137,8 @@ class Committer:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all is sent. Raises what went wrong, ServiceTimeout when it takes longer."""
+        """Wait until all is sent. Raises the error of a commit, and ServiceTimeout where it takes
+        longer."""
         with self._changed:
             self._changed.wait_for(self._settled, timeout_s)
             if self._failure is not None:
@@ -150,7 +151,7 @@ class Committer:
                 )
 
     def close(self) -> None:
-        """Stop; what is not sent by now is not sent."""
+        """Stop; commits that are not sent by now are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -172,7 +173,7 @@ class Committer:
                     trained = self._steps[0]
                 self._commit(trained)
                 with self._changed:
-                    self._steps.popleft()  # only now: `flush` waits for the answer
+                    self._steps.popleft()  # only now, because `flush` waits for the answer
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:

@@ -21,7 +21,9 @@ from trainer_client.device import DeviceCopier, Sent
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
 from trainer_client.heartbeat import DataWait, Heartbeat
+from trainer_client.launch import launch_name
 from trainer_client.parts import WantedParts
+from trainer_client.position import Position
 from trainer_client.prefetch import Committer, Prefetcher, Trained
 from trainer_client.session import Claim, Session
 from trainer_client.shard import Shard
@@ -29,23 +31,17 @@ from trainer_client.steps import StepLoader
 from trainer_client.traces import note
 from trainer_client.transport import Transport, wait_until_reachable
 
-# A deadline that passes inside a thread says what failed: it may speak before the loop's own.
+# Extra time of the loop's own deadline: the deadline inside a thread passes first, because its
+# error says what failed.
 GRACE_S = 15.0
 CLOSING_FLUSH_S = 5.0
 JOIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """Before which step training stands. `cursor` is the service's; empty at the beginning."""
-
-    step: int
-    cursor: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """How a rank reaches its job, and how long it waits for what."""
+    """How a rank reaches its job, and the limits of its waits. With `launch` None, the name comes
+    from the launcher."""
 
     address: str
     job: str
@@ -58,12 +54,13 @@ class RunOptions:
     timeout_s: float
     stall_timeout_s: float
     device: torch.device | None
+    launch: str | None = None
 
 
 class Run:
     """Opens the session when made; see the module's contract.
 
-    Raises ServiceUnreachable, ServiceTimeout, the service's refusal, or CursorMismatch when
+    Raises ServiceUnreachable, ServiceTimeout, the service's refusal, and CursorMismatch where
     cursor and step disagree.
     """
 
@@ -89,6 +86,7 @@ class Run:
                 world_size=options.world_size,
                 cursor=start.cursor,
                 client=f"{socket.gethostname()}:{os.getpid()}",
+                launch=launch_name(options.launch, world_size=options.world_size),
             ),
             stop=self._stop,
             connect_timeout_s=options.connect_timeout_s,
@@ -98,7 +96,7 @@ class Run:
         self._committer: Committer | None = None
         self._heartbeat: Heartbeat | None = None
         self._waits = DataWait()
-        self._begun: dict[int, tuple[str, float]] = {}  # steps in hand: digest, and since when
+        self._begun: dict[int, tuple[str, float]] = {}  # step in training → digest, start time
         try:
             self._open(start)
         except BaseException:
@@ -106,7 +104,7 @@ class Run:
             raise
 
     def next(self) -> Shard | None:
-        """The next step's shard; None behind the last."""
+        """The next step's shard; None after the last."""
         assert self._prefetcher is not None
         with self._waits.waiting():
             sent = self._prefetcher.next(self._options.timeout_s + GRACE_S)
@@ -117,7 +115,7 @@ class Run:
         return shard
 
     def peek(self, *, wait: bool) -> Shard | None:
-        """The shard that `next` will give; without `wait` only if it is there."""
+        """The shard that `next` will return; without `wait`, None if it is not there yet."""
         prefetcher = self._prefetcher
         assert prefetcher is not None
         if not wait:
@@ -128,7 +126,7 @@ class Run:
         return None if sent is None else sent.shard
 
     def commit(self, trained: Trained) -> None:
-        """Send the commit of a step in the background. Raises what an earlier one met."""
+        """Send the commit of a step in the background. Raises the error of an earlier one."""
         assert self._committer is not None
         for step in [begun for begun in self._begun if begun <= trained.step]:
             self._note("train", step, *self._begun.pop(step))
@@ -140,9 +138,9 @@ class Run:
         self._committer.flush(timeout_s)
 
     def close(self) -> None:
-        """Give the rank up: flush commits for a moment, end all calls, stop all threads."""
+        """Give up the rank: flush commits briefly, end all calls, stop all threads."""
         if os.getpid() != self._process:
-            return  # a fork inherited this object, not its threads and connections
+            return  # a forked process inherits this object without its threads and connections
         with self._closing:
             if self._stop.is_set():
                 return
@@ -191,7 +189,7 @@ class Run:
             if shard is None:
                 return None
             self._note("receive", shard.step, shard.plan.digest, began_s)
-            step = shard.step + 1  # those between may have been skipped
+            step = shard.step + 1  # steps before the shard's may have been skipped
             return self._copier.send(shard)
 
         self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)

@@ -4,10 +4,10 @@
                     │ breaks
                     └─▶ open again with rejoin_attempt, waits growing, until timeout_s ─▶ fails
 
-The claim lives as long as the stream. A thread of its own reads the stream; when it breaks,
-the same thread opens it again under the same attempt, and calls wait meanwhile. The service
-gives every stream a new session name, so a call that fails because its name went stale is
-made once more under the new one.
+The claim ends with the stream. A thread reads the stream; when the stream breaks, the same thread
+opens it again under the same attempt, and calls wait meanwhile. The service gives every stream a
+new session name, so a call that fails because its name is out of date is made once more under the
+new one.
 
 Success: `open` returns the attempt; `call` returns the answer.
 Failure: the service's refusal, or a deadline, is kept and raised by every later `call`.
@@ -16,7 +16,7 @@ Cancellation: `close`, and closing the channel, end the thread and wake all that
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
@@ -36,33 +36,37 @@ from trainer_client.errors import (
 
 Answer = TypeVar("Answer")
 
-# How long a session name that the service does not know may still turn out to be stale.
+# Time for which a session name that the service does not know may turn out to be out of date.
 STALE_SESSION_S = 3.0
-# How long a rank may look claimed by a client that has just gone: a loop that was left and
-# is entered again, or a process that was killed.
+# Time for which a rank may still look claimed by a client that has just gone: a loop that was left
+# and is entered again, or a process that was killed.
 CLAIM_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What a rank asks for. `cursor` is where the attempt begins; empty for the beginning."""
+    """What a rank asks for. `cursor` is where the attempt begins, empty for the beginning.
+    `launch` names the launch that the rank belongs to; see launch.py."""
 
     job: str
     rank: int
     world_size: int
     cursor: str
     client: str
+    launch: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """A claim that was granted. `generation` counts the streams that held it; the service wants
-    to hear of the rank every `report_every_s` seconds, never if 0."""
+    """A claim that was granted. `generation` counts the streams that held it; `ticket_key` proves
+    to workers that a ticket was given to this session; the rank reports to the service every
+    `report_every_s` seconds, or never if it is 0."""
 
     session: str
     attempt: int
     start_step: int
     generation: int
+    ticket_key: bytes = field(default=b"", repr=False)
     report_every_s: float = 0.0
 
 
@@ -94,8 +98,8 @@ class Session:
     def open(self) -> Lease:
         """Claim the rank; returns once every rank of the attempt has.
 
-        Raises what the service answers, ServiceUnreachable when it goes away, ServiceTimeout
-        when the other ranks do not come.
+        Raises the service's refusal, ServiceUnreachable where the service goes away, and
+        ServiceTimeout where the other ranks do not come.
         """
         self._thread.start()
         claim = self._claim
@@ -113,25 +117,25 @@ class Session:
         """The claim while its stream is open."""
         return self._lease
 
-    def call(self, rpc: Callable[[str], Answer]) -> Answer:
-        """Run `rpc(session)` under the current session, again after a break or a long wait.
+    def call(self, rpc: Callable[[Lease], Answer]) -> Answer:
+        """Run `rpc(lease)` under the current session, again after a break or a long wait.
 
-        Raises the service's refusal, or ServiceUnreachable after `timeout_s` of failures. A
-        call whose own deadline passes is repeated for as long as the session lives: the
-        service is then only waiting for a step.
+        Raises the service's refusal, or ServiceUnreachable after `timeout_s` of failures. A call
+        that passes its own deadline is repeated until the session ends, because the service is
+        then only waiting for a step.
         """
         retry = Backoff(self._stop, self._timeout_s)
         while True:
             lease = self._current()
             try:
-                return rpc(lease.session)
+                return rpc(lease)
             except grpc.RpcError as failed:
                 error = from_rpc(failed, self._address)
-            except ValueError as failed:  # gRPC's word for a channel that was closed
+            except ValueError as failed:  # what gRPC raises on a closed channel
                 raise MisuseError("the dataset was closed during a call") from failed
             if isinstance(error, ServiceTimeout):
                 retry = Backoff(self._stop, self._timeout_s)
-                self._stop.wait(0.01)  # a service may answer so at once
+                self._stop.wait(0.01)  # the service may answer this at once, again and again
             elif isinstance(error, UnknownJob | Fenced):
                 if not self._stale(lease):
                     raise error
@@ -162,7 +166,7 @@ class Session:
         return self._lease
 
     def _current(self) -> Lease:
-        # No timeout of its own: the thread grants a lease or fails within its deadline.
+        # Needs no timeout: the thread gets a lease or fails within its own deadline.
         with self._changed:
             self._changed.wait_for(lambda: self._lease or self._failure)
             return self._usable()
@@ -178,13 +182,13 @@ class Session:
             return bool(self._changed.wait_for(moved_on, STALE_SESSION_S))
 
     def _keep(self) -> None:
-        """The thread: hold a stream; when it breaks, open the next."""
+        """The thread's work: hold a stream; when it breaks, open the next."""
         retry = Backoff(self._stop, self._connect_timeout_s)
         while not self._stop.is_set():
             generation = self._last.generation if self._last else 0
             error = self._hold_stream()
             if self._last and self._last.generation > generation:
-                retry = Backoff(self._stop, self._timeout_s)  # it was open: a new break
+                retry = Backoff(self._stop, self._timeout_s)  # the stream was open: start anew
             with self._changed:
                 self._lease = None
                 self._changed.notify_all()
@@ -202,6 +206,7 @@ class Session:
             cursor=claim.cursor,
             client=claim.client,
             rejoin_attempt=last.attempt if last else 0,
+            launch=claim.launch,
         )
         try:
             for event in self._stub.OpenSession(request):
@@ -221,13 +226,14 @@ class Session:
                 attempt=event.attempt,
                 start_step=event.start_step,
                 generation=self._last.generation + 1 if self._last else 1,
+                ticket_key=event.ticket_key,
                 report_every_s=event.report_every_s,
             )
             self._changed.notify_all()
 
     def _worth_retrying(self, error: ClientError, retry: Backoff) -> bool:
         if isinstance(error, RankAlreadyClaimed):
-            # Coming back, the rank is claimed by the broken stream until the service notices.
+            # On return, the broken stream still claims the rank until the service notices.
             return self._last is not None or retry.spent_s < CLAIM_GRACE_S
         return isinstance(error, ServiceUnreachable | ServiceTimeout)
 

@@ -9,21 +9,26 @@ Rows of `input_ids`, `labels` and `position_ids` are this rank's own tokens ("lo
 whole pack at degree 1, two zigzag chunks of every sample at higher degrees.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer_client.errors import NotFetched
+from trainer_client.position import Progress
 
 Value = TypeVar("Value")
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fetched(Generic[Value]):
-    """A field whose bytes only those ranks have that asked for them (`parts=`).
+    """A field whose bytes a rank has only if it asked for them (`parts=`).
 
-    Reading it elsewhere raises NotFetched, which says what to ask for; `hasattr` tells without
-    raising. It lives in the instance's dictionary, so its dataclass has no slots.
+    Reading it on another rank raises NotFetched, which says what to ask for; `hasattr` does not
+    raise. The value is in the instance's dictionary, so the dataclass has no slots.
     """
 
     def __init__(self, part: str) -> None:
@@ -35,7 +40,7 @@ class Fetched(Generic[Value]):
 
     def __get__(self, holder: object, owner: type | None = None) -> Value:
         if holder is None:
-            raise AttributeError(self._name)  # so dataclasses see a field without a default
+            raise AttributeError(self._name)  # so that dataclasses see a field without a default
         value: Value | None = holder.__dict__[self._name]
         if value is None:
             raise NotFetched(
@@ -49,9 +54,19 @@ class Fetched(Generic[Value]):
         holder.__dict__[self._name] = value
 
 
+class Recorded(Fetched[Value]):
+    """A `Fetched` field whose name is put into the holder's `reads` when it is read."""
+
+    def __get__(self, holder: object, owner: type | None = None) -> Value:
+        if holder is not None:
+            holder.__dict__["reads"].add(self._name)
+        return super().__get__(holder, owner)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
-    """What one planning stage achieved, in its own unit: cost before, after, lower bound."""
+    """What one planning stage achieved, in the stage's own unit: cost before and after, and its
+    lower bound."""
 
     stage: str
     algorithm: str
@@ -72,7 +87,7 @@ class Group:
 
     @property
     def degree(self) -> int:
-        """How many replicas share the pack."""
+        """Number of replicas that share the pack."""
         return len(self.replicas)
 
 
@@ -119,13 +134,43 @@ class PlanSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ItemNotes:
+    """What a model needs to know of m encoder items, as numpy columns.
+
+    `kind` int8[m]: 0 an image, 1 a clip, 2 a recording, -1 unknown; `grid` int64[m, 4]: patches in
+    time, height and width, and the patches per side that merge into one token, zeros where the
+    model has no grid; `seconds_per_patch` float64[m]: what one patch of a clip spans, or nan.
+    """
+
+    kind: NDArray[np.int8]
+    grid: NDArray[np.int64]
+    seconds_per_patch: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackItems(ItemNotes):
+    """All m encoder items of a pack, in sequence order, whoever encodes them.
+
+    `modality` int8[m]: 0 vision, 1 audio; `start` int64[m]: the place of an item's first token in
+    the whole padded pack, as `cu_seqlens` counts; `tokens` int64[m].
+    """
+
+    modality: NDArray[np.int8]
+    start: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FeatureExchange:
     """The all-to-all that brings encoded features to the ranks that hold their tokens.
 
     This rank's items, encoded and joined end to end, are its rows. `send_rows` int64[s] are
     rows of those, ordered by destination; `send_splits` and `recv_splits` count rows per
     replica (N each); `recv_positions` int64[r] are the local tokens that the received rows
-    replace, ordered by source. Every replica takes part, with empty splits if need be.
+    replace, ordered by source. Every replica takes part, if necessary with empty splits.
     """
 
     send_rows: torch.Tensor
@@ -140,11 +185,33 @@ class ModalityBatch:
 
     `items` are uint8 [frames, height, width, 3] for vision and float32 [samples] at 16 kHz
     for audio; they are views into the buffers that the bytes arrived in. May be empty; raises
-    NotFetched where `parts=` leaves out media.
+    NotFetched where `parts=` leaves out media. `notes` are of these items, in their order. `reads`
+    names the fields that were read, and is shared by copies on other devices.
     """
 
-    items: Fetched[list[torch.Tensor]] = Fetched("media")
-    exchange: FeatureExchange
+    items: Recorded[list[torch.Tensor]] = Recorded("media")
+    exchange: Recorded[FeatureExchange] = Recorded("media")
+    notes: ItemNotes | None = None
+    reads: set[str] = field(default_factory=set)
+
+    @property
+    def item_count(self) -> int:
+        """Number of items that came to this rank; does not count as reading them."""
+        return len(self.__dict__["items"] or ())
+
+    def mapped(self, move: Move) -> "ModalityBatch":
+        """With `move` applied to items and exchange indices; does not count as reading them."""
+        items, exchange = self.__dict__["items"], self.__dict__["exchange"]
+        return ModalityBatch(
+            items=None if items is None else [move(item) for item in items],
+            exchange=replace(
+                exchange,
+                send_rows=move(exchange.send_rows),
+                recv_positions=move(exchange.recv_positions),
+            ),
+            notes=self.notes,
+            reads=self.reads,
+        )
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -157,14 +224,17 @@ class Microbatch:
     """This rank's part of one wave. `pack` is -1 and the token tensors are empty when idle.
 
     `input_ids`, `labels`, `position_ids` int64[local tokens]: labels are already shifted
-    (`labels[i]` is the target at i, -100 for none). A rank that did not ask for tokens or
-    labels (`parts=`) has no `input_ids` or `labels`: reading them raises NotFetched, and
-    `position_ids` are worked out from the plan. `cu_seqlens` int32[S+1] are the padded
+    (`labels[i]` is the target at i, -100 for none); `position_ids` count from the start of the
+    sample. `positions` are those that the model computes with: int64[3, local tokens] (time,
+    height, width) where it counts by M-RoPE, else `position_ids`. A rank that did not ask for
+    tokens or labels (`parts=`) has no `input_ids` or `labels`: reading them raises NotFetched, and
+    positions are worked out from the plan. `cu_seqlens` int32[S+1] are the padded
     sample offsets of the *whole* pack, `lengths` int32[S] the true lengths, `sample_ids`
     int64[S]. `cp_group` are the replicas that share the pack in ring order and `cp_rank` this
     replica's place among them. `vision` and `audio` are None only in a wave in which no
     replica has such an item (an idle replica, too, may encode and must join the exchange), and
-    on ranks that asked neither for tokens nor for media.
+    on ranks that asked neither for tokens nor for media. `items` are those of the whole pack,
+    known at any degree and wherever they are encoded. `reads` names the positions that were read.
     """
 
     wave: int
@@ -174,12 +244,21 @@ class Microbatch:
     predicted_s: float
     input_ids: Fetched[torch.Tensor] = Fetched("tokens")
     labels: Fetched[torch.Tensor] = Fetched("labels")
-    position_ids: torch.Tensor
+    position_ids: Recorded[torch.Tensor] = Recorded("tokens")
     cu_seqlens: torch.Tensor
     lengths: torch.Tensor
     sample_ids: torch.Tensor
     vision: ModalityBatch | None = None
     audio: ModalityBatch | None = None
+    items: PackItems | None = None
+    mrope: torch.Tensor | None = None
+    reads: set[str] = field(default_factory=set)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions as the model counts them: int64[local tokens], or [3, local tokens]."""
+        self.reads.add("positions")
+        return self.position_ids if self.mrope is None else self.mrope
 
     @property
     def idle(self) -> bool:
@@ -188,8 +267,23 @@ class Microbatch:
 
     @property
     def local_tokens(self) -> int:
-        """Rows of this rank's token tensors, known without them."""
+        """Number of rows of this rank's token tensors, known also where they were not fetched."""
         return 0 if self.idle else int(self.cu_seqlens[-1]) // len(self.cp_group)
+
+    def mapped(self, move: Move) -> "Microbatch":
+        """With `move` applied to tokens, encoder items and exchange indices."""
+        # A tensor that this rank did not ask for stays absent.
+        tokens, labels = self.__dict__["input_ids"], self.__dict__["labels"]
+        mrope = None if self.mrope is None else move(self.mrope)
+        return replace(
+            self,
+            input_ids=None if tokens is None else move(tokens),
+            labels=None if labels is None else move(labels),
+            position_ids=move(self.__dict__["position_ids"]),
+            mrope=mrope,
+            vision=self.vision and self.vision.mapped(move),
+            audio=self.audio and self.audio.mapped(move),
+        )
 
     def __repr__(self) -> str:
         return (
@@ -202,8 +296,8 @@ class Microbatch:
 class Shard:
     """One rank's part of one optimizer step; `microbatches` are in execution order.
 
-    `cursor_after` is the position behind this step. `wait_s` is how long the training loop
-    was blocked for this shard: the exposed data wait.
+    `cursor_after` is the position after this step. `wait_s` is the exposed data wait: the seconds
+    for which the training loop was blocked for this shard. `progress` is told when `to` is called.
     """
 
     job: str
@@ -216,3 +310,19 @@ class Shard:
     microbatches: tuple[Microbatch, ...]
     size_bytes: int
     wait_s: float = 0.0
+    progress: Progress | None = field(default=None, repr=False)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Shard":
+        """The shard with tokens, encoder items and exchange indices on `device`; the plan's numbers
+        stay on the host.
+
+        Lightning and accelerate call it on the shard that is trained next, and so may a loop. From
+        then on, the shard counts as trained in a saved state, unless the loop commits.
+        """
+        if self.progress is not None:
+            self.progress.take(self.step)
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def mapped(self, move: Move) -> "Shard":
+        """With `move` applied to tokens, encoder items and exchange indices."""
+        return replace(self, microbatches=tuple(mb.mapped(move) for mb in self.microbatches))

@@ -1,4 +1,4 @@
-"""One step's shard, however long it takes: ask, fetch, and ask again for what did not come.
+"""Loads one step's shard: asks for it, fetches it, and asks again for parts that did not come.
 
 GetShard ─▶ tickets ─▶ fetch ──all parts──▶ assemble ─▶ Shard
     ▲                    │ some failed, or nothing came for a while
@@ -28,19 +28,19 @@ from trainer_client.errors import (
 from trainer_client.fetch import Part, PartFetcher, PartId, TicketFailure
 from trainer_client.parts import WantedParts
 from trainer_client.prefetch import Trained
-from trainer_client.session import Session
+from trainer_client.session import Lease, Session
 from trainer_client.shard import Shard
 
-# How long one GetShard waits for its step to be planned before it is asked anew.
+# Longest time that one GetShard waits for its step to be planned; then the call is repeated.
 POLL_S = 30.0
-# A step that is corrupt this often does not suffer from a flipped bit.
+# Number of rounds with a corrupt part after which a step fails: these are not just flipped bits.
 MAX_CORRUPT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Workers to name to the coordinator: those that failed, and those that only sent nothing
-    for a while, which may be decoding still."""
+    """Workers to report to the coordinator: those that failed, and those that only sent nothing
+    for a time and may still be decoding."""
 
     failed: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
@@ -67,39 +67,40 @@ class StepLoader:
         self._timeout_s = timeout_s
 
     def load(self, step: int) -> Shard | None:
-        """The shard of a step whose predecessors have all arrived, or of the first behind it
-        that is not skipped; None behind the last step.
+        """The shard of a step, or of the first step after it that is not skipped; None after the
+        last step. All earlier steps must have arrived.
 
-        Raises WorkerUnreachable when no part came for `timeout_s`, CorruptPart when one stays
-        corrupt, PlanDigestMismatch when the plan changes between two tries, and what
+        Raises WorkerUnreachable where no part came for `timeout_s`, CorruptPart where one stays
+        corrupt, PlanDigestMismatch where the plan changes between two tries, and what
         `Session.call` raises.
         """
         held: dict[PartId, Part] = {}
         retry, troubles = Backoff(self._stop, self._timeout_s), _Troubles(step)
         digest, blame = "", Blame()
         while True:
-            shard = self._ask(step, blame)
-            if shard is None:
+            answer = self._ask(step, blame)
+            if answer is None:
                 return None
+            shard, ticket_key = answer
             step = shard.step
             digest = check_digest(shard, digest)
             wanted = {PartId.of(spec) for ticket in shard.tickets for spec in ticket.parts}
-            fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys())
+            fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys(), ticket_key)
             held |= fetched.parts
             if not fetched.failures:
                 return assemble_shard(shard, held, self._wanted)
             blame = troubles.judge(fetched.failures)
-            if fetched.parts:  # the deadline is for the next part, not for all of a large step
+            if fetched.parts:  # the deadline is for the next part, not for the whole step
                 retry = Backoff(self._stop, self._timeout_s)
             if not retry.wait():
                 raise troubles.verdict(retry, missing=len(wanted - held.keys()))
 
     def commit(self, trained: Trained) -> None:
-        """Tell the service that this rank has trained a step, and in how many seconds."""
+        """Tell the service that this rank has trained a step, and its measured seconds."""
 
-        def rpc(session: str) -> None:
+        def rpc(lease: Lease) -> None:
             request = coordinator_pb2.CommitStepRequest(
-                session=session,
+                session=lease.session,
                 step=trained.step,
                 measured_s=trained.measured_s,
                 phase_s=trained.phase_s,
@@ -108,23 +109,25 @@ class StepLoader:
 
         self._session.call(rpc)
 
-    def _ask(self, step: int, blame: Blame) -> coordinator_pb2.RankShard | None:
-        def rpc(session: str) -> coordinator_pb2.GetShardResponse:
+    def _ask(self, step: int, blame: Blame) -> tuple[coordinator_pb2.RankShard, bytes] | None:
+        """The shard, and the key of the session that its tickets were given to."""
+
+        def rpc(lease: Lease) -> tuple[coordinator_pb2.GetShardResponse, bytes]:
             request = coordinator_pb2.GetShardRequest(
-                session=session,
+                session=lease.session,
                 step=step,
                 received_step=step - 1,
                 failed_workers=blame.failed,
                 slow_workers=blame.slow,
                 wanted=self._wanted.to_proto(),
             )
-            return self._stub.GetShard(request, timeout=POLL_S)
+            return self._stub.GetShard(request, timeout=POLL_S), lease.ticket_key
 
         while True:
-            response = self._session.call(rpc)
+            response, ticket_key = self._session.call(rpc)
             kind = response.WhichOneof("result")
             if kind == "shard" and response.shard.step == step:
-                return response.shard
+                return response.shard, ticket_key
             if kind == "end_of_data":
                 return None
             if kind == "shard":
@@ -150,8 +153,9 @@ def check_digest(shard: coordinator_pb2.RankShard, earlier: str) -> str:
 class _Troubles:
     """What went wrong while a step was fetched, and which workers to name for it.
 
-    An expired ticket or one corrupt part may not be the worker's fault: it is named from the
-    second time on. A worker that cannot be reached, lost the pack or stalls is named at once.
+    An expired ticket or a corrupt part may not be the worker's fault, so the worker is reported
+    from the second time on. One that cannot be reached, lost the pack or stalls is reported at
+    once.
     """
 
     def __init__(self, step: int) -> None:
@@ -162,7 +166,7 @@ class _Troubles:
         self._last: TicketFailure | None = None
 
     def judge(self, failures: Sequence[TicketFailure]) -> Blame:
-        """The workers to report. Raises what retrying cannot mend."""
+        """The workers to report. Raises an error that a retry cannot repair."""
         failed, slow = [], []
         for failure in failures:
             self._last = failure

@@ -1,8 +1,8 @@
-"""Spans and log records of a step, under the trace id that the service has for it too.
+"""Spans and log records of a step, under the trace id that the service uses for it too.
 
-A step's trace id is its plan's digest, 16 bytes in hex. Log records are of level DEBUG, by the
-logger `trainer_client`. Spans go to the OpenTelemetry provider that the trainer's own code has set
-up; nothing is loaded or sent where it has none.
+A step's trace id is its plan's digest, 16 bytes in hex. Log records have level DEBUG and the logger
+`trainer_client`. Spans go to the OpenTelemetry provider that the trainer's own code has set up;
+without one nothing is loaded or sent.
 """
 
 import logging
@@ -11,11 +11,11 @@ import time
 
 log = logging.getLogger("trainer_client")
 
-PARENT_DIGITS = 16  # of the digest: the id of the plan's span, under which all others lie
+PARENT_DIGITS = 16  # digits of the digest that are the id of the plan's span, the root of all
 
 
 def note(what: str, digest: str, *, began_s: float, **about: str | int) -> None:
-    """A step's reception or training is over; it began at `began_s` of `time.time`."""
+    """Record that a step was received or trained; it began at `began_s`, by `time.time`."""
     log.debug("%s in %.3g s", what, time.time() - began_s, extra={**about, "trace_id": digest})
     otel = sys.modules.get("opentelemetry.trace")
     if otel is None or len(digest) != 2 * PARENT_DIGITS:

@@ -13,27 +13,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Protocol
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
+from trainer_client.address import is_loopback, split_address
 from trainer_client.errors import BadArgument, ServiceUnreachable
 
 _OPTIONS: list[tuple[str, int]] = [
-    # A whole step's routes for one rank can pass gRPC's usual 4 MiB.
+    # A rank's routes of a whole step can exceed gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", 256 << 20),
-    # A restarted service is found again within seconds, not gRPC's usual two minutes.
+    # A restarted service is found again within seconds, not gRPC's default of two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Finds a peer that vanished without closing, within half a minute. The service allows
-    # pings this often; a server with gRPC's default settings would take them for abuse.
+    # Detects within half a minute a peer that vanished without closing. The service allows pings
+    # at this interval; a server with gRPC's default settings would treat them as abuse.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # What is worth trying again is decided here, not by gRPC.
+    # The client decides what to try again, not gRPC.
     ("grpc.enable_retries", 0),
     # Trainers and the service are in one cluster, whatever http_proxy says.
     ("grpc.enable_http_proxy", 0),
@@ -48,7 +48,7 @@ RETRY_S = 0.2
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
     """PEM files for TLS. `certificate_file` and `key_file` go together, for mutual TLS;
-    `server_name` overrides the name that the service's certificate must bear."""
+    `server_name` is the name expected in the service's certificate, if it is not the host's."""
 
     ca_file: str | Path | None = None
     certificate_file: str | Path | None = None
@@ -63,7 +63,7 @@ class Tls:
             )
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises BadArgument naming a file that cannot be read."""
+        """Read the files. Raises BadArgument where one cannot be read."""
 
         def read(path: str | Path | None) -> bytes | None:
             try:
@@ -85,12 +85,12 @@ class Transport(Protocol):
 
 
 class GrpcTransport:
-    """Channels over TCP, plain or TLS. The token goes to the coordinator alone: workers are
-    shown tickets.
+    """Channels over TCP, plain or TLS. The token is sent to the coordinator only; workers get
+    tickets.
 
-    `token_file` is read again for every call, so that a new token is taken up; with neither,
-    DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN is used if set. Without TLS the token goes to
-    this machine only, unless `plaintext_token` (or DATASERVICE_PLAINTEXT_TOKEN=1) allows more.
+    `token_file` is read again for every call, so that a new token is used at once; with neither,
+    DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN is used if set. Without TLS the token is sent to
+    this machine only, unless `plaintext_token` (or DATASERVICE_PLAINTEXT_TOKEN=1) is set.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class GrpcTransport:
         self._plaintext_token = plaintext_token or allowed
 
     def channel(self, address: str, *, authorised: bool) -> grpc.Channel:
-        """A new channel; nothing is sent until it is used. Raises BadArgument when a file
-        cannot be read, or the token would go to another machine in the clear."""
+        """A new channel; nothing is sent until it is used. Raises BadArgument where a file cannot
+        be read, or the token would be sent to another machine unencrypted."""
         if self._tls is None:
             channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
@@ -122,7 +122,7 @@ class GrpcTransport:
         return channel
 
     def _require_private(self, address: str) -> None:
-        if self._tls is None and not self._plaintext_token and not _is_loopback(address):
+        if self._tls is None and not self._plaintext_token and not is_loopback(address):
             raise BadArgument(
                 f"the token would go to {address} in the clear. Pass tls=True or tls=Tls(...); "
                 "where the network itself is trusted, set DATASERVICE_PLAINTEXT_TOKEN=1."
@@ -130,7 +130,8 @@ class GrpcTransport:
 
 
 def _token_source(token: str | None, token_file: str | Path | None) -> Callable[[], str] | None:
-    """Gives the token of the moment; None when there is none. Raises BadArgument."""
+    """A function that returns the current token; None where no token is set. Raises
+    BadArgument."""
     if token is not None and token_file is not None:
         raise BadArgument("token and token_file were both given; give one of them.")
     if token is None and token_file is None:
@@ -142,7 +143,7 @@ def _token_source(token: str | None, token_file: str | Path | None) -> Callable[
 
 
 class _TokenFile:
-    """A token that is replaced now and then. While its file is away the last one serves."""
+    """A token file whose content may change. While the file is missing the last token is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -158,19 +159,11 @@ class _TokenFile:
         return self._last
 
 
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class _CallDetails(
     namedtuple("_CallDetails", ("method", "timeout", "metadata", "credentials", "wait_for_ready")),
     grpc.ClientCallDetails,
 ):
-    """gRPC hands interceptors call details as a named tuple and wants one back."""
+    """gRPC gives interceptors call details as a named tuple and expects one back."""
 
 
 class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -198,10 +191,10 @@ class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInter
 def wait_until_reachable(
     channel: grpc.Channel, address: str, *, job: str, timeout_s: float
 ) -> None:
-    """Return once a coordinator answers a question about the job, be it with a refusal.
+    """Wait until a coordinator answers a question about the job, even with a refusal.
 
-    Raises ServiceUnreachable with the address, the time spent, gRPC's reason and what to
-    check.
+    Raises ServiceUnreachable where none does, with the address, the time spent, gRPC's reason and
+    what to check.
     """
     stub = coordinator_pb2_grpc.CoordinatorStub(channel)
     deadline_s = time.monotonic() + timeout_s
@@ -210,12 +203,12 @@ def wait_until_reachable(
             stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=left_s, wait_for_ready=True)
         except grpc.RpcError as waited:
             if _no_answer(waited):
-                time.sleep(min(RETRY_S, left_s))  # a connection broke under the question
+                time.sleep(min(RETRY_S, left_s))  # the connection broke during the call
                 continue
         return
     reason = "no answer"
     try:
-        # Without waiting, gRPC says why the connection fails.
+        # Without wait_for_ready, gRPC says why the connection fails.
         stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=1.0)
     except grpc.RpcError as refused:
         if not _no_answer(refused):
@@ -228,9 +221,10 @@ def wait_until_reachable(
 
 
 def _advice(address: str, reason: str) -> str:
-    """What to check, after a look at what the port speaks."""
+    """What to check, depending on what the port speaks."""
     spoken = _tls_at(address)
-    refused = "handshake failed" in reason or "verification" in reason.lower()
+    told = ("handshake failed", "verification", "not in peer certificate")
+    refused = any(words in reason.lower() for words in told)
     if spoken == "none" and refused:
         return "The port speaks no TLS: leave tls out, or correct the address."
     if spoken == "mutual":
@@ -252,19 +246,19 @@ def _advice(address: str, reason: str) -> str:
 
 
 def _tls_at(address: str) -> Literal["none", "server", "mutual"] | None:
-    """What a port speaks: plaintext, TLS, or TLS that wants a client's certificate; None when
-    it does not say."""
-    host, _, port = address.rpartition(":")
+    """What a port speaks: plaintext, TLS, or TLS that requires a client certificate; None where it
+    does not answer."""
+    host, port = split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is asked what it speaks, and told nothing
+    context.verify_mode = ssl.CERT_NONE  # this only finds out what the port speaks; nothing is sent
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as plain,
+            socket.create_connection((host, int(port)), timeout=PROBE_S) as plain,
             context.wrap_socket(plain) as secured,
         ):
-            # A client without a certificate is turned away behind the handshake.
+            # A client without a certificate is refused after the handshake.
             return "server" if secured.recv(1) else "mutual"
     except ssl.SSLError as error:
         return "mutual" if "CERTIFICATE_REQUIRED" in str(error.reason) else "none"

@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.harness import Scale, bars, fitted_exponent, side_by_side
+from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning import ContextCost, partition, plan_context_waves
 from dataservice.planning.compose import compose_step
-from dataservice.planning.context.many import plan_many_waves
-from dataservice.planning.options import PlanOptions
+from dataservice.planning.context.many import find_many_waves
 
 SAMPLES_PER_REPLICA = 60
 # OrchMLLM, all overhead in milliseconds at 60 samples a GPU.
@@ -118,7 +118,7 @@ def _context(replicas: int) -> Callable[[], object]:
 
 def _context_of_many(replicas: int) -> Callable[[], object]:
     tokens = workloads.vlm_long(SAMPLES_PER_REPLICA * replicas).llm_tokens
-    return partial(plan_many_waves, tokens, **_machine(replicas))
+    return partial(find_many_waves, tokens, **_machine(replicas))
 
 
 def _machine(replicas: int) -> dict[str, Any]:

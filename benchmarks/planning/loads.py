@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from benchmarks import exact, rivals, workloads
 from benchmarks.harness import Peer, Row, Scale, no_collection
 from dataservice.planning import ContextCost, balance_padded, partition
+from dataservice.planning.loads.partition import ALGORITHMS
 
 COST = ContextCost.flexsp_7b()
 PRTPY = {"prtpy greedy": prtpy.partitioning.greedy, "prtpy KK": prtpy.partitioning.kk}
@@ -27,20 +28,19 @@ def differencing_max(costs: NDArray[np.float64], ranks: int) -> float:
 
 def small_cases(scale: Scale) -> list[Row]:
     """Every algorithm against brute force where brute force can be had."""
-    names = ("auto", "greedy", "kk", "multifit")
-    excess: dict[str, list[float]] = {name: [] for name in (*names, *PRTPY)}
+    excess: dict[str, list[float]] = {name: [] for name in (*ALGORITHMS, *PRTPY)}
     broken = solver_differs = 0
     generator = np.random.default_rng(7)
     for case in range(min(scale.cases, 200)):
         ranks = int(generator.integers(2, 5))
         costs = generator.lognormal(5, 1, int(generator.integers(1, 11)))
         best = exact.best_max_load(costs, ranks)
-        for name in names:
+        for name in ALGORITHMS:
             plan = partition(costs, ranks, algorithm=name)
             broken += plan.lower_bound > best * (1 + 1e-9)
             excess[name].append(100 * (plan.max_load / best - 1))
-        for name, algorithm in PRTPY.items():
-            excess[name].append(100 * (prtpy_max(algorithm, costs, ranks) / best - 1))
+        for rival, algorithm in PRTPY.items():
+            excess[rival].append(100 * (prtpy_max(algorithm, costs, ranks) / best - 1))
         if case < scale.exact_cases:
             solved = exact.solver_max_load(costs, ranks)
             solver_differs += not np.isclose(solved, best, rtol=1e-5)
@@ -63,7 +63,7 @@ def small_cases(scale: Scale) -> list[Row]:
         ),
         Row(
             group="small",
-            what=f"certificates above the optimum, of {len(names)} algorithms on {what}",
+            what=f"certificates above the optimum, of {len(ALGORITHMS)} algorithms on {what}",
             figure=float(broken),
             unit="",
             limit=0.0,

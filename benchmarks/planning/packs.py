@@ -12,7 +12,7 @@ from dataservice.planning import (
     pack_isf,
     pad_ratio,
 )
-from dataservice.planning.packs.baselines import pack_length_grouped, pack_random
+from dataservice.planning.standalone.pack_baselines import pack_length_grouped, pack_random
 
 
 def packing(scale: Scale) -> list[Row]:
@@ -87,7 +87,7 @@ def packing(scale: Scale) -> list[Row]:
             ),
             explanation=(
                 "⌈max(ΣT/Q_t, ΣV/Q_v)⌉ is the certificate. First-fit as axolotl's fills text and "
-                "knows no second limit: its worst pack overloads the ViT by so much."
+                "knows no second limit: its worst pack overloads the ViT by this share."
             ),
         ),
     ]

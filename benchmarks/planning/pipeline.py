@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from benchmarks import exact
 from benchmarks.harness import Peer, Row, Scale
 from dataservice.planning import order_microbatches, simulate_1f1b
-from dataservice.planning.pipeline.order import OrderAlgorithm
+from dataservice.planning.pipeline_parallel.microbatch_order import OrderAlgorithm
 
 ALGORITHMS: tuple[OrderAlgorithm, ...] = ("search", "mmscale")
 

@@ -14,12 +14,12 @@ from benchmarks import exact, rivals, workloads
 from benchmarks.harness import Row, Scale, side_by_side, timed_row
 from benchmarks.planning.context import machine
 from benchmarks.planning.loads import PRTPY, prtpy_max
+from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning import isf_limits, order_microbatches, pack_bfd, pack_isf, partition
 from dataservice.planning.compose import compose_step
 from dataservice.planning.context.degrees_dp import degrees_by_dp
 from dataservice.planning.context.degrees_threshold import degrees_by_threshold
-from dataservice.planning.options import PlanOptions
 
 FIRST_FIT_SAMPLES = 200_000  # looks at every open bin: quadratic within its groups of 100,000
 

@@ -10,14 +10,16 @@ from typing import Annotated
 
 import typer
 
+from dataservice.core.address import split_address
 from dataservice.core.errors import ServiceError, SpecError
+from dataservice.core.tls import ClientTls
 from dataservice.serving.client_access import Access, GiveToken
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.serving.tls import ClientTls
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 TOKEN_VARIABLE = "DATASERVICE_TOKEN"
 PANEL = "Connection"
+COMPLETION_S = 3.0  # the user has pressed the tab key and waits
 
 Command = Callable[..., None]
 
@@ -33,7 +35,7 @@ def connect(
         typer.Option(
             "--service",
             envvar="DATASERVICE_ADDRESS",
-            help="host:port of the service.",
+            help="host:port of the service; [host]:port for IPv6.",
             rich_help_panel=PANEL,
         ),
     ] = DEFAULT_ADDRESS,
@@ -41,22 +43,24 @@ def connect(
         Path | None,
         _option("--token-file", "File with the team's token, in place of DATASERVICE_TOKEN."),
     ] = None,
-    tls: Annotated[bool, _option("--tls", "Connect by TLS, trusting the system's CAs.")] = False,
+    tls: Annotated[bool, _option("--tls", "Connect with TLS, trusting the system's CAs.")] = False,
     ca_file: Annotated[
-        Path | None, _option("--ca-file", "Connect by TLS, trusting this CA (PEM).")
+        Path | None, _option("--ca-file", "Connect with TLS, trusting this CA (PEM).")
     ] = None,
     cert_file: Annotated[
-        Path | None, _option("--cert-file", "My certificate (PEM), for mutual TLS.")
+        Path | None, _option("--cert-file", "Client certificate (PEM), for mutual TLS.")
     ] = None,
     key_file: Annotated[Path | None, _option("--key-file", "Its private key (PEM).")] = None,
     server_name: Annotated[
-        str | None, _option("--server-name", "Name in the service's certificate, if another.")
+        str | None, _option("--server-name", "Name in the service's certificate, if it differs.")
     ] = None,
     plaintext_token: Annotated[
-        bool, _option("--plaintext-token", "Allow to send the token without TLS to other hosts.")
+        bool, _option("--plaintext-token", "Allow sending the token to other hosts without TLS.")
     ] = False,
 ) -> CoordinatorClient:
-    """A client of the service that the options name. Raises SpecError on unusable files."""
+    """A client of the service that the options name. Raises SpecError where a file cannot be used
+    or the address is invalid."""
+    split_address(service)
     secured = tls or any((ca_file, cert_file, key_file, server_name))
     files = ClientTls(
         ca_file=_text(ca_file),
@@ -97,7 +101,7 @@ def job_names(context: typer.Context) -> list[str]:
         for name, option in options.items()
     }
     with suppress(ServiceError), connect(**given) as client:
-        return [status.record.name for status in client.jobs()]
+        return [status.record.name for status in client.jobs(timeout_s=COMPLETION_S)]
     return []
 
 
@@ -105,7 +109,7 @@ JobName = Annotated[str, typer.Argument(help="Name of the job.", autocompletion=
 
 
 def token_giver(token_file: Path | None) -> GiveToken:
-    """The token of a file, read anew for each call, or of the environment."""
+    """Gives the token from a file, which is read again for each call, or from the environment."""
     if token_file is None:
         return lambda: os.environ.get(TOKEN_VARIABLE, "").strip() or None
     return functools.partial(_token_of, token_file)

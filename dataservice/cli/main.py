@@ -1,41 +1,47 @@
-"""The command `dataservice`: index, serve, job, workers, calibrate, explain, status."""
+"""The command `dataservice`: index, preview, serve, job, workers, calibrate, explain, status."""
 
-import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from dataservice.cli import show, show_records
+from dataservice.cli import show, show_index, show_records
 from dataservice.cli.connection import JobName, connected
-from dataservice.cli.progress import asking, index_progress, measuring_progress
-from dataservice.cli.records import DIFFERS, quarantine, replay, skip
+from dataservice.cli.explain import explain
+from dataservice.cli.preview import preview
+from dataservice.cli.progress import asking, index_progress, measuring_progress, starting
+from dataservice.cli.records import quarantine, replay, skip
 from dataservice.cli.status import status
+from dataservice.cli.terminal import Terminal
 from dataservice.cli.tokens import tokens
 from dataservice.cli.workers import workers as workers_commands
 from dataservice.core.errors import ServiceError, SpecError
 from dataservice.engine.api import JobStatus
+from dataservice.jobs.yaml_file import read_text
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.text_file import read_text
 
-# What loads the planner, codecs or Ray takes a second or two, and is imported by the commands
-# that need it: the others answer at once, as does completion in a shell.
+# Modules that load the planner, codecs or Ray take a second or two to import. Only the commands
+# that need them import them; the others, and completion in a shell, answer at once.
 if TYPE_CHECKING:
     from dataservice.app import Service
-    from dataservice.spec import JobSpec
+    from dataservice.jobs.job_file import JobSpec
+    from dataservice.operate.config import ServiceConfig
+    from dataservice.sources.index import IndexSummary
 
 app = typer.Typer(
     help="A balanced data-loading service for multimodal LLM training.\n\n"
     "Example: `dataservice status --watch`",
     epilog="Exit status: 0 done; 1 refused or failed, with the reason; 2 a mistake in the command; "
-    "3 a plan made again is not the recorded one; 4 a job is stalled (`status --check`). "
-    "`--install-completion` makes your shell complete commands and options.",
+    "3 a plan made again, or what is delivered again, is not the recorded one; 4 a job is "
+    "stalled, 5 the service does not answer or does not work (`status --check`); 6 something was "
+    "left undone to stop in time (`serve`). `--install-completion` makes your shell complete "
+    "commands and options.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -49,7 +55,8 @@ for command in (skip, replay, quarantine):
 app.add_typer(tokens, name="token")
 app.add_typer(workers_commands, name="workers")
 
-console = Console()
+console = Terminal()
+DRY_ROWS = 20
 
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -59,54 +66,115 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's
 @app.command()
 def index(
     job_file: JobFile,
-    processes: Annotated[int, typer.Option(help="Files measured at once.", min=1)] = 2,
+    processes: Annotated[int, typer.Option(help="Number of files measured at once.", min=1)] = 2,
+    leave_out_damaged: Annotated[
+        bool,
+        typer.Option("--leave-out-damaged", help="Leave damaged files out of the index."),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Measure the beginning of each file, and write nothing."),
+    ] = False,
+    rows: Annotated[
+        int | None,
+        typer.Option(help=f"Samples of each file for --dry-run; by default {DRY_ROWS}.", min=1),
+    ] = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure every sample of a job's sources, without decoding pixels.
 
-    Interrupted runs are resumed; files that have not changed are kept. Samples that cannot be
-    used are left out, and named with the reason.
+    An interrupted run is resumed; files that have not changed are not read again. Samples that
+    cannot be used are left out and named with the reason. Damaged files do not stop the run: all
+    of them are named at the end, and the command fails unless --leave-out-damaged is given. With
+    --dry-run, the first samples of each file are measured and summarised, and no index is written.
 
     Example: `dataservice index job.yaml --processes 8`
     """
-    from dataservice.job_setup import index_job
-    from dataservice.spec import read_config
+    from dataservice.jobs.setup import IndexIncompleteError, index_job
+    from dataservice.operate.config import read_config
 
     spec = _read_job_file(job_file)
     settings = read_config(config, {})
-    with index_progress(Console(stderr=True)) as progress:
-        summaries = index_job(
+    if dry_run:
+        _dry_run(spec, settings, rows or DRY_ROWS, processes, as_json)
+        return
+    if rows is not None:
+        raise SpecError("--rows is for --dry-run: an index has every sample. Add --dry-run.")
+    try:
+        with index_progress(Terminal(stderr=True)) as progress:
+            summaries = index_job(
+                spec,
+                custom_processors=settings.custom_processors,
+                processes=processes,
+                progress=progress,
+                limits=settings.limits,
+                leave_out_damaged=leave_out_damaged,
+            )
+    except IndexIncompleteError as error:
+        _print_indexed(error.made, spec.index, as_json)
+        raise
+    _print_indexed(summaries, spec.index, as_json)
+
+
+def _dry_run(
+    spec: "JobSpec", settings: "ServiceConfig", rows: int, processes: int, as_json: bool
+) -> None:
+    from dataservice.jobs.dry_run import dry_run
+    from dataservice.jobs.setup import IndexIncompleteError
+
+    with index_progress(Terminal(stderr=True)) as progress:
+        done = dry_run(
             spec,
+            samples_per_file=rows,
             custom_processors=settings.custom_processors,
             processes=processes,
             progress=progress,
             limits=settings.limits,
         )
     if as_json:
-        print(show.index_json(summaries))
-        return
-    console.print(show.index_table(summaries))
-    for line in show.bad_samples(summaries, spec.index):
-        console.print(line)
+        print(show_index.dry_run_json(done))
+    else:
+        _print_summaries(done.summaries, None)
+        console.print(show_index.dry_run_line(done), highlight=False, soft_wrap=True)
+    if done.problem:
+        raise IndexIncompleteError(done.problem, done.summaries)
+
+
+def _print_indexed(summaries: "Sequence[IndexSummary]", index_dir: str, as_json: bool) -> None:
+    if as_json:
+        print(show_index.index_json(summaries))
+    else:
+        _print_summaries(summaries, index_dir)
+
+
+def _print_summaries(summaries: "Sequence[IndexSummary]", index_dir: str | None) -> None:
+    console.print(show_index.index_table(summaries))
+    for line in show_index.left_out(summaries, index_dir):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+app.command()(preview)
 
 
 @app.command()
 def serve(
     config: ConfigFile = None,
     listen: Annotated[str | None, typer.Option(help="host:port of the coordinator.")] = None,
-    state_dir: Annotated[str | None, typer.Option(help="Folder of the durable state.")] = None,
-    workers: Annotated[int | None, typer.Option(help="How many workers decode.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="Folder for the durable state.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of workers that decode.")] = None,
     slots_per_worker: Annotated[
-        int | None, typer.Option(help="Samples that a worker decodes at once.")
+        int | None, typer.Option(help="Samples that one worker decodes at once.")
     ] = None,
-    pool: Annotated[str | None, typer.Option(help="ray, or local (threads here).")] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="ray, or local (threads in one process).")
+    ] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster.")] = None,
     keep_workers: Annotated[
         bool | None,
         typer.Option(
             "--keep-workers/--stop-workers",
-            help="Whether workers in an existing Ray cluster go on when the service stops.",
+            help="Whether workers in an existing Ray cluster keep running when the service stops.",
         ),
     ] = None,
     metrics_listen: Annotated[
@@ -117,15 +185,14 @@ def serve(
         typer.Option("--insecure", help="Serve other hosts without tokens or TLS."),
     ] = None,
     log_json: Annotated[
-        bool | None, typer.Option("--log-json", help="Log JSON, an object a line.")
+        bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
     ] = None,
 ) -> None:
     """Run the coordinator and its workers until SIGTERM.
 
     Example: `dataservice serve --state-dir /var/lib/dataservice --workers 8`
     """
-    from dataservice.app import serve_until_signal
-    from dataservice.spec import read_config
+    from dataservice.operate.config import read_config
 
     overrides = {
         "listen": listen,
@@ -141,50 +208,57 @@ def serve(
     }
     settings = read_config(config, overrides)
     configure_logging(json=settings.log_json)
+    tell = starting(Terminal(stderr=True), as_log=settings.log_json)
+    tell("loading the planner, the codecs and Ray")
+    from dataservice.app import run_service
 
     def ready(service: "Service") -> None:
-        count = len(service.pool.workers())
+        workers = f"{len(service.pool.workers())} workers"
+        if service.pool.shortfall():
+            workers = f"{len(service.pool.workers())} of {settings.workers} workers"
         if service.metrics is not None:
             console.print(f"metrics at http://{service.metrics.address}/metrics", highlight=False)
-        console.print(f"serving at {service.address} with {count} workers", highlight=False)
+        console.print(f"serving at {service.address} with {workers}", highlight=False)
 
-    asyncio.run(serve_until_signal(settings, ready=ready))
+    run_service(settings, ready=ready, tell=tell)
 
 
 @app.command("calibrate")
 def calibrate_model(
     model: Annotated[
-        str | None, typer.Option(help="package.module:build of your MultimodalModel.")
+        str | None, typer.Option(help="Import path package.module:build of your MultimodalModel.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this host.", min=1)] = 4,
+    ranks: Annotated[int, typer.Option(help="Number of processes on this host.", min=1)] = 4,
     out: Annotated[Path, typer.Option(help="The cost file to write.")] = Path("cost.yaml"),
     job_file: Annotated[
-        Path | None, typer.Option("--job", help="Job file: count encoder tokens as it does.")
+        Path | None, typer.Option("--job", help="Job file whose encoders are measured.")
     ] = None,
     lengths: Annotated[str, typer.Option(help="Decoder tokens, such as 512,1024,2048.")] = "",
-    item_tokens: Annotated[str, typer.Option(help="Encoder tokens of an item.")] = "",
-    degrees: Annotated[str, typer.Option(help="CP degrees; by default all up to ranks.")] = "",
-    repeats: Annotated[int | None, typer.Option(help="Of each measurement.", min=1)] = None,
+    item_tokens: Annotated[str, typer.Option(help="Sizes of an item in encoder tokens.")] = "",
+    degrees: Annotated[str, typer.Option(help="CP degrees; by default all up to --ranks.")] = "",
+    repeats: Annotated[int | None, typer.Option(help="Repeats of each measurement.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="Weights, such as bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where it is.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")
+    ] = None,
     measurements: Annotated[
         Path | None,
-        typer.Option(help="Fit these, made by torchrun -m trainer_client.runtime.measure."),
+        typer.Option(help="Fit this file, written by torchrun -m trainer_client.runtime.measure."),
     ] = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model by length and CP degree, and fit the cost model that plans use.
 
-    Prints the coefficients and their error on lengths held out, and writes a file that a job
+    Prints the coefficients and their errors on held-out lengths, and writes a file that a job
     names as `plan: {cost: cost.yaml}`.
 
     Example: `dataservice calibrate --model demo.model:DemoModel --ranks 4 --out cost.yaml`
     """
-    from dataservice import calibrate
-    from dataservice.cost_file import write_cost_file
-    from dataservice.job_pipeline import load_processors
-    from dataservice.spec import read_config
+    from dataservice.jobs import calibrate
+    from dataservice.jobs.cost_file import write_cost_file
+    from dataservice.jobs.sample_pipeline import load_processors
+    from dataservice.operate.config import read_config
 
     if (model is None) == (measurements is None):
         raise SpecError("give either --model to measure it, or --measurements that were made.")
@@ -206,7 +280,7 @@ def calibrate_model(
                 dtype=dtype,
                 device=device,
             )
-            with measuring_progress(Console(stderr=True)) as tell:
+            with measuring_progress(Terminal(stderr=True)) as tell:
                 calibrate.measure_model(options, source, tell=tell)
         made = calibrate.calibrate(calibrate.read_measurements(source))
     write_cost_file(out, made.file)
@@ -218,48 +292,36 @@ def calibrate_model(
     console.print(f"wrote {out}, version {made.file.cost.model.version}", highlight=False)
 
 
-@app.command()
-@connected
-def explain(
-    client: CoordinatorClient,
-    job: JobName,
-    step: Annotated[int, typer.Option(help="The step to explain.", min=0)],
-    attempt: Annotated[
-        int | None, typer.Option(help="Of this attempt; by default the newest that came to it.")
-    ] = None,
-    samples: Annotated[bool, typer.Option(help="Name every sample of every pack.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Show how a step was planned: waves, CP groups, ranks, samples, and each stage's gain; or
-    by which record it was skipped. Exits 3 where the plan made again is not the recorded one.
-
-    Example: `dataservice explain vlm-sft --step 3`
-    """
-    with asking("planning the step again"):
-        explained = client.explain(job, step, attempt)
-    if as_json:
-        print(show.explained_json(explained))
-    else:
-        for part in show.explained_tables(explained, name_samples=samples):
-            console.print(part)
-    if not explained.as_recorded:
-        raise typer.Exit(DIFFERS)
-
-
+app.command()(explain)
 app.command()(status)
 
 
 @jobs.command()
 @connected
-def submit(client: CoordinatorClient, job_file: JobFile, as_json: AsJson = False) -> None:
-    """Register a job. The same file again changes nothing.
+def submit(
+    client: CoordinatorClient,
+    job_file: JobFile,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Longest wait for a service that is starting, in seconds.")
+    ] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Register a job, or change the batch, plan, epochs, budgets and topology of one.
+
+    Changes apply to attempts that begin from now on. The samples and their order stay. Submitting
+    the same file again changes nothing.
 
     Example: `dataservice job submit job.yaml`
     """
     text = read_text(job_file, "job file")
+    with asking("waiting for the service to listen"):
+        client.await_service(wait_s)
     with asking("opening the job's index at the service"):
         submitted = client.submit(text, str(job_file.parent.absolute()))
     _print_jobs([submitted], as_json)
+    if not as_json:
+        for line in show_records.pending_lines(submitted):
+            console.print(line)
 
 
 @jobs.command("list")
@@ -281,7 +343,11 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
         print(show.job_json(shown, masked))
         return
     console.print(show.job_table([shown]))
-    notes = (*show.failure_lines(shown), *show_records.skip_lines(shown))
+    notes = (
+        *show.failure_lines(shown),
+        *show_records.version_lines(shown),
+        *show_records.skip_lines(shown),
+    )
     for line in (*notes, *show.masked_samples(masked)):
         console.print(line)
 
@@ -298,18 +364,18 @@ def drain(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> N
 def recost(
     client: CoordinatorClient,
     job: JobName,
-    cost_file: Annotated[Path, typer.Argument(help="What `dataservice calibrate` wrote.")],
+    cost_file: Annotated[Path, typer.Argument(help="A file that `dataservice calibrate` wrote.")],
     from_step: Annotated[
         int | None,
-        typer.Option(help="First step to plan by it; by default the first never planned.", min=0),
+        typer.Option(help="First step to plan with it; by default the first never planned.", min=0),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan with refitted costs from a step on. Steps planned before are replayed as they were.
+    """Plan with new costs from a step on. Steps that were planned before are replayed unchanged.
 
     Example: `dataservice job recost vlm-sft cost.yaml`
     """
-    from dataservice.cost_file import read_cost_file
+    from dataservice.jobs.cost_file import read_cost_file
 
     cost = read_cost_file(cost_file).cost.model
     with asking("recosting"):
@@ -346,7 +412,7 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def _read_job_file(path: Path) -> "JobSpec":
-    from dataservice.spec import read_job
+    from dataservice.jobs.job_file import read_job
 
     return read_job(read_text(path, "job file"), path.parent.absolute())
 
@@ -356,7 +422,7 @@ def main() -> None:
     try:
         app()
     except ServiceError as error:
-        Console(stderr=True).print(
+        Terminal(stderr=True).print(
             f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(1)

@@ -1,5 +1,10 @@
-"""Progress bars: of indexing, one a source with rows a second; of measuring a model; of steps."""
+"""Progress: bars of indexing (one per source, with rows per second), measuring and replaying.
 
+And what a service does while it starts.
+"""
+
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,15 +19,18 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+
+from dataservice.cli.terminal import Terminal
 
 if TYPE_CHECKING:  # they load the planner
-    from dataservice.calibrate import Tell as TellMeasured
-    from dataservice.job_setup import Progress as Tell
+    from dataservice.jobs.calibrate import Tell as TellMeasured
+    from dataservice.jobs.setup import Progress as Tell
 
 
 @contextmanager
 def index_progress(console: Console) -> Iterator["Tell"]:
-    """Yields the function that `index_job` tells of its progress."""
+    """Yields the function that `index_job` calls with its progress."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,7 +55,7 @@ def index_progress(console: Console) -> Iterator["Tell"]:
 
 @contextmanager
 def measuring_progress(console: Console) -> Iterator["TellMeasured"]:
-    """Yields the function that `measure_model` tells of its progress."""
+    """Yields the function that `measure_model` calls with its progress."""
     columns = (
         TextColumn("measuring"),
         BarColumn(),
@@ -66,7 +74,7 @@ def measuring_progress(console: Console) -> Iterator["TellMeasured"]:
 
 @contextmanager
 def steps_progress(console: Console, doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields the function that is called once a step."""
+    """Yields a function to call after each step."""
     columns = (
         TextColumn(doing),
         BarColumn(),
@@ -78,8 +86,22 @@ def steps_progress(console: Console, doing: str, total: int) -> Iterator[Callabl
         yield lambda: bars.advance(task)
 
 
+def starting(console: Console, *, as_log: bool) -> Callable[[str], None]:
+    """The function to call with what a start does next. On a terminal it prints a short line, with
+    the seconds since the start began; elsewhere, and `as_log`, it writes to the log."""
+    if as_log or not console.is_terminal:
+        return logging.getLogger("dataservice.app").info
+    began_s = time.monotonic()
+
+    def tell(doing: str) -> None:
+        passed = f"{time.monotonic() - began_s:4.0f} s"
+        console.print(Text(f"{passed}  {doing} ...", style="cyan"), soft_wrap=True)
+
+    return tell
+
+
 @contextmanager
 def asking(doing: str) -> Iterator[None]:
-    """Says on a terminal what a call to the service does, for as long as it takes."""
-    with Console(stderr=True).status(f"{doing} ..."):
+    """Shows on a terminal what a call to the service does, until the call ends."""
+    with Terminal(stderr=True).status(f"{doing} ..."):
         yield

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dataservice.cli import show_records as show
 from dataservice.cli.connection import JobName, connected
 from dataservice.cli.progress import steps_progress
+from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SpecError
 from dataservice.core.job import QuarantineEntry
 from dataservice.engine.api import ReplayedStep
 from dataservice.serving.coordinator_client import CoordinatorClient
 
 DIFFERS = 3
-"""Exit status where a plan made again is not the one that was recorded."""
+"""Exit status where a plan made again, or the content decoded again, differs from the record."""
 
-console = Console()
+console = Terminal()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -32,15 +32,15 @@ def skip(
     client: CoordinatorClient,
     job: JobName,
     steps: Annotated[
-        list[str], typer.Argument(help="Steps, as 1200-1210 or 7; both ends are included.")
+        list[str], typer.Argument(help="Steps, such as 1200-1210 or 7; both ends are included.")
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Train these steps after all.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Pass over steps, as after a loss spike: their samples are drawn and not trained.
+    """Skip steps, for example after a loss spike: their samples are drawn but not trained.
 
-    It holds for attempts that begin from now on: stop the trainers, and restart them from a
-    checkpoint that lies before the steps.
+    It applies to attempts that begin from now on: stop the trainers, and restart them from a
+    checkpoint before the steps.
 
     Example: `dataservice job skip vlm-sft 1200-1210 1300`
     """
@@ -58,28 +58,42 @@ def skip(
 def replay(
     client: CoordinatorClient,
     job: JobName,
-    steps: Annotated[str, typer.Option(help="Steps, as 0-99; as far as they were planned.")],
+    steps: Annotated[
+        str, typer.Option(help="Steps, such as 0-99; those that were planned are taken.")
+    ],
     attempt: Annotated[
-        int | None, typer.Option(help="Of this attempt; by default the newest that has each.")
+        int | None, typer.Option(help="The attempt; by default the newest that has each step.")
     ] = None,
+    content: Annotated[
+        bool,
+        typer.Option(
+            "--content",
+            help="Also have workers decode the steps again, and compare every token and every byte "
+            "of media with what was delivered.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan steps of the ledger again and compare. Exits 3 where a plan is not the recorded one.
+    """Plan steps of the ledger again and compare. Exits 3 where a plan differs from the recorded
+    one; with --content, also where the bytes differ.
 
-    Example: `dataservice job replay vlm-sft --steps 0-99`
+    Decoding takes the same time as it took for training, on the team's share of the workers.
+    Training goes on.
+
+    Example: `dataservice job replay vlm-sft --steps 0-99 --content`
     """
     first, last = _range(steps)
     replayed: list[ReplayedStep] = []
-    with steps_progress(Console(stderr=True), "replaying", last - first + 1) as advance:
-        for step in client.replay(job, first, last, attempt):
+    with steps_progress(Terminal(stderr=True), "replaying", last - first + 1) as advance:
+        for step in client.replay(job, first, last, attempt, content=content):
             replayed.append(step)
             advance()
     if as_json:
-        print(show.replayed_json(replayed))
+        print(show.replayed_json(replayed, content=content))
     else:
-        for line in show.replayed_lines(replayed):
+        for line in show.replayed_lines(replayed, content=content):
             console.print(line, soft_wrap=True)
-    if show.differing(replayed):
+    if any(step.differs for step in replayed):
         raise typer.Exit(DIFFERS)
 
 
@@ -87,13 +101,13 @@ def replay(
 def quarantine(
     client: CoordinatorClient,
     job: JobName,
-    source: Annotated[str | None, typer.Option(help="Only of this source.")] = None,
+    source: Annotated[str | None, typer.Option(help="Show this source only.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write every entry to FILE.jsonl or FILE.csv.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why samples were masked, by source and reason; list or export every one.
+    """Show why samples were masked, by source and reason, or export every masked sample.
 
     Example: `dataservice job quarantine vlm-sft --source ocr --out bad.csv`
     """

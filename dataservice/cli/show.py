@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.listing import Listing
 from dataservice.cli.show_records import local_time, skip_words
 from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
@@ -18,56 +19,16 @@ from dataservice.engine.api import JobStatus
 from dataservice.serving.wire_jobs import ExplainedStep
 
 if TYPE_CHECKING:  # they load the planner and codecs
-    from dataservice.calibrate import Calibration
-    from dataservice.sources.index import IndexSummary
+    from dataservice.jobs.calibrate import Calibration
 
 NAMED_SAMPLES = 4  # of one pack, in a table; --json names all
-NAMED_BAD_SAMPLES = 5  # of one source or job; --json names all
+NAMED_BAD_SAMPLES = 5  # of one job, in a table; --json names all
 
 
-def index_table(summaries: Sequence["IndexSummary"]) -> Table:
-    """One row a source: how much was indexed, and what could not be."""
-    table = Table(title="index", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("source", "rows", "files", "kept", "bad samples", "s", "rows/s"):
-        table.add_column(name, justify="left" if name == "source" else "right")
-    for summary in summaries:
-        table.add_row(
-            summary.source,
-            str(summary.rows),
-            str(summary.files),
-            str(summary.files_reused),
-            str(len(summary.skipped)),
-            f"{summary.seconds:.1f}",
-            f"{summary.rows / max(summary.seconds, 1e-9):.0f}",
-        )
-    return table
-
-
-def bad_samples(summaries: Sequence["IndexSummary"], index_dir: str) -> Iterator[Text]:
-    """Which samples could not be indexed and why, and where all of them are listed."""
-    for summary in summaries:
-        for skipped in summary.skipped[:NAMED_BAD_SAMPLES]:
-            yield Text(f"left out {summary.source}/{skipped.key}: {skipped.reason}", style="yellow")
-        more = len(summary.skipped) - NAMED_BAD_SAMPLES
-        if more > 0:
-            yield Text(
-                f"and {more} more of {summary.source}; all are listed under `skipped` in "
-                f"{index_dir}/{summary.source}/manifest.json",
-                style="yellow",
-            )
-
-
-def index_json(summaries: Sequence["IndexSummary"]) -> str:
-    """The same as a list of objects, every bad sample among them."""
-    return json.dumps([asdict(summary) for summary in summaries], indent=2)
-
-
-def job_table(statuses: Sequence[JobStatus]) -> Table:
-    """One row a job."""
-    table = Table(title="jobs", box=SIMPLE_HEAD, pad_edge=False)
+def job_table(statuses: Sequence[JobStatus]) -> Listing:
+    """One row per job."""
     names = ("job", "state", "samples", "attempt", "ranks", "planned", "committed", "masked")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("job", "state") else "right")
+    table = Listing(names, words=("job",), labels=("state",), title="jobs")
     for status in statuses:
         table.add_row(
             status.record.name,
@@ -91,7 +52,7 @@ def job_json(status: JobStatus, masked: Sequence[QuarantineEntry]) -> str:
 
 
 def failure_lines(status: JobStatus) -> Iterator[Text]:
-    """Why the last attempt ended, if it did."""
+    """Why the last attempt failed, if it did."""
     if status.failure:
         yield Text(f"attempt {status.attempt} ended: {status.failure}", style="red")
 
@@ -124,6 +85,9 @@ def _job_fields(status: JobStatus) -> dict[str, object]:
         "created_unix_s": status.record.created_unix_s,
         "skips": [asdict(skip) for skip in status.skips],
         "failure": status.failure,
+        "spec_version": status.record.spec_version,
+        "attempt_version": status.attempt_version,
+        "versions": [asdict(version) for version in status.versions],
     }
 
 
@@ -142,6 +106,7 @@ def explained_json(explained: ExplainedStep) -> str:
             "plan_digest": explained.plan_digest,
             "ledger_plan_digest": explained.ledger_plan_digest,
             "as_recorded": explained.as_recorded,
+            "content_digest": explained.content.hex() or None,
             "attempts": {fate.attempt: fate.fate for fate in explained.fates},
             "skipped_by": None if explained.skipped_by is None else asdict(explained.skipped_by),
             "ranks_per_replica": explained.ranks_per_replica,
@@ -166,7 +131,7 @@ def explained_tables(explained: ExplainedStep, *, name_samples: bool) -> Iterato
 
 
 def calibration_json(made: "Calibration", path: Path) -> str:
-    """The coefficients, each with its errors, and where they were written."""
+    """The coefficients, each with its errors, and the file that they were written to."""
     return json.dumps(
         {
             "path": str(path),
@@ -252,6 +217,7 @@ def _headline(explained: ExplainedStep) -> Text:
         )
     elif explained.as_recorded:
         text.append("made again (as recorded)", style="green")
+        text.append(_content(explained))
     else:
         text.append(
             f"differs from the ledger's {explained.ledger_plan_digest}: the index, the job or the "
@@ -259,6 +225,14 @@ def _headline(explained: ExplainedStep) -> Text:
             style="bold red",
         )
     return text
+
+
+def _content(explained: ExplainedStep) -> Text:
+    if not explained.content:
+        return Text("\nwhat it delivered is not recorded", style="yellow")
+    return Text(
+        f"\ndelivered {explained.content.hex()} (recorded; `job replay --content` compares)"
+    )
 
 
 def _ranks(explained: ExplainedStep) -> str:
@@ -309,7 +283,7 @@ def _group_row(plan: StepPlan, group: Group, keys: Sequence[str]) -> list[str]:
 
 
 def _encoder_table(plan: StepPlan) -> Table:
-    """Items and tokens of each encoder, wave by wave, least and most of any replica."""
+    """Items and tokens of each encoder by wave: the least and the most of any replica."""
     table = Table(title="encoders", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("wave", "encoder", "items", "tokens", "least", "most", "away from their text"):
         table.add_column(name, justify="left" if name == "encoder" else "right")
@@ -336,7 +310,7 @@ def _encoder_table(plan: StepPlan) -> Table:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0,1,2,5 as 0-2,5; an order that is not ascending is kept as it is."""
+    """`0,1,2,5` as `0-2,5`; numbers that do not ascend keep their order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,14 +1,13 @@
-"""What `status` prints: jobs and what holds each up, for people and for programs."""
+"""What `status` prints: jobs and what each one waits for, for people and for programs."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.listing import Listing
 from dataservice.core.health import (
     Diagnosed,
     FleetHealth,
@@ -17,29 +16,34 @@ from dataservice.core.health import (
     Severity,
 )
 
-NAMED_RANKS = 8  # of one job, those that wait most; --json names all
+NAMED_RANKS = 8  # of one job, those that wait longest; --json names all
 STYLES: dict[Severity, str] = {"info": "green", "slow": "yellow", "stalled": "bold red"}
 WORST_FIRST: tuple[Severity, ...] = ("stalled", "slow", "info")
 
 
 def worst(jobs: Sequence[Diagnosed]) -> Severity:
-    """The gravest finding of all; info when there is none."""
+    """The highest severity of all findings; info where there are none."""
     said = {finding.severity for job in jobs for finding in job.findings}
     return next((severity for severity in WORST_FIRST if severity in said), "info")
 
 
 def health_json(health: ServiceHealth, *, indent: int | None = 2) -> str:
-    """All that is known, as one object; without `indent` on one line."""
+    """The whole health as one object; on one line without `indent`."""
     jobs = [
         {**asdict(each.health), "findings": [asdict(found) for found in each.findings]}
         for each in health.jobs
     ]
-    return json.dumps({"jobs": jobs, "fleet": asdict(health.fleet)}, indent=indent)
+    plain = {"jobs": jobs, "fleet": asdict(health.fleet), "troubles": health.troubles}
+    return json.dumps(plain, indent=indent)
 
 
 def health_view(health: ServiceHealth, *, detailed: bool) -> Iterator[RenderableType]:
-    """The workers, a row a job, and every finding; `detailed` adds sources and ranks."""
+    """The workers, one row per job, and every finding; `detailed` adds sources and ranks."""
+    for trouble in health.troubles:
+        yield Text(f"the service: {trouble}; see its log", style=STYLES["stalled"])
     yield _fleet_line(health.fleet)
+    if health.fleet.shortfall:
+        yield Text(f"the workers: {health.fleet.shortfall}", style=STYLES["slow"])
     if not health.jobs:
         yield Text("no job is registered; see `dataservice job submit --help`")
         return
@@ -61,12 +65,10 @@ def _fleet_line(fleet: FleetHealth) -> Text:
     )
 
 
-def _jobs_table(jobs: Sequence[Diagnosed]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # whole in 80 columns
-    table.add_column("job", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for name in ("ranks", "trained", "planned", "decoded", "steps/s", "samples/s", "wait s"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _jobs_table(jobs: Sequence[Diagnosed]) -> Listing:
+    numbers = ("ranks", "trained", "planned", "decoded", "steps/s", "samples/s", "wait s")
+    names = ("job", "state", *numbers)
+    table = Listing(names, words=("job",), labels=("state",))
     for each in jobs:
         job, severity = each.health, worst([each])
         table.add_row(
@@ -96,10 +98,9 @@ def _details(job: JobHealth) -> Iterator[RenderableType]:
         yield _ranks_table(job)
 
 
-def _sources_table(job: JobHealth) -> Table:
-    table = Table(title="sources, a step", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("source", "samples", "read s", "decode s", "s/sample", "usual", "masked"):
-        table.add_column(name, justify="left" if name == "source" else "right")
+def _sources_table(job: JobHealth) -> Listing:
+    names = ("source", "samples", "read s", "decode s", "cpu s", "s/sample", "usual", "masked")
+    table = Listing(names, words=("source",), title="sources, a step")
     for source in job.sources:
         seconds = source.read_s + source.decode_s
         table.add_row(
@@ -107,6 +108,7 @@ def _sources_table(job: JobHealth) -> Table:
             f"{source.samples:.1f}",
             f"{source.read_s:.3g}",
             f"{source.decode_s:.3g}",
+            f"{source.read_cpu_s + source.decode_cpu_s:.3g}",
             f"{seconds / source.samples:.2g}" if source.samples else "-",
             f"{source.usual_s:.2g}" if source.usual_s else "-",
             str(source.quarantined),
@@ -114,10 +116,9 @@ def _sources_table(job: JobHealth) -> Table:
     return table
 
 
-def _ranks_table(job: JobHealth) -> Table:
-    table = Table(title="ranks that wait most", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "client", "trained", "wait s/step", "heard s ago"):
-        table.add_column(name, justify="left" if name == "client" else "right")
+def _ranks_table(job: JobHealth) -> Listing:
+    names = ("rank", "client", "trained", "wait s/step", "heard s ago")
+    table = Listing(names, words=("client",), title="ranks that wait most")
     ranks = sorted(job.ranks, key=lambda rank: (rank.live, -rank.wait_s, -rank.quiet_s))
     for rank in ranks[:NAMED_RANKS]:
         table.add_row(

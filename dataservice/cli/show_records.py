@@ -5,25 +5,53 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.listing import Listing
 from dataservice.core.job import QuarantineEntry, SkipRecord
 from dataservice.engine.api import JobStatus, ReplayedStep
-from dataservice.engine.budget import reason_kind
+from dataservice.engine.error_budget import reason_example, reason_kind
 
-NAMED_SAMPLES = 4  # of one kind of reason; --out has all
+NAMED_SAMPLES = 4  # of one kind of reason, in a table; --out writes all
+CONTENT_WORDS = {
+    "same": "deliver the same bytes",
+    "differs": "differ",
+    "unknown": "could not be compared",
+}
 
 
 def skip_lines(status: JobStatus) -> Iterator[Text]:
-    """What was recorded of skipped steps, in the order of recording."""
+    """The records of skipped steps, in the order of recording."""
     for skip in status.skips:
         yield Text(f"{skip_words(skip)} ({local_time(skip.recorded_unix_s)})")
 
 
+def version_lines(status: JobStatus) -> Iterator[Text]:
+    """The versions of a job's file, what each one changed, and which one the next attempt uses."""
+    for version in status.versions:
+        attempts = ", no attempt yet"
+        if version.first_attempt:
+            last = f" to {version.last_attempt}"
+            more = last if version.last_attempt > version.first_attempt else ""
+            attempts = f", attempt {version.first_attempt}{more}"
+        changes = f": {version.changes}" if version.changes else ""
+        when = local_time(version.submitted_unix_s)
+        yield Text(f"version {version.version} of the job file ({when}{attempts}){changes}")
+    yield from pending_lines(status)
+
+
+def pending_lines(status: JobStatus) -> Iterator[Text]:
+    """The version that was submitted and that no attempt uses yet."""
+    if status.pending:
+        yield Text(
+            f"version {status.record.spec_version} of the job file takes effect with the next "
+            f"attempt; attempt {status.attempt} goes on by version {status.attempt_version}",
+            style="yellow",
+        )
+
+
 def recorded_skips(records: Sequence[SkipRecord], status: JobStatus) -> Iterator[Text]:
-    """What was recorded just now, and what a trainer has to do for it."""
+    """What was recorded just now, and what must be done for it to take effect."""
     for record in records:
         yield Text(skip_words(record), style="green")
     if status.attempt:
@@ -51,40 +79,35 @@ def skip_words(skip: SkipRecord) -> str:
 
 
 def local_time(unix_s: float) -> str:
-    """Date and time here, with the offset from UTC."""
+    """Date and time in the local zone, with the offset from UTC."""
     return datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")
 
 
-def quarantine_table(entries: Sequence[QuarantineEntry]) -> Table:
-    """One row a source and kind of reason, the most frequent first."""
-    table = Table(title="quarantine", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("source", "samples", "times", "steps", "reason", "such as"):
-        words = name in ("source", "reason", "such as")
-        table.add_column(name, justify="left" if words else "right", overflow="fold")
+def quarantine_table(entries: Sequence[QuarantineEntry]) -> Listing:
+    """One row per source and kind of reason with an example, the most frequent first."""
+    names = ("source", "samples", "times", "steps", "reason", "such as")
+    table = Listing(names, words=("source", "reason", "such as"), title="quarantine")
     kinds: dict[tuple[str, str], list[QuarantineEntry]] = {}
     for entry in entries:
         kinds.setdefault((entry.source, reason_kind(entry.reason)), []).append(entry)
-    for (source, reason), alike in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
+    for (source, _), alike in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
         steps = [entry.step for entry in alike]
         table.add_row(
             source,
             str(len({entry.sample_id for entry in alike})),
             str(len(alike)),
             f"{min(steps)}-{max(steps)}",
-            Text(reason),
+            Text(reason_example(alike[0].reason)),
             Text(", ".join(dict.fromkeys(entry.key for entry in alike[:NAMED_SAMPLES]))),
         )
     return table
 
 
-def differing(steps: Sequence[ReplayedStep]) -> list[ReplayedStep]:
-    """Steps whose plan made again is not the recorded one."""
-    return [step for step in steps if step.plan_digest != step.ledger_digest]
-
-
-def replayed_lines(steps: Sequence[ReplayedStep]) -> Iterator[Text]:
-    """In words: what agrees, what was skipped, and the first that differs."""
-    wrong, skipped = differing(steps), sum(step.skipped for step in steps)
+def replayed_lines(steps: Sequence[ReplayedStep], *, content: bool) -> Iterator[Text]:
+    """Sentences on which steps agree, which were skipped and which is the first that differs; with
+    `content`, the same for the content."""
+    wrong = [step for step in steps if step.plan_digest != step.ledger_digest]
+    skipped = sum(step.skipped for step in steps)
     rest = f", {skipped} were skipped" if skipped else ""
     agree = len(steps) - len(wrong) - skipped
     span = f"steps {steps[0].step} to {steps[-1].step}" if steps else "no steps"
@@ -98,15 +121,33 @@ def replayed_lines(steps: Sequence[ReplayedStep]) -> Iterator[Text]:
             "the release has changed since; trainers that resume get other packs of the same "
             "samples only if the index is the same."
         )
+    if content:
+        yield from _content_lines(steps)
+    else:
+        yield Text("plans are compared; what is delivered is not: --content compares it")
 
 
-def replayed_json(steps: Sequence[ReplayedStep]) -> str:
-    """Counts, and the steps that differ."""
+def _content_lines(steps: Sequence[ReplayedStep]) -> Iterator[Text]:
+    of = {word: [step for step in steps if step.content == word] for word in CONTENT_WORDS}
+    counts = ", ".join(f"{len(of[word])} {said}" for word, said in CONTENT_WORDS.items())
+    yield Text(f"decoded again: {counts}", style="bold red" if of["differs"] else "green")
+    for first in of["differs"][:1]:
+        yield Text(f"the first is step {first.step} of attempt {first.attempt}: {first.note}")
+        for pack in first.packs:
+            yield Text(f"  pack {pack.pack}: {', '.join(pack.samples)}")
+    for first in of["unknown"][:1]:
+        yield Text(f"step {first.step} of attempt {first.attempt} is not compared: {first.note}")
+
+
+def replayed_json(steps: Sequence[ReplayedStep], *, content: bool) -> str:
+    """The counts, and the steps that differ."""
     return json.dumps(
         {
             "steps": len(steps),
             "skipped": sum(step.skipped for step in steps),
-            "differing": [asdict(step) for step in differing(steps)],
+            "content_compared": content,
+            "content_unknown": [step.step for step in steps if step.content == "unknown"],
+            "differing": [asdict(step) for step in steps if step.differs],
         },
         indent=2,
     )

@@ -1,26 +1,34 @@
 """`dataservice status`: who waits for whom, once, for a monitor, or live."""
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
 from dataservice.cli.connection import connected, job_names
 from dataservice.cli.show_health import health_json, health_view, worst
+from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SpecError
 from dataservice.core.health import ServiceHealth
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.serving.errors import ServiceUnreachableError
+from dataservice.serving.status_codes import ServiceUnreachableError
 
 STALLED = 4
-"""Exit status of `--check` where something stands until someone acts."""
+"""Exit status of `--check` where a job does not go on until someone acts."""
+UNWELL = 5
+"""Exit status of `--check` where the service does not answer, or reports that it does not work."""
+CHECK_S = 10.0
+"""Longest time that `--check` takes, whatever hangs; the service has ANSWER_S of it to answer."""
+ANSWER_S = 6.0
 
-console = Console()
+console = Terminal()
 
 
 @connected
@@ -28,23 +36,30 @@ def status(
     client: CoordinatorClient,
     job: Annotated[
         str | None,
-        typer.Argument(help="Only this job, with its sources and ranks.", autocompletion=job_names),
+        typer.Argument(
+            help="Show this job only, with its sources and ranks.", autocompletion=job_names
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until ^C.")] = False,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds between looks.", min=0.2)] = (
-        2.0
-    ),
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until ^C.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", help="Seconds between two refreshes.", min=0.2)
+    ] = (2.0),
     check: Annotated[
-        bool, typer.Option("--check", help="Exit 4 where a job is stalled; for monitors.")
+        bool,
+        typer.Option(
+            "--check",
+            help="For monitors: exit within 10 s, with 4 if a job is stalled and 5 if the service "
+            "does not answer or does not work.",
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; with --watch an object a line.")
+        bool, typer.Option("--json", help="Print JSON; with --watch one object a line.")
     ] = False,
 ) -> None:
     """Show what jobs do, and who waits for whom and why.
 
-    Each job has a sentence: what holds it up, by how much, and what would help. `slow` jobs
-    lose time; `stalled` ones stand until someone acts.
+    Each job has a sentence: what it waits for, the time it loses, and what would help. `slow` jobs
+    lose time; `stalled` jobs do not go on until someone acts.
 
     Example: `dataservice status vlm-sft --watch`
     """
@@ -53,17 +68,41 @@ def status(
     if watch:
         _watch(client, job or "", every_s, as_json=as_json)
         return
-    health = client.health(job or "")
+    health = _checked(client, job or "") if check else client.health(job or "")
     if as_json:
         print(health_json(health))
     else:
         console.print(_view(health, job), highlight=False)
+    if check and health.troubles:
+        raise typer.Exit(UNWELL)
     if check and worst(health.jobs) == "stalled":
         raise typer.Exit(STALLED)
 
 
+def _checked(client: CoordinatorClient, job: str) -> ServiceHealth:
+    """The service's health. If no answer comes in time, the process ends with status UNWELL."""
+    ending = threading.Timer(CHECK_S, _end_unwell)
+    ending.daemon = True
+    ending.start()
+    try:
+        return client.health(job, timeout_s=ANSWER_S)
+    except ServiceUnreachableError as error:
+        Terminal(stderr=True).print(
+            f"[bold red]not well:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        raise typer.Exit(UNWELL) from error
+    finally:
+        ending.cancel()
+
+
+def _end_unwell() -> None:
+    """End the process at once: what hangs, such as a name lookup, may not be interruptible."""
+    os.write(2, f"not well: no answer within {CHECK_S:g} s\n".encode())
+    os._exit(UNWELL)
+
+
 def _watch(client: CoordinatorClient, job: str, every_s: float, *, as_json: bool) -> None:
-    """A coordinator that is away for a moment does not end the watching."""
+    """Show the health again and again. A coordinator that is briefly away does not end it."""
     try:
         if as_json:
             for seen in looks_at(client, job, every_s):
@@ -80,7 +119,7 @@ def _watch(client: CoordinatorClient, job: str, every_s: float, *, as_json: bool
 def looks_at(
     client: CoordinatorClient, job: str, every_s: float
 ) -> Iterator[ServiceHealth | ServiceUnreachableError]:
-    """One look after another; raises only what the first one meets."""
+    """The health, asked for again and again; raises only the error of the first request."""
     yield client.health(job)
     while True:
         time.sleep(every_s)

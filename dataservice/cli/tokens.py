@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
 
-from dataservice.access import expiry, make_token
+from dataservice.cli.terminal import Terminal
+from dataservice.operate.tokens_file import expiry, make_token
 
 tokens = typer.Typer(
     help="Make tokens for teams. Example: `dataservice token new --team vision`",
@@ -19,12 +19,13 @@ tokens = typer.Typer(
 @tokens.command()
 def new(
     team: Annotated[
-        str | None, typer.Option(help="Whose jobs it is for; an admin's may have none.")
+        str | None, typer.Option(help="Team whose jobs the token is for; an admin's may have none.")
     ] = None,
     role: Annotated[str, typer.Option(help="admin, team, or reader.")] = "team",
-    name: Annotated[str | None, typer.Option(help="Its name in the audit log.")] = None,
+    name: Annotated[str | None, typer.Option(help="The token's name in the audit log.")] = None,
     expires: Annotated[
-        str, typer.Option(help="90d, 12h, 4w, a date such as 2026-12-31, or never.")
+        str,
+        typer.Option(help="When it expires: 90d, 12h, 4w, a date such as 2026-12-31, or never."),
     ] = "90d",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -41,7 +42,7 @@ def new(
     if as_json:
         print(json.dumps({"token": token, "entry": entry}, indent=2))
         return
-    told = Console(stderr=True)
+    told = Terminal(stderr=True)
     told.print("The token, shown this once; give it to the team by a safe way:", highlight=False)
     print(token)
     told.print("Its entry, to be added to the service's tokens file:", highlight=False)

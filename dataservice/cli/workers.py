@@ -1,4 +1,4 @@
-"""`dataservice workers` list, restart: what decodes, and how it is renewed under running jobs."""
+"""`dataservice workers` list, restart: shows workers, and replaces them while jobs run."""
 
 import json
 import time
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from dataservice.cli.connection import connected
+from dataservice.cli.listing import Listing
+from dataservice.cli.terminal import Terminal
 from dataservice.engine.api import WorkerStatus
 from dataservice.serving.coordinator_client import CoordinatorClient
 
@@ -23,7 +22,7 @@ workers = typer.Typer(
     ),
     no_args_is_help=True,
 )
-console = Console()
+console = Terminal()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -31,7 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 @workers.command("list")
 @connected
 def list_workers(client: CoordinatorClient, as_json: AsJson = False) -> None:
-    """List the workers: where each serves, and what it holds.
+    """List the workers: the address and the packs of each.
 
     Example: `dataservice workers list`
     """
@@ -46,14 +45,16 @@ def list_workers(client: CoordinatorClient, as_json: AsJson = False) -> None:
 @connected
 def restart(
     client: CoordinatorClient,
-    names: Annotated[list[str] | None, typer.Argument(help="Workers; by default all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of workers; by default all.")
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until all are replaced.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Replace workers one after another, under running jobs.
+    """Replace workers one after another while jobs run.
 
-    Each gives its place to a successor and ends once the packs that it holds have been
-    received: no step is delayed by more than it takes to decode it.
+    Each worker is replaced by a successor, and ends once ranks have received the packs that it
+    holds. No step is delayed by more than the time of decoding it.
 
     Example: `dataservice workers restart worker-0.1`
     """
@@ -73,7 +74,7 @@ def restart(
 
 
 def _replaced(workers: Sequence[str], statuses: Sequence[WorkerStatus]) -> dict[str, str]:
-    """Those of the workers that have ended and whose successor serves, and its name."""
+    """The workers that have ended and whose successor serves: name → the successor's name."""
     known = {status.info.worker for status in statuses}
     serving = {
         _seat(status.info.worker): status.info.worker
@@ -101,12 +102,9 @@ def _fields(status: WorkerStatus) -> dict[str, object]:
     }
 
 
-def _table(statuses: Sequence[WorkerStatus]) -> Table:
-    table = Table(title="workers", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("worker", "address", "state", "slots", "packs", "tokens to decode"):
-        table.add_column(
-            name, justify="left" if name in ("worker", "address", "state") else "right"
-        )
+def _table(statuses: Sequence[WorkerStatus]) -> Listing:
+    names = ("worker", "address", "state", "slots", "packs", "tokens to decode")
+    table = Listing(names, words=names[:2], labels=("state",), title="workers")
     for status in statuses:
         info = status.info
         table.add_row(

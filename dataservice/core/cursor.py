@@ -1,21 +1,25 @@
 """How far a job has consumed its mixture."""
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from dataservice.core.errors import CursorMismatchError
 
-CURSOR_VERSION = 1
+# Version 2 added the window and the digest.
+CURSOR_VERSION = 2
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
     """The next step to plan, and where its window of steps starts in the mixture.
 
-    `epoch` and `position` (samples already drawn in that epoch) are where the current
+    `epoch` and `position` (samples already drawn in that epoch) say where the current
     *window* begins; `step_in_window` counts the steps of that window already consumed.
-    `order` names the order of samples that these places are in: another index, seed or weights
-    give another. Small, and all that a checkpoint has to keep.
+    `order` identifies the order of samples that these places are in: another index, seed or weights
+    give another order. `window` says what split the window into its steps; empty at the beginning
+    of a window, where nothing is split yet. This is all that a checkpoint has to keep.
     """
 
     step: int = 0
@@ -23,35 +27,65 @@ class Cursor:
     position: int = 0
     step_in_window: int = 0
     order: str = ""
+    window: str = ""
+
+    @property
+    def at_beginning(self) -> bool:
+        """Nothing is consumed yet."""
+        return not (self.step or self.epoch or self.position or self.step_in_window)
 
     def to_json(self) -> str:
-        """The form stored in checkpoints and the ledger."""
-        return json.dumps({"version": CURSOR_VERSION, **asdict(self)}, sort_keys=True)
+        """The form stored in checkpoints and the ledger, with a digest of its fields. The digest
+        has no key: it detects accidents and edits, not forgery."""
+        plain = {"version": CURSOR_VERSION, **asdict(self)}
+        return json.dumps({**plain, "digest": _digest(plain)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Cursor":
-        """Read `to_json`'s form. Raises CursorMismatchError on another version or shape."""
+        """Read `to_json`'s form. Raises CursorMismatchError where the version or the shape is
+        another, or a field is not what was written."""
         try:
-            fields = json.loads(text)
-            version = fields.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            plain = json.loads(text)
+            version = plain["version"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CursorMismatchError(
                 f"not a cursor: {text[:80]!r}. Load the state_dict that ShardDataset gave."
             ) from error
         if version != CURSOR_VERSION:
             raise CursorMismatchError(
-                f"the checkpoint's cursor has version {version}; this service reads version "
-                f"{CURSOR_VERSION}. Resume with the release that wrote it."
+                f"the checkpoint's cursor has version {str(version)[:20]}; this service reads "
+                f"version {CURSOR_VERSION}. Resume with the release that wrote it."
             )
         try:
-            order = str(fields.pop("order"))
-            counts = {name: int(value) for name, value in fields.items()}
-            if not all(0 <= count < 2**63 for count in counts.values()):
-                raise ValueError("a count out of range")
-            return Cursor(order=order, **counts)
+            return _checked(plain)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CursorMismatchError(
                 f"the checkpoint's cursor {text[:120]!r} has other fields, or other values, than "
-                "step, epoch, position, step_in_window, order. Load the state_dict that "
-                "ShardDataset gave."
+                f"{', '.join(field.name for field in fields(Cursor))}, digest. Load the "
+                "state_dict that ShardDataset gave."
             ) from error
+
+
+def _checked(plain: dict[str, object]) -> Cursor:
+    """Raises KeyError, TypeError or ValueError where `to_json` never writes this, and
+    CursorMismatchError where only the digest is wrong."""
+    given = str(plain.pop("digest"))
+    cursor = Cursor(**{name: value for name, value in plain.items() if name != "version"})  # type: ignore[arg-type]
+    for field in fields(cursor):
+        value = getattr(cursor, field.name)
+        if type(value) is not field.type or (field.type is int and not 0 <= value < 2**63):
+            raise ValueError(f"{field.name} is {value!r}")
+    digest = _digest(plain)
+    if digest != given:
+        raise CursorMismatchError(
+            f"the checkpoint's cursor at step {cursor.step} was changed after it was saved: its "
+            f"digest is {given[:32]!r}, that of its fields {digest!r}. A position that was "
+            "edited or damaged would lose some samples and repeat others; restore the "
+            "checkpoint, or take another."
+        )
+    return cursor
+
+
+def _digest(plain: dict[str, object]) -> str:
+    text = json.dumps(plain, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()

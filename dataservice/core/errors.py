@@ -4,7 +4,8 @@
     ├── PlanningError (ValueError)     a planner was given values it cannot plan
     ├── SpecError (ValueError)         a job file or service config says something impossible
     ├── SourceError                    a source is missing or cannot be read
-    │   └── IndexStaleError            an index no longer describes its source or its processors
+    │   ├── IndexStaleError            an index no longer describes its source or its processors
+    │   └── StorageAwayError           storage does not answer; what it holds may be whole
     ├── SampleError                    one sample cannot be used; the rest can
     ├── ErrorBudgetError               a source's samples are bad more often than its budget allows
     ├── StateError                     durable state is damaged, full or read-only
@@ -14,19 +15,31 @@
     │   ├── RankClaimedError           two live clients claim one rank
     │   ├── CursorMismatchError        ranks resume from different places
     │   └── FencedError                a newer attempt of the job has replaced this one
-    ├── QuotaError                     a team has as much already as it may have
+    ├── QuotaError                     a team asks for more than it may have
     ├── TokenError                     no token came with a call, or none that is known and valid
     ├── RoleError                      the token is known, and its role may not do this
-    ├── TicketError                    a ticket is forged, expired or for another worker
+    ├── TicketError                    a ticket is forged, expired, or another's
     └── WorkerLostError                a worker cannot be reached
 
 A message says the value seen, what is allowed, and what to do. Foreign exceptions are
-translated into this tree once, at the border where they enter.
+translated into this tree once, at the border where they enter. They may quote anyone's text: a
+message is cut at MESSAGE_CHARS, and nothing in it but a line break acts on a terminal.
 """
+
+from typing import Literal, get_args
+
+from dataservice.core.visible import LINE_BREAKS, visible
+
+MESSAGE_CHARS = 8192
+RESTORE = "Restore it: indexing again makes other data, which checkpoints do not fit."
+"""What to do about data that changed under an index."""
 
 
 class ServiceError(Exception):
     """Base of every deliberate error of the service."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(visible(str(message), MESSAGE_CHARS, keep=LINE_BREAKS))
 
 
 class PlanningError(ServiceError, ValueError):
@@ -43,6 +56,10 @@ class SourceError(ServiceError):
 
 class IndexStaleError(SourceError):
     """An index no longer describes its source, processors or tokenizer."""
+
+
+class StorageAwayError(SourceError):
+    """Storage does not answer, or not yet; what it holds may be whole."""
 
 
 class SampleError(ServiceError):
@@ -82,19 +99,29 @@ class FencedError(ConflictError):
 
 
 class QuotaError(ServiceError):
-    """A team has as much already as it may have."""
+    """A team asks for more than it may have, or one of its jobs for more than a job may."""
 
 
 class TokenError(ServiceError):
-    """A call carries no token, or none that this service knows and that is still valid."""
+    """A call carries no token, or one that this service does not know or that is no longer
+    valid."""
 
 
 class RoleError(ServiceError):
     """A token's role does not allow the call."""
 
 
+TicketFault = Literal["forged", "expired", "worker", "holder"]
+TICKET_FAULTS: tuple[TicketFault, ...] = get_args(TicketFault)
+
+
 class TicketError(ServiceError):
-    """A ticket is forged, expired or meant for another worker."""
+    """A ticket is forged, expired, meant for another worker, or shown by another than its holder.
+    `fault` says which, and refused tickets are counted by it."""
+
+    def __init__(self, message: object = "", *, fault: TicketFault = "forged") -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class WorkerLostError(ServiceError):

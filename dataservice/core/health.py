@@ -1,7 +1,7 @@
 """What can be seen of a running job at one moment, and what is concluded from it.
 
-Rates are over the last steps that every rank has trained: `steps` of them. Seconds are means
-a step, of one slot where decoding is meant.
+Rates are over the last `steps` steps that every rank has trained. Seconds are a mean per step;
+those of reading and decoding are seconds of slots.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ Severity = Literal["info", "slow", "stalled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHealth:
-    """One rank. `wait_s` is how long its training loop stood without data, a step, as it tells;
-    `quiet_s` since it was last heard, until now or until its client went. The steps are the
-    last it has received, and trained."""
+    """One rank. `wait_s` are the seconds that its training waited for data, mean of its last steps;
+    `quiet_s` the seconds since its last report, until now or until its client left.
+    `received_step` and `committed_step` are the last that it has received and trained;
+    `untrained_steps` is how many it has begun while it has trained none of the attempt."""
 
     rank: int
     client: str
@@ -24,17 +25,21 @@ class RankHealth:
     committed_step: int
     quiet_s: float
     wait_s: float = 0.0
+    untrained_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceHealth:
-    """One source of a job: what a step asks of it. `read_s` and `decode_s` are slot seconds;
-    `usual_s` is what a sample of it took in all, before the last steps; 0 when unknown."""
+    """What a step costs at one source of a job. `read_s` and `decode_s` are seconds of slots, and
+    `read_cpu_s` and `decode_cpu_s` the part of them that a CPU worked. `usual_s` is what reading
+    and decoding one sample took before the last steps; 0 when unknown."""
 
     source: str
     samples: float
     read_s: float
     decode_s: float
+    read_cpu_s: float = 0.0
+    decode_cpu_s: float = 0.0
     usual_s: float = 0.0
     quarantined: int = 0
     budget_used: float = 0.0
@@ -42,12 +47,14 @@ class SourceHealth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobHealth:
-    """A job. Of the `ready_steps` planned ahead, which not every rank has received, the first
-    `decoded_steps` are decoded whole; the window has room for `window_steps`. `step_s` is a
-    step's training without waits, `plan_s` its planning. `share_slots` are the slots it gets
-    while every team, and every job of its team, wants its own. `failure` is why its last attempt
-    ended, if that is over. Ranks speak every `report_every_s`; `plan_gap` is the worst stage of
-    its last plan over its bound."""
+    """A job. `ready_steps` are planned and not yet received by every rank; the first
+    `decoded_steps` of them are decoded whole, and the window has room for `window_steps`. `step_s`
+    is the training time of a step without waits, `plan_s` the time to plan one. `share_slots` are
+    the slots that the job gets while all teams, and all jobs of its team, want theirs. `failure`
+    says why its last attempt ended, if it is over. Ranks report every `report_every_s`. `plan_gap`
+    is how far the worst stage of the last plan is over its lower bound. `room_s` is the mean time
+    that a pack waits for room in its worker's memory; `bytes_full` says that no step is planned
+    ahead because of the bytes that the team holds."""
 
     job: str
     attempt: int
@@ -72,33 +79,37 @@ class JobHealth:
     steps_per_s: float = 0.0
     samples_per_s: float = 0.0
     plan_gap: float = 0.0
+    room_s: float = 0.0
+    bytes_full: bool = False
 
     @property
     def window_is_full(self) -> bool:
-        """Whether no step is planned before the rank that is furthest behind has its next."""
+        """Whether no step is planned until the rank that is furthest behind has received one."""
         return self.ready_steps >= self.window_steps > 0
 
     def waits_for_ranks(self, rank: RankHealth) -> bool:
-        """Whether the rank has all that is planned, and more is not until others have it too."""
+        """Whether the rank has every step that is planned, and the next is planned only once
+        other ranks have them too."""
         return self.window_is_full and rank.received_step >= self.planned_step
 
     @property
     def exposed_wait_s(self) -> float:
-        """What the rank that waits most for data loses, a step."""
+        """Seconds a step that the rank which waits longest for data waits."""
         waiting = (rank for rank in self.ranks if rank.live and not self.waits_for_ranks(rank))
         return max((rank.wait_s for rank in waiting), default=0.0)
 
     @property
     def demand_slots(self) -> float:
-        """Slots that must decode all the time for the trainers never to wait."""
+        """The slots that would have to decode all the time so that trainers never wait."""
         seconds = sum(source.read_s + source.decode_s for source in self.sources)
         return seconds / self.step_s if self.step_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetHealth:
-    """The workers of the service. `busy_slots` have decoded of late, as a mean; `waiting_teams`
-    have packs in line. A team that must not be named is OTHERS."""
+    """The workers of the service. `busy_slots` is the mean number of slots that were decoding over
+    the last seconds; `waiting_teams` have packs that are not decoded. A team that must not be named
+    is OTHERS. `shortfall` tells admins why workers are missing."""
 
     workers: int
     wanted_workers: int
@@ -106,6 +117,7 @@ class FleetHealth:
     slots_per_worker: int
     busy_slots: float
     waiting_teams: tuple[str, ...] = ()
+    shortfall: str = ""
 
 
 OTHERS = "*"
@@ -113,8 +125,9 @@ OTHERS = "*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What a rank tells of itself: the step in hand; how many it has begun, what it waited for
-    their data, the first left out; and how long it waits for the next now."""
+    """What a rank tells of itself: the `step` that it is at, the number of `steps` that it has
+    begun, the seconds that it waited for their data (the first left out), and those that it has
+    waited for the next one now."""
 
     step: int
     steps: int
@@ -124,7 +137,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosed:
-    """A job and what is concluded, the cause first."""
+    """A job and what is concluded about it, the cause first."""
 
     health: JobHealth
     findings: tuple["Finding", ...]
@@ -132,10 +145,12 @@ class Diagnosed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceHealth:
-    """All jobs of a service, or those that a caller may see."""
+    """All jobs of a service, or those that a caller may see. `troubles` say what in the service
+    itself does not work."""
 
     jobs: tuple[Diagnosed, ...]
     fleet: FleetHealth
+    troubles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

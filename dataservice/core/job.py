@@ -1,12 +1,14 @@
 """The parts of a job that several rooms speak of: its sources, its batch, its records."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from dataservice.core.errors import SpecError
+from dataservice.core.sample import MediaKind, PlaceholderRule
 
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 JobState = Literal["active", "draining"]
-SourceFormat = Literal["webdataset", "parquet", "jsonl"]
+SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text"]
 
 # Read by pydantic where the job file is validated: unknown keys are refused, and the string
 # below each field is its description in the job file's schema.
@@ -15,16 +17,17 @@ STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBudget:
-    """How often a source's samples may be bad before its job stops."""
+    """The rate of bad samples of a source above which its job stops."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     rate: float = 0.01
     """Bad samples among a source's last `window_samples`, as a fraction; 1 never stops."""
     window_samples: int = 1000
-    """Over how many samples of the source, in the order of training, the rate is taken."""
+    """Samples of the source over which the rate is taken: the last ones, in the order of
+    training."""
     min_bad_samples: int = 10
-    """So many bad samples must be in the window before a job stops, whatever their rate."""
+    """Bad samples that must be in the window before a job stops, whatever their rate."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -34,6 +37,72 @@ class ErrorBudget:
                 f"the error budget asks for {self.min_bad_samples} bad samples in a window of "
                 f"{self.window_samples}; min_bad_samples must be from 1 to window_samples."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnMap:
+    """Which columns of a source, or keys of its records, are what. A dotted path (`meta.question`)
+    reaches into nested objects."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    image: str | tuple[str, ...] = ()
+    """The columns of images, one or several, in the order of their placeholders. No other column of
+    images is then read; likewise for video and audio. In a tar, suffixes tell what is media."""
+    video: str | tuple[str, ...] = ()
+    """The columns of clips."""
+    audio: str | tuple[str, ...] = ()
+    """The columns of recordings."""
+    conversation: str = ""
+    """The list of turns, as OpenAI or ShareGPT write them."""
+    question: str = ""
+    """What the user asks; media without a placeholder come before it. Carries no loss."""
+    answer: str = ""
+    """What the assistant answers to `question`."""
+    caption: str = ""
+    """Text behind the media, all of it learnt."""
+    text: str = ""
+    """A document, all of it learnt."""
+    system: str = ""
+    """The system prompt of a conversation."""
+
+    def __post_init__(self) -> None:
+        for kind in MEDIA_KINDS:
+            value = getattr(self, kind)
+            columns = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(self, kind, columns)
+        if bool(self.question) != bool(self.answer):
+            raise SpecError(
+                f"columns has question {self.question!r} and answer {self.answer!r}; it needs both "
+                "or neither."
+            )
+        told = [role for role in _WHOLE_TEXTS if getattr(self, role)]
+        if len(told) > 1:
+            raise SpecError(
+                f"columns names {' and '.join(told)}; a sample's text is one of "
+                f"{', '.join(_WHOLE_TEXTS)}."
+            )
+        if self.system and not set(told) & {"conversation", "question"}:
+            raise SpecError("columns names system without a conversation or a question.")
+
+    def __str__(self) -> str:
+        named = [*self.media.items(), *self.texts.items()]
+        return ", ".join(f"{role}: {column}" for role, column in named)
+
+    @property
+    def media(self) -> dict[MediaKind, tuple[str, ...]]:
+        """The columns of each kind of media that has some."""
+        named = {kind: tuple(getattr(self, kind)) for kind in MEDIA_KINDS}
+        return {kind: columns for kind, columns in named.items() if columns}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The column of each role of text that is named."""
+        roles = ("conversation", "question", "answer", "caption", "text", "system")
+        return {role: column for role in roles if (column := getattr(self, role))}
+
+
+_WHOLE_TEXTS = ("conversation", "question", "caption", "text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +116,29 @@ class SourceSpec:
     url: str
     """Path or URL of the files; `*` and `{000..127}` patterns are expanded. Any fsspec URL."""
     format: SourceFormat
-    """How the files are laid out: webdataset (tar), parquet, or jsonl."""
+    """How the files are laid out: webdataset (tar), parquet, arrow (as save_to_disk writes it), mds
+    (MosaicML Streaming), jsonl (an object a line), json (one array of objects) or text (each file a
+    document)."""
     weight: float = 1.0
     """Passes over the source in one epoch. 2 shows each sample twice, 0.5 every other one."""
-    image_column: str = "image"
-    """Parquet: the column of struct{bytes, path}, or a list of them."""
+    columns: ColumnMap = ColumnMap()
+    """Which columns or keys are image, video, audio, conversation, question, answer, caption, text
+    and system. By default they are found by their names and types."""
+    image_column: str = ""
+    """Parquet: the same as `columns: {image: …}`."""
+    ignore: tuple[str, ...] = ()
+    """Columns, keys of records and suffixes of tar members that are no part of a sample, such as
+    `thumbnail` or `seg.png`. Media that are neither read nor named here are refused."""
+    placeholders: PlaceholderRule = "strict"
+    """What `<image>`, `<video>` and `<audio>` in a text are: strict (each stands for a file that
+    the sample has, or the sample is refused) or text (without such a file they are words)."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Passed to fsspec, for example an endpoint or a profile. Never a secret."""
     media_root: str = ""
     """Where the media paths of records start: a folder of the same storage. By default each
     file's own folder. Paths and links that leave it are refused."""
     error_budget: ErrorBudget | None = None
-    """How often this source's samples may be bad; by default the job's own error_budget."""
+    """The rate of bad samples that this source may have; by default the job's own error_budget."""
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0 "):
@@ -70,6 +150,21 @@ class SourceSpec:
                 f"source {self.name!r} has weight {self.weight}; it must be in (0, 1000]. "
                 "Leave a source out instead of giving it weight 0."
             )
+        if self.image_column and self.columns.image:
+            raise SpecError(
+                f"source {self.name!r} has image_column and columns.image; give columns alone."
+            )
+        if self.format == "webdataset" and self.columns.media:
+            raise SpecError(
+                f"source {self.name!r} is webdataset, whose media are told by their members' "
+                "suffixes; name image, video and audio under columns in other formats only."
+            )
+
+    @property
+    def media_columns(self) -> dict[MediaKind, tuple[str, ...]]:
+        """By kind: the columns that alone are read as media of it; only kinds that have some."""
+        named = self.columns.media
+        return {**named, "image": (self.image_column,)} if self.image_column else named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,31 +189,50 @@ class BatchSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """A job as stored: the validated job file as JSON and the state it is in."""
+    """A job as stored: the newest version of its validated job file as JSON, and its state.
+    `order` identifies the order of its samples, which all versions share; empty until the job is
+    first opened."""
 
     name: str
     spec_json: str
     index_fingerprint: str
     state: JobState = "active"
     created_unix_s: float = 0.0
+    spec_version: int = 1
+    order: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecRecord:
+    """One version of a job's file, from 1 on. Attempts keep the one they began with."""
+
+    job: str
+    version: int
+    spec_json: str
+    submitted_unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One start of a job's trainers."""
+    """One start of a job's trainers, under a version of its job file. `launch` names the start
+    as its launcher does; empty where it has no name."""
 
     job: str
     attempt: int
     world_size: int
     start_cursor: str
     opened_unix_s: float
+    spec_version: int = 1
+    launch: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
-    """One planned step of one attempt; enough to plan it again. `committed_unix_s` is None
-    until every rank has committed it; `measured_s`, of the slowest rank that told, may stay so.
-    `predicted_s` is None in entries older than schema version 2."""
+    """One planned step of one attempt, with what is needed to plan it again. `committed_unix_s`
+    is None until every rank has committed it. `measured_s` is the training time of the slowest rank
+    that measured it; None where none did. `predicted_s` is None in entries older than schema
+    version 2. `content` is a sum of what was delivered (see core/content.py); None until the
+    receipts of all its packs are in, and in entries older than schema version 4."""
 
     job: str
     attempt: int
@@ -131,17 +245,20 @@ class LedgerEntry:
     committed_unix_s: float | None = None
     predicted_s: float | None = None
     measured_s: float | None = None
+    content: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostRecord:
-    """The coefficients that a job's steps are planned with from `from_step` on, as JSON."""
+    """The coefficients that a job's steps are planned with from `from_step` on, as JSON.
+    `spec_version` is the newest version of the job file when it was recorded."""
 
     job: str
     from_step: int
     cost_json: str
     cost_version: str
     recorded_unix_s: float
+    spec_version: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +280,7 @@ SkipAction = Literal["skip", "train"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipRecord:
     """Steps, both ends included, that attempts from `from_attempt` on pass over ("skip"), or
-    train after all ("train"). Of the records that name a step, the one of highest `number`
+    train after all ("train"). Of the records that name a step, the one with the highest `number`
     counts."""
 
     job: str

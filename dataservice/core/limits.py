@@ -1,4 +1,4 @@
-"""How much one sample may ask of the process that reads and decodes it.
+"""What one sample may ask of the process that reads and decodes it.
 
 A hostile or broken file states sizes that it does not have, or unfolds to thousands of times
 its own. Each way by which a user's bytes become memory or time has a cap here, checked before
@@ -15,7 +15,8 @@ from dataservice.core.job import STRICT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLimits:
-    """Caps on one sample. What exceeds one is left out of the index, by name."""
+    """Caps on one sample. A sample that exceeds one is left out of the index, and the cap is
+    named."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -28,7 +29,7 @@ class DecodeLimits:
     max_record_bytes: int = 16 * 2**20
     """Size of one sample's text and JSON: a line, a member, the textual cells of a row."""
     max_record_depth: int = 64
-    """How deep a record's objects and lists may nest."""
+    """Depth to which a record's objects and lists may nest."""
     max_text_bytes: int = 2 * 2**20
     """One sample's text in UTF-8, as its chat template renders it. Tokenising takes some 250
     times that."""
@@ -50,6 +51,9 @@ class DecodeLimits:
     """Frames of one clip before sampling."""
     max_video_s: float = 4 * 3600.0
     """Length of one clip."""
+    max_video_decoded_pixels: int = 20_000_000_000
+    """Width × height of all frames of one clip that must be decoded to show those wanted: the
+    frames between them and the key frames before them."""
     max_media_packets: int = 4_000_000
     """Packets that the header of an MP4 may list, over all its tracks and edits."""
     max_media_streams: int = 32
@@ -64,9 +68,11 @@ class DecodeLimits:
     """Parquet: one page of a column, uncompressed. Reading a row takes the page it lies in. A
     dictionary may have a quarter of it: it is held several times."""
     max_row_group_values: int = 2**24
-    """Parquet: values of one column in one row group, the items of lists counted."""
+    """Parquet and Arrow: values of one column in one row group or record batch, the items of lists
+    counted. MDS: samples of one shard."""
     max_header_bytes: int = 2**20
-    """Tar: one extended header, such as that of a long name."""
+    """Tar: one extended header, such as that of a long name. MDS: the description of a shard's
+    columns."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -74,7 +80,7 @@ class DecodeLimits:
                 raise SpecError(f"limits.{name} is {value}; it must be above 0.")
 
     def check(self, limit: str, value: float, what: str) -> None:
-        """Raises SampleError when `value` is above the limit of that name, or is no number."""
+        """Raises SampleError where `value` is above the limit of that name, or is no number."""
         allowed = getattr(self, limit)
         if not value <= allowed:
             raise SampleError(
@@ -83,7 +89,7 @@ class DecodeLimits:
             )
 
     def check_nesting(self, value: object, what: str) -> None:
-        """Raises SampleError when objects and lists nest deeper than `max_record_depth`.
+        """Raises SampleError where objects and lists nest deeper than `max_record_depth`.
         O(values)."""
         level, depth = [value], 0
         while level := [v for v in level if isinstance(v, Mapping | list | tuple)]:
@@ -104,3 +110,30 @@ class DecodeLimits:
 
 
 DEFAULT_LIMITS = DecodeLimits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpeningLimits:
+    """What opening a job may take: reading what its team wrote, in a process of its own. What
+    exceeds one is refused, and that process ended."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    timeout_s: float = 600.0
+    """Until the job is open, its index read. Where files have other times than when they were
+    indexed, their samples are read and compared within it."""
+    memory_bytes: int = 8 * 2**30
+    """Memory of its own: an index takes some 60 bytes a sample while it is read."""
+    pipeline_cpu_s: float = 30.0
+    """CPU seconds of loading the tokenizer and trying out the chat template."""
+    pipeline_memory_bytes: int = 2**30
+    """Memory of its own while it does so, its libraries included, about 280 MiB."""
+
+    def __post_init__(self) -> None:
+        if min(self.timeout_s, self.pipeline_cpu_s) <= 0:
+            raise SpecError("job_opening: timeout_s and pipeline_cpu_s must be above 0.")
+        if not 2**29 <= self.pipeline_memory_bytes <= self.memory_bytes:
+            raise SpecError(
+                f"job_opening: pipeline_memory_bytes is {self.pipeline_memory_bytes:,}; it must be "
+                f"from {2**29:,} to memory_bytes, {self.memory_bytes:,}."
+            )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.sample import Modality, SampleLengths, SampleRef
+from dataservice.core.positions import IN_SEQUENCE, PositionRule
+from dataservice.core.sample import ItemNotes, Modality, SampleLengths, SampleRef
 from dataservice.core.team import TeamShare
 
 TOKEN_TENSORS = ("input_ids", "position_ids")
@@ -49,7 +50,7 @@ class PackOrder:
     pipeline: str
     samples: Sequence[PackSample]
     share: TeamShare = field(default=TeamShare(), compare=False)
-    """Of the job's team; it may change while the order stays the same."""
+    """The share of the job's team; it may change while the order stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,34 +65,43 @@ class BadSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceWork:
-    """What the samples of one source took in a pack: seconds of slots, and `read_bytes` as they
-    were stored, of those that could be read."""
+    """What the samples of one source took in a pack: seconds of slots, the part of them that a CPU
+    worked, and `read_bytes`, the stored size of those that could be read."""
 
     source: str
     samples: int
     read_s: float
     decode_s: float
     read_bytes: int
+    read_cpu_s: float = 0.0
+    decode_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackReceipt:
-    """What assembling a pack took; `decode_s` with reading, and all of it again by source."""
+    """What assembling a pack took. `decode_s` includes reading; `sources` tell the same by source.
+    `room_s` is how long the pack waited before that for room in the worker's memory.
+
+    `sample_digests` are of what is delivered of each sample, masked or not: 8 bytes each, in
+    the pack's order. Decoding the same sample again must come to the same digest.
+    """
 
     key: PackKey
     size_bytes: int
     decode_s: float
     bad_samples: tuple[BadSample, ...] = ()
     sources: tuple[SourceWork, ...] = ()
+    sample_digests: bytes = b""
+    room_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedParts:
-    """Which bytes of its microbatches a rank asks for; the numbers of the plan always come.
+    """The bytes of its microbatches that a rank asks for; the numbers of the plan always come.
 
-    A rank that computes a whole replica needs all. Of a pipeline, the first stage needs
-    `tokens` and `media`, the last `labels`, those between nothing; a tensor-parallel peer that
-    is sent encoded features needs no `media`.
+    A rank that computes a whole replica needs all of them. Of pipeline stages the first needs
+    `tokens` and `media`, the last `labels`, and those between nothing; a tensor-parallel peer that
+    gets encoded features from another rank needs no `media`.
     """
 
     tokens: bool = True
@@ -124,11 +134,13 @@ class PartSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """The right to stream some parts from one worker, checked by the worker alone."""
+    """The right of its `holder` to stream some parts from one worker, which the worker checks
+    alone."""
 
     worker: str
     address: str
     rank: int
+    holder: str
     expires_unix_s: int
     parts: tuple[PartSpec, ...]
     signature: bytes = b""
@@ -136,7 +148,7 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureRoutes:
-    """Rows of encoded features one rank sends and receives in a wave, for one modality.
+    """Rows of encoded features that one rank sends and receives in a wave, for one modality.
 
     The rank encodes its items in the order given by its parts; their features, end to end,
     are its rows. `send_rows` int32[s] are rows of those, in order of destination;
@@ -160,11 +172,34 @@ class ItemsOfPack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PackItems:
+    """The m encoder items of a pack, in sequence order: `modality` int8[m]; `start` int32[m], the
+    place of an item's first token in the padded pack; `tokens` int32[m], how many it has."""
+
+    modality: NDArray[np.int8]
+    start: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    notes: ItemNotes
+
+    def __len__(self) -> int:
+        return len(self.modality)
+
+    @staticmethod
+    def none() -> "PackItems":
+        """No items: of an idle replica, or of a pack of text alone."""
+        empty = np.zeros(0, dtype=np.int32)
+        return PackItems(
+            modality=empty.astype(np.int8), start=empty, tokens=empty, notes=ItemNotes.unknown(0)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
     """One rank's part of one wave. `pack` is -1 when its replica is idle in the wave.
 
     `cu_seqlens` int32[S+1] are the padded sample offsets of the whole pack, `lengths`
-    int32[S] the true lengths; `encodes[modality]` lists the items to encode, by pack.
+    int32[S] the true lengths, `items` all its encoder items; `encodes[modality]` lists the items
+    that this rank encodes, by pack, and `encode_notes[modality]` what is known of them.
     """
 
     wave: int
@@ -177,11 +212,13 @@ class Microbatch:
     lengths: NDArray[np.int32]
     encodes: dict[Modality, tuple[ItemsOfPack, ...]]
     routes: dict[Modality, FeatureRoutes]
+    encode_notes: dict[Modality, ItemNotes] = field(default_factory=dict)
+    items: PackItems = field(default_factory=PackItems.none)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShard:
-    """One rank's part of a step."""
+    """One rank's part of a step. `positions` says how the model counts its tokens' positions."""
 
     job: str
     attempt: int
@@ -193,3 +230,4 @@ class RankShard:
     loss_tokens: int
     microbatches: tuple[Microbatch, ...]
     tickets: tuple[Ticket, ...]
+    positions: PositionRule = IN_SEQUENCE

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import padded_tokens, sample_starts
 
+JSON_AT_ONCE = 16_384
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
@@ -47,13 +49,13 @@ class Group:
 
     @property
     def degree(self) -> int:
-        """How many replicas share the pack."""
+        """The number of replicas that share the pack."""
         return len(self.replicas)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class StepPlan:
-    """One step, decided. n samples, P packs, m encoder items, N replicas.
+    """The plan of one step: n samples, P packs, m encoder items, N replicas.
 
     Samples, in draw order: `sample_ids`, `sample_epoch`, `sample_tokens` (LLM tokens),
     `sample_loss_tokens` [n]. Packs: `pack_offsets` int64[P+1] into `pack_samples` int32[n]
@@ -166,15 +168,18 @@ class StepPlan:
 
     def to_json(self) -> str:
         """The whole plan as JSON; `from_json` reads it back to the same digest."""
-        plain: dict[str, Any] = {}
+        parts = []
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
-                value = {"dtype": value.dtype.str, "values": value.tolist()}
+                text = f'{{"dtype": {json.dumps(value.dtype.str)}, "values": [{_values(value)}]}}'
             elif field.name == "stages":
-                value = [{f.name: getattr(stage, f.name) for f in fields(stage)} for stage in value]
-            plain[field.name] = value
-        return json.dumps(plain)
+                stages = [{f.name: getattr(one, f.name) for f in fields(one)} for one in value]
+                text = json.dumps(stages)
+            else:
+                text = json.dumps(value)
+            parts.append(f"{json.dumps(field.name)}: {text}")
+        return f"{{{', '.join(parts)}}}"
 
     @staticmethod
     def from_json(text: str) -> "StepPlan":
@@ -185,6 +190,13 @@ class StepPlan:
                 plain[name] = np.array(value["values"], dtype=value["dtype"])
         plain["stages"] = tuple(StageReport(**stage) for stage in plain["stages"])
         return StepPlan(**plain)
+
+
+def _values(values: NDArray[Any]) -> str:
+    """The elements of a JSON list, written some at a time: json lets no other thread run
+    meanwhile."""
+    pieces = (values[k : k + JSON_AT_ONCE] for k in range(0, len(values), JSON_AT_ONCE))
+    return ", ".join(json.dumps(piece.tolist())[1:-1] for piece in pieces)
 
 
 def _narrowed(values: NDArray[Any]) -> NDArray[Any]:

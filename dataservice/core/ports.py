@@ -14,6 +14,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
     DecodedSample,
     IntArray,
+    ItemNotes,
     LengthTable,
     Modality,
     RawSample,
@@ -26,7 +27,7 @@ from dataservice.core.sample import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Samples of one step in draw order: `sample_ids` int64[n], `epoch` int32[n]; and the
+    """The samples of one step in draw order, `sample_ids` int64[n] and `epoch` int32[n], and the
     place in the mixture behind them. n is 0 at the end of the last epoch."""
 
     sample_ids: NDArray[np.int64]
@@ -39,7 +40,7 @@ class SampleStream(Protocol):
     """A job's mixture: a fixed, seeded order of samples over all its epochs."""
 
     def draw(self, *, epoch: int, position: int, batch: BatchSize) -> Draw:
-        """The samples of one step that starts at this place. Pure."""
+        """The samples of the step that starts at this place. Pure."""
         ...
 
     def steps_left(self, cursor: Cursor, batch: BatchSize) -> int | None:
@@ -57,20 +58,43 @@ class Catalog(Protocol):
 
     @property
     def samples(self) -> int:
-        """How many samples there are; ids are 0 .. samples-1."""
+        """The number of samples; their ids are 0 .. samples-1."""
+        ...
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources, in the order of the job file."""
+        ...
+
+    def source_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
+        """The source of each of these samples, as its place in `source_names`: int64[n]."""
+        ...
+
+    @property
+    def longest_sample(self) -> int:
+        """The id of a sample with the most LLM tokens."""
         ...
 
     def lengths(self, sample_ids: IntArray) -> LengthTable:
-        """Lengths of these samples, in this order."""
+        """The lengths of these samples, in the order given."""
         ...
 
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
-        """Locations and full lengths (shapes included) of these samples, in this order. May
-        make each only when it is looked at."""
+        """Locations and full lengths (shapes included) of these samples, in the order given. An
+        implementation may make each only when it is read."""
+        ...
+
+    def files(self, sample_ids: IntArray) -> Sequence[str]:
+        """The paths of the files that hold these samples, in the order given."""
+        ...
+
+    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
+        """What models need to know of these samples' encoder items, by sample, then in its
+        order."""
         ...
 
     def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
-        """How many values (of pixels, of sound) these samples' encoder items decode to."""
+        """The number of values (of pixels, of sound) that these samples' items decode to."""
         ...
 
 
@@ -78,7 +102,8 @@ class SampleReader(Protocol):
     """Reads one sample's bytes."""
 
     def read(self, ref: SampleRef) -> RawSample:
-        """Raises SampleError when this sample, SourceError when the source, is unreadable."""
+        """Raises SampleError where the sample cannot be read, SourceError where its source cannot
+        be."""
         ...
 
 
@@ -86,15 +111,15 @@ class SampleReader(Protocol):
 
 
 class SampleMeasurer(Protocol):
-    """Lengths from headers and tokenising, without decoding pixels."""
+    """Measures samples by their headers and by tokenising, without decoding pixels."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the tokenizer, template and processors that decide the lengths."""
+        """A digest of the tokenizer, template and processors, which decide the lengths."""
         ...
 
     def measure(self, raw: RawSample) -> SampleLengths:
-        """Raises SampleError with the reason when the sample cannot be used."""
+        """Raises SampleError where the sample cannot be used, with the reason."""
         ...
 
 
@@ -103,11 +128,12 @@ class SampleDecoder(Protocol):
 
     @property
     def pad_token_id(self) -> int:
-        """Fills padding and masked samples."""
+        """The token that fills padding and masked samples."""
         ...
 
     def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
-        """Raises SampleError when it cannot be decoded or does not take the planned shape."""
+        """Raises SampleError where the sample cannot be decoded, or does not come out in the
+        planned shape."""
         ...
 
 
@@ -115,18 +141,21 @@ class SampleDecoder(Protocol):
 
 
 WorkerState = Literal["serving", "silent", "draining"]
-"""serving takes orders; silent has not answered for a while, and may yet; draining takes no
-orders and serves what it holds until that is released."""
+"""A serving worker takes orders. A silent one has not answered for a while, and may yet. A draining
+one takes no orders, and serves what it holds until that is released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """A live worker: its name, its gRPC address, and how many samples it decodes at once."""
+    """A live worker: its name and its gRPC address. Its `slots` are the samples that it decodes at
+    once; `descriptors` the files and sockets that its process may have open, None where it shares
+    the coordinator's process."""
 
     worker: str
     address: str
     slots: int
     state: WorkerState = "serving"
+    descriptors: int | None = None
 
 
 class ServedWorker(Protocol):
@@ -150,15 +179,21 @@ class WorkerPool(Protocol):
     """Keeps a number of workers alive."""
 
     async def start(self) -> None:
-        """Start all workers; returns when each serves."""
+        """Start all workers. Returns once each serves, or once the required number does and no more
+        come; those that are missing then are tried again."""
         ...
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers now believed to be alive."""
         ...
 
+    def shortfall(self) -> str:
+        """How many of the wanted workers are missing, why, and what is done about it. Empty if none
+        is missing."""
+        ...
+
     async def replace(self, worker: str) -> None:
-        """The worker does not answer: make sure that it is gone and start another."""
+        """Make sure that a worker that does not answer is gone, and start another."""
         ...
 
     async def renew(
@@ -170,7 +205,7 @@ class WorkerPool(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End all workers; those that are to outlive this process are left as they are."""
+        """End all workers but those that are to outlive this process."""
         ...
 
 
@@ -178,16 +213,17 @@ class WorkerLink(Protocol):
     """How the coordinator commands workers."""
 
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
-        """Decode and assemble a pack; returns when it is ready. The same order twice is
-        decoded once. Raises WorkerLostError when the worker is gone."""
+        """Decode and assemble a pack. Returns once it is ready; the same order given twice is
+        decoded once. Raises WorkerLostError where the worker is gone."""
         ...
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
-        """Forget these packs. Unknown ones are ignored; never raises for a lost worker."""
+        """Forget these packs. Packs that it does not know are ignored; a lost worker raises
+        nothing."""
         ...
 
     async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
-        """The packs that a worker holds or decodes. Raises WorkerLostError."""
+        """The packs that a worker holds or decodes. Raises WorkerLostError where it is gone."""
         ...
 
 
@@ -199,8 +235,8 @@ class PackHost(Protocol):
         ...
 
     async def sequence(self, key: PackKey, cp_rank: int) -> dict[str, NDArray[np.int32]]:
-        """`input_ids`, `labels`, `position_ids` int32[local tokens] of one group member.
-        Waits until the pack is ready; NotFoundError for a pack never ordered here."""
+        """`input_ids`, `labels`, `position_ids` int32[local tokens] of one group member. Waits
+        until the pack is ready. Raises NotFoundError where the pack was never ordered."""
         ...
 
     async def items(
@@ -210,7 +246,7 @@ class PackHost(Protocol):
         ...
 
     def release(self, packs: Sequence[PackKey]) -> None:
-        """Forget these packs; unknown ones are ignored."""
+        """Forget these packs. Packs that it does not know are ignored."""
         ...
 
     def held(self) -> Sequence[PackKey]:
@@ -222,7 +258,7 @@ class PackHost(Protocol):
 
 
 class Metrics(Protocol):
-    """What the engine tells whoever watches it: one call an event, from any thread. A call
+    """What the engine tells whoever watches it: one call for each event, from any thread. A call
     neither raises nor waits."""
 
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
@@ -230,7 +266,8 @@ class Metrics(Protocol):
         ...
 
     def ready_steps(self, job: str, steps: int) -> None:
-        """So many steps are planned, and decoding or decoded, that not every rank has received."""
+        """The number of steps that are decoding or decoded, and that not every rank has
+        received."""
         ...
 
     def step_committed(self, job: str) -> None:
@@ -238,31 +275,32 @@ class Metrics(Protocol):
         ...
 
     def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
-        """A trained step took its slowest rank `measured_s`, and was planned as `predicted_s`."""
+        """Training time of a step at its slowest rank, and as the plan predicted it."""
         ...
 
     def rank_measured(self, job: str, measured_s: float) -> None:
-        """A step took one rank so long."""
+        """Training time of a step at one rank."""
         ...
 
     def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
-        """In a trained step the slowest rank of each phase took so long."""
+        """Time of each phase of a trained step, at the slowest rank of that phase."""
         ...
 
     def data_waited(self, job: str, step_s: float) -> None:
-        """A rank's loop stood so long without data, a step, over its last few."""
+        """Seconds a rank's training waited for data, mean of the steps since its last report."""
         ...
 
     def waited_most(self, job: str, rank: int, step_s: float) -> None:
-        """No rank's loop stands longer without data, a step, over the last steps; -1: no rank."""
+        """The rank whose training waits longest for data, and its seconds, mean of its last steps.
+        The rank is -1 when none is connected."""
         ...
 
     def waiting_ranks(self, job: str, ranks: int) -> None:
-        """The loops of so many ranks stand without data now."""
+        """The number of ranks whose training waits for data now."""
         ...
 
-    def worker_slots(self, slots: int) -> None:
-        """All workers together decode so many samples at once."""
+    def workers_serving(self, workers: int, *, slots: int) -> None:
+        """The number of workers that serve, and of samples that they decode at once together."""
         ...
 
     def pack_prepared(self, receipt: PackReceipt) -> None:
@@ -270,11 +308,11 @@ class Metrics(Protocol):
         ...
 
     def error_budget_used(self, job: str, source: str, share: float) -> None:
-        """Of a source's error budget this share is used in the window now; at 1 the job stops."""
+        """The share of a source's error budget that is used; above 1 the job stops."""
         ...
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
-        """So much decoding, counted in tokens, was ordered from a worker and is not done."""
+        """The decoding that was ordered from a worker and is not done, in tokens."""
         ...
 
     def pack_hedged(self, job: str) -> None:
@@ -282,11 +320,15 @@ class Metrics(Protocol):
         ...
 
     def pack_found(self, job: str) -> None:
-        """A pack that is ordered is at a worker already: a former coordinator ordered it."""
+        """A pack was ordered from a worker that held it already, for a former coordinator."""
+        ...
+
+    def delivered_otherwise(self, job: str) -> None:
+        """A pack or a step was decoded again, to other bytes than before."""
         ...
 
     def worker_lost(self, worker: str) -> None:
-        """A worker is gone; its name is never used again."""
+        """A worker is lost; its name is never used again."""
         ...
 
     def worker_retired(self, worker: str) -> None:
@@ -294,7 +336,7 @@ class Metrics(Protocol):
         ...
 
     def job_deleted(self, job: str) -> None:
-        """The job is forgotten, and whatever was kept about it with it."""
+        """A job was deleted, and what was kept about it goes too."""
         ...
 
 
@@ -310,12 +352,13 @@ class NoMetrics(Metrics):
     def data_waited(self, job: str, step_s: float) -> None: ...
     def waited_most(self, job: str, rank: int, step_s: float) -> None: ...
     def waiting_ranks(self, job: str, ranks: int) -> None: ...
-    def worker_slots(self, slots: int) -> None: ...
+    def workers_serving(self, workers: int, *, slots: int) -> None: ...
     def pack_prepared(self, receipt: PackReceipt) -> None: ...
     def error_budget_used(self, job: str, source: str, share: float) -> None: ...
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
     def pack_hedged(self, job: str) -> None: ...
     def pack_found(self, job: str) -> None: ...
+    def delivered_otherwise(self, job: str) -> None: ...
     def worker_lost(self, worker: str) -> None: ...
     def worker_retired(self, worker: str) -> None: ...
     def job_deleted(self, job: str) -> None: ...

@@ -5,8 +5,8 @@ known by its `sample_id`, a dense int64 over all the sources of a job in the ord
 job file.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -15,6 +15,18 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32] | NDArray[np.int64]
 MediaKind = Literal["image", "video", "audio"]
+PlaceholderRule = Literal["strict", "text"]
+# Parts of a message's content that stand for a file, by their type.
+PART_KINDS: Mapping[str, MediaKind] = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 
 
 class Modality(IntEnum):
@@ -22,6 +34,14 @@ class Modality(IntEnum):
 
     VISION = 0
     AUDIO = 1
+
+
+class ItemKind(IntEnum):
+    """What an encoder item was made of."""
+
+    IMAGE = 0
+    CLIP = 1
+    RECORDING = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +57,9 @@ class ByteSpan:
 class SampleLocation:
     """Where one sample's bytes lie inside a source.
 
-    `spans` are the sample's members in a tar, or the one line of a JSONL file; `row_group`
-    and `row` (within the group) address Parquet and are -1 elsewhere.
+    `spans` are the sample's members in a tar, the one line of a JSONL file or record of a shard, or
+    the pieces of a row's cells in an Arrow file; `row_group` and `row` (within the group) address
+    Parquet, and say the record batch and row in Arrow. They are -1 elsewhere.
     """
 
     file: str
@@ -49,8 +70,8 @@ class SampleLocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRef:
-    """A sample by name: enough for a worker to read it without the index. `crc32` is that of
-    its bytes when it was indexed; None is not compared."""
+    """A sample by name, with all that a worker needs to read it without the index. `crc32` is the
+    checksum of its bytes when it was indexed; None is not compared."""
 
     sample_id: int
     source: str
@@ -73,12 +94,14 @@ class RawSample:
     """One sample as read, nothing decoded.
 
     `record` is the sample's JSON object (`{"text": ...}` for a plain text member); `media`
-    are its blobs in the order in which placeholders refer to them.
+    are its blobs in the order in which placeholders refer to them. With `placeholders` as text,
+    `<image>` in a sample without an image is a word like others.
     """
 
     key: str
     record: Mapping[str, object]
     media: tuple[MediaBlob, ...] = ()
+    placeholders: PlaceholderRule = "strict"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,18 +111,73 @@ class ItemLengths:
     `shape` is what the decoder must produce: [frames, height, width, 3] of uint8 for vision
     (tiles count as frames), [samples] of float32 at 16 kHz for audio. `position` is the
     offset of the item's first token in its sample; its `llm_tokens` tokens are contiguous.
-    """
+
+    The other fields are kept in the index where they are known, are not sent to workers, and are
+    not compared: `kind`, what made the item; `grid` [t, h, w, merge], the item's patches in time,
+    height and width, and how many of them per side become one token; and of a clip
+    `seconds_per_patch`, what one patch spans in time, and `key_frames_s`, the times of its key
+    frames."""
 
     modality: Modality
     encoder_tokens: int
     llm_tokens: int
     position: int
     shape: tuple[int, ...]
+    kind: ItemKind | None = field(default=None, compare=False)
+    grid: tuple[int, int, int, int] | None = field(default=None, compare=False)
+    seconds_per_patch: float | None = field(default=None, compare=False)
+    key_frames_s: tuple[float, ...] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemNotes:
+    """What models need to know of m encoder items, and planning does not.
+
+    `kind` int8[m]: an ItemKind, -1 where it is unknown; `grid` int32[m, 4]: the item's patches in
+    time, height and width, and how many of them per side become one token, zeros where the model
+    has no grid; `seconds_per_patch` float64[m]: what one patch of a clip spans in time, nan where
+    it is unknown or the item has no time.
+    """
+
+    kind: NDArray[np.int8]
+    grid: NDArray[np.int32]
+    seconds_per_patch: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def take(self, rows: IntArray | slice) -> "ItemNotes":
+        """The notes of these items, in this order."""
+        return ItemNotes(
+            kind=self.kind[rows],
+            grid=self.grid[rows],
+            seconds_per_patch=self.seconds_per_patch[rows],
+        )
+
+    @staticmethod
+    def unknown(items: int) -> "ItemNotes":
+        """Notes of this number of items of which nothing is known."""
+        return ItemNotes(
+            kind=np.full(items, -1, dtype=np.int8),
+            grid=np.zeros((items, 4), dtype=np.int32),
+            seconds_per_patch=np.full(items, np.nan),
+        )
+
+    @staticmethod
+    def of(items: "Sequence[ItemLengths]") -> "ItemNotes":
+        """Columns from rows."""
+        grids = [item.grid or (0, 0, 0, 0) for item in items]
+        spans = [item.seconds_per_patch for item in items]
+        return ItemNotes(
+            kind=np.array([-1 if i.kind is None else i.kind for i in items], dtype=np.int8),
+            grid=np.array(grids, dtype=np.int32).reshape(-1, 4),
+            seconds_per_patch=np.array([np.nan if s is None else s for s in spans], dtype=float),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLengths:
-    """All that planning knows of one sample."""
+    """All that planning knows about one sample."""
 
     llm_tokens: int
     loss_tokens: int

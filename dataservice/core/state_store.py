@@ -11,14 +11,25 @@ from dataservice.core.job import (
     QuarantineEntry,
     SkipAction,
     SkipRecord,
+    SpecRecord,
 )
 
 
 class StateStore(Protocol):
-    """Durable state. Every method is atomic; StateError when the store cannot be trusted."""
+    """Durable state. Every method is atomic, and raises StateError where the store cannot be
+    trusted."""
+
+    def check(self) -> None:
+        """Returns if the store can be read and written. Changes nothing."""
+        ...
 
     def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name."""
+        """Insert or replace a job by name. The first job file that comes with a version is kept
+        under that version for good."""
+        ...
+
+    def specs(self, job: str) -> list[SpecRecord]:
+        """Every version of a job's file, the oldest first."""
         ...
 
     def job(self, name: str) -> JobRecord | None:
@@ -34,7 +45,7 @@ class StateStore(Protocol):
         ...
 
     def put_attempt(self, attempt: AttemptRecord) -> None:
-        """Insert; attempts of a job only grow: ConflictError if not the next number."""
+        """Insert. Raises ConflictError where the attempt does not have the job's next number."""
         ...
 
     def last_attempt(self, job: str) -> AttemptRecord | None:
@@ -42,7 +53,7 @@ class StateStore(Protocol):
         ...
 
     def attempts(self, job: str) -> list[AttemptRecord]:
-        """All attempts of a job, the first first."""
+        """All attempts of a job, the oldest first."""
         ...
 
     def put_ledger(self, entry: LedgerEntry) -> None:
@@ -57,8 +68,12 @@ class StateStore(Protocol):
         committed_unix_s: float,
         measured_s: float | None = None,
     ) -> None:
-        """Mark a step as trained by all ranks; NotFoundError if it was never planned. Without
-        `measured_s` an earlier one stays."""
+        """Mark a step as trained by all ranks. Without `measured_s` an earlier one stays. Raises
+        NotFoundError where the step was never planned."""
+        ...
+
+    def put_content(self, job: str, attempt: int, step: int, content: bytes) -> None:
+        """Record what was delivered of a step. Raises NotFoundError where it was never planned."""
         ...
 
     def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
@@ -84,7 +99,7 @@ class StateStore(Protocol):
         ...
 
     def put_cost(self, cost: CostRecord) -> None:
-        """Insert; it replaces those of its job that begin at its step or later."""
+        """Insert. It replaces the job's records that begin at its step or later."""
         ...
 
     def costs(self, job: str) -> list[CostRecord]:
@@ -118,7 +133,7 @@ class StateStore(Protocol):
         ...
 
     def quarantined_samples(self, job: str) -> int:
-        """How many samples have an entry."""
+        """The number of samples that have an entry."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Teams: who asks, whose a job is, and how much of the service a team may take.
+"""Teams: which team asks, which team a job belongs to, and what a team may take of the service.
 
-A job's full name is `team/job`, so that teams share no names and none can tell another's. A
-service without tokens has one team, of no name: there the full name is the job's own.
+A job's full name is `team/job`, so that teams share no names, and none can learn another's. A
+service without tokens has one team, whose name is empty: there the full name is the job's own.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from dataservice.core.errors import SpecError
 from dataservice.core.job import STRICT
 
 Role = Literal["admin", "team", "reader"]
-"""admin sees and changes all teams; team its own jobs; reader sees its team's, changes nothing."""
+"""An admin sees and changes all teams' jobs, a team its own; a reader sees its team's and changes
+nothing."""
 
 NO_TEAM = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who makes a call: `name` is the token's, for the audit log."""
+    """The caller; `name` is the name of its token, for the audit log."""
 
     team: str
     role: Role
@@ -32,13 +33,13 @@ class TeamSpec:
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     weight: float = 1.0
-    """Decoding time while all teams want it is shared in proportion to their weights."""
+    """While several teams want decoding time, it is shared in proportion to their weights."""
     max_jobs: int | None = None
     """Jobs that may be registered at once; any number by default."""
     max_ready_bytes: int | None = None
     """Decoded bytes held ahead of the team's trainers, over all its jobs."""
     max_decode_cpus: float | None = None
-    """CPUs that its decoding may take at most, even while others are idle."""
+    """The most CPUs that its decoding may take, even while other teams decode nothing."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "max_jobs", "max_ready_bytes", "max_decode_cpus"):
@@ -49,8 +50,8 @@ class TeamSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeamShare:
-    """What a worker has to know of a team: `weight`, and the fraction of the worker's decoding
-    time that the team may take at most."""
+    """What a worker has to know of a team: its `weight`, and as `limit` the largest fraction of the
+    worker's decoding time that it may take."""
 
     weight: float = 1.0
     limit: float = 1.0

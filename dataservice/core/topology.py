@@ -8,8 +8,8 @@
     stage      ──0──   ──1── │ ──0──   ──1──
     tensor     0   1   0   1 │ 0   1   0   1
 
-Tensor-parallel peers, who talk most, are neighbours; then stages; then replicas. It is the
-layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ranks).
+Tensor-parallel peers, which exchange most, are neighbours; then come stages, then replicas. This is
+the layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ranks).
 """
 
 from dataclasses import dataclass

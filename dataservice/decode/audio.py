@@ -1,8 +1,8 @@
-"""Recordings: length from the header, samples at 16 kHz mono.
+"""Recordings: their length from the header, and their samples at 16 kHz mono.
 
-The planned length comes from the header, since only decoding tells the true one: codecs add
-delay and padding, and resampling rounds. Decoding makes up small differences at the end,
-with silence or by cutting, and refuses larger ones.
+The planned length comes from the header, since only decoding would tell the true length: codecs add
+delay and padding, and resampling rounds. Decoding corrects small differences at the end, with
+silence or by cutting, and refuses larger ones.
 """
 
 from collections.abc import Iterator
@@ -27,26 +27,27 @@ from dataservice.decode.container import (
 )
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
-# The longest delay and padding of a codec in use (MP3, AAC, Opus) is under 0.1 s.
+# Delay and padding of the codecs in use (MP3, AAC, Opus) are below 0.1 s.
 TOLERATED_S = 0.1
 TOLERATED_SHARE = 0.01
-# Silence takes 20 bytes a second in Opus and 50 in FLAC.
+# Silence takes 20 bytes per second in Opus and 50 in FLAC.
 FEWEST_BYTES_PER_S = 8
 LEAST_RATE_HZ = 1000
 _FULL_SCALE = np.float32(32768)
-# Without an index in the file, their headers' durations are guesses from the first bit rate.
+# Without an index in the file, the durations in these formats' headers are guesses from the first
+# bit rate.
 _GUESSED_DURATION_FORMATS = frozenset({"mp3", "aac"})
 
 
 def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
-    """Samples at 16 kHz that the recording is planned with, without decoding.
+    """Number of samples at 16 kHz that the recording is planned with, without decoding.
 
-    The header's duration; or, where it is missing or (MP3, raw AAC) disagrees with them, the
-    duration of all packets.
+    It follows from the header's duration; when that is missing, or (MP3, raw AAC) differs from the
+    duration of all packets, from the latter.
 
     Raises:
-        SampleError: unreadable, without sound, promised more than its bytes can hold, or above
-            a limit.
+        SampleError: the recording is unreadable or without sound, its header promises more than its
+            bytes can hold, or it is above a limit.
     """
     with opened(blob, limits) as container:
         stream = _audio_stream(container, blob)
@@ -77,14 +78,15 @@ def decode_audio(
     """The planned chunks, float32[chunk.samples] each, in [-1, 1).
 
     `samples` is what `audio_samples` gave. Channels are averaged and resampled at 16 bits, as
-    Whisper's own loader does; at floating point FFmpeg would mix stereo 3 dB louder. Memory is
-    that of the chunks.
+    Whisper's own loader does; in floating point, FFmpeg would mix stereo 3 dB louder. Uses only the
+    memory of the chunks.
 
     Raises:
-        SampleError: damaged, or decodes to more than 0.1 s and 1 % longer or shorter.
+        SampleError: the recording is damaged, or its decoded length differs by more than 0.1 s or 1
+            %, whichever is larger.
     """
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
-    # Pages of zeros take memory only once they are written.
+    # Pages of zeros take memory only when they are written.
     sound, decoded = np.zeros(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
     with opened(blob, limits) as container:
         resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE_HZ)
@@ -108,7 +110,8 @@ def decode_audio(
 
 
 def _check_signal(blob: MediaBlob, rate_hz: int, channels: int, limits: DecodeLimits) -> None:
-    """Raises SampleError for rates whose resampling filter would be huge."""
+    """Raises SampleError when there is no sound, or when the sample rate would make the resampling
+    filter huge."""
     what = f"audio {blob.name!r}"
     if rate_hz < LEAST_RATE_HZ or channels < 1:
         raise SampleError(
@@ -131,11 +134,11 @@ def _audio_stream(container: InputContainer, blob: MediaBlob) -> AudioStream:
 def _frames(
     container: InputContainer, blob: MediaBlob, limits: DecodeLimits
 ) -> Iterator[AudioFrame]:
-    """Frames until the end or the first damage: what is missing is judged by the caller."""
+    """Frames until the end or the first damage; the caller decides whether too many are missing."""
     stream = _audio_stream(container, blob)
     prepare_decoder(stream, limits)
-    # Of FLAC, a damaged frame is dropped on the way to its decoder; those behind it tell by
-    # their numbers, which other formats do not have.
+    # In FLAC, a damaged frame is dropped before it reaches the decoder; the numbers of the frames
+    # after it reveal the gap. Other formats have no such numbers.
     numbered, expected = container.format.name == "flac", None
     try:
         for frame in container.decode(stream):
@@ -144,7 +147,7 @@ def _frames(
             if numbered and frame.pts is not None:
                 expected = frame.pts + frame.samples
             _check_signal(blob, frame.sample_rate, frame.layout.nb_channels, limits)
-            frame.pts = None  # samples are joined as they come; gaps in time are not filled
+            frame.pts = None  # samples are joined in order; gaps in time are not filled
             yield frame
     except FFmpegError:
         return

@@ -1,33 +1,42 @@
-"""Conversations to marked text through a chat template.
+"""Renders conversations to marked text with a chat template.
 
-Templates are Jinja as Hugging Face runs it: sandboxed, `trim_blocks` and `lstrip_blocks`, with
-`raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. One thing
-differs: `strftime_now` gives a fixed date, or a sample's length would change overnight.
+Templates are Jinja as Hugging Face runs it; see `template_environment.py`.
 
-What carries loss:
-- a template with `{% generation %}` says so itself;
-- otherwise a turn is what it adds to the text rendered before it, generation prompt included
-  (the prefix difference), up to and including its last control token: the white space that
-  templates put behind the end-of-turn token is not learnt.
+Which text carries loss: a template with `{% generation %}` marks it itself. Otherwise it is the
+text that the template writes for each assistant's turn, from behind the generation prompt up to and
+including the turn's last control token: the white space that templates put after the end-of-turn
+token is not learnt. Where earlier text stays as it is when a turn is added, that is the difference
+between the texts rendered up to the turn and with it (the prefix difference). Where it does not, as
+with templates that drop earlier thoughts, `template_turns.py` finds the text of each turn.
+
+A conversation is refused when the template does not show all of it (a turn, the tools, their
+calls), since that part would be lost silently. Templates may leave out parts of a turn, as those of
+reasoning models leave out earlier thoughts.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
-from typing import NoReturn
+from datetime import date
+from typing import cast
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
-from dataservice.decode.conversation import Conversation, MediaPart, Message, Part
+from dataservice.decode.conversation import Conversation, MediaPart, Message
 from dataservice.decode.marks import LOSS_CLOSE, LOSS_OPEN, SLOTS
-from dataservice.decode.tokenizer import Guard
+from dataservice.decode.template_environment import environment
+from dataservice.decode.template_omissions import CALLS, THOUGHTS, omissions
+from dataservice.decode.template_turns import (
+    TracedText,
+    Turn,
+    compile_traced,
+    place_of,
+    read_traced,
+)
+from dataservice.decode.tokenizer import Guard, LoadedTokenizer
 
 # ChatML, as written in OpenAI's "chatml.md": role line, content, end of turn.
 CHATML = """\
@@ -47,29 +56,28 @@ CHATML = """\
 {%- endif -%}
 """
 
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _PROBE = "Is the kettle warm?"
+# In the middle of what an assistant, and what all others say. Digits are the same in upper case, in
+# JSON and after stripping.
+_ASSISTANTS_NUMBER, _OTHERS_NUMBER = "50917364250917", "62840391762840"
 
 
-class GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}`: what the model learns to say."""
-
-    tags = {"generation"}  # noqa: RUF012 - the type that the base class gives it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body with a mark at each end."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        ends = [
-            nodes.Output([nodes.TemplateData(mark)]).set_lineno(line)
-            for mark in (LOSS_OPEN, LOSS_CLOSE)
-        ]
-        return [ends[0], *body, ends[1]]
+def no_chatml(tokenizer: LoadedTokenizer) -> str:
+    """The message that a tokenizer lacks ChatML's tokens. As several ordinary tokens they would be
+    plain text, which a sample's own text can contain as well."""
+    return (
+        f"the tokenizer {quoted(tokenizer.path)} has neither a chat template nor the tokens of "
+        f"ChatML ({' and '.join(CHATML_TOKENS)}) to show conversations with. Give the model's own "
+        "as chat_template: FILE.jinja, or a tokenizer that has those tokens."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateSource:
-    """A template, its name in errors, and what it may refer to."""
+    """A template, its name for error messages, and the variables that it may use."""
 
     name: str
     text: str
@@ -78,16 +86,17 @@ class TemplateSource:
 
 
 class ChatTemplate:
-    """A compiled template, and what it can make of content.
+    """A compiled template, and the forms of content that it accepts.
 
-    Content is handed over as a list of parts where the template itself writes the media
-    token of every such kind, else as a string in which a mark keeps the medium's place.
+    Content is passed as the record has it, a string or a list of parts, where the template takes
+    that and itself writes the media tokens of every kind in it; else in the other form, or as a
+    string in which a mark stands for each medium.
     """
 
     def __init__(
         self, source: TemplateSource, *, guard: Guard, pads: Mapping[MediaKind, str]
     ) -> None:
-        """`pads[kind]` is the token that one medium becomes. Compiles and tries the template.
+        """Compiles and tries the template. `pads[kind]` is the token that one medium becomes.
 
         Raises:
             SpecError: it does not compile, or shows neither a string nor a list of parts.
@@ -95,80 +104,209 @@ class ChatTemplate:
         self.name = source.name
         self._guard = guard
         self._tokens = dict(source.tokens)
-        self._marks_loss = _GENERATION.search(source.text) is not None
+        self._reads_thoughts = any(name in source.text for name in THOUGHTS)
+        self._traced: Template | None = None
         try:
-            self._template = _environment(source.today).from_string(source.text)
-        except TemplateError as error:
+            self._template = environment(source.today).from_string(source.text)
+            if _GENERATION.search(source.text) is None:
+                self._traced = compile_traced(environment(source.today), source.text)
+        # Blocks that are nested too deep for Python are no TemplateError.
+        except (TemplateError, SyntaxError, RecursionError) as error:
             raise SpecError(
-                f"chat template {source.name!r} does not compile: {error}. Repair it, or choose "
-                "chat_template: chatml."
+                f"chat template {quoted(source.name)} does not compile: {cut(error)}. Repair it, "
+                "or choose chat_template: chatml."
             ) from error
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
-        # One that refuses a lone user turn altogether may still take longer conversations.
+        # A template that refuses a single user turn may still accept longer conversations.
         self._takes_strings = self._shows(_PROBE) or self._tried(_PROBE) is None
         if not (self._takes_strings or self._takes_parts):
             raise SpecError(
-                f"chat template {source.name!r} shows the content of a user turn neither when it "
-                "is a string nor when it is a list of parts. Choose chat_template: chatml."
+                f"chat template {quoted(source.name)} shows the content of a user turn neither "
+                "when it is a string nor when it is a list of parts. Choose chat_template: chatml."
             )
         self.writes = frozenset(kind for kind in pads if self._writes(kind, pads[kind]))
+        self._usual_prompt = self._found_prompt()
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as marked text: LOSS around what is learnt, SLOTS or the template's
-        own media tokens where media go, BREAK inside text that looks like a control token.
+        """The conversation as marked text: LOSS around learnt text, SLOTS or the template's own
+        media tokens in place of media, and BREAK inside text that looks like a control token.
 
         Raises:
-            SampleError: the template refuses the conversation, or is not prefix-stable and
-                has no `{% generation %}`.
+            SampleError: the template refuses the conversation, does not show all of it, or does
+                not tell what an assistant's turn is and has no `{% generation %}`.
         """
-        turns = [self._turn(message) for message in conversation.messages]
+        messages = enumerate(conversation.messages)
+        turns = [Turn(self._turn(message), place) for place, message in messages]
         tools = self._guard.protect_all(conversation.tools)
         text = self._render(turns, tools, prompt=False)
-        if self._marks_loss:
+        self._require_shown(text, turns, tools)
+        if self._traced is None:
             return text
-        return self._mark_turns(text, turns, tools)
+        learnt = self._learnt_by_prefix(text, turns, tools)
+        if learnt is None:
+            learnt = self._learnt_by_turns(text, turns, tools)
+        if learnt is None:
+            raise SampleError(
+                f"chat template {quoted(self.name)} does not tell which text the assistant's turns "
+                f"of the conversation ({len(turns)} turns) generate: it changes the text of "
+                "earlier turns when one is added, and does not write each turn in a loop over the "
+                "turns. Add {% generation %} to the template, or choose chatml."
+            )
+        return _marked(text, learnt)
+
+    # ---- nothing is lost ----
+
+    def _require_shown(self, text: str, turns: Sequence[dict[str, object]], tools: object) -> None:
+        """Raises SampleError when leaving out a part of the conversation gives the same text."""
+        parts = omissions(text, turns, tools, thoughts=not self._reads_thoughts)
+        for what, fewer, fewer_tools in parts:
+            try:
+                shown = self._render(fewer, fewer_tools, prompt=False) != text
+            except SampleError:
+                shown = True  # the template needs the part left out
+            if not shown:
+                raise SampleError(
+                    f"chat template {quoted(self.name)} does not show the conversation's {what}: "
+                    "they would be lost without a word. Choose a template that shows them, take "
+                    "them out of the record, or leave the sample out."
+                )
 
     # ---- loss by prefix difference ----
 
-    def _mark_turns(self, text: str, turns: Sequence[dict[str, object]], tools: object) -> str:
-        pieces, done = [], 0
+    def _learnt_by_prefix(
+        self, text: str, turns: Sequence[Turn], tools: object
+    ) -> list[tuple[int, int]] | None:
+        """The learnt parts of `text`, (start, end) in order; None when a turn changes the text of
+        what comes before it, or earlier turns are no conversation of their own."""
+        usual = self._usual_prompt or ""
+        learnt = []
         for place, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before = self._render(turns[:place], tools, prompt=True)
-            after = self._render(turns[: place + 1], tools, prompt=False)
+            try:
+                before = self._render(turns[:place], tools, prompt=True)
+                after = self._render(turns[: place + 1], tools, prompt=False)
+            except SampleError:
+                return None
             if not (after.startswith(before) and text.startswith(after)):
-                raise SampleError(
-                    f"chat template {self.name!r} is not prefix-stable: turn {place + 1} of "
-                    f"{len(turns)} changes the text of what comes before it, so its loss cannot "
-                    "be placed. Add {% generation %} to the template, or choose chatml."
-                )
-            start, end = len(before), _end_of_turn(after, len(before), self._guard)
-            pieces += [text[done:start], LOSS_OPEN, text[start:end], LOSS_CLOSE]
-            done = end
-        return "".join([*pieces, text[done:]])
+                return None
+            start = len(before)
+            # Some templates give no prompt after a tool's answer, and yet write the header.
+            if not before.endswith(usual) and after.startswith(usual, start):
+                start += len(usual)
+            learnt.append((start, _end_of_turn(after, start, self._guard)))
+        return learnt
+
+    # ---- loss of the text that turns write ----
+
+    def _learnt_by_turns(
+        self, text: str, turns: Sequence[Turn], tools: object
+    ) -> list[tuple[int, int]] | None:
+        """The learnt parts of `text`, (start, end) in order; None when the template's loops do not
+        tell whose text is whose."""
+        shown = self._traced_text(turns, tools, prompt=False)
+        if shown is None or shown.text != text or not self._kept_apart(turns, tools):
+            return None
+        learnt: list[tuple[int, int]] = []
+        for place, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            own = shown.of(place)
+            says = any(turn.get(key) for key in ("content", *CALLS))
+            if own is None or (says and not own):
+                return None
+            parts = [(one.start, one.end) for one in own]
+            if parts and place == len(turns) - 1:  # and what ends the conversation
+                parts.append((shown.end_of_turns, len(text)))
+            written = "".join(text[start:end] for start, end in parts)
+            header = self._header(written, turns, place, tools)
+            if header is None:
+                return None
+            learnt += _within(parts, header, _end_of_turn(written, header, self._guard))
+        return sorted(learnt)
+
+    def _kept_apart(self, turns: Sequence[Turn], tools: object) -> bool:
+        """Whether the text found for assistants' turns holds what assistants say, and nothing that
+        others say. It is tried out with numbers in the middle of what they say."""
+        said = [_numbered(turn) for turn in turns]
+        try:
+            traced = self._traced_text(said, tools, prompt=False)
+        except SampleError:
+            return False
+        if traced is None:
+            return False
+        assistants = frozenset(k for k, turn in enumerate(turns) if turn["role"] == "assistant")
+        own, other = traced.split(assistants)
+        return _OTHERS_NUMBER not in own and _ASSISTANTS_NUMBER not in other
+
+    def _header(self, written: str, turns: Sequence[Turn], place: int, tools: object) -> int | None:
+        """How many characters of a turn's text are the prompt to generate it; None if unknown."""
+        prompt = self._prompt_before(turns, place, tools)
+        if prompt is None:
+            return None
+        usual = self._usual_prompt or ""
+        # The usual one where a template gives none after a tool's answer.
+        known = max((p for p in (prompt, usual) if written.startswith(p)), key=len, default="")
+        if known or not prompt:
+            return len(known)
+        # The first turn may begin the text. What it says cannot contain a prompt's control tokens.
+        if place == 0 and usual in written and self._guard.protect(usual) != usual:
+            return written.index(usual) + len(usual)
+        # Only the beginning of the prompt, as where an earlier turn has lost its thoughts, which
+        # the prompt opens: all that both have up to a control token or the end of a line, since
+        # what the turn says may begin as the prompt goes on.
+        shared = prompt[: _common([prompt, written])]
+        header = max((k for k in range(len(shared) + 1) if self._ends(shared[:k])), default=0)
+        return header if header or not shared else None
+
+    def _ends(self, text: str) -> bool:
+        return text.endswith("\n") or self._guard.ends(text)
+
+    def _prompt_before(self, turns: Sequence[Turn], place: int, tools: object) -> str | None:
+        """What the template adds to earlier turns where the model is to go on; as after a user's
+        turn if earlier turns are no conversation of their own, or show nothing."""
+        try:
+            prompt = self._prompt_after(turns[:place], tools) if place else None
+        except SampleError:
+            prompt = None
+        return self._usual_prompt if prompt is None else prompt
+
+    def _prompt_after(self, turns: Sequence[Turn], tools: object) -> str | None:
+        asked = self._traced_text(turns, tools, prompt=True)
+        if asked is None or not asked.stretches:
+            return None
+        if asked.end_of_turns < len(asked.text):
+            return asked.text[asked.end_of_turns :]
+        # There is none, or the last turn's iteration writes it.
+        closed = self._render(turns, tools, prompt=False)
+        return asked.text[len(closed) :] if asked.text.startswith(closed) else None
 
     # ---- content ----
 
     def _turn(self, message: Message) -> dict[str, object]:
         extras = {key: self._guard.protect_all(value) for key, value in message.extras.items()}
-        role = self._guard.protect(message.role)
-        return {**extras, "role": role, "content": self._content(message.parts)}
+        thoughts = next((extras[key] for key in THOUGHTS if key in extras), None)
+        if thoughts is not None:
+            extras = {"thinking": thoughts, **extras, THOUGHTS[0]: thoughts}
+        spoken = {"role": self._guard.protect(message.role), "content": self._content(message)}
+        return {**spoken, **extras, **spoken}
 
-    def _content(self, parts: Sequence[Part]) -> str | list[dict[str, str]]:
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        parts = message.parts
         media = {part.kind for part in parts if isinstance(part, MediaPart)}
-        if self._takes_strings and not media & self.writes:
-            return "".join(self._text(part) for part in parts)
+        as_listed = message.listed and self._takes_parts and media <= self.writes
+        texts = iter(self._guard.protect_texts([p for p in parts if isinstance(p, str)]))
+        shown = [SLOTS[p.kind] if isinstance(p, MediaPart) else next(texts) for p in parts]
+        if self._takes_strings and not media & self.writes and not as_listed:
+            return "".join(shown)
         content: list[dict[str, str]] = []
-        for part in parts:
+        for part, text in zip(parts, shown, strict=True):
             if isinstance(part, MediaPart) and part.kind in self.writes:
                 content.append({"type": part.kind, part.kind: part.kind})
             else:
-                content.append({"type": "text", "text": self._text(part)})
-        return content
-
-    def _text(self, part: Part) -> str:
-        return SLOTS[part.kind] if isinstance(part, MediaPart) else self._guard.protect(part)
+                content.append({"type": "text", "text": text})
+        # Templates look at the first part, even of a turn that says nothing.
+        return content or [{"type": "text", "text": ""}]
 
     # ---- trying the template out ----
 
@@ -188,9 +326,32 @@ class ChatTemplate:
         except SampleError:
             return None
 
-    def _render(self, turns: Sequence[dict[str, object]], tools: object, *, prompt: bool) -> str:
+    def _found_prompt(self) -> str | None:
+        """The generation prompt after a single turn of a user."""
+        content = _PROBE if self._takes_strings else [{"type": "text", "text": _PROBE}]
         try:
-            return self._template.render(
+            return self._prompt_after([Turn({"role": "user", "content": content}, 0)], None)
+        except SampleError:
+            return None
+
+    def _traced_text(
+        self, turns: Sequence[Turn], tools: object, *, prompt: bool
+    ) -> TracedText | None:
+        """The rendered text with the stretches of its turns; None when it cannot be traced."""
+        if self._traced is None:
+            return None
+        return read_traced(self._render(turns, tools, prompt=prompt, template=self._traced))
+
+    def _render(
+        self,
+        turns: Sequence[dict[str, object]],
+        tools: object,
+        *,
+        prompt: bool,
+        template: Template | None = None,
+    ) -> str:
+        try:
+            return (template or self._template).render(
                 {
                     **self._tokens,
                     "messages": turns,
@@ -199,47 +360,61 @@ class ChatTemplate:
                     "add_generation_prompt": prompt,
                 }
             )
-        # A template is a program over the sample's values: it may raise what it likes.
+        except MemoryError:
+            raise  # this process is out of memory; the conversation is not to blame
+        # A template is a program over the sample's values: it may raise any exception.
         except Exception as error:
             raise SampleError(
-                f"chat template {self.name!r} refuses the conversation ({len(turns)} turns): "
-                f"{error}. Leave the sample out, or choose another template."
+                f"chat template {quoted(self.name)} refuses the conversation ({len(turns)} turns): "
+                f"{cut(error)}. Leave the sample out, or choose another template."
             ) from error
 
 
-def _environment(today: date) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    now = datetime.combine(today, time())
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    environment.filters["tojson"] = _tojson
-    return environment
+def _numbered(turn: Turn) -> Turn:
+    """The turn with a number in the middle of each of its texts."""
+    number = _ASSISTANTS_NUMBER if turn["role"] == "assistant" else _OTHERS_NUMBER
+
+    def change(text: str) -> str:
+        middle = len(text) // 2
+        return f"{text[:middle]}{number}{text[middle:]}" if text else text
+
+    content = turn["content"]
+    if isinstance(content, str):
+        return Turn({**turn, "content": change(content)}, place_of(turn))
+    parts = cast("list[dict[str, str]]", content)
+    parts = [{**part, "text": change(part["text"])} if "text" in part else part for part in parts]
+    return Turn({**turn, "content": parts}, place_of(turn))
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _within(parts: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """What characters `start` to `end` of some parts of a text, taken together, are in the text."""
+    found, done = [], 0
+    for first, last in parts:
+        length = last - first
+        low, high = max(start - done, 0), min(end - done, length)
+        if low < high:
+            found.append((first + low, first + high))
+        done += length
+    return found
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which templates for models do not want."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _common(texts: Sequence[str]) -> int:
+    """The length of the beginning that texts have in common."""
+    low, high = min(texts), max(texts)
+    differ = (k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
+    return next(differ, len(low))
+
+
+def _marked(text: str, learnt: Sequence[tuple[int, int]]) -> str:
+    pieces, done = [], 0
+    for start, end in learnt:
+        pieces += [text[done:start], LOSS_OPEN, text[start:end], LOSS_CLOSE]
+        done = end
+    return "".join([*pieces, text[done:]])
 
 
 def _end_of_turn(text: str, start: int, guard: Guard) -> int:
-    """Where a turn `text[start:]` ends: white space behind a control token is not part of it."""
+    """Where the turn that begins at `start` ends: white space after a control token is not part of
+    it."""
     stripped = text.rstrip()
     return len(stripped) if len(stripped) > start and guard.ends(stripped) else len(text)

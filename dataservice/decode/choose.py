@@ -1,15 +1,16 @@
-"""From a spec to its parts: processor, placeholder tokens, template, end of document."""
+"""Chooses a spec's parts: processors, placeholder tokens, template, end-of-document token."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from dataservice.core.errors import SpecError
+from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
-from dataservice.decode.chat_template import CHATML, TemplateSource
+from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
 from dataservice.decode.processors.base import VisionProcessor
-from dataservice.decode.spec import CustomVisionSpec, PipelineSpec, VisionProcessorSpec
+from dataservice.decode.spec import BUILT_IN, CustomVisionSpec, PipelineSpec, VisionProcessorSpec
 from dataservice.decode.tokenizer import LoadedTokenizer
 
 
@@ -21,20 +22,21 @@ def choose_vision(
     if spec.name not in custom:
         known = ", ".join(sorted(custom)) or "none"
         raise SpecError(
-            f"vision processor {spec.name!r} is not in the service's config, which has: {known}. "
-            "Ask who runs the service to add its import path, or use qwen2_vl, internvl or llava."
+            f"vision processor {quoted(spec.name)} is not in the service's config, which has: "
+            f"{known}. Ask who runs the service to add its import path, or use one that is built "
+            f"in: {', '.join(BUILT_IN)}."
         )
     try:
         processor = custom[spec.name](**spec.options)
     except Exception as error:  # the user's own code may raise anything
         raise SpecError(
-            f"vision processor {spec.name!r} cannot be made with options {spec.options}: {error}. "
-            "Give the options that its class takes."
+            f"vision processor {quoted(spec.name)} cannot be made with options "
+            f"{quoted(spec.options)}: {cut(error)}. Give the options that its class takes."
         ) from error
     missing = [name for name in ("plan_image", "plan_video") if not hasattr(processor, name)]
     if missing:
         raise SpecError(
-            f"vision processor {spec.name!r} is a {type(processor).__name__} without "
+            f"vision processor {quoted(spec.name)} is a {type(processor).__name__} without "
             f"{' and '.join(missing)}; see VisionProcessor in decode/processors/base.py."
         )
     return cast(VisionProcessor, processor)
@@ -43,7 +45,7 @@ def choose_vision(
 def choose_placeholders(
     spec: PipelineSpec, tokenizer: LoadedTokenizer
 ) -> dict[MediaKind, PlaceholderTokens]:
-    """The tokens of each kind that the job has a processor for, checked."""
+    """The checked placeholder tokens of each kind that the job has a processor for."""
     given: dict[MediaKind, PlaceholderTokens | None] = {}
     if spec.vision is not None:
         own = spec.vision.kind
@@ -56,13 +58,31 @@ def choose_placeholders(
     for kind, tokens in given.items():
         if tokens is None:
             raise SpecError(
-                f"the tokenizer {tokenizer.path!r} has no known placeholder tokens for {kind}, "
-                "such as <|image_pad|>, <IMG_CONTEXT>, <image>, <|audio_pad|>. Add them to it, or "
-                f"name its own as {kind}_tokens: {{start, pad, end}}."
+                f"the tokenizer {quoted(tokenizer.path)} has no known placeholder tokens for "
+                f"{kind}, such as <|image_pad|>, <IMG_CONTEXT>, <image>, <|audio_pad|>. Add them "
+                f"to it, or name its own as {kind}_tokens: {{start, pad, end}}."
             )
         check_tokens(kind, tokens, tokenizer)
         found[kind] = tokens
+    _check_literals(spec, tokenizer)
     return found
+
+
+def _check_literals(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> None:
+    """Raises SpecError when the processor writes control tokens that the vocabulary lacks: they
+    would be read as plain text."""
+    for token in _literals(spec):
+        if not tokenizer.has_token(token):
+            raise SpecError(
+                f"the tokenizer {quoted(tokenizer.path)} does not have {quoted(token)}, which "
+                f"{getattr(spec.vision, 'kind', 'the processor')} writes around media. Use the "
+                "tokenizer of its model, or add the token."
+            )
+
+
+def _literals(spec: PipelineSpec) -> tuple[str, ...]:
+    """Control tokens that the job's processor itself writes into the texts of media."""
+    return getattr(spec.vision, "literals", ())
 
 
 def guarded_tokens(
@@ -70,39 +90,50 @@ def guarded_tokens(
     tokenizer: LoadedTokenizer,
     placeholders: Mapping[MediaKind, PlaceholderTokens],
 ) -> tuple[str, ...]:
-    """The tokens that a sample's text cannot write: control tokens, unless the spec allows
-    them, and those of media in any case."""
-    media = {token for tokens in placeholders.values() for token in tokens.tokens}
+    """The tokens that a sample's text cannot write: control tokens, unless the spec allows them,
+    and always the tokens of media."""
+    media = {
+        token for tokens in placeholders.values() for token in (*tokens.tokens, tokens.written)
+    }
+    media.update(_literals(spec))
     for token in spec.content_tokens:
         if tokenizer.id_of(token) is None or token in media:
             raise SpecError(
-                f"content_tokens names {token!r}, which is "
+                f"content_tokens names {quoted(token)}, which is "
                 f"{'a media token' if token in media else 'not in the vocabulary'} of "
-                f"{tokenizer.path!r}. Name control tokens of the vocabulary other than those of "
-                "media."
+                f"{quoted(tokenizer.path)}. Name control tokens of the vocabulary other than those "
+                "of media."
             )
-    return tuple((set(tokenizer.specials) - set(spec.content_tokens)) | media)
+    control = {*tokenizer.specials, *(t for t in CHATML_TOKENS if tokenizer.id_of(t) is not None)}
+    return tuple((control - set(spec.content_tokens)) | media)
 
 
 def distinct_pads(placeholders: Mapping[MediaKind, PlaceholderTokens]) -> dict[MediaKind, str]:
-    """Pads that tell the kind. A template that writes a shared one cannot be read back."""
-    pads = [tokens.pad for tokens in placeholders.values()]
-    return {kind: t.pad for kind, t in placeholders.items() if pads.count(t.pad) == 1}
+    """What a template writes for one medium, of the kinds that have it to themselves. When a
+    template writes the same for several kinds, the kind cannot be told from the text."""
+    written = [tokens.written for tokens in placeholders.values()]
+    return {kind: t.written for kind, t in placeholders.items() if written.count(t.written) == 1}
 
 
-def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateSource:
-    if spec.chat_template == "auto" and tokenizer.template is not None:
+def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateSource | None:
+    """The template named by the spec, or the tokenizer's own, or ChatML if the tokenizer has its
+    tokens; else None. A job of plain texts needs no template."""
+    name = spec.chat_template
+    if name == "auto" and tokenizer.template is not None:
         name, text = f"{tokenizer.path} (its own)", tokenizer.template
-    elif spec.chat_template in ("auto", "chatml"):
+    elif name in ("auto", "chatml"):
+        if not all(map(tokenizer.has_token, CHATML_TOKENS)):
+            if name == "auto":
+                return None
+            raise SpecError(no_chatml(tokenizer))
         name, text = "chatml", CHATML
     else:
-        name = spec.chat_template
         try:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise SpecError(
-                f"chat template {name!r} cannot be read: {error}. Give auto, chatml, or the path "
-                "of a .jinja file that workers can read too."
+                f"chat template {quoted(name)} cannot be read: {cut(error)}. Give auto, chatml, or "
+                "the path of a .jinja file that workers can read too."
             ) from error
     return TemplateSource(name=name, text=text, tokens=tokenizer.named, today=spec.template_date)
 
@@ -111,7 +142,7 @@ def choose_end_of_document(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> st
     token = spec.end_of_document_token
     if token is not None and tokenizer.id_of(token) is None:
         raise SpecError(
-            f"end_of_document_token {token!r} is not in the vocabulary of {tokenizer.path!r}. "
-            "Name one of its tokens."
+            f"end_of_document_token {quoted(token)} is not in the vocabulary of "
+            f"{quoted(tokenizer.path)}. Name one of its tokens."
         )
     return token or tokenizer.end_of_document

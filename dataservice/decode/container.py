@@ -1,4 +1,4 @@
-"""Opening a clip or a recording with PyAV: the border at which its errors become ours."""
+"""Opens a clip or a recording with PyAV, and turns PyAV's errors into ours."""
 
 import io
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from dataservice.decode.mp4_tables import check_tables
 from dataservice.decode.tags import without_tags
 
 _MICROSECONDS = 1_000_000
-# Formats that hold their media. Playlists and scripts (HLS, DASH, ffconcat) would make FFmpeg
+# Formats that contain their media. Playlists and scripts (HLS, DASH, ffconcat) would make FFmpeg
 # open other files and addresses that the sample names.
 FORMATS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,wav,w64,aiff,caf,flac,mp3,ogg,aac,amr"
-# Of these, a stream that was cut out of a longer one begins with frames that refer to what was
-# cut off: an error there is no damage.
+# In these formats, a stream cut out of a longer one begins with frames that refer to the part cut
+# off: an error there is not damage.
 _CUT_ANYWHERE = frozenset({"mp3", "mp3float", "mp2", "mp2float", "mp1", "mp1float"})
 
 
@@ -30,15 +30,15 @@ def opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[InputContainer]:
     """The blob as an open container.
 
     Raises:
-        SampleError: FFmpeg cannot read it, here or later inside the `with`, or its header
-            states more than a limit allows.
+        SampleError: FFmpeg cannot read it, now or later inside the `with`, or its header states
+            more than a limit allows.
     """
     check_tables(blob, limits)
     options = {
         "format_whitelist": FORMATS,
         "protocol_whitelist": "none",
         "max_streams": str(limits.max_media_streams),
-        # Opening decodes a first frame where the header leaves something out.
+        # Opening decodes a first frame when the header leaves something out.
         "max_pixels": str(limits.max_video_pixels),
         "threads": "1",
     }
@@ -52,8 +52,8 @@ def opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[InputContainer]:
             yield container
     except SampleError:
         raise
-    # Beside FFmpeg's own errors, damaged bytes make PyAV raise ValueError, AttributeError (a
-    # stream of an unknown codec) and IndexError, so all of it is this sample's fault.
+    # Besides FFmpeg's own errors, damaged bytes make PyAV raise ValueError, AttributeError (a
+    # stream of an unknown codec) and IndexError, so any exception counts as this sample's error.
     except Exception as error:
         text = str(error) or type(error).__name__
         raise SampleError(
@@ -63,19 +63,19 @@ def opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[InputContainer]:
 
 
 def prepare_decoder(stream: VideoStream | AudioStream, limits: DecodeLimits) -> None:
-    """Decode in this thread, within the limits, and let damage end the stream.
+    """Have the decoder work in this thread, within the limits, and end the stream at damage.
 
-    FFmpeg by default paints over damage and checks no checksums.
+    By default, FFmpeg conceals damage and ignores checksums.
     """
     context = stream.codec_context
-    # Workers decode many samples at once; FFmpeg's own threads would only get in their way.
+    # Workers decode many samples at once; FFmpeg's own threads would only slow them down.
     context.thread_count = 1
     strict = "crccheck" if context.name in _CUT_ANYWHERE else "crccheck+explode"
     context.options = {"err_detect": strict, "max_pixels": str(limits.max_video_pixels)}
 
 
 def header_seconds(container: InputContainer, stream: Stream) -> float | None:
-    """Duration in s that the stream's header gives, or else the container's."""
+    """Duration in s from the stream's header, or else from the container's."""
     if stream.duration is not None and stream.time_base is not None and stream.duration > 0:
         return float(stream.duration * stream.time_base)
     if container.duration is not None and container.duration > 0:
@@ -86,8 +86,8 @@ def header_seconds(container: InputContainer, stream: Stream) -> float | None:
 def count_packets(
     container: InputContainer, stream: Stream, most: int | None = None
 ) -> tuple[int, float]:
-    """Packets of a stream, and the seconds they span; decodes nothing. Reads all, or until
-    there are more than `most`."""
+    """(Number of packets of a stream, seconds they span); decodes nothing. Reads all packets, or
+    until there are more than `most`."""
     count, first, last = 0, None, 0
     for packet in container.demux(stream):
         stamp = packet.pts if packet.pts is not None else packet.dts

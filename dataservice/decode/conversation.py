@@ -1,16 +1,24 @@
-"""Records to conversations and documents: who says what, and where the media go.
+"""Reads records as conversations and documents: the turns, and the places of the media.
 
     {"messages": [{"role", "content"}]}           OpenAI: content is a string or a list of parts
     {"conversations": [{"from", "value"}]}        ShareGPT and LLaVA: <image> <video> <audio> in
                                                   the text; {"role", "content"} is read too
+    {"texts": [{"user", "assistant"}]}            the_cauldron: turns in pairs
+    {"texts": ["...", null, "..."]}               OBELICS: each null is the place of an image
+    {"question" or "problem", "answer"}           one turn each
     {"text": "..."}                               a plain document
+    {"caption": "..."}                            the same, behind its media
 
-Which text is a placeholder: parts, wherever there are any. `<image>` in text counts in the
-other dialects, and in messages without media parts, but only for a kind that the sample has
-(its media, or a non-empty key such as "image" or "images"); elsewhere it is text that happens
-to look so, as HTML does. A sample without any media is refused when a user turn begins or
-ends with `<image>`: that is how LLaVA writes, so its file got lost. A document with media and
-no placeholders shows its media first, as caption sets mean it.
+Placeholders: where content has parts of media, those parts are the placeholders. Elsewhere
+`<image>`, `<video>` and `<audio>` in text are, even if the sample has no such file: it is then
+refused, since its file was lost. Only markup is exempt: `<video>` in a text that also has
+`</video>`, or between back-ticks, when the sample has no such file. A source whose texts contain
+these words otherwise says placeholders: text; then they count only for the kinds of file that a
+sample has.
+
+A document with media and no placeholders shows its media first, as caption datasets intend; so do
+a question, and the first of several pairs. Sound with a transcript (`sentence`, `transcription`,
+`transcript`) and no text is such a document.
 """
 
 import json
@@ -21,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import cast, get_args
 
 from dataservice.core.errors import SampleError
-from dataservice.core.sample import MediaKind
+from dataservice.core.quoting import cut, quoted
+from dataservice.core.sample import PART_KINDS, MediaKind, PlaceholderRule
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
@@ -37,16 +46,10 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-_PART_KINDS: dict[str, MediaKind] = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "video": "video",
-    "video_url": "video",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-}
+_QUESTIONS = ("question", "problem")
+# What a question may refer to, and the reader would not show.
+_BESIDE_QUESTIONS = ("choices", "options")
+_TRANSCRIPTS = ("sentence", "transcription", "transcript")
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
@@ -62,16 +65,18 @@ Part = str | MediaPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One turn. `extras` are the record's other keys, such as `tool_calls` or `name`."""
+    """One turn. `extras` are the record's other keys, such as `tool_calls` or `name`; `listed` is
+    true where the record has the content as a list, whose texts then stay apart."""
 
     role: str
     parts: tuple[Part, ...]
+    listed: bool = False
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Turns in order, and the tools offered to the model."""
+    """The turns in order, and the tools offered to the model."""
 
     messages: tuple[Message, ...]
     tools: object = None
@@ -85,32 +90,39 @@ class Document:
 
 
 def read_record(
-    record: Mapping[str, object], media: Sequence[MediaKind]
+    record: Mapping[str, object],
+    media: Sequence[MediaKind],
+    placeholders: PlaceholderRule = "strict",
 ) -> Conversation | Document:
-    """Read a record of any dialect, whose sample has `media` of these kinds.
+    """Read a record of any dialect; `media` has the kinds of its sample's files.
 
     Raises:
-        SampleError: no known dialect, no text, or another number of placeholders than of media
-            of some kind.
+        SampleError: the dialect is unknown, there is no text, or the numbers of placeholders and
+            files of some kind differ.
     """
-    present = set(media) | {kind for kind in KINDS if _names_media(record, kind)}
+    split = _Splitter(files=frozenset(media), rule=placeholders)
     if record.get("messages") is not None:
-        result: Conversation | Document = _openai(record, "messages", present)
+        result: Conversation | Document = _openai(record, "messages", split)
     elif record.get("conversations") is not None:
-        result = _conversations(record, present)
-    elif isinstance(record.get("text"), str):
-        result = _document(cast(str, record["text"]), media, present)
+        result = _conversations(record, split)
+    elif isinstance(texts := record.get("texts"), list) and texts:
+        result = _texts(record, texts, media, split)
+    elif (text := _document_text(record, media)) is not None:
+        result = _document(text, media, split)
+    elif (key := _question_key(record)) is not None:
+        result = _answered(record, key, media, split)
     else:
         raise SampleError(
-            f"the record has the keys {sorted(record)}; it needs messages, conversations or text. "
-            "Rename its column, or convert it to one of these."
+            f"the record has the keys {quoted(sorted(record))}; it needs messages, conversations, "
+            "texts, text, question and answer, or caption. Say under columns in the source which "
+            "of its keys are these, as in columns: {question: prompt, answer: response}."
         )
     _check(result, media)
     return result
 
 
 def text_bytes(source: Conversation | Document) -> int:
-    """Text of all parts in UTF-8."""
+    """Bytes of the text of all parts in UTF-8."""
     texts = (part for part in _parts(source) if isinstance(part, str))
     return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
@@ -120,76 +132,167 @@ def _parts(source: Conversation | Document) -> list[Part]:
     return [part for piece in pieces for part in piece.parts]
 
 
-def _names_media(record: Mapping[str, object], kind: MediaKind) -> bool:
-    return bool(record.get(kind)) or bool(record.get(f"{kind}s"))
+def _document_text(record: Mapping[str, object], media: Sequence[MediaKind]) -> str | None:
+    keys = ["text", *(_TRANSCRIPTS if "audio" in media else ())]
+    if media and _question_key(record) is None:
+        keys.append("caption")
+    return next((text for key in keys if isinstance(text := record.get(key), str)), None)
 
 
-def _document(text: str, media: Sequence[MediaKind], present: set[MediaKind]) -> Document:
-    parts = _split(text, present)
-    if media and not any(isinstance(part, MediaPart) for part in parts):
-        parts = (*(MediaPart(kind=kind) for kind in media), *parts)
-    return Document(parts=parts)
+def _document(text: str, media: Sequence[MediaKind], split: "_Splitter") -> Document:
+    return Document(parts=_with_media([split(text)], media)[0])
 
 
-def _conversations(record: Mapping[str, object], present: set[MediaKind]) -> Conversation:
+def _with_media(
+    texts: Sequence[tuple[Part, ...]], media: Sequence[MediaKind]
+) -> list[tuple[Part, ...]]:
+    """The texts, the first of them behind the media where none says where they belong."""
+    first, *others = texts
+    if not any(isinstance(part, MediaPart) for text in texts for part in text):
+        first = (*(MediaPart(kind=kind) for kind in media), *first)
+    return [first, *others]
+
+
+def _texts(
+    record: Mapping[str, object],
+    texts: list[object],
+    media: Sequence[MediaKind],
+    split: "_Splitter",
+) -> Conversation | Document:
+    """Pairs of user and assistant, or the texts between a document's images."""
+    if all(text is None or isinstance(text, str) for text in texts):
+        places = [
+            (MediaPart(kind="image"),) if text is None else split(str(text)) for text in texts
+        ]
+        return Document(parts=_joined([part for parts in places for part in parts]))
+    pairs = [text for text in texts if isinstance(text, Mapping)]
+    said = [pair.get(role) for pair in pairs for role in ("user", "assistant")]
+    if len(pairs) != len(texts) or not all(isinstance(text, str) for text in said):
+        raise SampleError(
+            f"texts holds {cut(texts, 80)!r}; it must be a list of objects with the texts user and "
+            "assistant, or of texts and nulls, where a null is the place of an image."
+        )
+    return _in_turns(record, [str(text) for text in said], media, split)
+
+
+def _question_key(record: Mapping[str, object]) -> str | None:
+    answered = record.get("answer") is not None
+    return next((key for key in _QUESTIONS if answered and record.get(key) is not None), None)
+
+
+def _answered(
+    record: Mapping[str, object], key: str, media: Sequence[MediaKind], split: "_Splitter"
+) -> Conversation:
+    question, answer = record[key], record["answer"]
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise SampleError(
+            f"{key} is {cut(question, 40)!r} and answer {cut(answer, 40)!r}; both must be texts. "
+            "Write the answer as the model is to say it."
+        )
+    if hidden := [other for other in _BESIDE_QUESTIONS if record.get(other)]:
+        raise SampleError(
+            f"the record has {hidden[0]}, which {key!r} and 'answer' do not show. Write them into "
+            f"the question, or ignore: [{hidden[0]}] in the source to train without them."
+        )
+    return _in_turns(record, [question, answer], media, split)
+
+
+def _in_turns(
+    record: Mapping[str, object],
+    texts: Sequence[str],
+    media: Sequence[MediaKind],
+    split: "_Splitter",
+) -> Conversation:
+    """Texts of user and assistant in turn."""
+    parts = _with_media([split(text) for text in texts], media)
+    roles = ("user", "assistant") * (len(texts) // 2)
+    turns = zip(roles, parts, strict=True)
+    return _with_system(record, [Message(role=role, parts=each) for role, each in turns])
+
+
+def _conversations(record: Mapping[str, object], split: "_Splitter") -> Conversation:
     turns = _turns(record, "conversations")
     if turns[0].get("from") is None:
-        return _openai(record, "conversations", present)
+        return _openai(record, "conversations", split)
     messages = []
     for turn in turns:
         sender, value = turn.get("from"), turn.get("value")
         role = _ROLES.get(str(sender))
         if role is None or not isinstance(value, str):
             raise SampleError(
-                f"a turn of conversations has from {sender!r} and a value of type "
+                f"a turn of conversations has from {quoted(sender)} and a value of type "
                 f"{type(value).__name__}; from must be one of {', '.join(_ROLES)}, and value a "
                 "string."
             )
-        lost = not present and _opens_with_image(role, value)
-        messages.append(Message(role=role, parts=_split(value, {"image"} if lost else present)))
+        extras = _extras(turn, "from", "value")
+        messages.append(Message(role=role, parts=split(value), extras=extras))
     return _with_system(record, messages)
 
 
-def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
-    """Some ShareGPT sets keep the system prompt in a key of its own."""
-    system = record.get("system")
-    if isinstance(system, str) and system and not any(m.role == "system" for m in messages):
-        messages = [Message(role="system", parts=(system,)), *messages]
-    return Conversation(messages=tuple(messages), tools=record.get("tools") or None)
-
-
-def _opens_with_image(role: str, value: str) -> bool:
-    text = value.strip()
-    return role == "user" and (text.startswith("<image>") or text.endswith("<image>"))
-
-
-def _openai(record: Mapping[str, object], key: str, present: set[MediaKind]) -> Conversation:
+def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conversation:
     turns = _turns(record, key)
-    has_parts = any(_is_media_part(part) for turn in turns for part in _list(turn.get("content")))
-    in_text: set[MediaKind] = set() if has_parts else present
+    if any(_is_media_part(part) for turn in turns for part in _list(turn.get("content"))):
+        split = _Splitter(files=frozenset(), rule="text")
     messages = []
     for turn in turns:
         role = turn.get("role")
         if not isinstance(role, str) or not role:
             raise SampleError(
-                f"a turn of {key} has the keys {sorted(turn)} and role {role!r}; each needs role "
-                "and content, or from and value."
+                f"a turn of {key} has the keys {quoted(sorted(turn))} and role {quoted(role)}; "
+                "each needs role and content, or from and value."
             )
-        # Parquet writes every key in every row: None is what the row does not have.
-        extras = {k: v for k, v in turn.items() if k not in ("role", "content") and v is not None}
-        parts = _content(turn.get("content"), in_text)
-        messages.append(Message(role=role, parts=parts, extras=extras))
-    return Conversation(messages=tuple(messages), tools=record.get("tools") or None)
+        content = turn.get("content")
+        messages.append(
+            Message(
+                role=role,
+                parts=_content(content, split),
+                listed=isinstance(content, list | tuple),
+                extras=_extras(turn, "role", "content"),
+            )
+        )
+    return _with_system(record, messages)
+
+
+def _extras(turn: Mapping[str, object], *read: str) -> dict[str, object]:
+    """The turn's other keys. Parquet writes every key in every row, with None for those that the
+    row does not have."""
+    return {key: value for key, value in turn.items() if key not in read and value is not None}
+
+
+def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
+    """The conversation with the system prompt, which some datasets keep in a separate key."""
+    system = record.get("system")
+    if isinstance(system, str) and system and not any(m.role == "system" for m in messages):
+        messages = [Message(role="system", parts=(system,)), *messages]
+    return Conversation(messages=tuple(messages), tools=_tools(record))
+
+
+def _tools(record: Mapping[str, object]) -> object:
+    """The tools offered, which some datasets keep as a JSON string."""
+    if record.get("functions"):
+        raise SampleError(
+            "the record has functions, which chat templates no longer read. Write them as tools: "
+            '[{"type": "function", "function": …}].'
+        )
+    tools = record.get("tools") or None
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) or None
+    except (ValueError, RecursionError) as error:
+        raise SampleError(
+            f"tools is a string that is not JSON: {quoted(tools, 60)}. Store a list of tools."
+        ) from error
 
 
 def _turns(record: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
     turns = record[key]
-    if isinstance(turns, str):  # some Parquet sets keep the list as a JSON string
+    if isinstance(turns, str):  # some Parquet datasets keep the list as a JSON string
         try:
             turns = json.loads(turns)
         except (ValueError, RecursionError) as error:
             raise SampleError(
-                f"{key} is a string that is not JSON: {turns[:60]!r}. Store a list of turns."
+                f"{key} is a string that is not JSON: {quoted(turns, 60)}. Store a list of turns."
             ) from error
     listed = _list(turns)
     if not listed or not all(isinstance(turn, Mapping) for turn in listed):
@@ -206,44 +309,58 @@ def _list(value: object) -> list[object]:
 
 
 def _is_media_part(part: object) -> bool:
-    return isinstance(part, Mapping) and str(part.get("type")) in _PART_KINDS
+    return isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS
 
 
-def _content(content: object, in_text: set[MediaKind]) -> tuple[Part, ...]:
+def _content(content: object, split: "_Splitter") -> tuple[Part, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
-        return _split(content, in_text)
+        return split(content)
     parts: list[Part] = []
     for part in _list(content) if isinstance(content, list | tuple) else [content]:
         if isinstance(part, str):
-            parts.extend(_split(part, in_text))
-        elif isinstance(part, Mapping) and str(part.get("type")) in _PART_KINDS:
-            parts.append(MediaPart(kind=_PART_KINDS[str(part["type"])]))
+            parts.extend(split(part))
+        elif isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS:
+            parts.append(MediaPart(kind=PART_KINDS[str(part["type"])]))
         elif isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
-            parts.extend(_split(str(part.get("text") or ""), in_text))
+            # A template may write something around an empty text as well.
+            parts.extend(split(str(part.get("text") or "")) or [""])
         else:
             raise SampleError(
-                f"a message's content holds {str(part)[:80]!r}; a part must be a string or an "
-                f"object whose type is one of {', '.join([*sorted(_TEXT_PARTS), *_PART_KINDS])}."
+                f"a message's content holds {cut(part, 80)!r}; a part must be a string or an "
+                f"object whose type is one of {', '.join([*sorted(_TEXT_PARTS), *PART_KINDS])}."
             )
-    return _joined(parts)
+    return tuple(parts)
 
 
-def _split(text: str, kinds: set[MediaKind]) -> tuple[Part, ...]:
-    """Text around the placeholders of these kinds; other placeholders stay text."""
-    parts: list[Part] = []
-    start = 0
-    for match in _PLACEHOLDER.finditer(text):
-        kind = cast(MediaKind, match[1])
-        if kind in kinds:
-            parts += [text[start : match.start()], MediaPart(kind=kind)]
-            start = match.end()
-    return _joined([*parts, text[start:]])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Splitter:
+    """Cuts text at its placeholders, for a sample that has files of these kinds."""
+
+    files: frozenset[MediaKind]
+    rule: PlaceholderRule
+
+    def __call__(self, text: str) -> tuple[Part, ...]:
+        """Splits text at its placeholders; all other text stays as it is. O(characters)."""
+        parts: list[Part] = []
+        start = ticks = counted = 0
+        last_tick = text.rfind("`")
+        closed = {kind for kind in KINDS if f"</{kind}>" in text}
+        for match in _PLACEHOLDER.finditer(text):
+            kind = cast(MediaKind, match[1])
+            ticks += text.count("`", counted, match.start())
+            counted = match.start()
+            is_markup = kind in closed or (ticks % 2 == 1 and last_tick > match.end() - 1)
+            if kind in self.files or (self.rule == "strict" and not is_markup):
+                parts += [text[start : match.start()], MediaPart(kind=kind)]
+                start = match.end()
+        return _joined([*parts, text[start:]])
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Neighbouring texts as one, so that nothing can hide across their border."""
+    """The parts with neighbouring texts joined, so that no control token can hide across their
+    boundary."""
     joined: list[Part] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -255,8 +372,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def _check(result: Conversation | Document, media: Sequence[MediaKind]) -> None:
     parts = _parts(result)
-    texts = [part for part in parts if isinstance(part, str)]
-    if not any(text.strip() for text in texts) and not media:
+    if not any(isinstance(part, MediaPart) or part.strip() for part in parts) and not media:
         raise SampleError("the sample is empty: it has neither text nor media. Leave it out.")
     placeholders = Counter(part.kind for part in parts if isinstance(part, MediaPart))
     files = Counter(media)
@@ -264,7 +380,17 @@ def _check(result: Conversation | Document, media: Sequence[MediaKind]) -> None:
         if placeholders[kind] != files[kind]:
             raise SampleError(
                 f"the text has {placeholders[kind]} placeholders for {kind} and the sample has "
-                f"{files[kind]} {kind} files; they must be equal. Add the missing "
-                f"{'file' if placeholders[kind] > files[kind] else '<' + kind + '>'}, or leave "
-                "the sample out."
+                f"{files[kind]} {kind} files; they must be equal. "
+                f"{_remedy(kind, placeholders[kind], files[kind])}, or leave the sample out."
             )
+
+
+def _remedy(kind: MediaKind, placeholders: int, files: int) -> str:
+    if placeholders < files:
+        return f"Add the missing <{kind}>, name a file that is no part of it under ignore"
+    if files:
+        return "Add the missing file"
+    return (
+        f"Add the missing file, write placeholders: text in the source if <{kind}> is only a "
+        "word in its texts"
+    )

@@ -1,15 +1,15 @@
-"""Still images: size from the header, pixels through a processor's views."""
+"""Still images: their size from the header, and their pixels through a processor's views."""
 
 import io
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import (
+    AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
     Image,
@@ -24,12 +24,15 @@ from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.processors.base import View, VisionPlan
+from dataservice.decode.resample import BAND_ROWS, Pixels, resize_columns, resize_rows
 
-# A hostile header may earn one warning a tag; what is wrong with a picture is said by its error.
+# A hostile header can cause one warning per tag; the error already says what is wrong with a
+# picture.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-# Formats that decode in process: no PostScript, no plugin that starts a program. Naming the
-# plugins registers them; Pillow does so for a few only, until it has failed to open a file.
+# Formats that Pillow decodes in this process: no PostScript, no plugin that starts a program.
+# Importing the plugins registers them; Pillow itself registers only a few, until it has failed to
+# open a file.
 FORMATS = tuple(
     plugin.format
     for plugin in (
@@ -39,8 +42,11 @@ FORMATS = tuple(
         GifImagePlugin.GifImageFile,
         BmpImagePlugin.BmpImageFile,
         TiffImagePlugin.TiffImageFile,
+        AvifImagePlugin.AvifImageFile,
     )
 )
+# Workers decode many samples at once; a decoder's own threads would only slow them down.
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 _ORIENTATION_TAG = 0x0112
 _TIFF_TILE = (322, 323)  # width and height; a tile is decoded whole
 _START_OF_SCAN = b"\xff\xda"
@@ -51,41 +57,55 @@ def image_size(blob: MediaBlob, limits: DecodeLimits) -> tuple[int, int]:
     """(width, height) in pixels as shown, EXIF orientation applied; from the header alone.
 
     Raises:
-        SampleError: not an image of a known format, or more pixels than the limit.
+        SampleError: it is not an image of a known format, or has more pixels than the limit.
     """
     with _opened(blob, limits) as image:
         width, height = image.size
         return (height, width) if _orientation(image) in _SWAPS_SIDES else (width, height)
 
 
-def decode_image(blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits) -> NDArray[np.uint8]:
-    """The tiles of all the plan's views: uint8[frames, height, width, 3].
+def decode_image(blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits) -> Pixels:
+    """The tiles of all views of the plan: uint8[frames, height, width, 3].
 
-    A JPEG is decoded at the smallest of 1/2, 1/4, 1/8 of its size that no view enlarges. Of
-    an animation, the first frame is shown; transparent parts are shown on white.
+    Pixels equal those of Hugging Face's default (torchvision) processors, bit for bit: the filter
+    is applied to the full-size picture. Of an animation, the first frame is used; transparent
+    parts are shown on white.
 
     Raises:
         SampleError: the image is damaged, truncated or too large.
     """
-    with _opened(blob, limits) as image:
-        orientation = _orientation(image)
-        largest = (max(v.width for v in plan.views), max(v.height for v in plan.views))
-        image.draft(None, largest[::-1] if orientation in _SWAPS_SIDES else largest)
-        upright = _upright(_as_rgb(image), orientation)
-        tiles = [
-            cut_tiles(
-                np.asarray(upright.resize((view.width, view.height), Image.Resampling.BICUBIC)),
-                view,
-            )
-            for view in plan.views
-        ]
+    tiles = list(cut_views(_read(blob, limits), plan.views))
     return tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
 
 
-def cut_tiles(pixels: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
+def _read(blob: MediaBlob, limits: DecodeLimits) -> Image.Image:
+    """The whole picture, upright and RGB. What it was read from is freed before it is resized."""
+    with _opened(blob, limits) as image:
+        orientation = _orientation(image)  # before the pixels are read: see there
+        return _upright(_as_rgb(image), orientation)
+
+
+def cut_views(picture: Image.Image | Pixels, views: Iterable[View]) -> Iterator[Pixels]:
+    """The tiles uint8[tiles, tile_height, tile_width, 3] of each view of a picture: RGB, or
+    uint8[h, w, 3]. What views have in common is computed once."""
+    made: dict[tuple[object, ...], Pixels] = {}
+    for view in views:
+        shown = picture
+        for steps, size in enumerate(view.sizes, start=1):
+            key = view.filter, view.square, view.fill, view.sizes[:steps]
+            if key not in made:
+                square = view.square and steps == 1
+                made[key] = _resized(shown, size, view, square=square)
+            shown = made[key]
+        yield cut_tiles(np.asarray(shown), view)
+
+
+def cut_tiles(pixels: Pixels, view: View) -> Pixels:
     """Tiles uint8[tiles, tile_height, tile_width, 3] of a resized picture uint8[h, w, 3]."""
-    tiles = np.empty((len(view.origins), view.tile_height, view.tile_width, 3), dtype=np.uint8)
     height, width = pixels.shape[:2]
+    if view.origins == ((0, 0),) and (height, width) == (view.tile_height, view.tile_width):
+        return pixels[None]
+    tiles = np.empty((len(view.origins), view.tile_height, view.tile_width, 3), dtype=np.uint8)
     for tile, (left, top) in zip(tiles, view.origins, strict=True):
         x0, x1 = max(left, 0), min(left + view.tile_width, width)
         y0, y1 = max(top, 0), min(top + view.tile_height, height)
@@ -95,11 +115,43 @@ def cut_tiles(pixels: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
     return tiles
 
 
+def _resized(
+    picture: Image.Image | Pixels, size: tuple[int, int], view: View, *, square: bool
+) -> Pixels:
+    """The picture, or the square around it, in one size (width, height) of the view.
+
+    The first pass goes in bands of rows: neither the square nor a copy of the picture's bytes is
+    ever in memory as a whole.
+    """
+    width, height = picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
+    whole_width, whole_height = (max(width, height),) * 2 if square else (width, height)
+    left, top = (whole_width - width) // 2, (whole_height - height) // 2
+    narrow = np.empty((whole_height, size[0], 3), dtype=np.uint8)
+    if square:
+        ground = np.full((BAND_ROWS, whole_width, 3), view.fill, dtype=np.uint8)
+        narrow[:] = resize_columns(ground[:1], size[0], view.filter)
+    for row in range(0, height, BAND_ROWS):
+        band = _rows(picture, row, min(row + BAND_ROWS, height))
+        if square:
+            ground[: len(band), left : left + width] = band
+            band = ground[: len(band)]
+        place = slice(top + row, top + row + len(band))
+        narrow[place] = resize_columns(band, size[0], view.filter)
+    return resize_rows(narrow, size[1], view.filter)
+
+
+def _rows(picture: Image.Image | Pixels, first: int, end: int) -> Pixels:
+    if isinstance(picture, Image.Image):
+        return np.asarray(picture.crop((0, first, picture.width, end)))
+    return picture[first:end]
+
+
 @contextmanager
 def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """The image with only its header read. The border at which Pillow's errors become ours."""
-    # Opening a GIF makes room for its first frame, whose size only Pillow has seen by then: it
-    # refuses what is above twice this, and warns of the rest. A process has one set of limits.
+    """The image with only its header read. Turns Pillow's errors into ours."""
+    # Opening a GIF allocates its first frame, whose size only Pillow knows at that point: above
+    # twice this value it refuses, above once it warns. The value is global, but a process has one
+    # set of limits.
     Image.MAX_IMAGE_PIXELS = limits.max_image_pixels
     try:
         with Image.open(io.BytesIO(blob.data), formats=FORMATS) as image:
@@ -111,14 +163,14 @@ def _opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[Image.Image]:
         stated = re.search(r"\d+", str(error))
         pixels = int(stated[0]) if stated else math.inf
         limits.check("max_image_pixels", pixels, f"image {blob.name!r}: pixels")
-    except UnidentifiedImageError as error:  # its own text names an object in memory
+    except UnidentifiedImageError as error:  # Pillow's message names an object in memory
         raise SampleError(
             f"image {blob.name!r} ({len(blob.data):,} bytes) cannot be decoded: it has no header "
             f"of a known format. Replace the file or leave the sample out; readable are "
             f"{', '.join(FORMATS)}."
         ) from error
-    # Damaged bytes make Pillow's readers raise nearly anything (OSError, SyntaxError,
-    # struct.error, ValueError, EOFError, zlib.error …), so all of it is this sample's fault.
+    # Damaged bytes make Pillow's readers raise nearly any exception (OSError, SyntaxError,
+    # struct.error, ValueError, EOFError, zlib.error …), so each counts as this sample's error.
     except Exception as error:
         text = str(error) or type(error).__name__
         raise SampleError(
@@ -132,7 +184,8 @@ def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> 
     limits.check("max_image_pixels", image.width * image.height, f"{what}: pixels")
     limits.check("max_image_side", max(image.size), f"{what}: the longer side")
     if isinstance(image, JpegImagePlugin.JpegImageFile):
-        # Each scan of a progressive JPEG goes over the whole picture, and needs a few bytes.
+        # Each scan of a progressive JPEG decodes the whole picture again, and takes only a few
+        # bytes of file.
         limits.check("max_image_scans", blob.data.count(_START_OF_SCAN), f"{what}: scans")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         sides = [image.tag_v2.get(tag, 1) for tag in _TIFF_TILE]
@@ -141,10 +194,10 @@ def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> 
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8, from what the header alone holds.
+    """EXIF orientation 1..8, from the header alone.
 
-    `image.getexif()` would decode a whole PNG to look for EXIF behind its pixels; measuring
-    and decoding must agree, so neither looks there.
+    `image.getexif()` would decode a whole PNG to look for EXIF after its pixels; measuring and
+    decoding must agree, so neither looks there.
     """
     data = image.info.get("exif")
     if not isinstance(data, bytes):
@@ -159,7 +212,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """The whole picture as RGB, in at most 10 bytes a pixel besides the file."""
+    """The whole picture as RGB; uses at most 10 bytes per pixel besides the file."""
     if image.mode.startswith("I;16"):
         # Pillow clips 16-bit greys to 255 instead of scaling them.
         deep = np.asarray(image)

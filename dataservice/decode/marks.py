@@ -1,8 +1,8 @@
 """Marks inside text on its way to tokens.
 
-A chat template sees one string a message; what has to survive it is carried by code points
-that Unicode sets aside as noncharacters, which no text contains. A record that contains one
-all the same is refused.
+A chat template sees each message as one string. The marks that must survive it are code points that
+Unicode reserves as noncharacters, which ordinary text does not contain. A record that contains one
+is refused.
 """
 
 import re
@@ -10,13 +10,14 @@ import re
 from dataservice.core.sample import MediaKind
 
 BREAK = "\ufdd0"
-"""Stands inside text that looks like a control token: both sides are tokenised alone."""
+"""Stands inside text that looks like a control token: the text on either side is tokenised
+separately."""
 LOSS_OPEN = "\ufdd1"
 LOSS_CLOSE = "\ufdd2"
-"""Around what the model learns to say."""
+"""Stand around text that the model learns to generate."""
 SLOTS: dict[MediaKind, str] = {"image": "\ufdd3", "video": "\ufdd4", "audio": "\ufdd5"}
-"""Where a medium goes."""
+"""Stand for a medium, by kind."""
 
 RESERVED = re.compile("[\ufdd0-\ufdd5\ud800-\udfff]")
-"""What no text may hold: the marks, and halves of surrogate pairs, which JSON can write and
-UTF-8 cannot."""
+"""Characters that no text may contain: the marks, and halves of surrogate pairs, which JSON can
+write and UTF-8 cannot."""

@@ -1,4 +1,4 @@
-"""One file of a sample: from its header to planned encoder items, from its bytes to arrays."""
+"""One file of a sample: its header gives the planned encoder items, its bytes their arrays."""
 
 import math
 from collections.abc import Iterator
@@ -10,28 +10,31 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import MediaBlob, Modality
+from dataservice.core.sample import ItemKind, MediaBlob, Modality
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.image import decode_image, image_size
-from dataservice.decode.processors.base import VideoHeader, VisionPlan, VisionProcessor
+from dataservice.decode.processors.base import VisionPlan, VisionProcessor
 from dataservice.decode.processors.whisper import AudioChunk, WhisperProcessor
-from dataservice.decode.video import decode_video, video_header
+from dataservice.decode.video import Clip, check_cost, decode_video, read_clip
 
 ItemArray = NDArray[np.uint8] | NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemCost:
-    """One encoder item without its place in the sample."""
+    """The cost of one encoder item, without its place in the sample."""
 
     modality: Modality
     encoder_tokens: int
     llm_tokens: int
     shape: tuple[int, ...]
+    kind: ItemKind
+    grid: tuple[int, int, int, int] | None = None
+    seconds_per_patch: float | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the decoded item."""
+        """Memory that the decoded item takes."""
         return math.prod(self.shape) * (1 if self.modality is Modality.VISION else 4)
 
 
@@ -44,9 +47,9 @@ class ImageMedia:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoMedia:
-    """A clip, what its header says, and its plan."""
+    """A clip: its container's description, and its plan."""
 
-    header: VideoHeader
+    clip: Clip
     plan: VisionPlan
 
 
@@ -61,41 +64,53 @@ class AudioMedia:
 Media = ImageMedia | VideoMedia | AudioMedia
 
 
-def item_costs(media: Media) -> tuple[ItemCost, ...]:
-    """The encoder items of one file, in the order of their tokens; at least one."""
+def run_costs(media: Media) -> tuple[tuple[ItemCost, ...], ...]:
+    """The encoder items of one file, by the run of tokens that they fill end to end, in the order
+    of their tokens. Chunks of sound share one run; a run of vision is one item."""
     if isinstance(media, AudioMedia):
-        return tuple(
+        chunks = (
             ItemCost(
                 modality=Modality.AUDIO,
                 encoder_tokens=chunk.encoder_tokens,
                 llm_tokens=chunk.llm_tokens,
                 shape=(chunk.samples,),
+                kind=ItemKind.RECORDING,
             )
             for chunk in media.chunks
         )
-    return (
-        ItemCost(
-            modality=Modality.VISION,
-            encoder_tokens=media.plan.encoder_tokens,
-            llm_tokens=media.plan.llm_tokens,
-            shape=media.plan.shape,
-        ),
+        return (tuple(chunks),)
+    plan, runs = media.plan, media.plan.runs
+    item = ItemCost(
+        modality=Modality.VISION,
+        encoder_tokens=plan.encoder_tokens // runs,
+        llm_tokens=plan.llm_tokens // runs,
+        shape=(plan.shape[0] // runs, *plan.shape[1:]),
+        kind=ItemKind.IMAGE if isinstance(media, ImageMedia) else ItemKind.CLIP,
+        grid=plan.grid,
+        seconds_per_patch=plan.seconds_per_patch,
     )
+    return ((item,),) * runs
+
+
+def texts_of(media: Media) -> tuple[str, ...]:
+    """The texts before, between and behind the runs of a file: one more than runs."""
+    return ("", "") if isinstance(media, AudioMedia) else media.plan.texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPipeline:
-    """The processors of a job. None stands for a modality that the job does not have."""
+    """The processors of a job; None for a modality that the job does not have."""
 
     vision: VisionProcessor | None
     audio: WhisperProcessor | None
     limits: DecodeLimits
 
     def plan(self, blob: MediaBlob) -> Media:
-        """Read the header only.
+        """Plan a file from its header alone.
 
         Raises:
-            SampleError: unreadable, over a limit, or of a kind that the job has no processor for.
+            SampleError: the file is unreadable, above a limit, or of a kind that the job has no
+                processor for.
         """
         self.limits.check("max_media_bytes", len(blob.data), f"{blob.kind} {blob.name!r}: bytes")
         if not blob.data:
@@ -109,31 +124,43 @@ class MediaPipeline:
         if blob.kind == "image":
             width, height = image_size(blob, self.limits)
             with _naming(blob):
-                plan = self.vision.plan_image(width=width, height=height)
-                return ImageMedia(plan=self._allowed(plan))
-        header = video_header(blob, self.limits)
+                plan = self._allowed(self.vision.plan_image(width=width, height=height))
+                self._check_squares(plan, max(width, height))
+                return ImageMedia(plan=plan)
+        clip = read_clip(blob, self.limits)
         with _naming(blob):
-            plan = self.vision.plan_video(header)
-            return VideoMedia(header=header, plan=self._allowed(plan))
+            plan = self._allowed(self.vision.plan_video(clip.header))
+            _check_frames(plan, clip.header.frames)
+        check_cost(blob, clip, plan, self.limits)
+        return VideoMedia(clip=clip, plan=plan)
 
     def decode(self, blob: MediaBlob, media: Media) -> tuple[ItemArray, ...]:
-        """The arrays of `item_costs(media)`, in the same order and of the same shapes.
+        """The arrays of all items of `run_costs(media)`, in the same order and of the same shapes.
+        A file is decoded once, and its frames are shared out among the runs.
 
         Raises:
-            SampleError: damaged, or cannot take the planned shape.
+            SampleError: the file is damaged, or cannot take the planned shape.
         """
         if isinstance(media, AudioMedia):
             return decode_audio(blob, media.samples, media.chunks, self.limits)
         if isinstance(media, ImageMedia):
-            return (decode_image(blob, media.plan, self.limits),)
-        return (decode_video(blob, media.header, media.plan, self.limits),)
+            pixels = decode_image(blob, media.plan, self.limits)
+        else:
+            pixels = decode_video(blob, media.clip, media.plan, self.limits)
+        return tuple(np.split(pixels, media.plan.runs))
 
     def _allowed(self, plan: VisionPlan) -> VisionPlan:
-        """The plan, unless a processor's options ask for more than the service allows."""
-        for view in plan.views:
-            self.limits.check("max_image_pixels", view.width * view.height, "resized, its pixels")
+        """The plan. Raises SampleError when it exceeds the service's limits."""
+        for width, height in (size for view in plan.views for size in view.sizes):
+            self.limits.check("max_image_pixels", width * height, "resized, its pixels")
         self.limits.check("max_decoded_bytes", math.prod(plan.shape), "decoded, its bytes")
         return plan
+
+    def _check_squares(self, plan: VisionPlan, side: int) -> None:
+        """Raises SampleError when a square around the picture would have too many pixels: the time
+        of resizing grows with each."""
+        if any(view.square for view in plan.views):
+            self.limits.check("max_image_pixels", side * side, "centred on a square, its pixels")
 
     def _plan_audio(self, blob: MediaBlob) -> AudioMedia:
         if self.audio is None:
@@ -142,9 +169,20 @@ class MediaPipeline:
         return AudioMedia(samples=samples, chunks=self.audio.plan(samples))
 
 
+def _check_frames(plan: VisionPlan, frames: int) -> None:
+    """Raises SampleError when the plan has frames that the clip does not have."""
+    wanted = plan.frame_indices
+    if not wanted or min(wanted) < 0 or max(wanted) >= frames:
+        shown = f"frames {min(wanted)} to {max(wanted)}" if wanted else "no frames"
+        raise SampleError(
+            f"the vision processor plans {shown} of a clip that has frames 0 to {frames - 1}. "
+            "Mend the processor."
+        )
+
+
 @contextmanager
 def _naming(blob: MediaBlob) -> Iterator[None]:
-    """Puts the file's name in front of a processor's error, which knows numbers only."""
+    """Puts the file's name in front of a processor's error: a processor knows only numbers."""
     try:
         yield
     except SampleError as error:

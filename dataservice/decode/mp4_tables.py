@@ -1,8 +1,8 @@
-"""What the tables of an MP4 unfold to, before FFmpeg unfolds them.
+"""Counts the entries of an MP4's tables before FFmpeg expands them.
 
-A track's tables are run-length coded: eight bytes may state four billion samples, for each of
-which FFmpeg allocates an entry when it opens the file. The boxes are walked here, their sizes
-and counts read, and nothing is allocated.
+A track's tables are run-length coded: eight bytes can state four billion samples, and FFmpeg
+allocates an entry for each when it opens the file. Here the boxes' sizes and counts are read, and
+nothing is allocated.
 
 Source: ISO/IEC 14496-12, boxes 8.6.6 (elst), 8.7.3 (stsz, stz2), 8.8.8 (trun).
 """
@@ -18,7 +18,7 @@ _FOLDERS = frozenset(
     {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"moof", b"traf", b"mvex", b"dinf"}
     | {b"udta", b"tref", b"wave"}
 )
-# The types a file of this family begins with.
+# Box types with which a file of this family begins.
 _FIRST = frozenset(
     {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"moof", b"pnot", b"sidx"}
 )
@@ -28,7 +28,7 @@ _MOST_BOXES = 1_000_000
 
 @dataclass(slots=True)
 class _Counts:
-    """Entries of one track, and of all that came before it."""
+    """Entries of the current track, and of all tracks before it."""
 
     samples: int = 0
     edits: int = 0
@@ -36,13 +36,13 @@ class _Counts:
 
     @property
     def entries(self) -> int:
-        """Each edit may repeat all samples of its track."""
+        """Upper bound on entries: each edit may repeat all samples of its track."""
         return self.before + self.samples * max(self.edits, 1)
 
 
 def check_tables(blob: MediaBlob, limits: DecodeLimits) -> None:
-    """Raises SampleError when an MP4 or MOV lists more packets than the limit; leaves other
-    files, and what is damaged in this one, to FFmpeg. O(boxes)."""
+    """Raises SampleError when an MP4 or MOV lists more packets than the limit. Other formats and
+    damaged boxes are left to FFmpeg. O(boxes)."""
     data = blob.data
     if data[4:8] not in _FIRST:
         return
@@ -74,7 +74,7 @@ def check_tables(blob: MediaBlob, limits: DecodeLimits) -> None:
 
 
 def _boxes(data: bytes, start: int, end: int, depth: int) -> Iterator[tuple[bytes, int, int]]:
-    """(type, start, end) of the content of every box, folders before what they hold."""
+    """(type, start, end) of the content of every box; a container box comes before its content."""
     while start + 8 <= end:
         size, kind, content = _number(data, start, end), data[start + 4 : start + 8], start + 8
         if size == 1:

@@ -1,17 +1,23 @@
 """The job file's `pipeline` section: how samples become tokens and encoder items."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import STRICT
+from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.decode.placeholders import PlaceholderTokens
+from dataservice.decode.processors.gemma3 import Gemma3Processor
+from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.processors.llava_next import LlavaNextProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
+from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
+from dataservice.decode.processors.siglip import SiglipProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
 
 
@@ -29,23 +35,38 @@ class CustomVisionSpec:
     """Keyword arguments it is made with."""
 
 
-VisionProcessorSpec = Annotated[
-    Qwen2VLProcessor | InternVLProcessor | LlavaProcessor | CustomVisionSpec,
-    Field(discriminator="kind"),
-]
+BuiltInVision = (
+    Qwen2VLProcessor
+    | Qwen3VLProcessor
+    | InternVLProcessor
+    | LlavaProcessor
+    | LlavaNextProcessor
+    | Gemma3Processor
+    | Idefics3Processor
+    | SiglipProcessor
+)
+BUILT_IN: tuple[str, ...] = tuple(
+    name
+    for processor in get_args(BuiltInVision)
+    for name in get_args(get_type_hints(processor)["kind"])
+)
+"""The names of all processors that are built in, beside custom."""
+VisionProcessorSpec = Annotated[BuiltInVision | CustomVisionSpec, Field(discriminator="kind")]
 AudioSpec = WhisperProcessor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpec:
-    """How samples become tokens and encoder items. All of it decides lengths."""
+    """How samples become tokens and encoder items. All decides lengths, but for `positions` and
+    `tokens_per_second`, which say where a model places its tokens."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     tokenizer: str
     """Path of a tokenizer.json, or of a folder that holds it with its tokenizer_config.json."""
     chat_template: str = "auto"
-    """auto (the tokenizer's own, else ChatML), chatml, or the path of a .jinja file."""
+    """auto (the tokenizer's own, else ChatML if it has its tokens), chatml, or the path of a
+    .jinja file."""
     template_date: date = date(2025, 1, 1)
     """What a template that asks for today's date is told; a sample's length must not change
     with the day."""
@@ -64,6 +85,13 @@ class PipelineSpec:
     are read as plain text there."""
     end_of_document_token: str | None = None
     """Behind a plain document; by default <|endoftext|> or its like, else the eos token."""
+    positions: Literal["auto", "sequence", "past_time"] = "auto"
+    """How ranks are told to count positions. auto: as the processor's family of models does, M-RoPE
+    for qwen2_vl; past_time: the same, but the text behind a clip begins past its last time, as
+    transformers 4 counts; sequence: by place in the sample, whatever the processor."""
+    tokens_per_second: float | None = None
+    """Positions that one second of a clip takes in the model's configuration; by default the
+    published models' number: 2 for qwen2_5_vl, and none for families that count patches."""
     max_sample_tokens: int | None = None
     """Longer samples are refused, with their length; by default none is."""
 
@@ -72,3 +100,21 @@ class PipelineSpec:
             raise SpecError(
                 f"max_sample_tokens is {self.max_sample_tokens}; it must be at least 1, or absent."
             )
+        if self.tokens_per_second is not None and not 0 <= self.tokens_per_second <= 1000:
+            raise SpecError(
+                f"tokens_per_second is {self.tokens_per_second}; it must be in 0..1000, or absent."
+            )
+
+    @property
+    def position_rule(self) -> PositionRule:
+        """How the model counts positions."""
+        if self.positions == "sequence":
+            return IN_SEQUENCE
+        # A processor without a rule of its own is of models that count in sequence.
+        rule: PositionRule = getattr(self.vision, "positions", IN_SEQUENCE)
+        seconds = self.tokens_per_second
+        return replace(
+            rule,
+            tokens_per_second=rule.tokens_per_second if seconds is None else seconds,
+            past_time=self.positions == "past_time",
+        )

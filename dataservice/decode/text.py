@@ -1,8 +1,8 @@
-"""Marked text to tokens, and where the media lie among them.
+"""Turns marked text into tokens, and finds the places of the media among them.
 
-Measuring and decoding both come through here, so their lengths agree by construction. A
-medium is tokenised as `start pad end`, in its surroundings, exactly as the model's own
-processor does; then each pad is repeated.
+Measuring and decoding both use this code, so their lengths agree by construction. A medium is
+tokenised within the surrounding text, exactly as the model's own processor does: as its texts with
+`start pad end` between them; then each pad is repeated.
 """
 
 import re
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
-from dataservice.decode.chat_template import ChatTemplate
+from dataservice.decode.chat_template import ChatTemplate, no_chatml
 from dataservice.decode.conversation import Conversation, Document, MediaPart
 from dataservice.decode.marks import BREAK, LOSS_CLOSE, LOSS_OPEN, SLOTS
 from dataservice.decode.placeholders import PlaceholderTokens
@@ -25,11 +26,22 @@ IGNORED_LABEL = -100
 _STRUCTURE = re.compile(f"([{BREAK}{LOSS_OPEN}{LOSS_CLOSE}])")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediumText:
+    """What one file is in the text: runs of `tokens[k]` LLM tokens, each between two of `texts`."""
+
+    kind: MediaKind
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A medium among the tokens: which file of the sample, and its first pad token."""
+    """A run of a medium among the tokens: the index of its file in the sample, that of the run in
+    the file, and the position of its first pad token."""
 
     file: int
+    run: int
     position: int
 
 
@@ -49,76 +61,117 @@ class TokenSequence:
 
     @property
     def loss_tokens(self) -> int:
-        """How many labels are not -100."""
+        """Number of labels other than -100."""
         return int(self.learnt[1:].sum())
 
 
 class TextPipeline:
-    """Conversations and documents to tokens. Used from many threads; nothing in it changes."""
+    """Turns conversations and documents into tokens. Immutable, so it may be used from many
+    threads."""
 
     def __init__(
         self,
         *,
         tokenizer: LoadedTokenizer,
         guard: Guard,
-        template: ChatTemplate,
+        template: ChatTemplate | None,
         placeholders: Mapping[MediaKind, PlaceholderTokens],
         end_of_document: str | None,
         limits: DecodeLimits,
     ) -> None:
-        """`placeholders` are the tokens of the kinds that the job has a processor for."""
+        """`placeholders` has the tokens of the kinds that the job has a processor for. Without a
+        template, only documents can be tokenised."""
         self._tokenizer = tokenizer
         self._guard = guard
         self._template = template
-        self._slot_text = {SLOTS[kind]: tokens.text for kind, tokens in placeholders.items()}
+        self._placeholders = placeholders
         self._kind_of = {SLOTS[kind]: kind for kind in placeholders}
-        self._kind_of |= {placeholders[kind].pad: kind for kind in template.writes}
-        self._slot = re.compile("|".join(map(re.escape, self._kind_of)) or r"(?!)")
+        for kind in template.writes if template else ():
+            self._kind_of |= dict.fromkeys(placeholders[kind].slots, kind)
+        # Of two that begin alike, the longer one comes first.
+        slots = sorted(self._kind_of, key=len, reverse=True)
+        self._slot = re.compile("|".join(map(re.escape, slots)) or r"(?!)")
         self._pad_ids = self._ids(tokens.pad for tokens in placeholders.values())
         self._media_ids = self._ids(t for tokens in placeholders.values() for t in tokens.tokens)
         self._end_of_document = end_of_document
         self._limits = limits
 
-    def tokens(
-        self, source: Conversation | Document, files: Sequence[tuple[MediaKind, int]]
-    ) -> TokenSequence:
-        """Tokens of a sample whose k-th file has the kind and LLM tokens `files[k]`.
+    def tokens(self, source: Conversation | Document, files: Sequence[MediumText]) -> TokenSequence:
+        """Tokens of a sample; `files[k]` says what its k-th file is in the text.
 
         The k-th placeholder of a kind shows the k-th file of that kind. O(characters).
 
         Raises:
-            SampleError: the template refuses it, placeholders do not survive tokenising, or it
-                is above a limit.
+            SampleError: the template refuses the sample, placeholders do not survive tokenising, or
+                the sample is above a limit.
         """
         if isinstance(source, Document):
             marked = self._document(source)
         else:
             self._limits.check("max_turns", len(source.messages), "the sample: turns")
+            if self._template is None:
+                raise SampleError(f"{no_chatml(self._tokenizer)} The job's plain texts need none.")
             marked = self._template.render(source)
-        # A template may repeat what the sample has once.
+        # A template may repeat text that the sample has once.
         self._limits.check("max_text_bytes", len(marked.encode()), "the sample: bytes of text")
         kinds = [self._kind_of[match[0]] for match in self._slot.finditer(marked)]
-        text = self._slot.sub(lambda match: self._slot_text.get(match[0], match[0]), marked)
-        ids, learnt = self._encode(text)
         order = _files_in_order(kinds, files)
+        ids, learnt = self._encode(self._with_media(marked, [files[file] for file in order]))
+        runs = [(file, run, n) for file in order for run, n in enumerate(files[file].tokens)]
         pads = np.flatnonzero(np.isin(ids, self._pad_ids))
-        if len(pads) != len(order):
+        if len(pads) != len(runs):
             raise SampleError(
-                f"after tokenising, the sample has {len(pads)} media tokens for {len(order)} "
-                f"files. The tokenizer {self._tokenizer.path!r} reads a media token in its text; "
-                "remove it from the text."
+                f"after tokenising, the sample has {len(pads)} media tokens for {len(runs)} runs "
+                f"of {len(order)} files. The tokenizer {quoted(self._tokenizer.path)} reads a "
+                "media token in its text; remove it from the text."
             )
-        repeats = sum(tokens for _, tokens in files)
-        self._limits.check("max_llm_tokens", len(ids) + repeats, "the sample: tokens")
+        self._limits.check(
+            "max_llm_tokens", len(ids) + sum(n for *_, n in runs), "the sample: tokens"
+        )
         learnt &= ~np.isin(ids, self._media_ids)
-        return _expanded(ids, learnt, pads, order, [tokens for _, tokens in files])
+        return _expanded(ids, learnt, pads, runs)
+
+    def text_of(self, ids: Sequence[int], start: int, end: int) -> str:
+        """What the tokens `ids[start:end]` write behind the token before them. Many tokenizers
+        take the space off the first token that they decode, which this one is not. O(end - start).
+        Raises SampleError."""
+        if start == end:
+            return ""
+        before = self._tokenizer.decode(ids[max(start - 1, 0) : start])
+        whole = self._tokenizer.decode(ids[max(start - 1, 0) : end])
+        if whole.startswith(before):
+            return whole.removeprefix(before)
+        return self._tokenizer.decode(ids[start:end])  # the token before is part of a character
+
+    def _with_media(self, marked: str, media: Sequence[MediumText]) -> str:
+        """The marked text with the media written into its slots, in order. Loss pauses for the
+        texts of media; their tokens never carry any."""
+        pieces, done, learning = [], 0, False
+        for match, medium in zip(self._slot.finditer(marked), media, strict=True):
+            before = marked[done : match.start()]
+            opened, closed = before.rfind(LOSS_OPEN), before.rfind(LOSS_CLOSE)
+            learning = opened > closed or (learning and closed < 0)
+            text = self._written(match[0], medium)
+            if learning and any(medium.texts):
+                text = f"{LOSS_CLOSE}{text}{LOSS_OPEN}"
+            pieces += [before, text]
+            done = match.end()
+        return "".join([*pieces, marked[done:]])
+
+    def _written(self, slot: str, medium: MediumText) -> str:
+        """What is written in a slot for a medium: its texts, and `start pad end` between them."""
+        tokens = self._placeholders[medium.kind]
+        if slot == tokens.pad and tokens.template is None and not any(medium.texts):
+            return slot  # the template writes what stands around the pad
+        return tokens.text.join(medium.texts)
 
     def _document(self, document: Document) -> str:
-        """BOS where the tokenizer's configuration adds one, the text, the end of document."""
+        """BOS if the tokenizer's configuration adds one, the text, and the end-of-document
+        token."""
         if self._end_of_document is None:
             raise SampleError(
-                f"the tokenizer {self._tokenizer.path!r} has no end-of-document token. Name one "
-                "of its vocabulary as end_of_document_token in the job's pipeline."
+                f"the tokenizer {quoted(self._tokenizer.path)} has no end-of-document token. Name "
+                "one of its vocabulary as end_of_document_token in the job's pipeline."
             )
         begin = self._tokenizer.named.get("bos_token", "") if self._tokenizer.adds_bos else ""
         body = "".join(
@@ -128,7 +181,7 @@ class TextPipeline:
         return f"{begin}{LOSS_OPEN}{body}{self._end_of_document}{LOSS_CLOSE}"
 
     def _encode(self, marked: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Ids and what is learnt, of text whose media are already written as tokens."""
+        """(ids, learnt) of text in which media are already written as tokens."""
         pieces: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         run: list[str] = []
         edges: list[int] = []  # offsets in the run at which loss switches on or off
@@ -152,32 +205,40 @@ class TextPipeline:
     def _encode_run(
         self, text: str, edges: Sequence[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        encoding = self._tokenizer.tokenizer.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        if not edges or edges in ([0], [0, len(text)]):  # all of one kind, as documents are
+        encoding = self._tokenizer.encode(text)
+        try:
+            ids = np.array(encoding.ids, dtype=np.int32)
+        except OverflowError as error:
+            raise SampleError(
+                f"the tokenizer {quoted(self._tokenizer.path)} gives the text an id of 2**31 or "
+                "more; ids are int32. Repair its vocabulary."
+            ) from error
+        if not edges or edges in ([0], [0, len(text)]):  # learnt wholly or not at all: documents
             return ids, np.full(len(ids), bool(edges))
-        # A token belongs to where its first character lies.
-        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
-        return ids, np.searchsorted(edges, starts, side="right") % 2 == 1
+        # A token is learnt if any of its characters is, as transformers has it: where a template
+        # writes the space before an answer, " Yes" is one token.
+        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        lasts = np.maximum(spans[:, 1] - 1, spans[:, 0])
+        begun = np.searchsorted(edges, spans[:, 0], side="right")
+        ended = np.searchsorted(edges, lasts, side="right")
+        return ids, (begun % 2 == 1) | (ended > begun)
 
     def _ids(self, tokens: Iterable[str]) -> NDArray[np.int32]:
         ids = {self._tokenizer.id_of(token) for token in tokens}
         return np.array(sorted(i for i in ids if i is not None), dtype=np.int32)
 
 
-def _files_in_order(
-    kinds: Sequence[MediaKind], files: Sequence[tuple[MediaKind, int]]
-) -> list[int]:
-    """The file shown by each slot: the k-th slot of a kind shows the k-th file of the kind."""
+def _files_in_order(kinds: Sequence[MediaKind], files: Sequence[MediumText]) -> list[int]:
+    """The file of each slot: the k-th slot of a kind shows the k-th file of that kind."""
     waiting: dict[MediaKind, list[int]] = {}
-    for file, (kind, _) in enumerate(files):
-        waiting.setdefault(kind, []).append(file)
+    for file, medium in enumerate(files):
+        waiting.setdefault(medium.kind, []).append(file)
     order = []
     for kind in kinds:
         if not waiting.get(kind):
             raise SampleError(
                 f"the chat template shows {kinds.count(kind)} media of kind {kind} and the sample "
-                f"has {sum(k == kind for k, _ in files)}. Choose another template."
+                f"has {sum(file.kind == kind for file in files)}. Choose another template."
             )
         order.append(waiting[kind].pop(0))
     if len(order) != len(files):
@@ -192,14 +253,14 @@ def _expanded(
     ids: NDArray[np.int32],
     learnt: NDArray[np.bool_],
     pads: NDArray[np.int64],
-    order: Sequence[int],
-    llm_tokens: Sequence[int],
+    runs: Sequence[tuple[int, int, int]],
 ) -> TokenSequence:
-    """Repeat the pad of each slot as often as its file has LLM tokens."""
+    """Repeat each run's pad once for each of its LLM tokens; `runs` are (file, run, tokens)."""
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[pads] = [llm_tokens[file] for file in order]
+    repeats[pads] = [tokens for _, _, tokens in runs]
     starts = np.cumsum(repeats) - repeats
     slots = tuple(
-        Slot(file, int(position)) for file, position in zip(order, starts[pads], strict=True)
+        Slot(file, run, int(position))
+        for (file, run, _), position in zip(runs, starts[pads], strict=True)
     )
     return TokenSequence(np.repeat(ids, repeats), np.repeat(learnt, repeats), slots)

@@ -1,30 +1,49 @@
-"""A Hugging Face tokenizer file and what its configuration says of it.
+"""A Hugging Face tokenizer file and its configuration.
 
-`Tokenizer.encode` may be called from many threads; nothing here changes after it is made.
+`LoadedTokenizer.encode` may be called from many threads; only its count of panics changes. The
+library is written in Rust. A Rust panic (a regular expression that gives up on a text, an index
+beyond a table's end) writes a line to stderr and reaches Python as a BaseException that is not an
+`Exception`; here it becomes an error like any other.
 """
 
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# The tokens that transformers gives to templates by name.
+_NAMED_TOKENS = (
+    *("bos_token", "eos_token", "pad_token", "unk_token"),
+    *("sep_token", "cls_token", "mask_token"),
+)
+_PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
+# So that a tokenizer which panics on each of a million texts does not fill the log.
+MOST_PANICS = 100
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+
+
+@dataclass(slots=True)
+class _Panics:
+    """The number of panics of a tokenizer in this process."""
+
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
     """A tokenizer with its special tokens.
 
-    `named` are the configuration's tokens by role (`eos_token` …); `specials` the texts that
-    only the service itself may turn into control tokens; `template` the configuration's chat
+    `named` has the configuration's tokens by role (`eos_token` …), `specials` the strings that only
+    the service itself may turn into control tokens, and `template` the configuration's chat
     template or None.
     """
 
@@ -35,14 +54,59 @@ class LoadedTokenizer:
     template: str | None
     adds_bos: bool
     digest: str
+    _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
+
+    def encode(self, text: str) -> Encoding:
+        """Tokens of a text, without added special tokens. O(characters).
+
+        Raises:
+            SampleError: the tokenizer fails on this text, or has panicked too often.
+        """
+        if self._panics.count >= MOST_PANICS:
+            raise SampleError(
+                f"the tokenizer {quoted(self.path)} panicked on {MOST_PANICS} texts and is used "
+                "no more in this process. Repair its tokenizer.json."
+            )
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            self._panics.count += _is_panic(error)
+            raise SampleError(
+                f"the tokenizer {quoted(self.path)} fails on the text ({len(text):,} characters): "
+                f"{cut(error)}. Repair its tokenizer.json, or leave the sample out."
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens, control tokens included. Bytes that are no whole character
+        come out as U+FFFD. Raises SampleError where the tokenizer fails on them."""
+        try:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise SampleError(
+                f"the tokenizer {quoted(self.path)} fails to decode {len(ids):,} tokens: "
+                f"{cut(error)}. Repair its tokenizer.json."
+            ) from error
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token of the vocabulary, or None."""
+        """The id of a token, or None when the vocabulary does not have it."""
         return self.tokenizer.token_to_id(token)
+
+    def has_token(self, token: str) -> bool:
+        """Whether this string becomes one token, also in the middle of other text."""
+        token_id = self.id_of(token)
+        try:
+            return token_id is not None and self.encode(f"a{token}b").ids.count(token_id) == 1
+        except SampleError:
+            return False
 
     @property
     def end_of_document(self) -> str | None:
-        """The token after a document: a well-known one of the vocabulary, or the end token."""
+        """The token after a document: a well-known one, if the vocabulary has it, else the
+        end-of-sequence token."""
         for token in (*_END_OF_DOCUMENT, self.named.get("eos_token")):
             if token is not None and self.id_of(token) is not None:
                 return token
@@ -50,7 +114,8 @@ class LoadedTokenizer:
 
     @property
     def pad_token_id(self) -> int:
-        """The configured pad token, or the end of document, or 0: padding is masked anyway."""
+        """The configured pad token, or the end-of-document token, or 0: padding is masked
+        anyway."""
         for token in (self.named.get("pad_token"), self.end_of_document):
             if token is not None and (token_id := self.id_of(token)) is not None:
                 return token_id
@@ -58,22 +123,15 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(path: str) -> LoadedTokenizer:
-    """Read a tokenizer.json, or a folder that holds one, with the configuration beside it.
+    """Read a tokenizer.json, or a folder that contains one, with the configuration beside it.
 
     Raises:
-        SpecError: missing, or not a tokenizer.
+        SpecError: the file is missing, or is not a tokenizer.
     """
     file = Path(path)
     if file.is_dir():
         file = file / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    # The library raises plain Exception, for a missing file as for a damaged one.
-    except Exception as error:
-        raise SpecError(
-            f"tokenizer {path!r} cannot be read: {error}. Give the path of a tokenizer.json, or "
-            "of the folder that holds it; workers need the same path."
-        ) from error
+    tokenizer = _read(file, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = _config(file.parent)
@@ -89,11 +147,45 @@ def load_tokenizer(path: str) -> LoadedTokenizer:
     )
 
 
+def _read(file: Path, path: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    # The library raises plain Exception, for a missing file and a damaged one alike, or panics.
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        raise SpecError(
+            f"tokenizer {quoted(path)} cannot be read: {cut(error)}. Give the path of a "
+            "tokenizer.json, or of the folder that holds it; workers need the same path."
+        ) from error
+    try:
+        tokenizer.encode(_PROBE, add_special_tokens=False)
+    except BaseException as error:
+        if _is_panic(error):
+            raise SpecError(
+                f"tokenizer {quoted(path)} panics on plain text: {cut(error)}. Its tokenizer.json "
+                "is damaged, or for another version of the library; write it again."
+            ) from error
+        if not isinstance(error, Exception):  # else it may merely lack tokens for the probe
+            raise
+    return tokenizer
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether an error is a Rust panic. Its class lives in a module that cannot be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the library failed; Ctrl-C and the end of the process are not its errors."""
+    return isinstance(error, Exception) or _is_panic(error)
+
+
 class Guard:
     """Keeps text from being read as control tokens.
 
-    `protect` puts a BREAK behind the first character of every control token that stands in a
-    text; the text is later tokenised in pieces split there, so that no piece contains one.
+    `protect` inserts a BREAK after the first character of every control token in a text; the text
+    is later split there and tokenised in pieces, so that no piece contains a control token.
     """
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
@@ -101,11 +193,12 @@ class Guard:
         choices = "|".join(map(re.escape, texts)) or r"(?!)"
         self._texts = tuple(texts)
         self._any = re.compile(choices)
-        # A look-ahead, so that a token inside or across another is found too.
+        # A look-ahead, so that a token within or overlapping another is found too.
         self._each = re.compile(f"(?={choices})(.)", re.DOTALL)
 
     def protect(self, text: str) -> str:
-        """Raises SampleError for a text that contains the marks themselves, or is no Unicode."""
+        """The text with every control token broken. Raises SampleError when the text contains the
+        marks themselves, or half of a surrogate pair."""
         if RESERVED.search(text):
             raise SampleError(
                 "the text contains a Unicode noncharacter in U+FDD0..U+FDD5, which marks places "
@@ -115,8 +208,19 @@ class Guard:
             return text
         return self._each.sub(rf"\1{BREAK}", text)
 
+    def protect_texts(self, texts: Sequence[str]) -> list[str]:
+        """Protects texts that a template may join, as the parts of a turn, stripped or not: where
+        that would make a control token, a BREAK stands between them."""
+        alone = sum(map(self._count, texts))
+        joined = max(self._count("".join(texts)), self._count("".join(map(str.strip, texts))))
+        between = BREAK if joined > alone else ""
+        return [(between if k else "") + self.protect(text) for k, text in enumerate(texts)]
+
+    def _count(self, text: str) -> int:
+        return len(self._each.findall(text))
+
     def ends(self, text: str) -> bool:
-        """Whether a text ends with a control token that is not protected."""
+        """Whether a text ends with an unprotected control token."""
         return text.endswith(self._texts)
 
     def protect_all(self, value: object) -> object:
@@ -137,7 +241,7 @@ def _config(folder: Path) -> dict[str, object]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{file} cannot be read: {error}. Repair or remove it.") from error
+        raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
     if not isinstance(config, dict):
         raise SpecError(f"{file} holds a {type(config).__name__}, not an object. Repair it.")
     return config
@@ -151,12 +255,17 @@ def _token(value: object) -> str | None:
 
 
 def _template(folder: Path, config: dict[str, object]) -> str | None:
-    """The file beside the configuration, as newer models ship it, or the configuration's own."""
+    """The chat template: from a file of its own, as newer models ship it, or from the
+    configuration."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name, of which "default" is for chat
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):  # several by name; "default" is the one for chat
+        named = [entry for entry in template if isinstance(entry, dict)]
+        chat = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = chat[-1] if chat else None
     return cast("str | None", template) if isinstance(template, str) else None

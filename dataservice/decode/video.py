@@ -1,84 +1,139 @@
-"""Clips: size and frame count from the header, sampled frames through a processor's view."""
+"""Clips: size and frame count from the container, and sampled frames through a processor's view."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.video.frame import VideoFrame
-from av.video.reformatter import Interpolation
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
-from dataservice.decode.container import (
-    count_packets,
-    header_seconds,
-    opened,
-    prepare_decoder,
-)
-from dataservice.decode.image import cut_tiles
+from dataservice.decode.container import header_seconds, opened, prepare_decoder
+from dataservice.decode.frame_reader import FramesDisagree, read_frames
+from dataservice.decode.frame_table import FrameTable, read_frame_table
+from dataservice.decode.image import cut_views
 from dataservice.decode.processors.base import VideoHeader, VisionPlan
 
-# Containers count frames that an edit list hides from the decoder, and encoders cut a clip's
-# last group short. Up to this much may be missing at the end; the last frame stands in.
+# Containers count frames that an edit list hides from the decoder, and encoders cut a clip's last
+# group short. Up to this many frames may be missing at the end; the last frame replaces them.
 TOLERATED_FRAMES = 2
 TOLERATED_SHARE = 0.02
+# Whether to seek, and the number of key frames to begin early, from the cheapest way to the safest.
+# H.264 with open groups needs to begin early: frames after a key frame name frames before it, only
+# to say that these are no longer needed.
+_WAYS = ((True, 0), (True, 1), (False, 1))
 
 
-def video_header(blob: MediaBlob, limits: DecodeLimits) -> VideoHeader:
-    """Size, frame count and rate, without decoding.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """A clip as its container describes it: the header for processors, and a table of packets."""
 
-    Where the header has no frame count (Matroska, WebM) packets are counted, one a frame.
+    header: VideoHeader
+    table: FrameTable
+
+
+def read_clip(blob: MediaBlob, limits: DecodeLimits) -> Clip:
+    """Size, frame rate and frame count, without decoding; every packet is read.
 
     Raises:
-        SampleError: unreadable, without a video stream or frames, truncated so that packets
-            end before 90 % of the header's duration, or above a limit.
+        SampleError: the clip is unreadable, has no video stream or frames, is truncated, or is
+            above a limit.
     """
+    what = f"video {blob.name!r}"
     with opened(blob, limits) as container:
         stream = _video_stream(container, blob)
-        seconds, frames = header_seconds(container, stream), stream.frames
         width, height, rate = stream.width, stream.height, stream.average_rate
-        limits.check("max_video_pixels", width * height, f"video {blob.name!r}: pixels a frame")
-        if frames < 1:
-            frames, spanned_s = count_packets(container, stream, limits.max_video_frames)
-            limits.check("max_video_frames", frames, f"video {blob.name!r}: frames")
-            if seconds is not None and spanned_s < 0.9 * seconds - 0.5:
-                raise SampleError(
-                    f"video {blob.name!r} is truncated: its header says {seconds:.1f} s, its "
-                    f"packets end after {spanned_s:.1f} s. Replace the file or leave it out."
-                )
+        limits.check("max_video_pixels", width * height, f"{what}: pixels a frame")
+        limits.check("max_video_frames", stream.frames, f"{what}: frames")
+        table = read_frame_table(container, stream, limits.max_video_frames)
+        limits.check("max_video_frames", table.packets, f"{what}: frames")
+        seconds = header_seconds(container, stream)
+        _check_whole(blob, table, listed=_listed(stream), seconds=seconds)
+    frames = table.frames
     if frames < 1 or width < 1 or height < 1:
         raise SampleError(
-            f"video {blob.name!r} has {frames} frames of {width}×{height} pixels; at least one "
-            "frame is needed. Replace the file or leave the sample out."
+            f"{what} has {frames} frames of {width}×{height} pixels; at least one frame is "
+            "needed. Replace the file or leave the sample out."
         )
     frames_per_s = float(rate) if rate else (frames / seconds if seconds else 0.0)
     if not 0 < frames_per_s < math.inf:
         raise SampleError(
-            f"video {blob.name!r} has neither a frame rate nor a duration in its header. "
+            f"{what} has neither a frame rate nor a duration in its header. "
             "Write it again with timestamps, or leave the sample out."
         )
-    limits.check("max_video_frames", frames, f"video {blob.name!r}: frames")
-    limits.check("max_video_s", frames / frames_per_s, f"video {blob.name!r}: seconds")
-    return VideoHeader(width=width, height=height, frames=frames, frames_per_s=frames_per_s)
+    limits.check("max_video_s", frames / frames_per_s, f"{what}: seconds")
+    header = VideoHeader(width=width, height=height, frames=frames, frames_per_s=frames_per_s)
+    return Clip(header=header, table=table)
+
+
+def check_cost(blob: MediaBlob, clip: Clip, plan: VisionPlan, limits: DecodeLimits) -> None:
+    """Raises SampleError when decoding the wanted frames, which begins at key frames before them,
+    would exceed the limit."""
+    _check_decoded(blob, clip, clip.table.decoded_frames(plan.frame_indices), limits)
 
 
 def decode_video(
-    blob: MediaBlob, header: VideoHeader, plan: VisionPlan, limits: DecodeLimits
+    blob: MediaBlob, clip: Clip, plan: VisionPlan, limits: DecodeLimits
 ) -> NDArray[np.uint8]:
     """The plan's frames: uint8[frames, height, width, 3].
 
-    Frames are counted as they are presented; those behind the last wanted one are not decoded.
+    They are the frames that decoding everything from the first frame would give. When packets do
+    not tell frames apart, or seeking finds other frames, everything is decoded from the first
+    frame.
 
     Raises:
-        SampleError: damaged, or more frames missing at the end than an encoder leaves out.
+        SampleError: the clip is damaged, more frames are missing at the end than an encoder leaves
+            out, or decoding would exceed the limit.
     """
+    wanted = np.asarray(plan.frame_indices)
+    if clip.table.exact and wanted.max() < clip.table.frames:
+        for seeking, lead in _WAYS:
+            pixels = _decode_runs(blob, clip, plan, limits, seeking=seeking, lead=lead)
+            if pixels is not None:
+                return pixels
+    return _decode_all(blob, clip, plan, limits)
+
+
+def _decode_runs(
+    blob: MediaBlob,
+    clip: Clip,
+    plan: VisionPlan,
+    limits: DecodeLimits,
+    *,
+    seeking: bool,
+    lead: int,
+) -> NDArray[np.uint8] | None:
+    """Decodes from key frames to wanted frames; None when the packets or frames found differ from
+    the table, or are damaged."""
     pixels = np.empty(plan.shape, dtype=np.uint8)
     wanted = np.asarray(plan.frame_indices)
+    runs = clip.table.runs(plan.frame_indices, lead=lead)
+    with opened(blob, limits) as container:
+        stream = _video_stream(container, blob)
+        prepare_decoder(stream, limits)
+        try:
+            for number, frame in read_frames(container, stream, clip.table, runs, seeking=seeking):
+                places = np.flatnonzero(wanted == number)
+                if len(places):
+                    pixels[places] = _cut(frame, blob, plan, limits)
+        except (FramesDisagree, FFmpegError):
+            return None
+    return pixels
+
+
+def _decode_all(
+    blob: MediaBlob, clip: Clip, plan: VisionPlan, limits: DecodeLimits
+) -> NDArray[np.uint8]:
+    """Decodes from the first frame to the last wanted one, and finds frames by counting."""
+    pixels = np.empty(plan.shape, dtype=np.uint8)
+    wanted = np.asarray(plan.frame_indices)
+    _check_decoded(blob, clip, min(int(wanted.max()) + 1, clip.header.frames), limits)
     decoded, last = 0, None
     with opened(blob, limits) as container:
         for frame in _frames(container, blob, limits):
@@ -91,10 +146,40 @@ def decode_video(
                 pixels[places] = _cut(frame, blob, plan, limits)
         missing = np.flatnonzero(wanted >= decoded)
         if len(missing):
-            _check_shortfall(blob, header.frames, decoded)
+            _check_shortfall(blob, clip.header.frames, decoded)
             assert last is not None, "a clip without frames is refused above"
             pixels[missing] = _cut(last, blob, plan, limits)
     return pixels
+
+
+def _check_decoded(blob: MediaBlob, clip: Clip, frames: int, limits: DecodeLimits) -> None:
+    header = clip.header
+    limits.check(
+        "max_video_decoded_pixels",
+        frames * header.width * header.height,
+        f"video {blob.name!r}: pixels of the {frames:,} of its {header.frames:,} frames that must "
+        f"be decoded to show those wanted ({int(clip.table.is_key.sum()):,} are key frames)",
+    )
+
+
+def _listed(stream: VideoStream) -> int:
+    """Number of packets that an MP4's header lists; 0 when a file has no such list."""
+    return len(stream.index_entries) if stream.frames else 0
+
+
+def _check_whole(blob: MediaBlob, table: FrameTable, *, listed: int, seconds: float | None) -> None:
+    """Raises SampleError when packets are missing at the end, or key frames at the beginning."""
+    if listed:
+        if listed - table.packets > _tolerated_frames(listed):
+            raise _truncated(blob, f"{listed} frames", f"{table.packets} are there")
+    elif seconds is not None and table.spanned_s < 0.9 * seconds - 0.5:
+        raise _truncated(blob, f"{seconds:.1f} s", f"its packets end after {table.spanned_s:.1f} s")
+    if table.headless_frames > _tolerated_frames(table.frames):
+        raise SampleError(
+            f"video {blob.name!r} was cut out of a longer one: {table.headless_frames} of its "
+            f"{table.frames} frames come before its first key frame, and cannot be decoded "
+            "without the one before. Cut it at a key frame, or leave the sample out."
+        )
 
 
 def _video_stream(container: InputContainer, blob: MediaBlob) -> VideoStream:
@@ -109,7 +194,8 @@ def _video_stream(container: InputContainer, blob: MediaBlob) -> VideoStream:
 def _frames(
     container: InputContainer, blob: MediaBlob, limits: DecodeLimits
 ) -> Iterator[VideoFrame]:
-    """Whole frames until the end or the first damage: what is missing is judged by the caller."""
+    """Whole frames until the end or the first damage; the caller decides whether too many are
+    missing."""
     stream = _video_stream(container, blob)
     prepare_decoder(stream, limits)
     try:
@@ -127,22 +213,29 @@ def _cut(
     limits.check(
         "max_video_pixels", frame.width * frame.height, f"video {blob.name!r}: pixels a frame"
     )
-    view = plan.views[0]
-    resized = frame.reformat(
-        width=view.width,
-        height=view.height,
+    rgb = frame.reformat(
         format="rgb24",
-        interpolation=Interpolation.BICUBIC,
-        threads=1,  # else a thread for every CPU, frame by frame: workers decode many at once
+        threads=1,  # otherwise one thread per CPU for each frame, while workers decode many
     )
-    return cut_tiles(np.asarray(resized.to_ndarray(), dtype=np.uint8), view)
+    return next(cut_views(np.asarray(rgb.to_ndarray(), dtype=np.uint8), plan.views))
 
 
 def _check_shortfall(blob: MediaBlob, promised: int, decoded: int) -> None:
-    tolerated = max(TOLERATED_FRAMES, int(TOLERATED_SHARE * promised))
+    tolerated = _tolerated_frames(promised)
     if decoded < 1 or promised - decoded > tolerated:
-        raise SampleError(
-            f"video {blob.name!r} is truncated or damaged: its header promises {promised} frames "
-            f"and {decoded} can be decoded; at most {tolerated} may be missing. Replace the file "
-            "or leave the sample out."
+        raise _truncated(
+            blob,
+            f"{promised} frames",
+            f"{decoded} can be decoded; at most {tolerated} may be missing",
         )
+
+
+def _tolerated_frames(promised: int) -> int:
+    return max(TOLERATED_FRAMES, int(TOLERATED_SHARE * promised))
+
+
+def _truncated(blob: MediaBlob, promised: str, found: str) -> SampleError:
+    return SampleError(
+        f"video {blob.name!r} is truncated or damaged: its header promises {promised} and "
+        f"{found}. Replace the file or leave the sample out."
+    )

@@ -1,7 +1,7 @@
 """What the coordinator offers, as serving and the CLI see it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from dataservice.core.cursor import Cursor
@@ -17,6 +17,7 @@ from dataservice.core.job import (
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.sample import SampleRef
 from dataservice.core.team import NO_TEAM
 from dataservice.core.topology import Topology
 
@@ -24,9 +25,23 @@ Fate = Literal["planned", "committed", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobVersion:
+    """A version of a job's file: its `changes` in words, and the first and last attempt that began
+    with it, 0 where none did."""
+
+    version: int
+    submitted_unix_s: float
+    changes: str
+    first_attempt: int
+    last_attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """A job and where it stands. Steps are -1 before the first. `failure` is why its last attempt
-    ended, as far as this coordinator knows; empty while it runs."""
+    """A job and its progress. Steps are -1 before the first. `failure` says why its last attempt
+    ended, as far as this coordinator knows; empty while it runs. `attempt_version` is the version
+    of the job file that the attempt began with, 0 without an attempt; `versions` are given where
+    there is more than one."""
 
     record: JobRecord
     samples: int
@@ -37,11 +52,18 @@ class JobStatus:
     quarantined: int = 0
     skips: tuple[SkipRecord, ...] = ()
     failure: str = ""
+    attempt_version: int = 0
+    versions: tuple[JobVersion, ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        """The newest version of the job file waits for the next attempt."""
+        return 0 < self.attempt_version < self.record.spec_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFate:
-    """What became of a step in one attempt."""
+    """The fate of a step in one attempt."""
 
     attempt: int
     fate: Fate
@@ -51,8 +73,8 @@ class StepFate:
 class StepExplanation:
     """A step planned again, as in `attempt`. `sample_keys` are aligned with the plan's samples.
 
-    `entry` is what the ledger says of it; None where the attempt skipped it, by the record
-    `skipped_by`. `fates` tells of every attempt that came to the step.
+    `entry` is its ledger entry; None where the attempt skipped it, by the record `skipped_by`.
+    `fates` has an item for every attempt that came to the step.
     """
 
     attempt: int
@@ -67,45 +89,92 @@ class StepExplanation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleStep:
+    """A step that a sample was in, in one attempt. `masked` is the reason where its labels were
+    masked, so that it was not learnt."""
+
+    step: int
+    attempt: int
+    fate: Fate
+    masked: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundSample:
+    """A sample's place, and steps of the ledger that it was in, by step and attempt. Later ones are
+    found from `next_step` on; None at the ledger's end."""
+
+    ref: SampleRef
+    steps: tuple[SampleStep, ...]
+    next_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedPack:
+    """A pack of a step and its samples as source/key, the first of them where there are many."""
+
+    pack: int
+    samples: tuple[str, ...]
+
+
+ContentVerdict = Literal["", "same", "differs", "unknown"]
+"""Whether a step decoded again has the bytes of before: "" where it was not decoded again,
+"unknown" where there is nothing to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedStep:
-    """A step of a range: planned again, or one that its attempt skipped, without digests."""
+    """A step of a range that was planned again; or one that its attempt skipped, without digests.
+
+    `content` says whether workers deliver the same bytes again, where they were asked to; `note`
+    says what differs, or why that is not known, and `packs` where to look.
+    """
 
     step: int
     attempt: int
     skipped: bool = False
     ledger_digest: str = ""
     plan_digest: str = ""
+    content: ContentVerdict = ""
+    note: str = ""
+    packs: tuple[NamedPack, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Its plan or its bytes are not the recorded ones."""
+        return self.plan_digest != self.ledger_digest or self.content == "differs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSteps:
-    """The step asked for is skipped by this attempt; this is the next that is not."""
+    """The step asked for is skipped by this attempt; `next_step` is the next that is not."""
 
     next_step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfData:
-    """The last epoch is over: the job has this many steps."""
+    """The last epoch is over: `steps` is the number of steps of the job."""
 
     steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOpened:
-    """A claimed rank of an attempt whose ranks have all opened, and how often it is to tell of
-    itself."""
+    """A claimed rank of an attempt whose ranks have all opened. By `ticket_key` it proves to
+    workers that its tickets are its own; it is to report every `report_every_s`."""
 
     session: str
     attempt: int
     start: Cursor
+    ticket_key: bytes = field(default=b"", repr=False)
     report_every_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
-    """A worker, the packs that steps have there, and the work of those not decoded, in
-    tokens."""
+    """A worker, the number of packs that steps have there, and the work of those that are not yet
+    decoded, in tokens."""
 
     info: WorkerInfo
     packs: int
@@ -123,16 +192,22 @@ class CoordinatorApi(Protocol):
         team: str = NO_TEAM,
         max_jobs: int | None = None,
     ) -> JobStatus:
-        """Validate and register a job of a team; the same file again changes nothing.
-        QuotaError when the team has `max_jobs` already."""
+        """Validate and register a job of a team; the same file again changes nothing. Another
+        file over the same samples in the same order is its next version, for attempts that are
+        yet to begin. Raises ConflictError where the samples are others, QuotaError where the team
+        has `max_jobs` already."""
         ...
 
     async def jobs(self) -> list[JobStatus]:
         """All jobs by name."""
         ...
 
+    def job_names(self) -> list[str]:
+        """The names of all jobs, from memory, without waiting."""
+        ...
+
     async def job(self, name: str) -> JobStatus:
-        """One job; NotFoundError if there is none."""
+        """One job. Raises NotFoundError where there is none."""
         ...
 
     async def drain(self, name: str) -> JobStatus:
@@ -140,7 +215,7 @@ class CoordinatorApi(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """Forget a job; ConflictError while trainers use it."""
+        """Forget a job. Raises ConflictError while trainers use it."""
         ...
 
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
@@ -152,22 +227,34 @@ class CoordinatorApi(Protocol):
         attempt that came to it."""
         ...
 
+    async def find_sample(self, job: str, sample_id: int, from_step: int) -> FoundSample:
+        """Where a sample lies, and which steps it was in, a bounded way along the ledger. Raises
+        NotFoundError where there is no such sample."""
+        ...
+
     def replay(
-        self, job: str, first_step: int, last_step: int, attempt: int | None
-    ) -> AsyncIterator[ReplayedStep]:
-        """Plan the steps of a range again, one after another, as far as the ledger goes."""
+        self,
+        job: str,
+        first_step: int,
+        last_step: int,
+        attempt: int | None,
+        *,
+        content: bool = False,
+    ) -> AsyncGenerator[ReplayedStep, None]:
+        """Plan the steps of a range again, one after another, as far as the ledger goes; with
+        `content` have workers decode them again too."""
         ...
 
     async def skip(
         self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
     ) -> list[SkipRecord]:
         """Have attempts that are yet to begin pass over these steps, both ends included, or
-        train them after all; SpecError for ranges that are none."""
+        train them after all. Raises SpecError where a range is none."""
         ...
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
-        """Plan with other coefficients from a step on, by default the first never planned;
-        ConflictError for one that was planned. The step it begins at is in the answer."""
+        """Plan with other coefficients from a step on, by default the first that was never planned;
+        the answer has that step. Raises ConflictError where the step was planned already."""
         ...
 
     async def workers(self) -> list[WorkerStatus]:
@@ -175,8 +262,8 @@ class CoordinatorApi(Protocol):
         ...
 
     async def restart_workers(self, workers: Sequence[str]) -> list[str]:
-        """Begin to replace these workers, all by default, without delaying any step by more
-        than its decoding; gives their names. NotFoundError for one that is not there,
+        """Begin to replace these workers, all by default, without delaying any step by more than
+        its decoding. Returns their names. Raises NotFoundError where there is no such worker,
         ConflictError while others are being replaced."""
         ...
 
@@ -189,13 +276,15 @@ class CoordinatorApi(Protocol):
         cursor: Cursor,
         client: str,
         rejoin_attempt: int,
+        launch: str = "",
     ) -> SessionOpened:
-        """Claim a rank; returns once all ranks of the attempt have. Cancelling gives it up."""
+        """Claim a rank. Returns once all ranks of the attempt, which are of one launch, have
+        claimed theirs. Cancelling gives the claim up."""
         ...
 
     async def session_ended(self, session: str) -> None:
-        """Wait until a newer attempt fences the session or its job is deleted; then raise
-        FencedError or NotFoundError."""
+        """Wait until the session is over. Raises FencedError where a newer attempt fences it,
+        NotFoundError where its job is deleted."""
         ...
 
     def close_session(self, session: str) -> None:
@@ -224,15 +313,15 @@ class CoordinatorApi(Protocol):
         measured_s: float | None = None,
         phase_s: Mapping[str, float] | None = None,
     ) -> None:
-        """The session's rank has trained this step, in so many seconds if it tells, and what
-        they went to by phase."""
+        """The session's rank has trained this step; `measured_s` and, by phase, `phase_s` are the
+        seconds that it took, if it measured them."""
         ...
 
     async def report(self, session: str, report: RankReport) -> None:
-        """The session's rank lives, and has waited so long for data."""
+        """The session's rank is alive, and reports its waits for data."""
         ...
 
     async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
-        """These jobs as they can be seen now, and what is concluded; NotFoundError for one that
-        is not there. Other teams than `team` are not named, unless it is None."""
+        """These jobs as they can be seen now, and what is concluded about them. Teams other than
+        `team` are not named, unless it is None. Raises NotFoundError where there is no such job."""
         ...

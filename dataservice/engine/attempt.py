@@ -9,6 +9,7 @@ else.
 
 import asyncio
 import secrets
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from dataservice.core.errors import (
     WorldSizeError,
 )
 from dataservice.core.topology import Topology
+from dataservice.engine.tasks import retrieve_error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,7 +37,8 @@ class Claim:
 
 
 class Attempt:
-    """The claims of one attempt and its life: forming, complete, over."""
+    """The claims of one attempt and its life: forming, complete, over. All its ranks are of
+    one `launch`, and it goes by one version of the job file."""
 
     def __init__(
         self,
@@ -45,6 +48,8 @@ class Attempt:
         topology: Topology,
         start: Cursor,
         trained_step: int | None = None,
+        launch: str = "",
+        spec_version: int = 1,
     ) -> None:
         """`trained_step` is the last that every rank is known to have trained, where the
         attempt is restored."""
@@ -52,13 +57,14 @@ class Attempt:
         self.number = number
         self.topology = topology
         self.start = start
+        self.launch = launch
+        self.spec_version = spec_version
         self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
         self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # A future nobody awaits must not log "exception was never retrieved".
-        self._over.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._over.add_done_callback(retrieve_error)
 
     def join(self, rank: int, client: str, *, world_size: int, cursor: Cursor) -> Claim:
         """Claim a rank of a forming attempt. A contradiction ends the attempt for all."""
@@ -97,7 +103,7 @@ class Attempt:
         return claim
 
     def refuse_if_claimed(self, rank: int, client: str) -> None:
-        """Raises RankClaimedError when another live client holds the rank."""
+        """Raises RankClaimedError where another live client holds the rank."""
         held = self.claims.get(rank)
         if held is not None and held.live:
             raise RankClaimedError(
@@ -120,6 +126,12 @@ class Attempt:
     def clients(self) -> list[str]:
         """The clients that hold a rank now."""
         return sorted({claim.client for claim in self.claims.values() if claim.live})
+
+    @property
+    def who(self) -> str:
+        """Its launch and some of its clients, for messages."""
+        launch = f"launch {self.launch}" if self.launch else "a launch without a name"
+        return f"{launch}: {', '.join(self.clients[:8]) or 'nobody connected'}"
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -153,15 +165,24 @@ class Attempt:
     def end(self, reason: ServiceError) -> ServiceError:
         """End the attempt; everyone who waits on it gets `reason`, which is returned."""
         if not self._over.done():
-            self._over.set_exception(reason)
+            self._over.set_exception(copy(reason))
         return reason
 
     async def ended(self) -> None:
-        """Wait for the end and raise its reason."""
-        await asyncio.shield(self._over)
+        """Wait for the end. Raises its reason."""
+        await asyncio.wait({self._over})
+        raise self._reason()
+
+    def _reason(self) -> BaseException:
+        """Why it is over, as a new error for each who is told: an error that was raised keeps the
+        frames that it came through, which hold the job, which holds this attempt."""
+        reason = self._over.exception()
+        assert reason is not None, "an attempt ends with a reason"
+        return copy(reason)
 
     async def wait_complete(self, timeout_s: float) -> None:
-        """Wait until all ranks have opened; raises the attempt's end or, late, who is missing."""
+        """Wait until all ranks have opened. Raises the reason where the attempt ends before, and
+        WorldSizeError, which names those that are missing, where they do not come in time."""
         waiter = asyncio.ensure_future(self._complete.wait())
         either: set[asyncio.Future[Any]] = {waiter, self._over}
         try:
@@ -169,13 +190,14 @@ class Attempt:
         finally:
             waiter.cancel()
         if self._over.done():
-            await self._over
+            raise self._reason()
         if not self.complete:
             raise self.end(
                 WorldSizeError(
                     f"job {self.job!r} waited {timeout_s:.0f} s for ranks "
-                    f"{list(self.missing[:16])} of {self.topology.world_size}. Start every "
-                    "rank, or lower the world size."
+                    f"{list(self.missing[:16])} of {self.topology.world_size} ({self.who}). Start "
+                    "every rank, all by one launcher, or lower the world size; where a launcher "
+                    "gives its ranks different names, set DATASERVICE_LAUNCH alike on all."
                 )
             )
 

@@ -4,8 +4,11 @@
                               ▲                                                  ▲
                  a newer coordinator restores the last one ──────────────────────┘
 
-Contract. An attempt is durable before anyone is told of it. Attempts of one job begin one after
-another; a newer complete attempt fences the older one, whose ranks get FencedError. After a
+Contract. An attempt is durable before anyone is told of it. It forms of one launch's ranks;
+several launches may form theirs at once. Attempts of one job begin one after another; a newer
+complete attempt fences the older one, and those that form of older launches, whose ranks get
+FencedError. An older launch begins none while a newer one trains: launches are ordered by when
+the service first saw them. Ranks whose launch has no name form attempts among themselves. After a
 restart of the coordinator the last attempt of each job is restored complete, and its ranks
 rejoin it one by one where they were.
 """
@@ -18,13 +21,15 @@ from collections.abc import Sequence
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, FencedError, ServiceError
 from dataservice.core.job import AttemptRecord, SkipRecord
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt, Claim
+from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.jobs import RunningJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
-from dataservice.engine.setup import JobSetup
 from dataservice.engine.skips import Skips
-from dataservice.engine.vitals import Vitals
+from dataservice.engine.tasks import detach
+from dataservice.engine.threads import in_store
 
 log = logging.getLogger(__name__)
 
@@ -32,45 +37,64 @@ log = logging.getLogger(__name__)
 class Attempts:
     """Begins and restores attempts; each job's own are in its `RunningJob`."""
 
-    def __init__(self, ports: LoopPorts, vitals: Vitals) -> None:
+    def __init__(self, ports: LoopPorts, statistics: JobStatistics) -> None:
         self._ports = ports
         self._store = ports.store
-        self._vitals = vitals
+        self._statistics = statistics
 
     def forming(
-        self, job: RunningJob, rank: int, client: str, topology: Topology, cursor: Cursor
+        self,
+        job: RunningJob,
+        rank: int,
+        client: str,
+        setup: JobSetup,
+        topology: Topology,
+        cursor: Cursor,
+        launch: str,
     ) -> Attempt:
-        """The attempt that a rank may join now: one that forms, or a new one. Raises
-        ConflictError where the job drains, RankClaimedError."""
+        """The attempt that a rank may join now: one that forms of its launch, or a new one.
+        Raises ConflictError where the job drains, RankClaimedError where another client holds the
+        rank, FencedError where a newer launch trains."""
         if job.record.state == "draining":
             raise ConflictError(
                 f"job {job.record.name!r} is draining and takes no new attempt. Submit it under "
                 "another name to train again."
             )
-        if job.attempt is not None and not job.attempt.over:
-            job.attempt.refuse_if_claimed(rank, client)
-        if job.forming is None or job.forming.over:
-            number = job.attempt.number + 1 if job.attempt is not None else 1
-            job.forming = Attempt(
-                job=job.record.name, number=number, topology=topology, start=cursor
+        running = job.attempt
+        if running is not None and not running.over:
+            if running.launch == launch or not (running.launch and launch):
+                running.refuse_if_claimed(rank, client)
+            _require_newest(job, launch, client)
+        job.launches.see(launch)
+        live = [each for each in job.forming.values() if not each.over]
+        if not any(job.launches.replaces(each.launch, launch) for each in live):
+            job.launches.renew(launch)
+        attempt = job.forming_of(launch)
+        if attempt is None:
+            attempt = job.forming[launch] = Attempt(
+                job=job.record.name,
+                number=running.number + 1 if running is not None else 1,
+                topology=topology,
+                start=cursor,
+                launch=launch,
+                spec_version=setup.record.spec_version,
             )
-        return job.forming
+        return attempt
 
     async def begin_for_all(self, job: RunningJob, attempt: Attempt) -> None:
-        """Begin whatever becomes of the rank that came last: the others wait for it too."""
+        """Begin the attempt, also where the rank that came last is gone: the others wait too."""
 
         async def begin() -> None:
             async with job.beginning:
                 await self._begin(job, attempt)
 
-        task = asyncio.create_task(begin())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(task)
+        await asyncio.shield(detach(begin()))
 
     async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
         """All ranks are here: make the attempt durable, fence the older, start its loop."""
         try:
-            skips = await asyncio.to_thread(self._record, attempt)
+            _require_newest(job, attempt.launch, attempt.who)
+            skips = await in_store(self._record, attempt)
         except ServiceError as error:
             raise attempt.end(error) from error
         log.info(
@@ -81,25 +105,24 @@ class Attempts:
         )
         older, old_loop = job.attempt, job.loop
         job.attempt = attempt
-        self._vitals.attempt_begun(attempt.job)
+        self._statistics.attempt_begun(attempt.job)
         if older is not None:
-            log.info("fenced by attempt %d", attempt.number, extra=older.about)
-            older.end(
-                FencedError(
-                    f"attempt {older.number} of job {attempt.job!r} was replaced by attempt "
-                    f"{attempt.number}. Only the newest start of a job may train; stop this one."
-                )
-            )
+            log.info("fenced by attempt %d (%s)", attempt.number, attempt.who, extra=older.about)
+            older.end(_replaced(older, f"attempt {older.number}", attempt))
+        for launch, forming in list(job.forming.items()):
+            if job.launches.replaces(attempt.launch, launch):
+                del job.forming[launch]
+                forming.end(_replaced(forming, "an attempt that was forming", attempt))
         if old_loop is not None:
             await old_loop.stop()  # receipts of its packs are its own until then
-        assert job.setup is not None, "an attempt forms only for a job that is open"
-        job.loop = self._make_loop(job, job.setup, attempt, skips)
+        job.keep_setups(attempt.spec_version)
+        job.loop = self._make_loop(job, job.setups[attempt.spec_version], attempt, skips)
         job.loop.start(attempt.start)
         attempt.complete_now()
 
     def _record(self, attempt: Attempt) -> list[SkipRecord]:
-        """Make the attempt durable, under the number that the store has for it; gives the
-        job's skips, which are settled for this number once it is taken."""
+        """Make the attempt durable, under the next number of the store. Returns the job's skips,
+        which are settled for this number once it is taken."""
         last = self._store.last_attempt(attempt.job)
         attempt.number = 1 if last is None else last.attempt + 1
         self._store.put_attempt(
@@ -109,15 +132,20 @@ class Attempts:
                 world_size=attempt.topology.world_size,
                 start_cursor=attempt.start.to_json(),
                 opened_unix_s=time.time(),
+                spec_version=attempt.spec_version,
+                launch=attempt.launch,
             )
         )
         return self._store.skips(attempt.job)
 
     async def restore(self, job: RunningJob, setup: JobSetup, last: AttemptRecord) -> None:
-        """Bring back the attempt that ran last, complete; its ranks rejoin it one by one."""
+        """Bring back the attempt that ran last, complete; its ranks rejoin it one by one. `setup`
+        is of the version that it began with."""
         name, store = job.record.name, self._store
-        entry = await asyncio.to_thread(store.last_entry, name, last.attempt)
-        committed = await asyncio.to_thread(store.last_committed_step, name, last.attempt)
+        for each in await in_store(store.attempts, name):
+            job.launches.renew(each.launch)
+        entry = await in_store(store.last_entry, name, last.attempt)
+        committed = await in_store(store.last_committed_step, name, last.attempt)
         start = Cursor.from_json(last.start_cursor)
         attempt = Attempt(
             job=name,
@@ -125,9 +153,11 @@ class Attempts:
             topology=setup.topology(last.world_size),
             start=start,
             trained_step=max(committed, start.step - 1),
+            launch=last.launch,
+            spec_version=last.spec_version,
         )
         attempt.complete_now()
-        skips = await asyncio.to_thread(store.skips, name)
+        skips = await in_store(store.skips, name)
         cursor = attempt.start if entry is None else Cursor.from_json(entry.cursor)
         job.attempt = attempt
         job.loop = self._make_loop(job, setup, attempt, skips)
@@ -148,10 +178,11 @@ class Attempts:
         )
 
     def rejoin(
-        self, job: RunningJob, rank: int, world_size: int, client: str, number: int
+        self, job: RunningJob, rank: int, world_size: int, client: str, number: int, launch: str
     ) -> tuple[Attempt, Claim]:
-        """A rank is back in the attempt that it was in. Raises FencedError, ConflictError,
-        RankClaimedError."""
+        """A rank is back in the attempt that it was in. Raises FencedError where that attempt is
+        over or of another launch, ConflictError where the world size is another, WorldSizeError
+        where the rank is outside it, RankClaimedError where another client holds the rank."""
         attempt = job.attempt
         if attempt is None or attempt.number != number or attempt.over:
             newest = 0 if attempt is None else attempt.number
@@ -159,14 +190,41 @@ class Attempts:
                 f"{client} comes back to attempt {number} of job {job.record.name!r}, which is "
                 f"over; the newest is {newest}. Restart the trainers from their checkpoint."
             )
+        if launch != attempt.launch:
+            raise FencedError(
+                f"{client} (launch {launch or 'without a name'}) comes back to attempt {number} "
+                f"of job {job.record.name!r}, which is of another start ({attempt.who}). Restart "
+                "the trainers from their checkpoint."
+            )
         if world_size != attempt.topology.world_size:
             raise ConflictError(
                 f"attempt {number} has world size {attempt.topology.world_size}, {client} came "
                 f"back with {world_size}."
             )
+        attempt.topology.replica_of(rank)
         held = attempt.claims.get(rank)
         if held is not None and held.client != client:
             attempt.refuse_if_claimed(rank, client)
         assert job.loop is not None, "an attempt that is complete has its loop"
         job.loop.wake()
         return attempt, attempt.claim(rank, client)
+
+
+def _require_newest(job: RunningJob, launch: str, who: str) -> None:
+    """Raises FencedError where a newer launch trains."""
+    running = job.attempt
+    if running is None or running.over or not running.clients:
+        return
+    if job.launches.replaces(running.launch, launch):
+        raise FencedError(
+            f"launch {launch} of job {job.record.name!r} ({who}) was replaced by attempt "
+            f"{running.number} ({running.who}), which trains. Only the newest start of a job may "
+            "train; stop this one, or stop that one first."
+        )
+
+
+def _replaced(older: Attempt, what: str, newer: Attempt) -> FencedError:
+    return FencedError(
+        f"{what} of job {older.job!r} ({older.who}) was replaced by attempt {newer.number} "
+        f"({newer.who}). Only the newest start of a job may train; stop this one."
+    )

@@ -3,13 +3,13 @@
 A step is committed once every rank has trained it; its seconds are those of the slowest.
 """
 
-import asyncio
 from collections.abc import Mapping
 
 from dataservice.core.ports import Metrics
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.records import AttemptRecords
 from dataservice.engine.skips import Skips
+from dataservice.engine.threads import in_store
 
 
 class Commits:
@@ -34,7 +34,7 @@ class Commits:
         phase_s: Mapping[str, float] | None,
     ) -> None:
         """A rank has trained a step, and all before it. Records the steps that every rank has
-        trained now. Raises StateError."""
+        trained now. Raises StateError where the store cannot be written."""
         if measured_s is not None and self.through_step < step:
             self._note_seconds(step, measured_s, phase_s or {})
         claim.committed_step = max(claim.committed_step, step)
@@ -42,7 +42,7 @@ class Commits:
         trained = self._skips.next_trained(self.through_step + 1)
         while trained <= done:
             slowest_s = self._measured_s.pop(trained, None)
-            await asyncio.to_thread(self._records.trained, trained, slowest_s)
+            await in_store(self._records.trained, trained, slowest_s)
             if trained > self.through_step:  # else another rank's commit has been here
                 self.through_step = trained
                 self._metrics.step_committed(self._attempt.job)

@@ -5,10 +5,8 @@ long as its client's stream. How attempts begin, end and come back is in `attemp
 be asked of jobs in `jobs.py`.
 """
 
-import asyncio
 import logging
-import operator
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.cursor import Cursor
@@ -23,13 +21,17 @@ from dataservice.core.job import (
     SkipAction,
     SkipRecord,
 )
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics, WorkerLink, WorkerPool
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, TeamSpec
+from dataservice.core.tickets import holder_key, holder_of
+from dataservice.core.topology import Topology
 from dataservice.engine.api import (
     EndOfData,
+    FoundSample,
     JobStatus,
     ReplayedStep,
     SessionOpened,
@@ -39,17 +41,19 @@ from dataservice.engine.api import (
 )
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.attempts import Attempts
-from dataservice.engine.crew import Crew
+from dataservice.engine.connection_capacity import ConnectionCapacity
 from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.health import Diagnose, HealthView, report_every_s
-from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob, SameJob
+from dataservice.engine.job_statistics import JobStatistics
+from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
+from dataservice.engine.metrics_fan_out import fan_out
 from dataservice.engine.planner import check_fits, in_order
 from dataservice.engine.ready_bytes import ReadyBytes
-from dataservice.engine.setup import JobSetup
+from dataservice.engine.redecode import Redecoder
 from dataservice.engine.shares import Shares
-from dataservice.engine.unfailing import unfailing
-from dataservice.engine.vitals import Vitals
+from dataservice.engine.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
@@ -79,23 +83,30 @@ class Coordinator:
         idle_release_s: float = 60.0,
         metrics: Metrics | None = None,
         teams: Callable[[], Mapping[str, TeamSpec]] = dict,
-        same_job: SameJob = operator.eq,
         diagnose: Diagnose = lambda job, fleet: (),
         wanted_workers: int = 0,
+        planning_threads: int = 2,
+        troubles: Callable[[], tuple[str, ...]] = tuple,
+        descriptors: int | None = None,
     ) -> None:
-        """`teams` gives the limits of the teams as they are now; `wanted_workers` should be
-        there; `diagnose` puts in words what can be seen of a job."""
+        """`teams` gives the limits of the teams as they are now; `wanted_workers` is the number of
+        workers that there should be; `diagnose` puts in words what can be seen of a job;
+        `planning_threads` is the number of steps planned at once; `troubles` tells what in the
+        service itself does not work; `descriptors` is the number of files and sockets that this
+        process may have open."""
         self._store = store
         self._attempt_timeout_s = attempt_timeout_s
-        self._vitals = Vitals(unfailing(metrics or NoMetrics()))
-        self._metrics = unfailing(self._vitals)
+        shown = metrics or NoMetrics()
+        self._statistics = JobStatistics(fan_out(shown))
+        self._metrics = fan_out(self._statistics, shown)
+        self._planners = FairThreads("planning", threads=planning_threads, teams=teams)
         self._table = JobTable(
             store=store,
             read_job=read_job,
             open_job=open_job,
             restore=self._restore,
             metrics=self._metrics,
-            same_job=same_job,
+            planners=self._planners,
         )
         self._dispatcher = Dispatcher(
             pool, link, on_receipt=self._table.note_receipt, metrics=self._metrics
@@ -106,45 +117,59 @@ class Coordinator:
             metrics=self._metrics,
             ready_bytes=ReadyBytes(teams),
             shares=Shares(teams=teams, pool=pool),
+            planners=self._planners,
             idle_release_s=idle_release_s,
             ticket_secret=ticket_secret,
         )
-        self._attempts = Attempts(self._ports, self._vitals)
+        self._redecoder = Redecoder(self._dispatcher, pool, self._ports.shares)
+        self._attempts = Attempts(self._ports, self._statistics)
+        self._connections = ConnectionCapacity(
+            descriptors, pool=pool, jobs=lambda: self._table.running.values()
+        )
         self._view = HealthView(
-            vitals=self._vitals,
+            statistics=self._statistics,
             pool=pool,
             dispatcher=self._dispatcher,
             shares=self._ports.shares,
+            ready_bytes=self._ports.ready_bytes,
             diagnose=diagnose,
             wanted_workers=wanted_workers,
+            troubles=troubles,
+            connections=self._connections,
         )
-        self._crew = Crew(pool, self._dispatcher)
+        self._worker_admin = WorkerAdmin(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
 
     async def start(self) -> None:
-        """Restore every stored job and the attempt that was running."""
+        """Know every stored job, and begin to restore the attempts that were running."""
         await self._dispatcher.start()
         await self._table.start()
+
+    async def restored(self) -> None:
+        """Wait until every job that ran is open again, or known to be closed for now."""
+        await self._table.restored()
 
     async def stop(self) -> None:
         """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
         hold: they end with us, or serve it until a successor takes them over."""
-        await self._crew.stop()
+        await self._worker_admin.stop()
+        await self._table.stop()
         self._dispatcher.let_be()
         for job in self._table.running.values():
             if job.loop is not None:
                 await job.loop.stop()
         await self._dispatcher.stop()
+        self._planners.close()
 
     # ---- workers --------------------------------------------------------------------------
 
     async def workers(self) -> list[WorkerStatus]:
         """The workers as they are now."""
-        return self._crew.status()
+        return self._worker_admin.status()
 
     async def restart_workers(self, workers: Sequence[str]) -> list[str]:
         """Begin to replace these workers, all by default."""
-        return self._crew.restart(workers)
+        return self._worker_admin.restart(workers)
 
     # ---- jobs: the table answers ----------------------------------------------------------
 
@@ -162,6 +187,10 @@ class Coordinator:
     async def jobs(self) -> list[JobStatus]:
         """All jobs by name."""
         return await self._table.statuses()
+
+    def job_names(self) -> list[str]:
+        """The names of all jobs, from memory: nothing is waited for."""
+        return sorted(self._table.running)
 
     async def job(self, name: str) -> JobStatus:
         """One job and where it stands."""
@@ -187,11 +216,22 @@ class Coordinator:
         """Plan a step of the ledger again."""
         return await self._table.explain(job, step, attempt)
 
+    async def find_sample(self, job: str, sample_id: int, from_step: int) -> FoundSample:
+        """A sample's place, and the steps that it was in."""
+        return await self._table.find_sample(job, sample_id, from_step)
+
     def replay(
-        self, job: str, first_step: int, last_step: int, attempt: int | None
-    ) -> AsyncIterator[ReplayedStep]:
-        """Plan the steps of a range again, as far as the ledger goes."""
-        return self._table.replay(job, first_step, last_step, attempt)
+        self,
+        job: str,
+        first_step: int,
+        last_step: int,
+        attempt: int | None,
+        *,
+        content: bool = False,
+    ) -> AsyncGenerator[ReplayedStep, None]:
+        """Plan the steps of a range again, as far as the ledger goes, or decode them too."""
+        redecoder = self._redecoder if content else None
+        return self._table.replay(job, first_step, last_step, attempt, redecoder)
 
     async def skip(
         self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
@@ -210,25 +250,23 @@ class Coordinator:
         cursor: Cursor,
         client: str,
         rejoin_attempt: int,
+        launch: str = "",
     ) -> SessionOpened:
-        """Claim a rank; returns once every rank of the attempt has opened."""
+        """Claim a rank. Returns once every rank of the attempt has opened."""
         running = self._table.get(job)
-        setup = await self._table.setup(running)
-        topology = setup.topology(world_size)
-        topology.replica_of(rank)
         if rejoin_attempt:
+            await self._table.setup(running)
             return self._remember(
-                running, *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt)
+                running,
+                *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt, launch),
             )
-        cursor = in_order(cursor, setup)
-        await asyncio.to_thread(check_fits, setup, topology)
-        await self._table.require_current(running, setup)
-        attempt = self._attempts.forming(running, rank, client, topology, cursor)
+        setup, topology, cursor = await self._checked(running, rank, world_size, cursor, launch)
+        attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         session = self._remember(running, attempt, claim)
         try:
             if attempt.full:
-                running.forming = None  # whoever comes now is of the next attempt
+                del running.forming[launch]  # whoever comes now is of the next attempt
                 await self._attempts.begin_for_all(running, attempt)
             await attempt.wait_complete(self._attempt_timeout_s)
         except BaseException:
@@ -236,8 +274,24 @@ class Coordinator:
             raise
         return replace(session, attempt=attempt.number)  # settled once it is durable
 
+    async def _checked(
+        self, running: RunningJob, rank: int, world_size: int, cursor: Cursor, launch: str
+    ) -> tuple[JobSetup, Topology, Cursor]:
+        """The setup, topology and cursor that a rank would begin with, under the version of the job
+        file that its launch's attempt forms with, or else the newest. Raises the ServiceError that
+        says why it cannot begin."""
+        while True:
+            setup = await self._table.setup_for(running, launch)
+            topology = setup.topology(world_size)
+            topology.replica_of(rank)
+            placed = in_order(cursor, setup)
+            check_fits(setup, topology)
+            await self._table.require_current(running, setup, launch)
+            if await self._table.setup_for(running, launch) is setup:  # no newer one meanwhile
+                return setup, topology, placed
+
     async def session_ended(self, session: str) -> None:
-        """Wait until the session's attempt is over; raises why."""
+        """Wait until the session's attempt is over. Raises its reason."""
         await self._session(session).attempt.ended()
 
     def close_session(self, session: str) -> None:
@@ -250,11 +304,11 @@ class Coordinator:
             known.attempt is known.job.attempt
             and known.attempt.claims.get(known.claim.rank) is known.claim
         ):
-            self._vitals.rank_left(known.job.record.name, known.claim.rank)
-        if known.job.forming is known.attempt:
+            self._statistics.rank_left(known.job.record.name, known.claim.rank)
+        if known.job.forming.get(known.attempt.launch) is known.attempt:
             known.attempt.claims.pop(known.claim.rank, None)
             if not known.attempt.claims:
-                known.job.forming = None
+                del known.job.forming[known.attempt.launch]
 
     async def shard(
         self,
@@ -286,8 +340,8 @@ class Coordinator:
         measured_s: float | None = None,
         phase_s: Mapping[str, float] | None = None,
     ) -> None:
-        """The session's rank has trained this step, in so many seconds if it tells, and what
-        they went to by phase."""
+        """The session's rank has trained this step; `measured_s` and, by phase, `phase_s` are the
+        seconds that it took, if it measured them."""
         known = self._session(session)
         loop = await self._loop_of(known)
         await loop.commit(known.claim, step, measured_s, phase_s)
@@ -295,10 +349,10 @@ class Coordinator:
     # ---- health ---------------------------------------------------------------------------
 
     async def report(self, session: str, report: RankReport) -> None:
-        """The session's rank lives, and has waited so long for data."""
+        """The session's rank is alive, and reports its waits for data."""
         known = self._session(session)
         if known.attempt is known.job.attempt and known.claim.live:
-            self._vitals.reported(known.job.record.name, known.claim.rank, report)
+            self._statistics.reported(known.job.record.name, known.claim.rank, report)
 
     async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
         """These jobs as they can be seen now, and what is concluded."""
@@ -318,10 +372,13 @@ class Coordinator:
 
     def _remember(self, job: RunningJob, attempt: Attempt, claim: Claim) -> SessionOpened:
         self._sessions[claim.session] = Session(job=job, attempt=attempt, claim=claim)
+        if len(attempt.claims) == 1:
+            self._connections.note_first_rank()
         return SessionOpened(
             session=claim.session,
             attempt=attempt.number,
             start=attempt.start,
+            ticket_key=holder_key(holder_of(claim.session), self._ports.ticket_secret),
             report_every_s=report_every_s(attempt.topology.world_size),
         )
 

@@ -1,46 +1,154 @@
-"""Plan steps again: to show one, to compare a range with the ledger, to see what was skipped."""
+"""Plan steps again: to show one, to compare a range with the ledger, to see what was skipped.
+A range may also be decoded again, to compare what is delivered.
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+A request takes its team's turn at the planners, behind steps that ranks may wait for; so a team may
+make only a few requests at once.
+"""
 
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from dataservice.core.content import StepContent
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import NotFoundError
+from dataservice.core.errors import NotFoundError, QuotaError, ServiceError, WorkerLostError
 from dataservice.core.job import AttemptRecord, LedgerEntry, SkipRecord
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.plan import StepPlan
 from dataservice.core.state_store import StateStore
-from dataservice.engine.api import ReplayedStep, StepExplanation, StepFate
+from dataservice.core.team import team_of
+from dataservice.engine.api import FoundSample, ReplayedStep, StepExplanation, StepFate
+from dataservice.engine.fair_threads import FairThreads
+from dataservice.engine.find_sample import find_sample
 from dataservice.engine.planner import PlannedStep, pass_over, plan_step
-from dataservice.engine.setup import JobSetup
+from dataservice.engine.redecode import Redecoder
 from dataservice.engine.skips import Skips
+from dataservice.engine.threads import in_store
+from dataservice.engine.versions import SetupOf
+
+NOTHING_RECORDED = (
+    "what it delivered is not in the ledger: not every pack was told to the coordinator, or a "
+    "release before this one trained it"
+)
+MOST_OF_TEAM = 4
 
 
 class Explainer:
-    """Answers from the ledger of one store; O(log ledger) reads a step."""
+    """Answers from the ledger of one store, by O(log ledger) reads for each step."""
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, planners: FairThreads) -> None:
         self._store = store
+        self._planners = planners
+        self._asked: Counter[str] = Counter()
 
     async def explain(
-        self, setup: JobSetup, job: str, step: int, attempt: int | None
+        self, setups: SetupOf, job: str, step: int, attempt: int | None
     ) -> StepExplanation:
         """A step as an attempt planned or skipped it, by default the newest that came to it."""
-        return await asyncio.to_thread(self._explain, setup, job, step, attempt)
+        with self._admitted(job):
+            explaining = partial(self._explain, setups, job, step, attempt)
+            return await self._planners.run(job, explaining)
+
+    async def find_sample(
+        self, setups: SetupOf, newest: JobSetup, sample_id: int, from_step: int
+    ) -> FoundSample:
+        """A sample's place, and the steps that it was in, from a step on."""
+        job = newest.record.name
+        with self._admitted(job):
+            finding = partial(find_sample, self._store, setups, newest, sample_id, from_step)
+            return await self._planners.run(job, finding)
 
     async def replay(
-        self, setup: JobSetup, job: str, first_step: int, last_step: int, attempt: int | None
-    ) -> AsyncIterator[ReplayedStep]:
-        """The steps of a range, as far as the ledger goes. Raises NotFoundError where that is
-        nowhere."""
-        last = min(last_step, await asyncio.to_thread(self._store.last_planned_step, job))
-        if last < first_step:
-            raise NotFoundError(
-                f"no step from {first_step} to {last_step} of job {job!r} has been planned; the "
-                f"last planned is {last}. Name a range up to there."
+        self,
+        setups: SetupOf,
+        job: str,
+        first_step: int,
+        last_step: int,
+        attempt: int | None,
+        redecoder: Redecoder | None,
+    ) -> AsyncGenerator[ReplayedStep, None]:
+        """The steps of a range, as far as the ledger goes; those that plan as recorded are
+        decoded again if there is a `redecoder`. Raises NotFoundError where none was planned."""
+        with self._admitted(job):
+            planned = await in_store(self._store.last_planned_step, job)
+            last = min(last_step, planned)
+            if last < first_step:
+                raise NotFoundError(
+                    f"no step from {first_step} to {last_step} of job {job!r} has been planned; "
+                    f"the last planned is {last}. Name a range up to there."
+                )
+            for step in range(first_step, last + 1):
+                yield await self._replayed(setups, job, step, attempt, redecoder)
+
+    async def _replayed(
+        self,
+        setups: SetupOf,
+        job: str,
+        step: int,
+        attempt: int | None,
+        redecoder: Redecoder | None,
+    ) -> ReplayedStep:
+        entry = await in_store(self._store.ledger_entry, job, step, attempt)
+        if entry is None:
+            return await in_store(self._replay_skipped, job, step, attempt)
+        setup = await in_store(setups, entry.attempt)
+        planning = partial(self._planned, setup, entry)
+        plan = (await self._planners.run(job, planning)).plan
+        replayed = ReplayedStep(
+            step=step,
+            attempt=entry.attempt,
+            ledger_digest=entry.plan_digest,
+            plan_digest=plan.digest,
+        )
+        if redecoder is not None and not replayed.differs:
+            return await self._decoded_again(redecoder, setup, entry, plan, replayed)
+        return replayed
+
+    async def _decoded_again(
+        self,
+        redecoder: Redecoder,
+        setup: JobSetup,
+        entry: LedgerEntry,
+        plan: StepPlan,
+        replayed: ReplayedStep,
+    ) -> ReplayedStep:
+        """The step, with the verdict on its content."""
+        if not plan.packs:
+            return replace(replayed, content="same")
+        if entry.content is None:
+            return replace(replayed, content="unknown", note=NOTHING_RECORDED)
+        try:
+            delivered = await redecoder.decode(setup, plan)
+        except WorkerLostError:
+            raise
+        except ServiceError as error:
+            return replace(replayed, content="differs", note=f"workers refuse it: {error}")
+        bad = await in_store(self._store.quarantine_of_step, entry.job, entry.attempt, entry.step)
+        recorded = StepContent.from_bytes(entry.content)
+        found = delivered.compared(recorded, {each.sample_id for each in bad})
+        verdict = "differs" if found.verdict == "masked" else found.verdict
+        return replace(replayed, content=verdict, note=found.note, packs=found.packs)
+
+    @contextlib.contextmanager
+    def _admitted(self, job: str) -> Iterator[None]:
+        """Raises QuotaError where the job's team has too many requests at once."""
+        team = team_of(job)
+        if self._asked[team] >= MOST_OF_TEAM:
+            raise QuotaError(
+                f"{self._asked[team]} requests of the team have steps planned again; at most "
+                f"{MOST_OF_TEAM} may at once. Wait for one of them to end."
             )
-        for step in range(first_step, last + 1):
-            yield await asyncio.to_thread(self._replay, setup, job, step, attempt)
+        self._asked[team] += 1
+        try:
+            yield
+        finally:
+            self._asked[team] -= 1
+            self._asked += Counter()  # forget those that ask for nothing
 
     def _explain(
-        self, setup: JobSetup, job: str, step: int, attempt: int | None
+        self, setups: SetupOf, job: str, step: int, attempt: int | None
     ) -> StepExplanation:
         entries = {entry.attempt: entry for entry in self._store.ledger_of_step(job, step)}
         skipped = self._skipped(job, step)
@@ -52,7 +160,7 @@ class Explainer:
                 f"step {step} of job {job!r} has not been planned{of_attempt}. See "
                 f"`dataservice job show {job}` for the last planned step."
             )
-        entry = entries.get(number)
+        entry, setup = entries.get(number), setups(number)
         if entry is not None:
             planned, world_size = self._planned(setup, entry), entry.world_size
         else:
@@ -76,15 +184,7 @@ class Explainer:
             skipped_by=skipped.get(number) if entry is None else None,
         )
 
-    def _replay(self, setup: JobSetup, job: str, step: int, attempt: int | None) -> ReplayedStep:
-        entry = self._store.ledger_entry(job, step, attempt)
-        if entry is not None:
-            return ReplayedStep(
-                step=step,
-                attempt=entry.attempt,
-                ledger_digest=entry.plan_digest,
-                plan_digest=self._planned(setup, entry).plan.digest,
-            )
+    def _replay_skipped(self, job: str, step: int, attempt: int | None) -> ReplayedStep:
         skipped = self._skipped(job, step)
         if attempt in skipped or (attempt is None and skipped):
             return ReplayedStep(step=step, attempt=attempt or max(skipped), skipped=True)
@@ -95,7 +195,7 @@ class Explainer:
         )
 
     def _skipped(self, job: str, step: int) -> dict[int, SkipRecord]:
-        """The attempts that skip a step and have come to it, and by which record."""
+        """The attempts that skip a step and have come to it, each with the record it goes by."""
         records = self._store.skips(job)
         if not any(record.first_step <= step <= record.last_step for record in records):
             return {}

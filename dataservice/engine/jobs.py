@@ -1,18 +1,19 @@
 """The jobs that the coordinator knows: registered, opened, costed, explained.
 
-Contract. A job is durable before anyone is told of it. It is opened, and the attempt that ran
-last with it, when it is first asked for; one that cannot be opened (its index is stale, say)
-stays listed and is tried again each time.
+Contract. A job is durable before anyone is told of it. A job, and the attempt of it that ran last,
+is opened when it is first asked for; one that cannot be opened (because its index is stale, say)
+stays listed, and opening is tried again each time that it is asked for.
 """
 
 import asyncio
 import json
 import logging
-import operator
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dataservice.core.errors import (
     ConflictError,
@@ -30,42 +31,81 @@ from dataservice.core.job import (
     SkipAction,
     SkipRecord,
 )
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import PackReceipt
+from dataservice.core.plan_options import CostModel
 from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, team_of
-from dataservice.engine.api import JobStatus, ReplayedStep, StepExplanation
+from dataservice.engine.api import (
+    FoundSample,
+    JobStatus,
+    JobVersion,
+    ReplayedStep,
+    StepExplanation,
+)
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.explain import Explainer
+from dataservice.engine.fair_threads import FairThreads
+from dataservice.engine.launches import Launches
 from dataservice.engine.loop import AttemptLoop
-from dataservice.engine.setup import CostChange, JobSetup
-from dataservice.planning.options import CostModel
+from dataservice.engine.opening import Openings
+from dataservice.engine.placement import DispatchedStep
+from dataservice.engine.redecode import Redecoder
+from dataservice.engine.spec_changes import in_words, spec_changes
+from dataservice.engine.tasks import cancel_all, detach
+from dataservice.engine.threads import in_store
+from dataservice.engine.versions import SetupOf, job_versions, other_data, revised, with_costs
 
 log = logging.getLogger(__name__)
 
 ReadJob = Callable[[str, str, str], JobRecord]
 """Validate a job file (YAML text, base directory, its team) into a record under the job's full
-name. Raises SpecError."""
-SameJob = Callable[[JobRecord, JobRecord], bool]
-"""Whether a job file submitted again is that of the stored job: all but its error budgets."""
+name. Raises SpecError where the file is not valid."""
 OpenJob = Callable[[JobRecord], JobSetup]
-"""Open a stored job's index. Raises SourceError or IndexStaleError."""
+"""Open a stored job's index. Raises SourceError where it cannot be read, IndexStaleError where it
+no longer describes its sources."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
-    """A job with its attempts: the one forming, and the one that runs. `checking` looks
-    whether the index is current, for all ranks that ask meanwhile."""
+    """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
+    job under each version of its file that is in use. `checking` checks whether the index is
+    current, once for all ranks that ask meanwhile."""
 
     record: JobRecord
-    setup: JobSetup | None = None
-    forming: Attempt | None = None
+    setups: dict[int, JobSetup] = field(default_factory=dict)
+    forming: dict[str, Attempt] = field(default_factory=dict)
+    launches: Launches = field(default_factory=Launches)
     attempt: Attempt | None = None
     loop: AttemptLoop | None = None
+    restored: bool = False
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     checking: asyncio.Task[None] | None = None
+
+    @property
+    def setup(self) -> JobSetup | None:
+        """The job under the newest version of its file, if it is open."""
+        return self.setups.get(self.record.spec_version)
+
+    def forming_of(self, launch: str) -> Attempt | None:
+        """The attempt that a launch's ranks wait for."""
+        attempt = self.forming.get(launch)
+        return None if attempt is None or attempt.over else attempt
+
+    @property
+    def newest_forming(self) -> Attempt | None:
+        """The attempt that began to form last, of those that still form."""
+        return next((each for each in reversed(self.forming.values()) if not each.over), None)
+
+    def keep_setups(self, running: int) -> None:
+        """Forget the versions that no attempt uses, but for the newest."""
+        kept = {running, self.record.spec_version}
+        kept.update(each.spec_version for each in self.forming.values())
+        self.setups = {v: setup for v, setup in self.setups.items() if v in kept}
 
 
 MOST_RANGES = 1000
@@ -76,7 +116,7 @@ Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 
 
 class JobTable:
-    """Every job by name, in `running`; what can be asked of jobs apart from training."""
+    """Every job by name, in `running`, and all requests about jobs but those of training."""
 
     def __init__(
         self,
@@ -86,27 +126,45 @@ class JobTable:
         open_job: OpenJob,
         restore: Restore,
         metrics: Metrics,
-        same_job: SameJob = operator.eq,
+        planners: FairThreads,
     ) -> None:
         self._store = store
-        self._same_job = same_job
         self._read_job = read_job
         self._open_job = open_job
         self._restore = restore
         self._metrics = metrics
-        self._explainer = Explainer(store)
+        self._planners = planners
+        self._explainer = Explainer(store, planners)
+        self._openings = Openings()
+        self._restoring: set[asyncio.Task[None]] = set()
         self.running: dict[str, RunningJob] = {}
         self._registering: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def start(self) -> None:
-        """Restore every stored job and the attempt that was running."""
-        for record in await asyncio.to_thread(self._store.jobs):
+        """Know every stored job, and begin to open those that ran. A team's slow files delay its
+        own jobs, and no other team's."""
+        for record in await in_store(self._store.jobs):
             job = self.running[record.name] = RunningJob(record=record)
-            try:
-                if await asyncio.to_thread(self._store.last_attempt, record.name) is not None:
-                    await self.setup(job)
-            except ServiceError as error:
-                log.error("the job cannot be opened for now: %s", error, extra={"job": record.name})
+            if await in_store(self._store.last_attempt, record.name) is not None:
+                task = asyncio.create_task(self._restored(job))
+                self._restoring.add(task)
+                task.add_done_callback(self._restoring.discard)
+
+    async def restored(self) -> None:
+        """Wait until every job that ran is open, or known to be closed for now."""
+        await asyncio.gather(*self._restoring)
+
+    async def stop(self) -> None:
+        """Open no job any more."""
+        self._openings.close()
+        await cancel_all(*self._restoring)
+
+    async def _restored(self, job: RunningJob) -> None:
+        try:
+            await self.setup(job)
+        except ServiceError as error:
+            about = {"job": job.record.name}
+            log.error("the job cannot be opened for now: %s", error, extra=about)
 
     def get(self, name: str) -> RunningJob:
         job = self.running.get(name)
@@ -120,17 +178,44 @@ class JobTable:
         return job
 
     async def setup(self, job: RunningJob) -> JobSetup:
-        """The job, opened, and with it the attempt that ran last. A job that could not be
-        opened (its index was stale, say) is tried again each time it is asked for."""
+        """The job under the newest version of its file; with it the attempt that ran last is
+        restored. Opening that failed is tried again each time."""
         async with job.opening:
-            if job.setup is None:
-                opened = await asyncio.to_thread(self._open_job, job.record)
-                setup = await asyncio.to_thread(self._with_costs, opened)
-                last = await asyncio.to_thread(self._store.last_attempt, job.record.name)
+            record = job.record
+            setup = job.setups.get(record.spec_version)
+            if setup is None:
+                opened = await self._openings.run(team_of(record.name), self._open_job, record)
+                setup = await in_store(with_costs, opened, self._store, cost_model)
+            if not job.restored:
+                last = await in_store(self._store.last_attempt, record.name)
                 if last is not None:
-                    await self._restore(job, setup, last)
-                job.setup = setup
-        return job.setup
+                    older = await in_store(self._under, job, setup, last.spec_version)
+                    await self._restore(job, older, last)
+                job.restored = True
+            job.setups[record.spec_version] = setup
+        return setup
+
+    async def setup_for(self, job: RunningJob, launch: str) -> JobSetup:
+        """The job as a rank of this launch would begin with it now."""
+        newest = await self.setup(job)
+        forming = job.forming_of(launch)
+        return newest if forming is None else job.setups[forming.spec_version]
+
+    def _under(self, job: RunningJob, newest: JobSetup, version: int) -> JobSetup:
+        """The job under a version of its file."""
+        if version == newest.record.spec_version:
+            return newest
+        setup = job.setups.get(version)
+        if setup is None:
+            setup = job.setups[version] = revised(newest, version, self._store, cost_model)
+        return setup
+
+    async def _by_attempt(self, job: RunningJob) -> SetupOf:
+        """The job as each attempt had it."""
+        newest = await self.setup(job)
+        attempts = await in_store(self._store.attempts, job.record.name)
+        versions = {each.attempt: each.spec_version for each in attempts}
+        return lambda attempt: self._under(job, newest, versions[attempt])
 
     async def submit(
         self,
@@ -140,24 +225,22 @@ class JobTable:
         team: str = NO_TEAM,
         max_jobs: int | None = None,
     ) -> JobStatus:
-        """Register a team's job. The same file again changes nothing but is checked again;
-        another under its name is refused, and so is one more than `max_jobs`."""
-        record = await asyncio.to_thread(self._read_job, spec_yaml, base_directory, team)
+        """Register a team's job. The same file again changes nothing, but its index is checked
+        again; another file over the same samples in the same order is the job's next version, for
+        attempts that are yet to begin. Raises ConflictError where the samples are others,
+        QuotaError where the team has `max_jobs` already."""
+        record = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
         async with self._registering[team]:  # two at a time would pass one quota
             return await self._register(record, max_jobs)
 
     async def _register(self, record: JobRecord, max_jobs: int | None) -> JobStatus:
         known = self.running.get(record.name)
         if known is not None:
-            if not self._same_job(known.record, record):
-                raise ConflictError(
-                    f"job {record.name!r} is registered with another job file. Delete it with "
-                    f"`dataservice job delete {record.name}`, or give this one another name."
-                )
-            setup = await self.setup(known)
-            await asyncio.to_thread(setup.require_current)
-            if known.record.spec_json != record.spec_json:
-                await self._take_budgets(known, record)
+            if known.record.spec_json == record.spec_json:
+                setup = await self.setup(known)
+                await self._openings.run(team_of(record.name), setup.require_current)
+            else:
+                await self._take_version(known, record)
             return await self.status(record.name)
         team = team_of(record.name)
         count = sum(team_of(name) == team for name in self.running)
@@ -167,30 +250,55 @@ class JobTable:
                 "done with `dataservice job delete JOB`, or ask the operator for a higher "
                 "max_jobs."
             )
-        setup = await asyncio.to_thread(self._open_job, record)
-        await asyncio.to_thread(self._store.put_job, setup.record)
-        self.running[record.name] = RunningJob(record=setup.record, setup=setup)
+        setup = await self._openings.run(team, self._open_job, record)
+        await in_store(self._store.put_job, setup.record)
+        self.running[record.name] = RunningJob(
+            record=setup.record, setups={setup.record.spec_version: setup}, restored=True
+        )
         return await self.status(record.name)
 
-    async def _take_budgets(self, known: RunningJob, record: JobRecord) -> None:
-        """The same job under other error budgets, which the next attempt has."""
-        record = replace(known.record, spec_json=record.spec_json)
-        opened = await asyncio.to_thread(self._open_job, record)
-        await asyncio.to_thread(self._store.put_job, record)
-        known.record = record
-        assert known.setup is not None, "it was opened before"
-        known.setup = replace(known.setup, record=record, budgets=opened.budgets)
+    async def _take_version(self, known: RunningJob, submitted: JobRecord) -> None:
+        """Take another job file over the same samples in the same order as the next version. Raises
+        ConflictError where its samples are others."""
+        team = team_of(submitted.name)
+        async with known.changing:
+            record = replace(
+                known.record,
+                spec_json=submitted.spec_json,
+                spec_version=known.record.spec_version + 1,
+            )
+            changes = spec_changes(known.record.spec_json, submitted.spec_json)
+            if any(change.of_data for change in changes):
+                opened = await self._openings.run(team, self._open_job, submitted)
+                if opened.order != known.record.order:
+                    raise ConflictError(other_data(known.record, changes))
+                revision = replace(opened, record=record)
+            else:
+                current = await self.setup(known)
+                await self._openings.run(team, current.require_current)
+                revising = partial(current.revise, current, record)
+                revision = await self._planners.run(record.name, revising)
+            setup = await in_store(with_costs, revision, self._store, cost_model)
+            await in_store(self._store.put_job, record)
+            known.record, known.setups[record.spec_version] = record, setup
+        await self.setup(known)  # the last attempt may not have been restored for want of data
+        log.info(
+            "version %d: %s", record.spec_version, in_words(changes), extra={"job": record.name}
+        )
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name."""
         return [await self.status(name) for name in sorted(self.running)]
 
     async def status(self, name: str) -> JobStatus:
-        """One job and where it stands."""
+        """One job and its progress."""
         job = self.get(name)
-        quarantined = await asyncio.to_thread(self._store.quarantined_samples, name)
-        skips = await asyncio.to_thread(self._store.skips, name)
-        last = job.forming or job.attempt
+        quarantined = await in_store(self._store.quarantined_samples, name)
+        skips = await in_store(self._store.skips, name)
+        last = job.newest_forming or job.attempt
+        versions: tuple[JobVersion, ...] = ()
+        if job.record.spec_version > 1:
+            versions = await in_store(job_versions, self._store, name)
         return JobStatus(
             record=job.record,
             samples=job.setup.catalog.samples if job.setup is not None else -1,
@@ -201,20 +309,23 @@ class JobTable:
             quarantined=quarantined,
             skips=tuple(skips),
             failure=last.failure if last is not None else "",
+            attempt_version=job.attempt.spec_version if job.attempt is not None else 0,
+            versions=versions,
         )
 
     async def drain(self, name: str) -> JobStatus:
         """Refuse new attempts; the one that runs may finish."""
         job = self.get(name)
-        record = replace(job.record, state="draining")
-        await asyncio.to_thread(self._store.put_job, record)
-        job.record = record
+        async with job.changing:
+            record = replace(job.record, state="draining")
+            await in_store(self._store.put_job, record)
+            job.record = record
         return await self.status(name)
 
     async def delete(self, name: str) -> None:
         """Forget a job that no trainer is using."""
         job = self.get(name)
-        attempts = [a for a in (job.forming, job.attempt) if a is not None and not a.over]
+        attempts = [a for a in _attempts_of(job) if not a.over]
         if clients := [client for attempt in attempts for client in attempt.clients]:
             raise ConflictError(
                 f"job {name!r} is in use by {', '.join(clients[:8])}. Stop its trainers, or "
@@ -222,27 +333,27 @@ class JobTable:
             )
         if job.loop is not None:
             await job.loop.stop()
-        await asyncio.to_thread(self._store.delete_job, name)
+        await in_store(self._store.delete_job, name)
         del self.running[name]
-        for attempt in (job.forming, job.attempt):  # a rank may have come meanwhile
-            if attempt is not None:
-                attempt.end(NotFoundError(f"job {name!r} was deleted. Submit it again to train."))
+        for attempt in _attempts_of(job):  # a rank may have come meanwhile
+            attempt.end(NotFoundError(f"job {name!r} was deleted. Submit it again to train."))
         self._metrics.job_deleted(name)
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
-        """Plan with other coefficients from a step on that no attempt has planned. Durable
-        before any step is planned by it, so that a restart plans every step as it was."""
+        """Plan with other coefficients, from a step on that no attempt has planned. The change is
+        durable before any step is planned by it, so that a restart plans every step as before."""
         running = self.get(job)
         cost = cost_model(cost_json)
         await self.setup(running)
-        async with running.planning:
-            planned = await asyncio.to_thread(self._store.last_planned_step, job)
+        async with running.changing, running.planning:
+            planned = await in_store(self._store.last_planned_step, job)
             record = CostRecord(
                 job=job,
                 from_step=planned + 1 if from_step is None else from_step,
                 cost_json=json.dumps(cost.to_dict(), sort_keys=True),
                 cost_version=cost.version,
                 recorded_unix_s=time.time(),
+                spec_version=running.record.spec_version,
             )
             if record.from_step <= planned:
                 raise ConflictError(
@@ -250,40 +361,46 @@ class JobTable:
                     f"step up to {planned}. Begin at step {planned + 1} or later, or leave the "
                     "step out."
                 )
-            await asyncio.to_thread(self._store.put_cost, record)
-            assert running.setup is not None, "it was opened above"
-            running.setup = await asyncio.to_thread(self._with_costs, running.setup)
-            if running.loop is not None:
-                running.loop.use(running.setup)
+            await in_store(self._store.put_cost, record)
+            for version, setup in list(running.setups.items()):
+                running.setups[version] = await in_store(with_costs, setup, self._store, cost_model)
+            if running.loop is not None and running.attempt is not None:
+                running.loop.use(running.setups[running.attempt.spec_version])
         log.info("cost %s from step %d on", cost.version, record.from_step, extra={"job": job})
         return record
 
-    def _with_costs(self, setup: JobSetup) -> JobSetup:
-        """The setup with what the store has on costs that take over."""
-        changes = tuple(
-            CostChange(from_step=record.from_step, cost=cost_model(record.cost_json))
-            for record in self._store.costs(setup.record.name)
-        )
-        return replace(setup, cost_changes=changes)
-
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were masked, and why."""
-        return await asyncio.to_thread(self._store.quarantine, self.get(name).record.name)
+        return await in_store(self._store.quarantine, self.get(name).record.name)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again, or one that was skipped."""
-        setup = await self.setup(self.get(job))
-        return await self._explainer.explain(setup, job, step, attempt)
+        setups = await self._by_attempt(self.get(job))
+        return await self._explainer.explain(setups, job, step, attempt)
+
+    async def find_sample(self, job: str, sample_id: int, from_step: int) -> FoundSample:
+        """A sample's place, and the steps that it was in."""
+        running = self.get(job)
+        setups, newest = await self._by_attempt(running), await self.setup(running)
+        return await self._explainer.find_sample(setups, newest, sample_id, from_step)
 
     async def replay(
-        self, job: str, first_step: int, last_step: int, attempt: int | None
-    ) -> AsyncIterator[ReplayedStep]:
-        """Plan the steps of a range again, as far as the ledger goes."""
+        self,
+        job: str,
+        first_step: int,
+        last_step: int,
+        attempt: int | None,
+        redecoder: Redecoder | None = None,
+    ) -> AsyncGenerator[ReplayedStep, None]:
+        """Plan the steps of a range again, as far as the ledger goes; decode them again too if
+        there is a `redecoder`."""
         running = self.get(job)
         require_ranges([(first_step, last_step)])
-        setup = await self.setup(running)
-        async for step in self._explainer.replay(setup, job, first_step, last_step, attempt):
-            yield step
+        setups = await self._by_attempt(running)
+        steps = self._explainer.replay(setups, job, first_step, last_step, attempt, redecoder)
+        async with aclosing(steps):  # whoever asked may be gone in the middle
+            async for step in steps:
+                yield step
 
     async def skip(
         self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
@@ -291,7 +408,7 @@ class JobTable:
         """Have attempts that are yet to begin pass over these steps, or train them after all."""
         name = self.get(job).record.name
         require_ranges(ranges)
-        records = await asyncio.to_thread(self._store.add_skips, name, ranges, action, time.time())
+        records = await in_store(self._store.add_skips, name, ranges, action, time.time())
         for record in records:
             log.info(
                 "%s steps %d to %d from attempt %d on",
@@ -303,26 +420,33 @@ class JobTable:
             )
         return records
 
-    async def require_current(self, job: RunningJob, setup: JobSetup) -> None:
-        """The first rank of an attempt has the index compared with its sources."""
-        if job.forming is not None and not job.forming.over:
+    async def require_current(self, job: RunningJob, setup: JobSetup, launch: str) -> None:
+        """Compare the index with its sources, once for all ranks of an attempt."""
+        if job.forming_of(launch) is not None:
             return
         if job.checking is None or job.checking.done():
-            job.checking = asyncio.create_task(asyncio.to_thread(setup.require_current))
-            # Read the error even if all who wait are gone, or asyncio reports it as lost.
-            job.checking.add_done_callback(lambda done: done.cancelled() or done.exception())
+            job.checking = detach(
+                self._openings.run(team_of(job.record.name), setup.require_current)
+            )
         await asyncio.shield(job.checking)
 
-    async def note_receipt(self, receipt: PackReceipt) -> None:
+    async def note_receipt(self, step: DispatchedStep, receipt: PackReceipt) -> None:
         """A worker has decoded a pack: tell the attempt that ordered it."""
-        self._metrics.pack_prepared(receipt)
         job = self.running.get(receipt.key.job)
-        if job is not None and job.loop is not None:
-            await job.loop.note_receipt(receipt)
+        if job is None:  # deleted meanwhile, or it was decoded again to be compared
+            return
+        self._metrics.pack_prepared(receipt)
+        if job.loop is not None:
+            await job.loop.note_receipt(step, receipt)
+
+
+def _attempts_of(job: RunningJob) -> list[Attempt]:
+    running = [] if job.attempt is None else [job.attempt]
+    return [*job.forming.values(), *running]
 
 
 def require_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    """Raises SpecError unless each is a range of steps, first and last included."""
+    """Raises SpecError where there are too many ranges, or one is not a range of steps."""
     if not 1 <= len(ranges) <= MOST_RANGES:
         raise SpecError(f"{len(ranges)} ranges of steps were given; give 1 to {MOST_RANGES}.")
     for first, last in ranges:
@@ -334,7 +458,8 @@ def require_ranges(ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def cost_model(cost_json: str) -> CostModel:
-    """Coefficients from JSON. Raises SpecError, PlanningError."""
+    """Coefficients from JSON. Raises SpecError where it is not valid JSON of coefficients,
+    PlanningError where a coefficient is impossible."""
     try:
         return CostModel.from_dict(json.loads(cost_json))
     except PlanningError:

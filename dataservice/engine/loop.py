@@ -8,45 +8,53 @@
 What is ready is in `window.py`, what is trained in `commits.py`.
 
 Contract. Steps are planned in order, at most `ready_steps` beyond the last step that every
-rank has received, and decoded as far as the team's ready bytes allow; a step leaves the window
-when all have it. Steps that the attempt skips are drawn and passed over: who asks for one is
-told which comes next. A step asked for again later is planned again from the ledger's cursor:
+rank has received, and decoded as far as the team's ready bytes allow. A step leaves the window
+when all ranks have it; at most `ready_steps` steps are being released at once, whatever ranks say
+of what they have. Steps that the attempt skips are drawn and passed over: a rank that asks for one
+is told which comes next. A step asked for again later is planned again from the ledger's cursor:
 the same plan, by construction, and checked by digest.
 A planning or state error, or a source that passes its error budget, ends the attempt with that
 error; ranks that wait are told, and the workers let go of its packs.
-New steps are planned inside `planning`, the job's own lock: who holds it knows that none is
-under way, and may change the coefficients of those to come.
+Plans are made in `planners`, whose threads the teams share; the ledger is written in other threads,
+so that a slow disk holds none of them.
+New steps are planned inside `planning`, the job's own lock: its holder knows that no step is being
+planned, and may change the coefficients of those to come.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, ServiceError, StateError, WorkerLostError
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, WorkerInfo
 from dataservice.core.state_store import StateStore
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
-from dataservice.engine.budget import BudgetTally
 from dataservice.engine.commits import Commits
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.handout import ReadyStep, rank_shard, sign_tickets, wanted_parts
+from dataservice.engine.error_budget import BudgetTally
+from dataservice.engine.fair_threads import FairThreads
+from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
-from dataservice.engine.records import AttemptRecords, MadeStep
-from dataservice.engine.setup import JobSetup
+from dataservice.engine.ready_step import ReadyStep, rank_shard, sign_tickets, wanted_parts
+from dataservice.engine.records import AttemptRecords, MadeStep, two_versions
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
+from dataservice.engine.tasks import cancel_all, detach
+from dataservice.engine.threads import in_store
 from dataservice.engine.window import ReadyWindow, WindowNow
 
 log = logging.getLogger(__name__)
 
-# Steps passed over in one turn of a thread, which `stop` waits for.
+# Steps passed over in one turn of a thread, for which other teams wait.
 PASSED_AT_ONCE = 1024
 
 Result = TypeVar("Result")
@@ -61,12 +69,13 @@ class LoopPorts:
     metrics: Metrics
     ready_bytes: ReadyBytes
     shares: Shares
+    planners: FairThreads
     ticket_secret: bytes
     idle_release_s: float
 
 
 class AttemptLoop:
-    """Plans ahead for one complete attempt and hands each rank its part."""
+    """Plans ahead for one complete attempt, and hands each rank its part."""
 
     def __init__(
         self,
@@ -88,13 +97,15 @@ class AttemptLoop:
             ready_bytes=ports.ready_bytes,
             metrics=ports.metrics,
         )
+        self._planners = ports.planners
         self._dispatcher = ports.dispatcher
         self._metrics = ports.metrics
         self._planning = planning
         self._skips = skips
-        self._tally = BudgetTally(attempt.job, setup.budgets)
+        self._tally = BudgetTally(attempt.job, setup.budgets, files_of=setup.catalog.files)
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._running: set[asyncio.Task[Any]] = set()
+        self._releasing = 0
         self._next_step = attempt.start.step
         self._recorded = attempt.start.step - 1
         self._taken_up: Cursor | None = None
@@ -137,7 +148,7 @@ class AttemptLoop:
             self.start(cursor)
 
     def use(self, setup: JobSetup) -> None:
-        """Plan the steps to come by this setup; those that were planned come out the same."""
+        """Plan the steps to come by this setup; it plans those of before as they were planned."""
         self._setup = setup
 
     async def stop(self) -> None:
@@ -169,8 +180,9 @@ class AttemptLoop:
         replica = self._attempt.topology.replica_of(rank)
         microbatches, parts = wanted_parts(ready, replica, wanted)
         holder = await self._holders(ready, rank, parts, failed_workers, slow_workers)
-        tickets = sign_tickets(parts, holder, rank, self._ports.ticket_secret)
-        return rank_shard(ready, self._attempt, rank, microbatches, tickets), ready.planned.plan
+        tickets = sign_tickets(parts, holder, claim, self._ports.ticket_secret)
+        shard = rank_shard(ready, self._attempt, rank, microbatches, tickets, self._setup.positions)
+        return shard, ready.planned.plan
 
     async def commit(
         self,
@@ -179,9 +191,9 @@ class AttemptLoop:
         measured_s: float | None = None,
         phase_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Record the steps that have now been trained by every rank, and the seconds that the
-        slowest of those that told has measured, also of each phase. Raises NotFoundError for a
-        step that this attempt never planned; a state error ends the attempt."""
+        """Record the steps that every rank has trained now, with the training time of the slowest
+        rank that measured it, in all and by phase. Raises NotFoundError where this attempt never
+        planned the step, StateError, which ends the attempt, where the store cannot be written."""
         if step > self._recorded:
             raise NotFoundError(self._never_handed_out(step))
         await self._note_received(claim, step)
@@ -190,19 +202,44 @@ class AttemptLoop:
         except StateError as error:
             raise self._fail(error) from error
 
-    async def note_receipt(self, receipt: PackReceipt) -> None:
-        """A worker has decoded a pack: record its bad samples, judge its sources."""
+    async def note_receipt(self, step: DispatchedStep, receipt: PackReceipt) -> None:
+        """A worker has decoded a pack: record its bad samples, judge its sources, and compare
+        what it delivers with what was delivered before."""
         if self._attempt.over:
             return
         try:
             if receipt.bad_samples:
-                await asyncio.to_thread(self._records.quarantine, receipt)
+                await in_store(self._records.quarantine, receipt)
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:
             self._fail(error)
             return
         self._judged(self._tally.take(receipt))
+        await self._note_delivered(step, receipt)
+
+    async def _note_delivered(self, step: DispatchedStep, receipt: PackReceipt) -> None:
+        delivered = step.delivered
+        if others := delivered.otherwise.get(receipt.key.pack):
+            self._delivered_otherwise(StateError(two_versions(step, receipt.key, others)))
+        if self._attempt.over or not delivered.complete or delivered.noted:
+            return
+        delivered.noted = True
+        noting = detach(in_store(self._records.delivered, delivered))
+        try:
+            verdict = await asyncio.shield(self._background(noting))
+        except NotFoundError:
+            return  # the job was deleted meanwhile
+        except ServiceError as error:
+            self._fail(error)
+            return
+        if verdict is not None:
+            self._delivered_otherwise(verdict)
+
+    def _delivered_otherwise(self, error: ServiceError) -> None:
+        """Two versions of one step must not be mixed."""
+        self._metrics.delivered_otherwise(self._attempt.job)
+        self._fail(error)
 
     # ---- planning ahead -------------------------------------------------------------------
 
@@ -221,10 +258,11 @@ class AttemptLoop:
                 await self._ports.ready_bytes.admit(
                     self._attempt.job, made.size_bytes, needed=self._is_needed
                 )
-                self._tally.expect(cursor.step, made.orders)
+                self._tally.expect(cursor.step, made.orders, made.samples)
                 await self._window.put(made)
                 cursor = made.planned.next_cursor
                 self._next_step = cursor.step
+                del made  # the window keeps it while it is needed; here it would outlast that
                 await self._window.tell()
         except ServiceError as error:
             self._fail(error)
@@ -236,8 +274,7 @@ class AttemptLoop:
         """The cursor of the next step to train, or of the end of data."""
         while self._skips.record(cursor.step) is not None:
             to_step = min(self._skips.next_trained(cursor.step), cursor.step + PASSED_AT_ONCE)
-            passing = asyncio.to_thread(pass_over, self._setup, cursor, to_step=to_step)
-            passed = await asyncio.shield(self._background(passing))
+            passed = await self._passed_to(cursor, to_step)
             if passed == cursor:
                 break
             cursor = passed
@@ -246,11 +283,14 @@ class AttemptLoop:
 
     async def _ranks_have_left_at(self, cursor: Cursor) -> bool:
         """Whether this is the end of data, and ranks that had all of it may have ended before a
-        restart: they make no room, and the others would wait for it."""
+        restart: they would never make room, and the others would wait for it."""
         if self._attempt.full:
             return False
-        passing = asyncio.to_thread(pass_over, self._setup, cursor, to_step=cursor.step + 1)
-        return await asyncio.shield(self._background(passing)) == cursor
+        return await self._passed_to(cursor, cursor.step + 1) == cursor
+
+    async def _passed_to(self, cursor: Cursor, step: int) -> Cursor:
+        passing = partial(pass_over, self._setup, cursor, to_step=step)
+        return await self._planners.run(self._attempt.job, passing)
 
     async def _next_made(self, cursor: Cursor) -> MadeStep | None:
         async with self._planning:
@@ -259,35 +299,45 @@ class AttemptLoop:
         return made
 
     async def _made(self, cursor: Cursor) -> MadeStep | None:
-        share = self._ports.shares(self._attempt.job)
-        making = asyncio.to_thread(self._records.make, self._setup, cursor, share)
-        return await asyncio.shield(self._background(making))
+        job = self._attempt.job
+        planning = partial(self._records.plan, self._setup, cursor, self._ports.shares(job))
+        made = await self._planners.run(job, planning)
+        if made is not None:
+            recording = detach(in_store(self._records.record, made))
+            await asyncio.shield(self._background(recording))
+        return made
 
     # ---- what ranks have, and ask for -----------------------------------------------------
 
     def _ahead(self) -> int:
-        """Steps planned that not every rank has received."""
+        """The number of planned steps that not every rank has received."""
         received = self._attempt.received_by_all
         return self._skips.trained_between(received + 1, self._next_step - 1)
 
     def _is_needed(self) -> bool:
-        """The slowest rank has all there is, or the attempt no longer counts."""
+        """The slowest rank has every planned step, or the attempt is over."""
         return not self._ahead() or self._attempt.over
 
     async def _wait_for_room(self) -> None:
-        await self._window.wait_until(lambda: self._ahead() < self._setup.ready_steps)
+        most = self._setup.ready_steps
+        await self._window.wait_until(lambda: self._ahead() < most and self._releasing < most)
 
     async def _note_received(self, claim: Claim, received_step: int) -> None:
-        # A client may say what it likes; the window moves by steps that there are.
+        # A client may claim anything; the window moves only by steps that were planned.
         claim.received_step = max(claim.received_step, min(received_step, self._recorded))
         released = await self._window.take(self._attempt.received_by_all)
         await self._ports.ready_bytes.look_again()
         for ready in released:
-            self._background(self._release(ready))
+            self._releasing += 1
+            self._background(asyncio.create_task(self._release(ready)))
 
     async def _release(self, ready: ReadyStep) -> None:
-        """Every rank has it; its receipts are in, or will not come."""
-        await self._window.release(ready, received=True)
+        """Every rank has the step; its receipts are in, or will not come."""
+        try:
+            await self._window.release(ready, received=True)
+        finally:
+            self._releasing -= 1
+            await self._window.tell()
         self._judged(self._tally.give_up(ready.planned.plan.step))
 
     async def _holders(
@@ -315,30 +365,27 @@ class AttemptLoop:
         )
         over = asyncio.create_task(self._attempt.ended())
         try:
-            done, _ = await asyncio.wait({waiter, over}, return_when=asyncio.FIRST_COMPLETED)
-            if over in done:
-                over.result()
+            await asyncio.wait({waiter, over}, return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                await self._attempt.ended()
             return waiter.result()
         finally:
-            for task in (waiter, over):
-                task.cancel()
+            waiter.cancel()
+            over.cancel()
             await asyncio.gather(waiter, over, return_exceptions=True)
+            # What they raise keeps this frame, which would keep them.
+            del waiter, over
 
     async def _plan_again(self, step: int) -> ReadyStep | EndOfData:
         """A step that has left the window, or that a former coordinator planned. The work is
         shared by all who ask, and goes on when one of them is gone."""
         if step not in self._again:
-            task = self._again[step] = asyncio.create_task(self._plan_from_ledger(step))
-            task.add_done_callback(lambda done: self._again_done(step, done))
+            task = self._again[step] = detach(self._plan_from_ledger(step))
+            task.add_done_callback(lambda _: self._again.pop(step, None))
         return await asyncio.shield(self._again[step])
 
-    def _again_done(self, step: int, done: asyncio.Task[ReadyStep]) -> None:
-        self._again.pop(step, None)
-        if not done.cancelled():
-            done.exception()  # seen: all who asked may be gone
-
     async def _plan_from_ledger(self, step: int) -> ReadyStep:
-        cursor = await asyncio.to_thread(self._records.cursor, step)
+        cursor = await in_store(self._records.cursor, step)
         if cursor is None:
             raise NotFoundError(self._never_handed_out(step))
         made = await self._made(cursor)
@@ -364,9 +411,8 @@ class AttemptLoop:
         self._stop_once()
         return error
 
-    def _background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    def _background(self, task: asyncio.Task[Result]) -> asyncio.Task[Result]:
         """Work that `stop` waits for."""
-        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -377,12 +423,12 @@ class AttemptLoop:
         return self._stopping
 
     async def _stop(self) -> None:
-        own = [task for task in (self._task, self._idle) if task is not None]
-        ending = [*own, *self._again.values()]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
-        # A plan that a thread is at cannot be cancelled; it must not outlive the store.
+        await cancel_all(self._task, self._idle, *self._again.values())
+        # A task keeps how it ended, that its frames, and these us: whatever the attempt has, its
+        # index and its last plan, would stay until garbage is collected, which may be never.
+        self._task = self._idle = None
+        self._again.clear()
+        # What a thread writes cannot be cancelled; it must not outlive the store.
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._window.stop()
 

@@ -1,7 +1,6 @@
-"""The orders of a step's packs, and a guess of what each takes to decode."""
+"""The orders of a step's packs, and an estimate of the work that decoding each takes."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -25,8 +24,9 @@ def pack_orders(
     catalog: Catalog,
     share: TeamShare = WHOLE,
 ) -> list[PackOrder]:
-    """One order a pack: its samples in sequence order, with locations and planned shapes, and
-    the share of the job's team. The samples of a pack are made when they are looked at."""
+    """One order for each pack: its samples in sequence order, with locations and planned shapes,
+    and the share of the job's team. The samples of a pack are made each time that they are read: if
+    they were kept, they would be most of what the coordinator holds."""
     details = catalog.details(plan.sample_ids[plan.pack_samples])
     offsets = plan.pack_offsets.tolist()
     return [
@@ -42,7 +42,7 @@ def pack_orders(
 
 
 class _SamplesOfPack(Sequence[PackSample]):
-    """A pack's part of its step's details."""
+    """The samples of one pack, made from the details of its step."""
 
     def __init__(
         self, details: Sequence[tuple[SampleRef, SampleLengths]], start: int, stop: int
@@ -50,10 +50,9 @@ class _SamplesOfPack(Sequence[PackSample]):
         self._details = details
         self._start, self._stop = start, stop
 
-    @cached_property
-    def _made(self) -> tuple[PackSample, ...]:
-        rows = self._details[self._start : self._stop]
-        return tuple(PackSample(ref=ref, lengths=lengths) for ref, lengths in rows)
+    def __iter__(self) -> Iterator[PackSample]:
+        for ref, lengths in self._details[self._start : self._stop]:
+            yield PackSample(ref=ref, lengths=lengths)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -61,25 +60,27 @@ class _SamplesOfPack(Sequence[PackSample]):
     @overload
     def __getitem__(self, place: int) -> PackSample: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[PackSample, ...]: ...
-    def __getitem__(self, place: int | slice) -> PackSample | tuple[PackSample, ...]:
-        return self._made[place]
+    def __getitem__(self, place: slice) -> Sequence[PackSample]: ...
+    def __getitem__(self, place: int | slice) -> PackSample | Sequence[PackSample]:
+        rows = range(self._start, self._stop)
+        if isinstance(place, slice):
+            return [self[row - self._start] for row in rows[place]]
+        ref, lengths = self._details[rows[place]]
+        return PackSample(ref=ref, lengths=lengths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._made == tuple(other)
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self._made)
+        return hash(tuple(self))
 
 
-def decode_work(plan: StepPlan) -> NDArray[np.float64]:
-    """A stand-in for each pack's decode seconds, in tokens: float64[P].
+def decode_work(plan: StepPlan) -> NDArray[np.int64]:
+    """A stand-in for each pack's decode seconds, in tokens: int64[P].
 
     Encoder tokens are pixels and samples of sound, which dominate decoding; text is cheap.
     """
-    sample_work = plan.sample_tokens.astype(np.float64)
-    np.add.at(sample_work, plan.item_sample, 4.0 * plan.item_encoder_tokens)
-    work: NDArray[np.float64] = np.bincount(
-        plan.pack_of_sample, weights=sample_work, minlength=plan.packs
-    ).astype(np.float64)
-    return work
+    sample_work = plan.sample_tokens.astype(np.int64)
+    np.add.at(sample_work, plan.item_sample, 4 * plan.item_encoder_tokens)
+    work = np.bincount(plan.pack_of_sample, weights=sample_work, minlength=plan.packs)
+    return work.astype(np.int64)

@@ -10,14 +10,17 @@ import numpy as np
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, PlanningError
+from dataservice.core.job_limits import DrawnSize
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Draw
+from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
-from dataservice.engine.setup import JobSetup
 from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.validate import validate_plan
 
-# One step in this many is checked against every invariant of the design.
+# Every plan is checked as it is made; of one step in this many, that the exchange delivers every
+# feature row is checked too.
 VALIDATE_EVERY = 16
 
 
@@ -33,12 +36,14 @@ class PlannedStep:
 def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedStep | None:
     """The step at `cursor`, or None when the last epoch is over.
 
-    Raises PlanningError when a sample cannot be held by all replicas together.
+    Raises PlanningError where all replicas together cannot hold a sample, QuotaError where the
+    step is larger than the service takes.
     """
     drawn = draw_step(setup, cursor)
     if drawn is None:
         return None
     samples, next_cursor = drawn
+    _size(samples.lengths).require_replicas(setup.job_limits, topology.replicas)
     plan = compose_step(
         samples,
         step=cursor.step,
@@ -52,44 +57,49 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
             memory_tokens=setup.options.memory_tokens,
             sample_count=len(samples.sample_ids),
         )
+    setup.job_limits.check("max_waves", plan.waves, f"microbatches a replica in step {plan.step}")
     return PlannedStep(cursor=cursor, next_cursor=next_cursor, plan=plan)
 
 
 def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | None:
-    """The samples of the step at `cursor` and the cursor of the next one."""
+    """The samples of the step at `cursor` and the cursor of the next one. Raises QuotaError
+    where more are drawn than may be for one step."""
     draws = _draw_window(setup, cursor)
     if cursor.step_in_window >= len(draws):
         return None
     ids = np.concatenate([draw.sample_ids for draw in draws])
     epoch = np.concatenate([draw.epoch for draw in draws])
     lengths = setup.catalog.lengths(ids)
+    _size(lengths).require_step(setup.job_limits)
     step_of = split_window(lengths, steps=len(draws), options=setup.options, limits=setup.limits)
     mine = np.flatnonzero(step_of == cursor.step_in_window)
     samples = StepSamples(sample_ids=ids[mine], epoch=epoch[mine], lengths=lengths.take(mine))
-    return samples, _behind(cursor, draws, 1)
+    return samples, _behind(setup, cursor, draws, 1)
+
+
+def _size(lengths: LengthTable) -> DrawnSize:
+    return DrawnSize(samples=len(lengths), tokens=float(lengths.llm_tokens.sum(dtype=np.int64)))
 
 
 def pass_over(setup: JobSetup, cursor: Cursor, *, to_step: int) -> Cursor:
     """The cursor of `to_step`, or of the end of data where that comes first. The samples between
-    are drawn and not looked at; in O(windows) draws."""
+    are drawn, but their lengths are not looked up: O(windows) draws."""
     while cursor.step < to_step:
         draws = _draw_window(setup, cursor)
         steps = min(len(draws) - cursor.step_in_window, to_step - cursor.step)
         if steps <= 0:
             break
-        cursor = _behind(cursor, draws, steps)
+        cursor = _behind(setup, cursor, draws, steps)
     return cursor
 
 
-def _behind(cursor: Cursor, draws: list[Draw], steps: int) -> Cursor:
-    """The cursor so many steps further on, in its window of `draws` or at its end."""
+def _behind(setup: JobSetup, cursor: Cursor, draws: list[Draw], steps: int) -> Cursor:
+    """The cursor `steps` further on, in its window of `draws` or at its end."""
     step, in_window = cursor.step + steps, cursor.step_in_window + steps
     if in_window < len(draws):
-        return replace(cursor, step=step, step_in_window=in_window)
+        return replace(cursor, step=step, step_in_window=in_window, window=window_of(setup))
     end = draws[-1]
-    return replace(
-        cursor, step=step, epoch=end.next_epoch, position=end.next_position, step_in_window=0
-    )
+    return Cursor(step=step, epoch=end.next_epoch, position=end.next_position, order=cursor.order)
 
 
 def _draw_window(setup: JobSetup, cursor: Cursor) -> list[Draw]:
@@ -105,28 +115,68 @@ def _draw_window(setup: JobSetup, cursor: Cursor) -> list[Draw]:
 
 
 def check_fits(setup: JobSetup, topology: Topology) -> None:
-    """Raises PlanningError naming the longest sample if all replicas cannot hold it."""
-    tokens = setup.catalog.lengths(np.arange(setup.catalog.samples)).llm_tokens
-    longest = int(np.argmax(tokens))
+    """Raises QuotaError where a step would be too large for these replicas, and PlanningError,
+    naming the longest sample, where they cannot hold it together."""
+    _require_size(setup, topology.replicas)
     held = setup.options.longest_sample_tokens(topology.replicas)
-    if tokens[longest] > held:
-        ref, lengths = setup.catalog.details(np.array([longest]))[0]
+    longest = np.array([setup.catalog.longest_sample])
+    if setup.catalog.lengths(longest).llm_tokens[0] > held:
+        ref, lengths = setup.catalog.details(longest)[0]
         raise PlanningError(
             f"sample {ref.source}/{ref.key} has {lengths.llm_tokens} tokens; "
             f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens hold at most "
             f"{held} together. Start more ranks, raise plan.memory_tokens, or set "
-            "pipeline.max_sample_tokens and index again to leave such samples out."
+            "pipeline.max_sample_tokens and index again to leave such samples out: these are "
+            "other data, which checkpoints of the job do not fit."
         )
+
+
+def _require_size(setup: JobSetup, replicas: int) -> None:
+    limits, size = setup.job_limits, setup.epoch_size
+    if setup.options.solver == "dp":
+        limits.check("max_dp_replicas", replicas, "replicas under plan.solver dp")
+    if size is not None:
+        size.drawn(setup.batch, setup.options.window_steps).require_replicas(limits, replicas)
+        step_tokens = size.drawn(setup.batch, 1).tokens
+        waves = step_tokens / (replicas * setup.options.memory_tokens)
+        limits.check("max_waves", waves, f"microbatches a step for each of {replicas} replicas")
 
 
 def in_order(cursor: Cursor, setup: JobSetup) -> Cursor:
-    """The cursor, marked with the job's order of samples. Raises CursorMismatchError when it
-    was made in another, where its place would mean other samples."""
-    if cursor.order not in ("", setup.order):
+    """The cursor, marked with the job's order of samples. Raises CursorMismatchError where it was
+    made in another order, in which its place would mean other samples, or inside a window of
+    steps that would be split otherwise now."""
+    if cursor.order != setup.order and not (cursor.order == "" and cursor.at_beginning):
         raise CursorMismatchError(
-            f"the checkpoint at step {cursor.step} was made in sample order {cursor.order}, job "
-            f"{setup.record.name!r} now has order {setup.order}: its sources, their weights or "
-            "its seed are others. Resuming would lose some samples and repeat others; restore "
-            "them, or start from the beginning."
+            f"the checkpoint at step {cursor.step} was made in sample order "
+            f"{cursor.order or 'of no job'}, job {setup.record.name!r} has order {setup.order}: "
+            "it is of another job, of other samples, files' names, weights, tokenizer or seed, or "
+            "of another release. Resuming "
+            "would lose some samples and repeat others; take a checkpoint of this job, or submit "
+            "the job that it is of."
+        )
+    if cursor.step_in_window and cursor.window != window_of(setup):
+        raise CursorMismatchError(
+            f"the checkpoint at step {cursor.step} lies inside a window of steps that was split "
+            f"by {cursor.window or 'nothing'}; job {setup.record.name!r} would split it by "
+            f"{window_of(setup)}. Resuming would lose some samples and repeat others: submit the "
+            "former values and train to the end of the window, or take the last checkpoint before "
+            f"step {cursor.step - cursor.step_in_window + 1}."
         )
     return replace(cursor, order=setup.order)
+
+
+def window_of(setup: JobSetup) -> str:
+    """What decides how a window's samples are split into steps, besides their order."""
+    batch, limits = setup.batch, setup.limits
+    size = f"{batch.samples} samples" if batch.samples is not None else f"{batch.tokens} tokens"
+    packs = (
+        ""
+        if limits is None
+        else (
+            f", packs of {limits.min_text}-{limits.max_text} text and "
+            f"{limits.min_vision}-{limits.max_vision} vision tokens"
+        )
+    )
+    memory = "" if limits is not None else f", plan.memory_tokens {setup.options.memory_tokens}"
+    return f"batch {size}, plan.window_steps {setup.options.window_steps}{packs}{memory}"

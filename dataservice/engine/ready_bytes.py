@@ -1,11 +1,12 @@
-"""How many decoded bytes are held ahead of each team's trainers, and who may add to them.
+"""The decoded bytes that are held ahead of each team's trainers, and when a step may add to them.
 
 Contract. `admit` waits until a step fits below its team's limit, or until the ranks of its job
-wait for just this step: so a limit slows planning ahead, and never stops a job. Whoever
-admitted or added a step drops it once the workers have let it go. All on one event loop.
+wait for this very step: so a limit slows planning ahead, and never stops a job. Whoever
+admitted or added a step drops it once workers have released it. All calls are on one event loop.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from dataservice.core.plan import StepPlan
@@ -18,7 +19,7 @@ ITEM_BYTES = {Modality.VISION: 1, Modality.AUDIO: 4}  # of one value
 
 
 def planned_bytes(plan: StepPlan, catalog: Catalog) -> int:
-    """What a step's packs take up once decoded: exact, for shapes are planned."""
+    """Size of a step's packs once decoded. It is exact, since shapes are planned."""
     values = catalog.decoded_values(plan.sample_ids)
     items = sum(ITEM_BYTES[modality] * count for modality, count in values.items())
     return TOKEN_BYTES * int(plan.padded_sample_tokens.sum()) + items
@@ -31,16 +32,25 @@ class ReadyBytes:
         """`teams` is asked each time: limits may change while steps wait."""
         self._teams = teams
         self._held: dict[str, int] = {}
+        self._waiting: Counter[str] = Counter()
         self._changed = asyncio.Condition()
 
     def held(self, team: str) -> int:
         """Bytes of all the team's jobs."""
         return sum(size for job, size in self._held.items() if team_of(job) == team)
 
+    def holds_back(self, job: str) -> bool:
+        """Whether a step of the job waits until its team holds fewer bytes."""
+        return self._waiting[job] > 0
+
     async def admit(self, job: str, size_bytes: int, *, needed: Callable[[], bool]) -> None:
-        """Add a step as soon as it fits or is `needed`. Cancelled, nothing is added."""
+        """Add a step as soon as it fits or is `needed`. When cancelled, nothing is added."""
         async with self._changed:
-            await self._changed.wait_for(lambda: needed() or self._fits(job, size_bytes))
+            self._waiting[job] += 1
+            try:
+                await self._changed.wait_for(lambda: needed() or self._fits(job, size_bytes))
+            finally:
+                self._waiting[job] -= 1
             self.add(job, size_bytes)
 
     def add(self, job: str, size_bytes: int) -> None:
@@ -48,14 +58,14 @@ class ReadyBytes:
         self._held[job] = self._held.get(job, 0) + size_bytes
 
     async def drop(self, job: str, size_bytes: int) -> None:
-        """The workers have let a step go; others may fit now."""
+        """Workers have released a step; others may fit now."""
         left_bytes = self._held.pop(job, 0) - size_bytes  # a step without samples has none
         if left_bytes:
             self._held[job] = left_bytes
         await self.look_again()
 
     async def look_again(self) -> None:
-        """Something changed that those who wait should see."""
+        """Wake those who wait: something changed."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,40 +1,51 @@
 """What an attempt writes down: each step before it is dispatched, its commit, its bad samples.
 
-Every function runs in a thread, and is on disk when it returns.
+Every function runs in a thread. `plan` writes nothing; what the others write is on disk when
+they return.
 """
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dataservice.core.content import StepContent
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
-from dataservice.core.orders import PackOrder, PackReceipt
+from dataservice.core.job_limits import JobLimits
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
+from dataservice.engine.delivered import Comparison, Delivered
+from dataservice.engine.error_budget import TrainedSamples
 from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep, plan_step
 from dataservice.engine.ready_bytes import planned_bytes
-from dataservice.engine.setup import JobSetup
 from dataservice.engine.shards import StepParts, cut_step
 
 log = logging.getLogger(__name__)
 
+NAMED_SAMPLES = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeStep:
-    """A plan that is in the ledger, and what is to be done for it. `size_bytes` is what its
-    packs take up once decoded."""
+    """A plan, and what is to be done for it once it is in the ledger. `size_bytes` is the size of
+    its packs once decoded, `plan_s` the time that planning took."""
 
     planned: PlannedStep
     digest: str
     parts: StepParts
     orders: list[PackOrder]
+    samples: TrainedSamples
     size_bytes: int
+    plan_s: float
 
 
 class AttemptRecords:
@@ -46,15 +57,14 @@ class AttemptRecords:
         self._metrics = metrics
 
     def cursor(self, step: int) -> Cursor | None:
-        """Where a step of this attempt was planned from; None if it never was."""
+        """The cursor that a step of this attempt was planned from; None if it never was."""
         attempt = self._attempt
         entry = self._store.ledger_entry(attempt.job, step, attempt.number)
         return None if entry is None else Cursor.from_json(entry.cursor)
 
-    def make(self, setup: JobSetup, cursor: Cursor, share: TeamShare) -> MadeStep | None:
-        """Plan the step at `cursor` and put it in the ledger; None behind the last. A step that
-        is there already must come to the same digest, else StateError. Its packs are ordered
-        for this share of the workers."""
+    def plan(self, setup: JobSetup, cursor: Cursor, share: TeamShare) -> MadeStep | None:
+        """Plan the step at `cursor`; None behind the last. Its packs are ordered under this share
+        of the workers. Raises QuotaError where the step is larger than the service takes."""
         attempt = self._attempt
         started_s = time.perf_counter()
         planned = plan_step(setup, cursor, attempt.topology)
@@ -62,16 +72,8 @@ class AttemptRecords:
         if planned is None:
             return None
         plan, digest = planned.plan, planned.plan.digest
-        known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
-        if known is None:
-            self._store.put_ledger(self._entry(cursor, plan, digest))
-            self._note_planned(plan, digest, plan_s)
-        elif known.plan_digest != digest:
-            raise StateError(
-                f"step {cursor.step} of job {attempt.job!r} now plans to {digest}, the ledger "
-                f"says {known.plan_digest}. The index, the job or the release changed under a "
-                "running attempt; restart the trainers from their checkpoint."
-            )
+        size_bytes = planned_bytes(plan, setup.catalog)
+        _require_bytes(setup.job_limits, plan, size_bytes)
         orders = pack_orders(
             plan,
             job=attempt.job,
@@ -83,13 +85,30 @@ class AttemptRecords:
         return MadeStep(
             planned=planned,
             digest=digest,
-            parts=cut_step(plan),
+            parts=cut_step(plan, setup.catalog.item_notes(plan.sample_ids)),
             orders=orders,
-            size_bytes=planned_bytes(plan, setup.catalog),
+            samples=TrainedSamples.of(plan, setup.catalog),
+            size_bytes=size_bytes,
+            plan_s=plan_s,
         )
 
+    def record(self, made: MadeStep) -> None:
+        """Put a step in the ledger, before anyone hears of it. Raises StateError where the step is
+        there already with another digest."""
+        attempt, cursor, plan = self._attempt, made.planned.cursor, made.planned.plan
+        known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
+        if known is None:
+            self._store.put_ledger(self._entry(cursor, plan, made.digest))
+            self._note_planned(plan, made.digest, made.plan_s)
+        elif known.plan_digest != made.digest:
+            raise StateError(
+                f"step {cursor.step} of job {attempt.job!r} now plans to {made.digest}, the "
+                f"ledger says {known.plan_digest}. The index, the job or the release changed "
+                "under a running attempt; restart the trainers from their checkpoint."
+            )
+
     def trained(self, step: int, measured_s: float | None) -> None:
-        """Every rank has trained a step; NotFoundError if it was never planned."""
+        """Every rank has trained a step. Raises NotFoundError where it was never planned."""
         job, attempt = self._attempt.job, self._attempt.number
         self._store.commit_step(job, attempt, step, time.time(), measured_s)
         if measured_s is None:
@@ -98,8 +117,30 @@ class AttemptRecords:
         if entry is not None and entry.predicted_s is not None:
             self._metrics.step_measured(job, predicted_s=entry.predicted_s, measured_s=measured_s)
 
+    def delivered(self, delivered: Delivered) -> StateError | None:
+        """The receipts of all packs of a step are in: put its content in the ledger. Returns an
+        error where it is not what this attempt, or the last one to train the step, delivered
+        before."""
+        job, number, step = self._attempt.job, self._attempt.number, delivered.plan.step
+        for entry in reversed(self._store.ledger_of_step(job, step)):
+            if entry.content is None:
+                continue
+            bad = self._store.quarantine_of_step(job, entry.attempt, step)
+            recorded = StepContent.from_bytes(entry.content)
+            found = delivered.compared(recorded, {each.sample_id for each in bad})
+            if found.verdict == "differs":
+                return StateError(_delivered_otherwise(entry, found))
+            if entry.attempt == number:
+                return None
+            if found.verdict == "same":
+                break
+        masked = {bad.sample_id for bad in self._store.quarantine_of_step(job, number, step)}
+        content = delivered.content(masked | delivered.masked.keys())
+        self._store.put_content(job, number, step, content.to_bytes())
+        return None
+
     def quarantine(self, receipt: PackReceipt) -> None:
-        """A pack's bad samples."""
+        """Record a pack's bad samples."""
         key = receipt.key
         about = {**self._attempt.about, "step": key.step, "trace_id": key.plan_digest}
         entries = [
@@ -142,3 +183,38 @@ class AttemptRecords:
             plan_s,
             extra={**self._attempt.about, "step": plan.step, "trace_id": digest},
         )
+
+
+LIKELY_CAUSES = (
+    "A tokenizer, a template or a file of the data was replaced in place; or workers run other "
+    "releases of the service or its libraries, see other files, or use a processor that does not "
+    "give the same twice."
+)
+
+
+def two_versions(step: DispatchedStep, key: PackKey, samples: Sequence[str]) -> str:
+    """The message where copies of one pack of a step differ."""
+    holders = ", ".join(step.placements[key.pack].copies)
+    return (
+        f"pack {key.pack} of step {key.step} of job {key.job!r} was decoded more than once, the "
+        f"last time by one of {holders}, and {len(samples)} of its samples came out otherwise: "
+        f"{', '.join(samples[:NAMED_SAMPLES])}. Ranks may have got either, so the attempt ends. "
+        f"{LIKELY_CAUSES} Make the workers alike, and restart the trainers from their checkpoint."
+    )
+
+
+def _delivered_otherwise(entry: LedgerEntry, found: Comparison) -> str:
+    step, job = entry.step, entry.job
+    return (
+        f"step {step} of job {job!r} is not what attempt {entry.attempt} delivered: {found.note}. "
+        f"{LIKELY_CAUSES} Put back what was replaced and restart the trainers from their "
+        f"checkpoint; `dataservice job replay {job} --steps {step} --content` tells whether it is "
+        "as before. If the change is meant, delete the job and submit it again: that forgets its "
+        "ledger and its skipped steps, and a checkpoint of the same order of samples still fits."
+    )
+
+
+def _require_bytes(limits: JobLimits, plan: StepPlan, size_bytes: int) -> None:
+    limits.check("max_step_bytes", size_bytes, f"decoded bytes of step {plan.step}")
+    of_each = size_bytes / plan.replicas
+    limits.check("max_replica_bytes", of_each, f"decoded bytes a replica in step {plan.step}")

@@ -16,12 +16,13 @@ from dataservice.core.orders import (
     FeatureRoutes,
     ItemsOfPack,
     Microbatch,
+    PackItems,
     PackKey,
     PartSpec,
     WantedParts,
 )
 from dataservice.core.plan import StepPlan
-from dataservice.core.sample import Modality
+from dataservice.core.sample import ItemNotes, Modality
 from dataservice.planning.kernels.sort import group_stable
 from dataservice.planning.routes import (
     Runs,
@@ -37,14 +38,19 @@ from dataservice.planning.routes import (
 class StepParts:
     """A plan with its exchange, ready to be cut.
 
-    `encode_*` list the items in encoding order; `runs_by_source` is sorted by (wave,
-    modality, source, target), `runs_by_target` by (wave, modality, target, source).
+    `encode_*` list the items in encoding order, `encode_item` in the plan's numbering;
+    `runs_by_source` is sorted by (wave, modality, source, target), `runs_by_target` by (wave,
+    modality, target, source).
     `padded_starts` int64[n+1] are the sequence offsets of all packs end to end; `pack_at`
     int32[waves, replicas] is the pack of each replica in each wave, -1 where it is idle.
+    `notes` are of the plan's items; `pack_items` int64[m] lists these by pack, from
+    `pack_item_offsets` int64[P+1] on, and `item_start` int32[m] is the place of an item's first
+    token in its padded pack.
     """
 
     plan: StepPlan
     encode_bucket: NDArray[np.int64]
+    encode_item: NDArray[np.int64]
     encode_pack: NDArray[np.int32]
     encode_place: NDArray[np.int32]
     runs_by_source: Runs
@@ -54,10 +60,15 @@ class StepParts:
     modalities: tuple[frozenset[Modality], ...]
     padded_starts: NDArray[np.int64]
     pack_at: NDArray[np.int32]
+    notes: ItemNotes
+    pack_items: NDArray[np.int64]
+    pack_item_offsets: NDArray[np.int64]
+    item_start: NDArray[np.int32]
 
 
-def cut_step(plan: StepPlan) -> StepParts:
-    """Prepare a plan for `microbatches_of`. O(n + k + W·N) in n samples, k runs of feature rows."""
+def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
+    """Prepare a plan for `microbatches_of`. O(n + k + W·N) for n samples, k runs of feature
+    rows. `notes` are of the plan's items, in its order."""
     places = item_places(plan)
     order = encode_order(plan, places)
     runs = feature_runs(plan, places)
@@ -70,9 +81,15 @@ def cut_step(plan: StepPlan) -> StepParts:
     pack_at = np.full((plan.waves, plan.replicas), -1, dtype=np.int32)
     member = np.repeat(np.arange(plan.packs, dtype=np.int32), plan.pack_degree)
     pack_at[plan.pack_wave[member], plan.pack_replicas] = member
+    padded_starts = sample_starts(plan.padded_sample_tokens)
+    sample_start = np.empty(len(plan.sample_ids), dtype=np.int64)
+    sample_start[plan.pack_samples] = padded_starts[:-1]
+    in_step = sample_start[plan.item_sample] + plan.item_position
+    pack_start = padded_starts[plan.pack_offsets[:-1]]
     return StepParts(
         plan=plan,
         encode_bucket=phase_bucket(plan, wave, plan.item_modality, plan.item_replica)[order],
+        encode_item=order,
         encode_pack=places.pack[order],
         encode_place=places.place[order],
         runs_by_source=runs,
@@ -82,8 +99,12 @@ def cut_step(plan: StepPlan) -> StepParts:
         modalities=tuple(
             frozenset(modality for modality in Modality if kinds[modality]) for kinds in seen
         ),
-        padded_starts=sample_starts(plan.padded_sample_tokens),
+        padded_starts=padded_starts,
         pack_at=pack_at,
+        notes=notes if notes is not None else ItemNotes.unknown(len(plan.item_sample)),
+        pack_items=places.order,
+        pack_item_offsets=sample_starts(np.bincount(places.pack, minlength=plan.packs)),
+        item_start=(in_step - pack_start[places.pack]).astype(np.int32),
     )
 
 
@@ -143,6 +164,7 @@ def _microbatch(
     if pack >= 0:
         first, last = plan.pack_offsets[pack : pack + 2]
         bounds = parts.padded_starts[first : last + 1] - parts.padded_starts[first]
+    encoded = {m: _rows(parts.encode_bucket, plan, wave, m, replica) for m in modalities}
     return Microbatch(
         wave=wave,
         pack=pack,
@@ -152,15 +174,24 @@ def _microbatch(
         sample_ids=plan.sample_ids[samples],
         cu_seqlens=bounds.astype(np.int32),
         lengths=plan.sample_tokens[samples],
-        encodes={m: _encodes(parts, wave, m, replica) for m in modalities},
+        encodes={m: _encodes(parts, encoded[m]) for m in modalities},
         routes={m: _routes(parts, wave, m, replica) for m in modalities},
+        encode_notes={m: parts.notes.take(parts.encode_item[encoded[m]]) for m in modalities},
+        items=_items(parts, pack) if pack >= 0 else PackItems.none(),
     )
 
 
-def _encodes(
-    parts: StepParts, wave: int, modality: Modality, replica: int
-) -> tuple[ItemsOfPack, ...]:
-    rows = _rows(parts.encode_bucket, parts.plan, wave, modality, replica)
+def _items(parts: StepParts, pack: int) -> PackItems:
+    items = parts.pack_items[slice(*parts.pack_item_offsets[pack : pack + 2])]
+    return PackItems(
+        modality=parts.plan.item_modality[items],
+        start=parts.item_start[items],
+        tokens=parts.plan.item_llm_tokens[items],
+        notes=parts.notes.take(items),
+    )
+
+
+def _encodes(parts: StepParts, rows: slice) -> tuple[ItemsOfPack, ...]:
     packs = parts.encode_pack[rows]
     return tuple(
         ItemsOfPack(pack=int(pack), items=tuple(parts.encode_place[rows][packs == pack].tolist()))

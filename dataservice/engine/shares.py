@@ -1,4 +1,4 @@
-"""What workers are told of a job's team: its weight, and how much of them it may take."""
+"""A team's share of the workers, which they are told with each order: its weight and its limit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Which steps an attempt passes over.
 
-Pure. A record holds for the attempts that begin after it was made, so what an attempt skips
-is settled when it begins: its plans, its ledger and their replays never change.
+Pure. A record holds for the attempts that begin after it was made, so the steps that an attempt
+skips are settled when it begins: its plans, its ledger and their replays never change.
 """
 
 from bisect import bisect_right
@@ -45,7 +45,7 @@ class Skips:
         return step
 
     def trained_between(self, first: int, last: int) -> int:
-        """How many steps from `first` to `last`, both included, are not skipped."""
+        """The number of steps from `first` to `last`, both included, that are not skipped."""
         skipped = sum(max(0, min(last, b) - max(first, a) + 1) for a, b, _ in self._runs)
         return max(0, last - first + 1) - skipped
 

@@ -1,26 +1,26 @@
 """The ready window of one attempt: steps that are planned, until every rank has received them.
 
-    made step ──► put: dispatched ──► decoding, decoded ──► take ──► release: workers let it go
+    made step ──► put: dispatched ──► decoding, decoded ──► take ──► release at workers
                                           ▲
                         wait_planned ─────┘  ranks
 
-Contract. A step that is put has its bytes counted against its team; they count until the workers
-have let it go, also where its dispatch fails or is cancelled. Whoever takes a step out of the
-window releases it. `stop` empties it, and returns once nothing of the attempt is held.
+Contract. The bytes of a step that is put count against its team until workers have released it,
+also where its dispatch fails or is cancelled. Whoever takes a step out of the window releases it.
+`stop` empties it, and returns once nothing of the attempt is held.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dataservice.core.ports import Metrics
 from dataservice.engine.api import EndOfData
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.handout import ReadyStep
-from dataservice.engine.reach import Reach
+from dataservice.engine.reachability import Reachability
 from dataservice.engine.ready_bytes import ReadyBytes
+from dataservice.engine.ready_step import ReadyStep
 from dataservice.engine.records import MadeStep
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowNow:
-    """Steps planned ahead, how many of them from the first on are decoded whole, and whether
-    none is to come."""
+    """The number of steps planned ahead, how many of them, from the first on, are decoded whole,
+    and whether no more are to come."""
 
     ready_steps: int
     decoded_steps: int
@@ -51,7 +51,7 @@ class ReadyWindow:
         self._dispatcher = dispatcher
         self._ready_bytes = ready_bytes
         self._metrics = metrics
-        self._reach = Reach(job=attempt.job, ranks=attempt.topology.world_size)
+        self._reachability = Reachability(job=attempt.job, ranks=attempt.topology.world_size)
         self._steps: dict[int, ReadyStep] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -62,7 +62,7 @@ class ReadyWindow:
 
     @property
     def now(self) -> WindowNow:
-        """How it stands."""
+        """The window as it is now."""
         pending = [bool(self._steps[step].dispatched.pending) for step in sorted(self._steps)]
         decoded = pending.index(True) if True in pending else len(pending)
         ended = self.end is not None and not pending
@@ -71,10 +71,12 @@ class ReadyWindow:
     # ---- in ---------------------------------------------------------------------------------
 
     async def put(self, made: MadeStep) -> ReadyStep:
-        """Have a step decoded whose bytes are counted already."""
+        """Have a step decoded, whose bytes are counted already."""
         plan = made.planned.plan
         try:
-            dispatched = await self._dispatcher.dispatch(plan, made.orders, reach=self._reach)
+            dispatched = await self._dispatcher.dispatch(
+                plan, made.orders, reachability=self._reachability
+            )
         except BaseException:
             await self._ready_bytes.drop(self._attempt.job, made.size_bytes)
             raise
@@ -83,6 +85,7 @@ class ReadyWindow:
             digest=made.digest,
             parts=made.parts,
             dispatched=dispatched,
+            keys=tuple(order.key for order in made.orders),
             size_bytes=made.size_bytes,
         )
         return ready
@@ -95,7 +98,7 @@ class ReadyWindow:
     # ---- waiting ----------------------------------------------------------------------------
 
     async def tell(self) -> None:
-        """Something changed that those who wait should see."""
+        """Wake those who wait: something changed."""
         self._metrics.ready_steps(self._attempt.job, len(self._steps))
         async with self._changed:
             self._changed.notify_all()
@@ -123,7 +126,7 @@ class ReadyWindow:
         return taken
 
     async def release(self, ready: ReadyStep, *, received: bool) -> None:
-        """Have the workers let go of a step, which every rank has `received` or nobody wants."""
+        """Have workers release a step, which every rank has `received` or nobody wants."""
         try:
             await self._dispatcher.release(ready.dispatched, received=received)
         except Exception:  # it must not keep the next attempt from starting
@@ -133,8 +136,8 @@ class ReadyWindow:
             await self._ready_bytes.drop(self._attempt.job, ready.size_bytes)
 
     async def release_when_idle(self, idle_s: float) -> None:
-        """Once no trainer has been connected for so long, empty the window, again and again.
-        Who comes back has its steps planned again."""
+        """Empty the window each time that no trainer has been connected for `idle_s`. A trainer
+        that comes back has its steps planned again."""
         loop = asyncio.get_running_loop()
         seen_s = loop.time()
         while True:
@@ -144,16 +147,16 @@ class ReadyWindow:
             elif loop.time() - seen_s >= idle_s and self._steps:
                 about = self._attempt.about
                 log.info("no trainer is connected: its steps are let go", extra=about)
-                for ready in await self.take():
-                    self._release_soon(ready)
+                self._release_soon(await self.take())
 
     async def stop(self) -> None:
         """Release all that is here or is being released."""
-        for ready in await self.take():
-            self._release_soon(ready)
+        self._release_soon(await self.take())
         await asyncio.gather(*self._releases, return_exceptions=True)
 
-    def _release_soon(self, ready: ReadyStep) -> None:
-        task = asyncio.create_task(self.release(ready, received=False))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+    def _release_soon(self, steps: Sequence[ReadyStep]) -> None:
+        # Apart from the caller, whose frame would keep the last step while it waits.
+        for ready in steps:
+            task = asyncio.create_task(self.release(ready, received=False))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)

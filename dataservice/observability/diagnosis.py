@@ -5,12 +5,16 @@ that is behind, and ranks that wait for data wait for the slowest part of what b
 the causes are asked in the order in which one hides the next, and the first that holds is
 named, with its number and its remedy:
 
-    no attempt → ranks missing → a rank stopped → planning → workers gone → decoding → delivery
-               → a rank that the others are ahead of
+    no attempt → ranks missing → a rank stopped → workers gone → a client that only reads
+               → planning → memory full → decoding → delivery → a rank that the others are ahead of
+
+Where decoding is too slow, the remedy depends on what its seconds go to: CPUs work, and more of
+them help; or reading waits for storage; or samples have a slot, and no CPU has time for them.
 """
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Literal
 
 from dataservice.core.health import (
     OTHERS,
@@ -22,24 +26,39 @@ from dataservice.core.health import (
 )
 from dataservice.core.team import team_of
 
-# Below this fraction of a step, waiting is not worth a word (the demo's bar is 1 %).
+# Below this fraction of a step a wait is not reported (the demo's bar is 1 %).
 WORTH_SAYING = 0.02
-# Ranks speak every few seconds, whatever they do; those of very large jobs less often.
+# Ranks report every few seconds, whatever they do; those of very large jobs less often.
 QUIET_S = 10.0
-# Supply within this factor of demand still leaves gaps where samples are unlike.
+# Where supply exceeds demand by less than this factor, unequal samples still leave gaps.
 HEADROOM = 1.1
-# A source is slower than usual, not merely unlike the others, from this factor on.
+# From this factor over its usual cost on, a source is slower than usual.
 SLOWER = 1.5
-# And it is to blame when its growth makes up this part of the seconds that are missing.
+# And it is to blame if its growth makes up this fraction of the seconds that are missing.
 EXPLAINS = 0.5
+# If a CPU works for less than this fraction of a sample's seconds, waiting makes it slow.
+WORKS = 0.5
+# A client that has begun this many steps and committed none is no trainer in its first step; one
+# that spends less than these seconds on each step computes nothing.
+READS_ONLY_STEPS = 10
+READS_ONLY_S = 0.01
+
+CPUS_ARE_SHORT = (
+    "the rest it waits for a CPU, or for what its processor calls: look at what else "
+    "runs on the workers' hosts, and give them a CPU for each slot"
+)
+
+Lack = Literal["", "storage", "cpu"]
 
 
 def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
-    """What holds the job up, first the cause; one finding of severity info when nothing does."""
+    """What holds the job up, the cause first; one finding of severity info if nothing does."""
     found = (
         _no_trainers(job)
         or _missing_ranks(job)
         or _stopped_rank(job)
+        or _no_workers(job, fleet)
+        or _only_reads(job)
         or _waiting_for_data(job, fleet)
         or _waiting_for_a_rank(job)
         or _in_health(job)
@@ -48,7 +67,7 @@ def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
 
 
 def waiting(job: JobHealth) -> tuple[RankHealth, ...]:
-    """The ranks whose loop stands without data for a noticeable part of a step, worst first."""
+    """The ranks that wait for data for a noticeable part of a step, worst first."""
     noticeable_s = WORTH_SAYING * max(job.step_s, 1e-9)
     late = [rank for rank in job.ranks if rank.live and rank.wait_s > noticeable_s]
     return tuple(sorted(late, key=lambda rank: -rank.wait_s))
@@ -88,7 +107,7 @@ def _missing_ranks(job: JobHealth) -> Finding | None:
 
 
 def _stopped_rank(job: JobHealth) -> Finding | None:
-    """A rank that left, or whose process says nothing any more: the others wait for it."""
+    """A rank that has left, or whose process no longer reports: the others wait for it."""
     quiet_s = max(QUIET_S, 3 * job.report_every_s)
     for rank in sorted(job.ranks, key=lambda rank: (rank.live, -rank.quiet_s)):
         if rank.live and rank.quiet_s <= quiet_s:
@@ -111,17 +130,55 @@ def _stopped_rank(job: JobHealth) -> Finding | None:
     return None
 
 
-def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
-    late = [rank for rank in waiting(job) if not job.waits_for_ranks(rank)]
-    # A rank's wait for its first step is not counted as one.
-    if not late and (job.steps > 0 or job.decoded_steps > 0):
+def _late_ranks(job: JobHealth) -> list[RankHealth]:
+    """The ranks that wait for data, and not for another rank, worst first."""
+    return [rank for rank in waiting(job) if not job.waits_for_ranks(rank)]
+
+
+def _is_late(job: JobHealth) -> bool:
+    """Whether data is waited for. A rank's wait for its first step is not counted as one, so
+    before that it is not known which ranks wait."""
+    return bool(_late_ranks(job)) or (job.steps == 0 and job.decoded_steps == 0)
+
+
+def _no_workers(job: JobHealth, fleet: FleetHealth) -> Finding | None:
+    if fleet.workers > 0 or not _is_late(job):
         return None
-    begin = _who(late)
-    if fleet.workers == 0:
-        return Finding(
-            severity="stalled",
-            text=f"{begin}: no worker of {fleet.wanted_workers} is alive; see the workers' logs",
-        )
+    return Finding(
+        severity="stalled",
+        text=f"{_who(_late_ranks(job))}: no worker of {fleet.wanted_workers} is alive; "
+        + (fleet.shortfall or "see the workers' logs"),
+    )
+
+
+def _only_reads(job: JobHealth) -> Finding | None:
+    """Where nothing is trained there is no pace that data could be too slow for."""
+    live = [rank for rank in job.ranks if rank.live]
+    if live and job.steps >= READS_ONLY_STEPS and job.step_s < READS_ONLY_S:
+        does = "each step is asked for as soon as the one before is there"
+        return _readers(live, does, "computes between steps")
+    untrained = [rank for rank in live if rank.untrained_steps >= READS_ONLY_STEPS]
+    if untrained:
+        begun = max(rank.untrained_steps for rank in untrained)
+        does = f"{begun} steps begun, none committed"
+        return _readers(untrained, does, "commits each step that it has trained")
+    return None
+
+
+def _readers(ranks: Sequence[RankHealth], does: str, a_trainer: str) -> Finding:
+    wait_s = max(rank.wait_s for rank in ranks)
+    waits = f", and waited {wait_s:.2g} s a step for data" if wait_s > 0 else ""
+    return Finding(
+        severity="info",
+        text=f"{_ranks([rank.rank for rank in ranks])} only read{'s' * (len(ranks) == 1)}: "
+        f"{does}{waits}; a trainer {a_trainer}",
+    )
+
+
+def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
+    if not _is_late(job):
+        return None
+    begin = _who(_late_ranks(job))
     if job.ready_steps == 0 and job.plan_s > job.step_s:
         return Finding(
             severity="slow",
@@ -129,6 +186,8 @@ def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
             "give the coordinator a faster core, or choose cheaper stages",
         )
     short = job.demand_slots * HEADROOM > job.share_slots
+    if not short and job.decoded_steps <= 1 and (full := _memory_full(job)):
+        return Finding(severity="slow", text=f"{begin}: {full}")
     # While decoding is short, a step is decoded now and then for a moment before it is fetched.
     if job.decoded_steps == 0 or (short and job.decoded_steps < job.ready_steps):
         return _decoding(job, fleet, begin) if short else _bursts(job, begin)
@@ -139,8 +198,23 @@ def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
     )
 
 
+def _memory_full(job: JobHealth) -> str:
+    """What keeps steps from being decoded ahead though slots are free; empty where nothing does."""
+    if job.bytes_full:
+        return (
+            "its team holds all the decoded bytes that it may, so that steps are decoded only when "
+            "they are asked for; raise the team's max_ready_bytes"
+        )
+    if job.steps > 0 and job.room_s > WORTH_SAYING * job.step_s:
+        return (
+            f"the workers' memory is full, and a pack waits {job.room_s:.2g} s for room before it "
+            "is decoded; raise held_bytes_per_worker, or add workers"
+        )
+    return ""
+
+
 def _waiting_for_a_rank(job: JobHealth) -> Finding | None:
-    """Ranks that no collective holds back have used up the window; the slowest has not."""
+    """Some ranks have received every planned step, and wait for the slowest, which has not."""
     late = [rank for rank in waiting(job) if job.waits_for_ranks(rank)]
     behind = min((r for r in job.ranks if r.live), key=lambda r: r.received_step, default=None)
     if not late or behind is None or behind.received_step >= job.planned_step:
@@ -154,30 +228,74 @@ def _waiting_for_a_rank(job: JobHealth) -> Finding | None:
 
 
 def _decoding(job: JobHealth, fleet: FleetHealth, begin: str) -> Finding:
-    """Decoding does not keep up: which source, by how much, and whether it is reading."""
+    """Decoding does not keep up: which source, by how much, what its seconds go to, and what
+    would help."""
     worst, has_grown = _culprit(job)
+    lacks = _lacks(worst)
+    text = f"{begin}: source `{worst.source}` {'is read' if _is_read(worst) else 'decodes'} at "
+    text += f"{min(1.0, job.share_slots / job.demand_slots):.2g} of need, "
+    text += _seconds(worst, on_cpu=bool(lacks), usual=has_grown)
+    remedy = _for_grown(worst, lacks) if has_grown else _for_short(job, fleet, lacks)
+    return Finding(severity="slow", text=f"{text}; {remedy}")
+
+
+def _seconds(source: SourceHealth, *, on_cpu: bool, usual: bool) -> str:
+    """`2.1 s a sample, 0.3 s of it on a CPU, where 0.4 s is usual`."""
+    samples = max(source.samples, 1e-9)
+    told = [f"{(source.read_s + source.decode_s) / samples:.2g} s a sample"]
+    if on_cpu:
+        cpu_s = (source.read_cpu_s + source.decode_cpu_s) / samples
+        told.append(f"{cpu_s:.2g} s of it on a CPU")
+    where = f"{',' if on_cpu else ''} where {source.usual_s:.2g} s is usual" if usual else ""
+    return ", ".join(told) + where
+
+
+def _for_grown(source: SourceHealth, lacks: Lack) -> str:
+    """What helps a source that has become slower than it was."""
+    if _is_read(source) or lacks == "storage":
+        return "look at its storage"
+    if lacks == "cpu":
+        return CPUS_ARE_SHORT
+    return "look at its files, or at what else uses the workers' CPUs"
+
+
+def _for_short(job: JobHealth, fleet: FleetHealth, lacks: Lack) -> str:
+    """What helps where decoding is as fast as ever, and there is too little of it."""
     supply, demand = job.share_slots, job.demand_slots
-    of_need = min(1.0, supply / demand)
     lost = fleet.wanted_workers - fleet.workers
-    reads = worst.read_s > worst.decode_s
-    seconds = (worst.read_s + worst.decode_s) / max(worst.samples, 1e-9)
-    text = f"{begin}: source `{worst.source}` {'is read' if reads else 'decodes'} at "
-    text += f"{of_need:.2g} of need, {seconds:.2g} s a sample"
-    if has_grown:
-        text += f" where {worst.usual_s:.2g} s is usual; look at its "
-        text += "storage" if reads else "files, or at what else uses the workers' CPUs"
-    elif lost > 0:
-        text += f"; {lost} of {fleet.wanted_workers} workers are down, see their logs"
-    elif (others := _borrowers(job, fleet)) and demand <= fleet.slots:
-        text += f"; {others} use the rest: raise the team's weight, or add workers"
-    else:
-        more = max(1, ceil((demand * HEADROOM - supply) / fleet.slots_per_worker))
-        text += f"; add {more} worker{'s' if more > 1 else ''}"
-    return Finding(severity="slow", text=text)
+    if lost > 0:
+        down = f"{lost} of {fleet.wanted_workers} workers are down, see their logs"
+        return fleet.shortfall or down
+    if demand <= fleet.slots and (others := _borrowers(job, fleet)):
+        return f"{others} use the rest: raise the team's weight, or add workers"
+    if lacks == "storage":
+        slots = ceil(fleet.slots_per_worker * demand * HEADROOM / max(supply, 1e-9))
+        return (
+            "the rest it waits for its storage: look there, or raise slots_per_worker to "
+            f"{slots}, for a slot that waits takes no CPU"
+        )
+    if lacks == "cpu":
+        return CPUS_ARE_SHORT
+    more = max(1, ceil((demand * HEADROOM - supply) / fleet.slots_per_worker))
+    return f"add {more} worker{'s' if more > 1 else ''}"
+
+
+def _is_read(source: SourceHealth) -> bool:
+    """Whether reading its samples takes longer than decoding them."""
+    return source.read_s > source.decode_s
+
+
+def _lacks(source: SourceHealth) -> Lack:
+    """What its samples wait for; empty where they mostly work, or workers do not tell."""
+    cpu_s = source.read_cpu_s + source.decode_cpu_s
+    if cpu_s <= 0 or cpu_s >= WORKS * (source.read_s + source.decode_s):
+        return ""
+    reading_waits_s = source.read_s - source.read_cpu_s
+    return "storage" if reading_waits_s > source.decode_s - source.decode_cpu_s else "cpu"
 
 
 def _bursts(job: JobHealth, begin: str) -> Finding:
-    """Decoding keeps up in the mean, and its slowest samples come too late all the same."""
+    """Decoding keeps up on average, but its slowest samples come too late."""
     if job.demand_slots <= 0:
         return Finding(severity="slow", text=f"{begin}: its first steps are being decoded")
     return Finding(
@@ -189,8 +307,8 @@ def _bursts(job: JobHealth, begin: str) -> Finding:
 
 
 def _culprit(job: JobHealth) -> tuple[SourceHealth, bool]:
-    """The source that grew most over its usual cost, and True, if that explains what is missing;
-    else the dearest, and False."""
+    """The source that grew most over its usual cost, and True, if that growth explains the seconds
+    that are missing; else the most expensive source, and False."""
 
     def seconds(source: SourceHealth) -> float:
         return source.read_s + source.decode_s
@@ -211,7 +329,7 @@ def _culprit(job: JobHealth) -> tuple[SourceHealth, bool]:
 
 
 def _borrowers(job: JobHealth, fleet: FleetHealth) -> str:
-    """The other teams that wait for slots too."""
+    """The other teams that wait for slots too, for a sentence."""
     mine = team_of(job.job)
     others = [team for team in fleet.waiting_teams if team not in ("", mine)]
     return ", ".join("other teams" if team == OTHERS else f"team {team}" for team in others)

@@ -1,6 +1,9 @@
-"""Log lines: one a record, for people or, as JSON, for a log store.
+"""Log lines: one for each record, for people or, as JSON, for a log store.
 
-What a record is about travels in `extra=`: `log.info("fenced", extra={"job": job})`.
+What a record is about is given in `extra=`: `log.info("fenced", extra={"job": job})`.
+
+A record may quote anyone's text: a sample's key, a codec, a client. Whatever that text is, the
+record is bounded and cannot act on a terminal; a record that was cut says so.
 """
 
 import json as jsonlib
@@ -8,9 +11,14 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from dataservice.core.visible import LINE_BREAKS, visible, visible_traceback
+
 FIELDS = ("job", "attempt", "step", "rank", "worker", "trace_id")
-"""What a record may be about, in this order. A step's `trace_id` is its plan's digest: the same at
-coordinator, workers and ranks."""
+"""The fields of a record that say what it is about, in this order. A step's `trace_id` is its
+plan's digest: the same at coordinator, workers and ranks."""
+
+MESSAGE_CHARS = 8192
+FIELD_CHARS = 512
 
 
 def configure_logging(*, json: bool) -> None:
@@ -27,18 +35,18 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
         about = " ".join(f"{name}={value}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        # Nobody's text may forge a line of its own.
+        message = " ".join(_message(record).splitlines())
+        line = f"{_time(record)} {record.levelname} {record.name}: {message}"
         if about:
             line = f"{line} [{about}]"
-        # A message may quote a sample's key or a codec; neither may forge a line of its own.
-        parts = [" ".join(line.splitlines())]
         if record.exc_info:
-            parts.append(self.formatException(record.exc_info))
-        return "\n".join(parts)
+            line = f"{line}\n{_traceback(record)}"
+        return line
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time, level, logger, message; FIELDS where given; `traceback` of an
+    """One object on each line: time, level, logger, message; FIELDS where given; `traceback` of an
     exception."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -47,17 +55,31 @@ class JsonLines(logging.Formatter):
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **_fields(record),
         }
         if record.exc_info:
-            plain["traceback"] = self.formatException(record.exc_info)
+            plain["traceback"] = _traceback(record)
         return jsonlib.dumps(plain, default=str)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     given = vars(record)
-    return {name: given[name] for name in FIELDS if name in given}
+    return {
+        name: visible(given[name], FIELD_CHARS) if isinstance(given[name], str) else given[name]
+        for name in FIELDS
+        if name in given
+    }
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The message, of one line or several."""
+    return visible(record.getMessage(), MESSAGE_CHARS, keep=LINE_BREAKS)
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    return "" if error is None else visible_traceback(error)
 
 
 def _time(record: logging.LogRecord) -> str:

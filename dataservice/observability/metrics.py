@@ -1,9 +1,9 @@
 """core.ports.Metrics as Prometheus series.
 
-Labels are job, team, source, stage, phase, degree, worker and `over_replicas`: few values each, and
-none that grows with steps, ranks or samples. So what differs by rank is a histogram over ranks, or
-its least, mean and most; the rank that is worst off is a number, as a value. A deleted job and a
-lost worker take their series along.
+Labels are job, team, source, stage, phase, degree, worker and `over_replicas`: each has few values,
+and none grows with steps, ranks or samples. So what differs by rank is a histogram over ranks, or
+its least, mean and most; the number of the rank that waits longest is a value, not a label. The
+series of a deleted job and of a lost worker are dropped.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DRIFT_WEIGHT = 0.1  # of the newest step in the moving average of measured over 
 
 WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
-# By stage of the plan, whose costs are of whole steps of training.
+# The phase of each planning stage whose costs are seconds of a whole step.
 PREDICTED_PHASES = {"dispatch vision": "vision", "dispatch audio": "audio", "group": "llm"}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
@@ -31,7 +31,7 @@ class PrometheusMetrics:
     """core.ports.Metrics over a registry of its own, so that services can share a process.
 
     Counters begin at zero with the service: a restarted coordinator does not count again what
-    its ledger holds. `rate` and `increase` expect that.
+    its ledger holds. `rate` and `increase` allow for that.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,9 @@ class PrometheusMetrics:
         self._planned_samples = job(Counter, "planned_samples", "Samples of the steps planned.")
         self._committed_steps = job(Counter, "committed_steps", "Steps trained by every rank.")
         self._ready_steps = job(
-            Gauge, "ready_steps", "Steps decoding or decoded that not every rank has received."
+            Gauge,
+            "ready_steps",
+            "Steps that are decoding or decoded, and that not every rank has received.",
         )
         self._plan_s = job(Histogram, "plan_seconds", "Time to draw and plan a step.")
         self._plan_gap = job(
@@ -65,21 +67,21 @@ class PrometheusMetrics:
         self._measured_rank_s = job(
             Histogram,
             "measured_rank_seconds",
-            "Training time of a step at a rank; one value a rank and step.",
+            "Training time of a step at a rank: one value for each rank and step.",
             buckets=STEP_BUCKETS_S,
         )
         self._pad = job(
-            Gauge, "plan_pad_ratio", "Padding in the last plan's packs, a share of their tokens."
+            Gauge, "plan_pad_ratio", "Padding in the last plan's packs, as a share of their tokens."
         )
         self._dist = job(
             Gauge,
             "plan_dist_ratio",
-            "Tokens of the last plan's heaviest replica over the mean, as a share of its own.",
+            "Tokens of the last plan's heaviest replica above the mean, as a share of its own.",
         )
         self._predicted_phase_s = job(
             Gauge,
             "predicted_phase_seconds",
-            "Time that the last plan predicts for an encoder's slowest replicas, or for the llm's.",
+            "Time that the last plan predicts for an encoder's slowest replicas, or the llm's.",
             "phase",
         )
         self._phase_s = job(
@@ -91,51 +93,64 @@ class PrometheusMetrics:
         self._waited_s = job(
             Histogram,
             "exposed_wait_seconds",
-            "Time a rank's training stood without data, a step; one value a report of a rank.",
+            "Time a step that a rank's training waited for data: one value for each report.",
             buckets=WAIT_BUCKETS_S,
         )
         self._waiting_ranks = job(
-            Gauge, "waiting_ranks", "Ranks whose training stands without data now."
+            Gauge, "waiting_ranks", "Ranks whose training waits for data now."
         )
         self._worst_wait_s = job(
             Gauge,
             "worst_exposed_wait_seconds",
-            "What the rank that waits most for data loses, a step, over its last 20.",
+            "Time a step that the rank which waits longest waits for data, mean of its last 20.",
         )
         self._worst_rank = job(
-            Gauge, "worst_exposed_wait_rank", "The rank that waits most, -1: none."
+            Gauge,
+            "worst_exposed_wait_rank",
+            "The rank that waits longest for data; -1 when none is connected.",
         )
         self._drift = job(
             Gauge,
             "measured_over_predicted_ratio",
-            "Measured over predicted step time, a moving average over about 10 steps.",
+            "Measured over predicted step time: a moving average of about 10 steps.",
         )
         self._drift_of: dict[str, float] = {}
         self._groups = job(Counter, "cp_groups", "CP groups of the steps planned.", "degree")
         self._packs = job(Counter, "decoded_packs", "Packs decoded by workers.")
         self._decode_s = job(
-            Counter, "decode_seconds", "Time of workers' threads spent reading and decoding."
+            Counter, "decode_seconds", "Time that workers' slots spent reading and decoding."
         )
         self._bytes = job(Counter, "prepared_bytes", "Size of the packs decoded by workers.")
         self._hedged = job(
-            Counter, "hedged_packs", "Packs ordered at a second worker because one was slow."
+            Counter,
+            "hedged_packs",
+            "Packs ordered from a second worker because the first was slow.",
         )
         self._found = job(
             Counter,
             "found_packs",
-            "Packs that a worker held already when they were ordered, so that nothing was decoded.",
+            "Packs that a worker held already when they were ordered, and so did not decode.",
+        )
+        self._otherwise = job(
+            Counter,
+            "differing_packs",
+            "Packs and steps that were decoded again, to other bytes; each ends an attempt.",
         )
         self._read_samples = job(
             Counter, "read_samples", "Samples read by workers, masked ones included.", "source"
         )
-        self._read_bytes = job(
-            Counter, "read_bytes", "Bytes of samples as they were stored.", "source"
-        )
+        self._read_bytes = job(Counter, "read_bytes", "Stored size of the samples read.", "source")
         self._source_read_s = job(
-            Counter, "source_read_seconds", "Time of slots spent reading.", "source"
+            Counter, "source_read_seconds", "Time that slots spent reading.", "source"
         )
         self._source_decode_s = job(
-            Counter, "source_decode_seconds", "Time of slots spent decoding.", "source"
+            Counter, "source_decode_seconds", "Time that slots spent decoding.", "source"
+        )
+        self._source_cpu_s = job(
+            Counter,
+            "source_cpu_seconds",
+            "Time that CPUs worked at reading and decoding.",
+            "source",
         )
         self._quarantined = job(
             Counter, "quarantined_samples", "Samples decoded as masked.", "source"
@@ -143,13 +158,19 @@ class PrometheusMetrics:
         self._budget_used = job(
             Gauge,
             "error_budget_used_ratio",
-            "Bad samples of a source in its window over those allowed; above 1 the job stops.",
+            "Bad samples in a source's window over those allowed; above 1 the job stops.",
             "source",
         )
         self._outstanding = Gauge(
             f"{NAMESPACE}_worker_outstanding_tokens",
-            "Decoding ordered from a worker and not done; encoder tokens weigh 4.",
+            "Decoding ordered from a worker and not done; an encoder's tokens count four times.",
             ["worker"],
+            registry=self.registry,
+        )
+        self._workers = Gauge(f"{NAMESPACE}_workers", "Workers that serve.", registry=self.registry)
+        self._wanted_workers = Gauge(
+            f"{NAMESPACE}_wanted_workers",
+            "Workers that the config asks for; the excess over dataservice_workers is missing.",
             registry=self.registry,
         )
         self._slots = Gauge(
@@ -159,13 +180,13 @@ class PrometheusMetrics:
         )
         self._team_decode_s = Counter(
             f"{NAMESPACE}_team_decode_seconds",
-            "Time of slots spent for a team; without tokens there is one, of no name.",
+            "Time that slots spent for a team; without tokens there is one team, without a name.",
             ["team"],
             registry=self.registry,
         )
         self._team_weight = Gauge(
             f"{NAMESPACE}_team_weight",
-            "A team's weight: its part of the slots, against the sum over those who want any.",
+            "A team's weight: over the sum of those that want slots it is the team's share.",
             ["team"],
             registry=self.registry,
         )
@@ -174,14 +195,18 @@ class PrometheusMetrics:
         )
 
     def team_weights(self, weights: Mapping[str, float]) -> None:
-        """What the operator gave the teams."""
+        """Set the weights that the operator gave the teams."""
         for team, weight in weights.items():
             self._team_weight.labels(team).set(weight)
+
+    def wanted_workers(self, workers: int) -> None:
+        """Set the number of workers that the operator asks for."""
+        self._wanted_workers.set(workers)
 
     # ---- core.ports.Metrics -----------------------------------------------------------------
 
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
-        """A step was planned. O(samples + packs)."""
+        """Count the step, and set what its plan predicts. O(samples + packs)."""
         self._committed_steps.labels(job)  # 0, not missing, until the first commit
         self._planned_steps.labels(job).inc()
         self._planned_samples.labels(job).inc(len(plan.sample_ids))
@@ -201,15 +226,15 @@ class PrometheusMetrics:
                 self._groups.labels(job, degree).inc(groups)
 
     def ready_steps(self, job: str, steps: int) -> None:
-        """The size of the ready window now."""
+        """Set the size of the ready window."""
         self._ready_steps.labels(job).set(steps)
 
     def step_committed(self, job: str) -> None:
-        """One more step is trained."""
+        """Count the step."""
         self._committed_steps.labels(job).inc()
 
     def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
-        """Move the average; the first step sets it."""
+        """Set the time, and move the average of the ratio, which the first step sets."""
         self._measured_s.labels(job).set(measured_s)
         if predicted_s <= 0:
             return
@@ -219,33 +244,34 @@ class PrometheusMetrics:
         self._drift.labels(job).set(self._drift_of[job])
 
     def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
-        """The last step's. The caller knows the phases: each is a series."""
+        """Set the times of the last step. The caller bounds the phases: each is a series."""
         for phase, seconds in phase_s.items():
             self._phase_s.labels(job, phase).set(seconds)
 
     def rank_measured(self, job: str, measured_s: float) -> None:
-        """What one rank tells of one step."""
+        """Observe one rank's time of one step."""
         self._measured_rank_s.labels(job).observe(measured_s)
 
     def waited_most(self, job: str, rank: int, step_s: float) -> None:
-        """The rank that is worst off."""
+        """Set the rank and its seconds."""
         self._worst_wait_s.labels(job).set(step_s)
         self._worst_rank.labels(job).set(rank)
 
     def data_waited(self, job: str, step_s: float) -> None:
-        """What one rank tells."""
+        """Observe one rank's wait."""
         self._waited_s.labels(job).observe(step_s)
 
     def waiting_ranks(self, job: str, ranks: int) -> None:
-        """How many stand now."""
+        """Set the number of ranks."""
         self._waiting_ranks.labels(job).set(ranks)
 
-    def worker_slots(self, slots: int) -> None:
-        """The size of the fleet now."""
+    def workers_serving(self, workers: int, *, slots: int) -> None:
+        """Set the size of the fleet."""
+        self._workers.set(workers)
         self._slots.set(slots)
 
     def pack_prepared(self, receipt: PackReceipt) -> None:
-        """A pack is decoded. One decoded again, for its worker was lost, counts again."""
+        """Count the pack. One that is decoded again, because its worker was lost, counts again."""
         job = receipt.key.job
         self._packs.labels(job).inc()
         self._decode_s.labels(job).inc(receipt.decode_s)
@@ -256,23 +282,29 @@ class PrometheusMetrics:
             self._read_bytes.labels(job, work.source).inc(work.read_bytes)
             self._source_read_s.labels(job, work.source).inc(work.read_s)
             self._source_decode_s.labels(job, work.source).inc(work.decode_s)
+            cpu_s = work.read_cpu_s + work.decode_cpu_s
+            self._source_cpu_s.labels(job, work.source).inc(cpu_s)
         for bad in receipt.bad_samples:
             self._quarantined.labels(job, bad.source).inc()
 
     def pack_hedged(self, job: str) -> None:
-        """One more pack was ordered twice."""
+        """Count the hedge."""
         self._hedged.labels(job).inc()
 
     def pack_found(self, job: str) -> None:
-        """One decoding less."""
+        """Count the pack that need not be decoded."""
         self._found.labels(job).inc()
 
+    def delivered_otherwise(self, job: str) -> None:
+        """Count the second version of a pack or step."""
+        self._otherwise.labels(job).inc()
+
     def error_budget_used(self, job: str, source: str, share: float) -> None:
-        """How near a source is to stopping its job."""
+        """Set the share of the budget that is used."""
         self._budget_used.labels(job, source).set(share)
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
-        """The line of a worker now."""
+        """Set the work queued at a worker."""
         self._outstanding.labels(worker).set(tokens)
 
     def worker_lost(self, worker: str) -> None:
@@ -301,7 +333,7 @@ class PrometheusMetrics:
 
 
 def _replica_seconds(plan: StepPlan) -> dict[str, float]:
-    """Packs of each replica, as the plan reckons them. O(packs)."""
+    """Predicted seconds of the replicas: least, mean and most. O(packs)."""
     share = np.repeat(plan.pack_seconds, plan.pack_degree)
     seconds = np.bincount(plan.pack_replicas, weights=share, minlength=plan.replicas)
     return {

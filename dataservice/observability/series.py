@@ -1,4 +1,4 @@
-"""The series of a registry as data: what dashboards, alerts and documents are held against."""
+"""The series of a registry as data, against which dashboards, alerts and documents are tested."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ SHOWN = {
     "histogram": ("_bucket", "_sum", "_count"),
     "gauge": ("",),
 }
-"""What is added to a name by kind when it is scraped; the first stands for all."""
+"""The endings that a scrape adds to a name, by kind; the first stands for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Series:
 
     @property
     def shown(self) -> str:
-        """Its name in documents: as it is scraped, and of a histogram without an ending."""
+        """Its name in documents: as it is scraped, but a histogram's without an ending."""
         return self.name + ("_total" if self.kind == "counter" else "")
 
     @property
@@ -34,7 +34,7 @@ class Series:
 
 
 def series_of(registry: CollectorRegistry) -> Iterator[Series]:
-    """All that a registry may show, whether or not it has values yet."""
+    """All series that a registry may show, whether or not they have values yet."""
     for collector in dict.fromkeys(registry._collector_to_names):
         for family in collector.describe():  # type: ignore[attr-defined]
             # prometheus_client keeps labels in its own metrics, else in what they describe.

@@ -7,14 +7,15 @@ A step's trace id is its plan's digest: 16 bytes that coordinator, workers and r
 so that nothing has to be passed on for their spans to meet, and log lines bear the same id. The
 same plan has the same trace in whichever attempt it is trained; spans name the attempt.
 
-Contract. A span is told when it is over; telling neither waits nor raises. A collector that does
-not answer costs its spans alone. `close` sends what is left, for CLOSE_S at most.
+Contract. A span is recorded when it is over; recording neither waits nor raises. A collector that
+does not answer loses its spans, and nothing else. `close` sends what is left, for CLOSE_S at most.
 """
 
 import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from dataservice.core.distribution import installing
 from dataservice.core.errors import SpecError
 from dataservice.core.plan import StepPlan
 from dataservice.observability.metrics import PrometheusMetrics
@@ -23,20 +24,19 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 CLOSE_S = 2.0
-SEND_EVERY_MS = 1000.0  # what a worker that is killed may not have told yet
-PARENT_DIGITS = 16  # of a plan's digest: the id of the plan's span
+SEND_EVERY_MS = 1000.0  # spans of this time are lost with a worker that is killed
+PARENT_DIGITS = 16  # the digits of a plan's digest that are the id of its span
 
 
 class StepTracer:
-    """Tells spans of steps. Made by `open_traces`."""
+    """Records spans of steps. Made by `open_traces`."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("dataservice")
 
     def plan(self, plan_digest: str, *, began_s: float, **about: str | int | float) -> None:
-        """The span under which all others of the step lie; it is over now. `began_s` is of
-        `time.time`."""
+        """The root span of a step; it is over now. `began_s` is by `time.time`."""
         from opentelemetry.context import Context
 
         token = _planned.set(plan_digest)
@@ -51,7 +51,7 @@ class StepTracer:
     def part(
         self, name: str, plan_digest: str, *, began_s: float, **about: str | int | float
     ) -> None:
-        """Something that was done for the step; it is over now."""
+        """The span of something that was done for the step; it is over now."""
         from opentelemetry import trace
 
         parent = trace.SpanContext(
@@ -80,7 +80,7 @@ class TracedMetrics(PrometheusMetrics):
         self._tracer = tracer
 
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
-        """Counted, and told."""
+        """Count the step, and record its span."""
         super().step_planned(job, plan, plan_s=plan_s)
         self._tracer.plan(
             plan.digest,
@@ -97,8 +97,9 @@ _planned: ContextVar[str] = ContextVar("_planned")
 
 
 def open_traces(endpoint: str, *, ratio: float, process: str) -> StepTracer:
-    """Spans to the collector at `endpoint` (OTLP over HTTP, such as http://otel:4318), of this
-    part of all steps: of the same ones in every process. Raises SpecError without OpenTelemetry."""
+    """Sends spans to the collector at `endpoint` (OTLP over HTTP, such as http://otel:4318), of the
+    fraction `ratio` of all steps, which is the same steps in every process. Raises SpecError where
+    OpenTelemetry is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -109,11 +110,11 @@ def open_traces(endpoint: str, *, ratio: float, process: str) -> StepTracer:
     except ImportError as error:
         raise SpecError(
             f"traces is {endpoint!r}, and OpenTelemetry is not installed: {error}. Install "
-            "dataservice[traces], or leave `traces` out."
+            f"it by {installing('traces')}; or leave `traces` out."
         ) from error
 
     class DigestIds(RandomIdGenerator):
-        """Of a plan's span, the ids that everyone else takes from the plan's digest."""
+        """Gives a plan's span the ids that the other spans derive from the plan's digest."""
 
         def generate_trace_id(self) -> int:
             return int(_planned.get(), 16)

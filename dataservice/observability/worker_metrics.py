@@ -1,23 +1,25 @@
-"""What one worker tells of itself, read from it whenever a Prometheus asks.
+"""The series of one worker, read from it at each scrape.
 
-A worker's process is scraped on its own: the coordinator counts what it has had receipts of, a
+A worker's process is scraped by itself: the coordinator counts the packs that it has receipts of, a
 worker what it has done and holds. Each process shows its own worker alone, under its name.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from dataservice.core.errors import TICKET_FAULTS
 from dataservice.observability.metrics import NAMESPACE
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class TeamCounts(Protocol):
-    """A team's samples that wait for a slot, and the seconds that slots have worked for it."""
+    """A team's samples that wait for a slot, and the seconds that slots have spent for it."""
 
     @property
     def team(self) -> str: ...
@@ -49,19 +51,31 @@ class WorkerCounts(Protocol):
 
 
 def worker_registry(
-    worker: str, *, slots: int, read: Callable[[], WorkerCounts]
+    worker: str,
+    *,
+    slots: int,
+    read: Callable[[], WorkerCounts],
+    refused: Mapping[str, int] = MappingProxyType({}),
 ) -> CollectorRegistry:
-    """The series of this worker; `read` is called by the thread of each scrape."""
+    """The series of this worker. The thread of each scrape calls `read`, and looks into `refused`,
+    which counts tickets by their fault."""
     registry = CollectorRegistry()
-    registry.register(_WorkerSeries(worker, slots, read))
+    registry.register(_WorkerSeries(worker, slots, read, refused))
     return registry
 
 
 class _WorkerSeries(Collector):
-    def __init__(self, worker: str, slots: int, read: Callable[[], WorkerCounts]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        slots: int,
+        read: Callable[[], WorkerCounts],
+        refused: Mapping[str, int],
+    ) -> None:
         self._worker = worker
         self._slots = slots
         self._read = read
+        self._refused = refused
 
     def describe(self) -> Iterable[Family]:
         """The series without their values."""
@@ -88,6 +102,8 @@ class _WorkerSeries(Collector):
         for load in now.teams:
             found["team_queued_samples"].add_metric([worker, load.team], load.queued)
             found["team_decode_seconds"].add_metric([worker, load.team], load.decode_s)
+        for fault in TICKET_FAULTS:
+            found["refused_tickets"].add_metric([worker, fault], self._refused.get(fault, 0))
         return found.values()
 
 
@@ -104,11 +120,14 @@ def _families() -> dict[str, Family]:
         "held_bytes": gauge("held_bytes", "Size of the packs that are ready."),
         "samples": counter("samples", "Samples decoded, masked ones included."),
         "masked_samples": counter("masked_samples", "Samples decoded as masked."),
-        "decode_seconds": counter("decode_seconds", "Time of slots spent reading and decoding."),
+        "decode_seconds": counter("decode_seconds", "Time that slots spent reading and decoding."),
         "team_queued_samples": gauge(
             "team_queued_samples", "Samples of a team that wait for a slot.", "team"
         ),
         "team_decode_seconds": counter(
-            "team_decode_seconds", "Time of slots spent for a team.", "team"
+            "team_decode_seconds", "Time that slots spent for a team.", "team"
+        ),
+        "refused_tickets": counter(
+            "refused_tickets", "Tickets of ranks that were refused.", "fault"
         ),
     }

@@ -1,6 +1,6 @@
 """Fit the cost models to measured seconds, and say how far off they are on lengths held out.
 
-Residuals are relative, so that short and long sequences count alike; the loss is soft-L1 and
+Residuals are relative, so that short and long sequences count the same; the loss is soft-L1 and
 its width follows the noise, so that a measurement that was disturbed pulls little. All
 coefficients are at least 0. What is reported is the error on lengths the fit has not seen, of
 all together and of each degree by itself.
@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
-from dataservice.planning.cost import ContextCost, PhaseCost
 
 Floats = npt.NDArray[np.float64]
 Cost = TypeVar("Cost", ContextCost, PhaseCost)
@@ -90,10 +90,11 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
     """The decoder's cost from groups of several lengths and degrees.
 
     Where no degree above 1 was measured the ring is taken to be free, and where no group
-    crossed nodes such a ring is taken to be as fast as inside one; `unmeasured` says so. A
-    ring that is always hidden behind attention is known only to be no slower than that.
+    crossed nodes a ring that does is taken to be as fast as one inside a node; `unmeasured` names
+    the coefficients concerned. A ring that is always hidden behind attention is known only to be
+    no slower than that.
 
-    Raises PlanningError on fewer than 6 different loads at degree 1, or loads too alike.
+    Raises PlanningError on fewer than 6 different loads at degree 1, or loads too close together.
     """
     fitted, held_out = split_held_out(measurements)
     _require_loads([m for m in measurements if m.degree == 1], "the decoder at degree 1")
@@ -118,7 +119,7 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
 def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
     """An encoder's cost from batches of items of several lengths.
 
-    Raises PlanningError on fewer than 6 different loads, or loads too alike.
+    Raises PlanningError on fewer than 6 different loads, or loads too close together.
     """
     clips = [m for m in measurements if m.clip]
     pictures = [m for m in measurements if not m.clip]

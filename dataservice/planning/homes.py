@@ -1,11 +1,11 @@
 """Where the text of each encoder item is: its pack, and the replica that holds its first token."""
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.layout import locate, padded_tokens
 from dataservice.core.plan import StepPlan
+from dataservice.planning.kernels.compile import kernel
 
 
 def item_packs(plan: StepPlan) -> NDArray[np.int32]:
@@ -24,7 +24,7 @@ def item_homes(plan: StepPlan, pack: NDArray[np.int32]) -> NDArray[np.int32]:
     return home
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _item_packs(
     offsets: NDArray[np.int64], samples: NDArray[np.int32], item_sample: NDArray[np.int32]
 ) -> NDArray[np.int32]:
@@ -38,7 +38,7 @@ def _item_packs(
     return packs
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _first_members(
     replica_offsets: NDArray[np.int64], pack_replicas: NDArray[np.int32], pack: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

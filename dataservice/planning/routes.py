@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dataservice.core.layout import locate, sample_starts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import group_stable
 
 
@@ -93,8 +93,8 @@ def encode_order(plan: StepPlan, places: ItemPlaces) -> NDArray[np.int64]:
 def feature_runs(plan: StepPlan, places: ItemPlaces) -> Runs:
     """All runs of a step, sorted by (wave, modality, source, target, source row).
 
-    Source and target sort their rows alike, so what one sends in order the other receives in
-    order and no index has to travel with the rows. O(k + W·N).
+    Source and target sort their rows in the same way, so what one sends in order the other
+    receives in order and no index has to travel with the rows. O(k + W·N).
     """
     order = encode_order(plan, places)
     wave = plan.pack_wave[places.pack]
@@ -154,9 +154,9 @@ def _places(
     pack_offsets: NDArray[np.int64], samples: NDArray[np.int32], item_offsets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
     items = item_offsets[-1]
-    pack_of = np.empty(items, np.int32)
-    place_of = np.empty(items, np.int32)
-    order = np.empty(items, np.int64)
+    pack_of = np.empty(items, np.int32)  # int32[m]
+    place_of = np.empty(items, np.int32)  # int32[m]
+    order = np.empty(items, np.int64)  # int64[m]
     end = 0
     for pack in range(pack_offsets.size - 1):
         first = end
@@ -216,7 +216,7 @@ def _cut_runs(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Items cut where their sequence is: item, first token in the sample, and length of each run,
     in the order of the items; int64[k] all."""
-    chunk = np.empty(order.size, np.int64)
+    chunk = np.empty(order.size, np.int64)  # int64[m]: rows of a chunk of its sample
     runs = 0
     for at in range(order.size):
         item = order[at]
@@ -225,9 +225,9 @@ def _cut_runs(
         if tokens[item] > 0:
             last = position[item] + tokens[item] - 1
             runs += last // chunk[at] - position[item] // chunk[at] + 1
-    items = np.empty(runs, np.int64)
-    first = np.empty(runs, np.int64)
-    rows = np.empty(runs, np.int64)
+    items = np.empty(runs, np.int64)  # int64[k]
+    first = np.empty(runs, np.int64)  # int64[k]
+    rows = np.empty(runs, np.int64)  # int64[k]
     run = 0
     for at in range(order.size):
         item = order[at]

@@ -7,10 +7,10 @@ NUMBA_CACHE_DIR names another.
 
 import numpy as np
 
+from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
-from dataservice.planning.options import STRATEGIES, PlanOptions
 from dataservice.planning.validate import validate_plan
 from dataservice.planning.warm_kernels import warm_kernels
 

@@ -6,22 +6,22 @@ compiles all kernels anew and no stale helper is ever used.
 
 import numpy as np
 
+from dataservice.core.cost import ContextCost
 from dataservice.planning.context.degrees_dp import degrees_by_dp
 from dataservice.planning.context.degrees_threshold import degrees_by_threshold
 from dataservice.planning.context.groups import plan_context_groups
-from dataservice.planning.context.many import plan_many_waves
-from dataservice.planning.cost import ContextCost
-from dataservice.planning.loads.conv import balance_conv
-from dataservice.planning.loads.padded import balance_padded
+from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.loads.partition import ALGORITHMS, partition
-from dataservice.planning.nodes.balance import balance_nodewise
-from dataservice.planning.nodes.exchange import compose_exchange
-from dataservice.planning.nodes.rearrange import rearrange_nodewise
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
-from dataservice.planning.packs.waves import assign_packs_to_waves
-from dataservice.planning.pipeline.order import order_microbatches
-from dataservice.planning.pipeline.simulator import simulate_1f1b
+from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
+from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
+from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.standalone.conv_loads import balance_conv
+from dataservice.planning.standalone.node_balance import balance_nodewise
+from dataservice.planning.standalone.node_exchange import compose_exchange
+from dataservice.planning.standalone.node_rearrange import rearrange_nodewise
+from dataservice.planning.standalone.padded_loads import balance_padded
 
 
 def warm_kernels() -> None:
@@ -63,4 +63,4 @@ def warm_kernels() -> None:
     # A ring across nodes is the slowest; and what fills groups by time alone finds no room.
     crossing = [2566, 1947, 1582, 992, 882]
     plan_context_groups(crossing, ranks=6, memory_tokens=4096, cost=cost, ranks_per_node=3)
-    plan_many_waves([500, 400, 300, 300, 300], ranks=1, memory_tokens=900, cost=cost)
+    find_many_waves([500, 400, 300, 300, 300], ranks=1, memory_tokens=900, cost=cost)

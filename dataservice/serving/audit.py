@@ -1,8 +1,10 @@
-"""The audit log: who changed what, and who was refused, a JSON object a line.
+"""The audit log: who changed what, and who was refused, one JSON object a line.
 
-Contract. Lines are only ever appended, each by one write. A file that was moved away is opened
-anew under its name, so any log rotation will do. A line that cannot be written costs no call:
-the service's own log says so. No token is ever in it.
+Contract. Lines are only ever appended, each by one write. After the file was moved away it is
+opened anew under its name, so every kind of log rotation works. When a line cannot be written, the
+call goes on and the service's own log says so. No token is ever in the file. A new file belongs to
+its owner alone; an existing one keeps its group permissions, which a log collector may need, but
+none for others.
 """
 
 import json
@@ -17,19 +19,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dataservice.core.errors import SpecError
-from dataservice.serving.identity import TOKEN_PREFIX
+from dataservice.core.private_files import OWNER_ONLY, tighten
+from dataservice.core.tokens import TOKEN_PREFIX
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{8,}}")
 REASON_CHARS = 500
-# Whoever is refused may come again a thousand times a second, and must not fill the disk.
+# A refused client may retry a thousand times a second, and must not fill the disk.
 REFUSALS_PER_S = 50.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One line. `token` is its name; `outcome` is ok, opened, closed, or an error's class."""
+    """One line. `token` is the token's name; `outcome` is ok, opened, closed, or the class of an
+    error."""
 
     request: str
     token: str
@@ -46,7 +50,7 @@ class AuditLog:
     """Appends to a file; see the module's contract. Safe for use from several threads."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Raises SpecError when the file cannot be written."""
+        """Raises SpecError where the file cannot be written."""
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
@@ -62,12 +66,12 @@ class AuditLog:
             ) from error
 
     def change(self, event: Event) -> None:
-        """Someone has changed something, or failed to."""
+        """Record a change, or a change that failed."""
         with self._lock:
             self._write(event)
 
     def refusal(self, event: Event) -> None:
-        """Someone was not let in. Beyond so many a second they are only counted."""
+        """Record a refusal. Those above `REFUSALS_PER_S` are only counted."""
         with self._lock:
             now_s = self._clock()
             gained = (now_s - self._refilled_s) * REFUSALS_PER_S
@@ -85,7 +89,9 @@ class AuditLog:
             os.close(self._file)
 
     def _opened(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        tighten(self._path, allowed=0o660)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self._path, flags, OWNER_ONLY)
 
     def _write(self, event: Event) -> None:
         made = datetime.fromtimestamp(self._clock(), tz=UTC).isoformat(timespec="milliseconds")
@@ -99,10 +105,10 @@ class AuditLog:
             os.write(self._file, line.encode())
             self._left_out = 0
         except OSError as error:
-            logger.error("the audit log %s misses a line: %s", self._path, error.strerror)
+            log.error("the audit log %s misses a line: %s", self._path, error.strerror)
 
     def _follow(self) -> None:
-        """Open the path anew if it is no longer the file that we hold."""
+        """Open the path anew if it no longer names the open file."""
         held = os.fstat(self._file)
         try:
             there = os.stat(self._path)

@@ -1,4 +1,4 @@
-"""How a client of ours connects: TLS, a token for each call, and what to say when neither fits."""
+"""How this project's clients connect: TLS, a token for each call, and advice when either fails."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -6,41 +6,42 @@ from dataclasses import dataclass
 
 import grpc
 
+from dataservice.core.address import is_loopback, split_address
 from dataservice.core.errors import TokenError
+from dataservice.core.tls import ClientTls
 from dataservice.serving.channels import channel_options
 from dataservice.serving.identity import AUTHORIZATION
-from dataservice.serving.tls import ClientTls, is_loopback, tls_at
+from dataservice.serving.tls import client_credentials, client_options, tls_at
 
 GiveToken = Callable[[], str | None]
-"""The token to send with a call; asked for each, so that a new one is taken up."""
+"""Gives the token to send; asked for each call, so that a new token is used at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """What a client shows and expects. Without `tls` it talks plaintext, and sends a token to
-    its own machine only, unless `plaintext_token` allows more."""
+    """The credentials of a client. Without `tls` it connects in plaintext, and sends its token to
+    its own machine only, unless `plaintext_token` is set."""
 
     token: GiveToken = lambda: None
     tls: ClientTls | None = None
     plaintext_token: bool = False
 
     def channel(self, address: str, answer_limit_bytes: int) -> grpc.Channel:
-        """A new channel. Raises SpecError naming a TLS file that cannot be read."""
+        """A new channel. Raises SpecError where a TLS file cannot be read."""
         options = channel_options(answer_limit_bytes)
         if self.tls is None:
             channel = grpc.insecure_channel(address, options=options)
         else:
-            channel = grpc.secure_channel(
-                address, self.tls.credentials(), options=options + self.tls.options
-            )
+            options = [*options, *client_options(self.tls)]
+            channel = grpc.secure_channel(address, client_credentials(self.tls), options=options)
         return grpc.intercept_channel(channel, _BearerToken(self, address))
 
     def authorization(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Metadata of a call. Raises TokenError rather than send a token that all can read."""
+        """Metadata of a call. Raises TokenError where the token would travel unencrypted."""
         token = self.token()
         if token is None:
             return ()
-        private = self.tls is not None or is_loopback(address.rpartition(":")[0])
+        private = self.tls is not None or is_loopback(split_address(address)[0])
         if not private and not self.plaintext_token:
             raise TokenError(
                 f"the token would go to {address} in the clear. Connect by TLS (--ca-file, or "
@@ -50,7 +51,7 @@ class Access:
         return ((AUTHORIZATION, f"Bearer {token}"),)
 
     def mismatch(self, address: str) -> str:
-        """Why a connection that failed could not be made, as far as TLS is the reason."""
+        """Why a connection failed, if TLS is the reason."""
         spoken = tls_at(address)
         if self.tls is None and spoken in ("server", "mutual"):
             return "The port speaks TLS: give --ca-file, or --tls for the system's authorities."
@@ -67,11 +68,11 @@ class _CallDetails(
     namedtuple("_CallDetails", ("method", "timeout", "metadata", "credentials", "wait_for_ready")),
     grpc.ClientCallDetails,
 ):
-    """gRPC hands interceptors call details as a named tuple and wants one back."""
+    """gRPC gives interceptors call details as a named tuple and expects one back."""
 
 
 class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds the token of the moment to every call."""
+    """Adds the current token to every call."""
 
     def __init__(self, access: Access, address: str) -> None:
         self._access = access

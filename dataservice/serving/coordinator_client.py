@@ -1,26 +1,33 @@
-"""A small blocking client of the coordinator: what the CLI asks."""
+"""A small blocking client of the coordinator, for the CLI."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.health import ServiceHealth
 from dataservice.core.job import QuarantineEntry, SkipAction, SkipRecord
-from dataservice.engine.api import JobStatus, ReplayedStep, WorkerStatus
+from dataservice.engine.api import FoundSample, JobStatus, ReplayedStep, WorkerStatus
 from dataservice.serving import wire_health, wire_jobs
 from dataservice.serving.client_access import Access
-from dataservice.serving.errors import ServiceUnreachableError, error_of, is_unreachable
+from dataservice.serving.status_codes import ServiceUnreachableError, error_of, is_unreachable
 from dataservice.serving.wire_jobs import ExplainedStep
 
-# `explain` brings a whole step plan: the one answer that may be larger than 4 MiB.
+# `explain` returns a whole step plan: the only answer that may be larger than 4 MiB.
 ANSWER_LIMIT_BYTES = 512 * 2**20
 
 
+# Longest time for a step that is decoded again: training goes first.
+REDECODED_S = 3600.0
+
+
 class CoordinatorClient:
-    """Each call raises the ServiceError that the service raised, or ServiceUnreachableError."""
+    """Each call raises the ServiceError that the service raised, or ServiceUnreachableError where
+    no answer comes."""
 
     def __init__(
         self,
@@ -29,12 +36,18 @@ class CoordinatorClient:
         timeout_s: float = 60.0,
         access: Access | None = None,
     ) -> None:
-        """By default it talks plaintext and shows no token."""
+        """By default the connection is plaintext and carries no token."""
         self._address = address
         self._timeout_s = timeout_s
         self._access = access or Access()
         self._channel = self._access.channel(address, ANSWER_LIMIT_BYTES)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
+
+    def await_service(self, limit_s: float) -> None:
+        """Wait at most `limit_s` until the service listens, which may still be starting. If it
+        does not, the next call raises the reason."""
+        with contextlib.suppress(grpc.FutureTimeoutError):
+            grpc.channel_ready_future(self._channel).result(timeout=limit_s)
 
     def submit(self, spec_yaml: str, base_directory: str) -> JobStatus:
         """Register a job; relative paths in it start from `base_directory`."""
@@ -45,10 +58,11 @@ class CoordinatorClient:
             answer = self._stub.SubmitJob(request, timeout=self._timeout_s)
         return wire_jobs.job_status_from_proto(answer)
 
-    def jobs(self) -> list[JobStatus]:
+    def jobs(self, *, timeout_s: float | None = None) -> list[JobStatus]:
         """All jobs by name."""
-        with self._translated():
-            answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=self._timeout_s)
+        timeout_s = timeout_s or self._timeout_s
+        with self._translated(timeout_s):
+            answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=timeout_s)
         return [wire_jobs.job_status_from_proto(job) for job in answer.jobs]
 
     def job(self, name: str) -> JobStatus:
@@ -73,8 +87,8 @@ class CoordinatorClient:
             self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s)
 
     def recost(self, name: str, cost_json: str, from_step: int | None = None) -> tuple[int, str]:
-        """Plan with other coefficients from a step on, by default the first never planned;
-        gives that step and the coefficients' version."""
+        """Plan with other coefficients from a step on, by default the first that was never
+        planned. Returns that step and the coefficients' version."""
         request = coordinator_pb2.RecostJobRequest(
             job=name, cost_json=cost_json, from_step=from_step
         )
@@ -90,27 +104,50 @@ class CoordinatorClient:
         return [wire_jobs.quarantine_entry_from_proto(answer, name) for answer in answers]
 
     def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
-        """Plan a step of the ledger again; of the newest attempt that has it by default."""
+        """Plan a step of the ledger again, by default of the newest attempt that has it."""
         request = coordinator_pb2.ExplainStepRequest(job=name, step=step, attempt=attempt or 0)
         with self._translated():
             answer = self._stub.ExplainStep(request, timeout=self._timeout_s)
         return wire_jobs.explanation_from_proto(answer)
 
-    def replay(
-        self, name: str, first_step: int, last_step: int, attempt: int | None = None
-    ) -> Iterator[ReplayedStep]:
-        """The steps of a range planned again, each as soon as it is; for as long as it takes."""
-        request = coordinator_pb2.ReplayStepsRequest(
-            job=name, first_step=first_step, last_step=last_step, attempt=attempt or 0
+    def find_sample(self, name: str, sample_id: int, from_step: int = 0) -> FoundSample:
+        """Where a sample lies, and which steps it was in, a bounded way along the ledger."""
+        request = coordinator_pb2.FindSampleRequest(
+            job=name, sample_id=sample_id, from_step=from_step
         )
         with self._translated():
-            for answer in self._stub.ReplaySteps(request):
+            answer = self._stub.FindSample(request, timeout=self._timeout_s)
+        return wire_jobs.found_sample_from_proto(answer, sample_id)
+
+    def replay(
+        self,
+        name: str,
+        first_step: int,
+        last_step: int,
+        attempt: int | None = None,
+        *,
+        content: bool = False,
+    ) -> Iterator[ReplayedStep]:
+        """Plan the steps of a range again, and with `content` decode them again too; yields each
+        step once it is done. The limit for one step is that of any other call, or `REDECODED_S`
+        with `content`."""
+        request = coordinator_pb2.ReplayStepsRequest(
+            job=name,
+            first_step=first_step,
+            last_step=last_step,
+            attempt=attempt or 0,
+            content=content,
+        )
+        with self._translated():
+            for answer in _each_within(
+                self._stub.ReplaySteps(request), REDECODED_S if content else self._timeout_s
+            ):
                 yield wire_jobs.replayed_step_from_proto(answer)
 
     def skip(
         self, name: str, ranges: Sequence[tuple[int, int]], action: SkipAction = "skip"
     ) -> list[SkipRecord]:
-        """Have attempts yet to begin pass over these steps, or train them after all."""
+        """Have future attempts skip these steps, or train them after all."""
         request = coordinator_pb2.SkipStepsRequest(
             job=name,
             ranges=[coordinator_pb2.StepRange(first_step=a, last_step=b) for a, b in ranges],
@@ -128,18 +165,19 @@ class CoordinatorClient:
         return [wire_jobs.worker_status_from_proto(each) for each in answer.workers]
 
     def restart_workers(self, workers: Sequence[str] = ()) -> list[str]:
-        """Begin to replace these workers, all by default; gives their names."""
+        """Begin to replace these workers, by default all. Returns their names."""
         request = coordinator_pb2.RestartWorkersRequest(workers=workers)
         with self._translated():
             answer = self._stub.RestartWorkers(request, timeout=self._timeout_s)
         return list(answer.workers)
 
-    def health(self, job: str = "") -> ServiceHealth:
-        """A running job as it can be seen now, by default all that the caller may see, and who
-        waits for whom in words."""
+    def health(self, job: str = "", *, timeout_s: float | None = None) -> ServiceHealth:
+        """The current state of a running job, by default of all jobs that the caller may see, with
+        a sentence on who waits for whom."""
         request = coordinator_pb2.GetHealthRequest(job=job)
-        with self._translated():
-            answer = self._stub.GetHealth(request, timeout=self._timeout_s)
+        timeout_s = timeout_s or self._timeout_s
+        with self._translated(timeout_s):
+            answer = self._stub.GetHealth(request, timeout=timeout_s)
         return wire_health.health_from_proto(answer)
 
     def close(self) -> None:
@@ -158,19 +196,21 @@ class CoordinatorClient:
         self.close()
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, timeout_s: float | None = None) -> Iterator[None]:
         try:
             yield
         except grpc.RpcError as error:
             if not is_unreachable(error):
                 raise error_of(error) from error
-            raise ServiceUnreachableError(self._advice(error)) from error
+            advice = self._advice(error, timeout_s or self._timeout_s)
+            raise ServiceUnreachableError(advice) from error
 
-    def _advice(self, error: grpc.RpcError) -> str:
+    def _advice(self, error: grpc.RpcError, timeout_s: float) -> str:
         assert isinstance(error, grpc.Call)
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        late = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED
+        if error.code() in late:
             return (
-                f"the service at {self._address} did not answer within {self._timeout_s:g} s. It "
+                f"the service at {self._address} did not answer within {timeout_s:g} s. It "
                 "may be busy indexing or planning: look at its log, or wait longer."
             )
         advice = self._access.mismatch(self._address) or (
@@ -178,3 +218,18 @@ class CoordinatorClient:
             "and that no firewall is between."
         )
         return f"no service answers at {self._address}: {error.details()}. {advice}"
+
+
+def _each_within(call: Any, limit_s: float) -> Iterator[Any]:
+    """The answers of a call. The call is cancelled if an answer does not come within the limit."""
+    while True:
+        giving_up = threading.Timer(limit_s, call.cancel)
+        giving_up.daemon = True
+        giving_up.start()
+        try:
+            answer = next(call, None)
+        finally:
+            giving_up.cancel()
+        if answer is None:
+            return
+        yield answer

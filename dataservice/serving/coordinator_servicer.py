@@ -1,17 +1,20 @@
 """The Coordinator service over engine.api.CoordinatorApi: converts, logs and maps errors.
 
-The engine knows jobs by their full names, callers by those that `identity` gives them; each
-name is turned here, on its way in and out. What is another team's is asked for under a name
-that nothing has, so that the engine answers as for a thing that never was.
+The engine knows jobs by their full names, callers know them by the names that `identity.py`
+defines; names are translated here, in requests and in answers. A request for another team's job or
+session reaches the engine under a name that does not exist, so the answer is the same as for one
+that never existed.
 
-A session's claim lives exactly as long as its OpenSession call. However the call ends (the
-client closes it, dies, is cut off and misses its keepalive pings, is fenced, or the service
-stops), `close_session` runs once.
+A session's claim ends with its OpenSession call. However the call ends (the client closes it,
+dies, is cut off and misses its keepalive pings, is fenced, or the service stops), `close_session`
+runs once.
 """
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -20,6 +23,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.health import ServiceHealth
 from dataservice.core.orders import EVERYTHING
 from dataservice.core.plan import StepPlan
+from dataservice.core.visible import visible
 from dataservice.engine.api import (
     CoordinatorApi,
     EndOfData,
@@ -28,27 +32,28 @@ from dataservice.engine.api import (
     SkippedSteps,
 )
 from dataservice.serving import wire_health, wire_jobs, wire_shards
-from dataservice.serving.border import Border, Context, Visit
-from dataservice.serving.errors import ServiceUnreachableError
+from dataservice.serving.access_control import AccessControl, Context, Visit
+from dataservice.serving.status_codes import ServiceUnreachableError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-# How long a session may outlive the token that opened it.
+# Longest time for which a session may outlive the token that opened it.
 TOKEN_CHECK_S = 30.0
+CLIENT_CHARS = 512  # longest name that a client may give itself
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """One method a call; the engine decides."""
+    """One method for each RPC; the engine decides."""
 
-    def __init__(self, api: CoordinatorApi, border: Border) -> None:
+    def __init__(self, api: CoordinatorApi, access: AccessControl) -> None:
         self._api = api
-        self._border = border
+        self._access = access
         self._job_of_session: dict[str, str] = {}
         self._closing = asyncio.Event()
-        self._summary: tuple[tuple[str, str], coordinator_pb2.StepSummary] | None = None
+        self._summaries: dict[int, coordinator_pb2.StepSummary] = {}
 
     def close(self) -> None:
-        """End all sessions: their clients are told to come back."""
+        """End all sessions with a status that makes their clients reconnect."""
         self._closing.set()
 
     # ---- jobs --------------------------------------------------------------------------
@@ -57,23 +62,23 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.SubmitJobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """Validate and register a job."""
-        async with self._border.call(context, "SubmitJob", request) as visit:
+        async with self._access.call(context, "SubmitJob", request) as visit:
             team = visit.caller.identity.team
             status = await self._api.submit(
                 request.spec_yaml,
                 request.base_directory,
                 team=team,
-                max_jobs=self._border.team(team).max_jobs,
+                max_jobs=self._access.team(team).max_jobs,
             )
             visit.job = status.record.name
-        logger.info("job %s submitted", status.record.name)
+        log.info("job %s submitted", status.record.name)
         return _job_info(visit, status)
 
     async def ListJobs(
         self, request: coordinator_pb2.ListJobsRequest, context: Context
     ) -> coordinator_pb2.ListJobsResponse:
         """All jobs by name."""
-        async with self._border.call(context, "ListJobs", request) as visit:
+        async with self._access.call(context, "ListJobs", request) as visit:
             jobs = [job for job in await self._api.jobs() if visit.caller.sees(job.record.name)]
         return coordinator_pb2.ListJobsResponse(jobs=[_job_info(visit, job) for job in jobs])
 
@@ -81,7 +86,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """One job."""
-        async with self._border.call(context, "GetJob", request) as visit:
+        async with self._access.call(context, "GetJob", request) as visit:
             status = await self._api.job(visit.named(request.job))
         return _job_info(visit, status)
 
@@ -89,25 +94,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.JobInfo:
         """Refuse new attempts of a job."""
-        async with self._border.call(context, "DrainJob", request) as visit:
+        async with self._access.call(context, "DrainJob", request) as visit:
             status = await self._api.drain(visit.named(request.job))
-        logger.info("job %s drains", visit.job)
+        log.info("job %s drains", visit.job)
         return _job_info(visit, status)
 
     async def DeleteJob(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> coordinator_pb2.DeleteJobResponse:
         """Forget a job."""
-        async with self._border.call(context, "DeleteJob", request) as visit:
+        async with self._access.call(context, "DeleteJob", request) as visit:
             await self._api.delete(visit.named(request.job))
-        logger.info("job %s deleted", visit.job)
+        log.info("job %s deleted", visit.job)
         return coordinator_pb2.DeleteJobResponse()
 
     async def ListQuarantine(
         self, request: coordinator_pb2.JobRequest, context: Context
     ) -> AsyncIterator[coordinator_pb2.QuarantinedSample]:
         """Samples that were masked."""
-        async with self._border.call(context, "ListQuarantine", request) as visit:
+        async with self._access.call(context, "ListQuarantine", request) as visit:
             entries = await self._api.quarantine(visit.named(request.job))
         for entry in entries:
             yield wire_jobs.quarantine_entry_to_proto(entry)
@@ -117,7 +122,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.RecostJobResponse:
         """Plan with other coefficients from a step on."""
         from_step = request.from_step if request.HasField("from_step") else None
-        async with self._border.call(context, "RecostJob", request) as visit:
+        async with self._access.call(context, "RecostJob", request) as visit:
             job = visit.named(request.job)
             record = await self._api.recost(job, request.cost_json, from_step)
         return coordinator_pb2.RecostJobResponse(
@@ -128,30 +133,41 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.ExplainStepRequest, context: Context
     ) -> coordinator_pb2.ExplainStepResponse:
         """Plan a step of the ledger again."""
-        async with self._border.call(context, "ExplainStep", request) as visit:
+        async with self._access.call(context, "ExplainStep", request) as visit:
             job = visit.named(request.job)
             explained = await self._api.explain(job, request.step, request.attempt or None)
-        return wire_jobs.explanation_to_proto(explained)
+        return await asyncio.to_thread(wire_jobs.explanation_to_proto, explained)
+
+    async def FindSample(
+        self, request: coordinator_pb2.FindSampleRequest, context: Context
+    ) -> coordinator_pb2.FindSampleResponse:
+        """Where a sample lies, and which steps it was in."""
+        async with self._access.call(context, "FindSample", request) as visit:
+            job = visit.named(request.job)
+            found = await self._api.find_sample(job, request.sample_id, request.from_step)
+        return wire_jobs.found_sample_to_proto(found)
 
     async def ReplaySteps(  # type: ignore[override]  # gRPC allows writing in place of yielding
         self, request: coordinator_pb2.ReplayStepsRequest, context: Context
     ) -> None:
-        """Plan a range of steps again, each told as soon as it is done."""
-        async with self._border.call(context, "ReplaySteps", request) as visit:
+        """Plan a range of steps again, or decode it again; each step is sent once it is done."""
+        async with self._access.call(context, "ReplaySteps", request) as visit:
             steps = self._api.replay(
                 visit.named(request.job),
                 request.first_step,
                 request.last_step,
                 request.attempt or None,
+                content=request.content,
             )
-            async for step in steps:
-                await context.write(wire_jobs.replayed_step_to_proto(step))
+            async with aclosing(steps):  # the client may leave before the end
+                async for step in steps:
+                    await context.write(wire_jobs.replayed_step_to_proto(step))
 
     async def SkipSteps(
         self, request: coordinator_pb2.SkipStepsRequest, context: Context
     ) -> coordinator_pb2.SkipStepsResponse:
-        """Have later attempts pass over steps, or train them after all."""
-        async with self._border.call(context, "SkipSteps", request) as visit:
+        """Have future attempts skip steps, or train them after all."""
+        async with self._access.call(context, "SkipSteps", request) as visit:
             records = await self._api.skip(
                 visit.named(request.job),
                 [(each.first_step, each.last_step) for each in request.ranges],
@@ -165,7 +181,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.ListWorkersRequest, context: Context
     ) -> coordinator_pb2.ListWorkersResponse:
         """The workers as they are now."""
-        async with self._border.call(context, "ListWorkers", request):
+        async with self._access.call(context, "ListWorkers", request):
             workers = await self._api.workers()
         return coordinator_pb2.ListWorkersResponse(
             workers=map(wire_jobs.worker_status_to_proto, workers)
@@ -175,21 +191,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.RestartWorkersRequest, context: Context
     ) -> coordinator_pb2.RestartWorkersResponse:
         """Begin to replace workers."""
-        async with self._border.call(context, "RestartWorkers", request):
+        async with self._access.call(context, "RestartWorkers", request):
             workers = await self._api.restart_workers(tuple(request.workers))
         return coordinator_pb2.RestartWorkersResponse(workers=workers)
 
     async def GetHealth(
         self, request: coordinator_pb2.GetHealthRequest, context: Context
     ) -> coordinator_pb2.GetHealthResponse:
-        """Running jobs as they can be seen now, and what is concluded."""
-        async with self._border.call(context, "GetHealth", request) as visit:
+        """The current state of running jobs, and the findings about them."""
+        async with self._access.call(context, "GetHealth", request) as visit:
             who = visit.caller.identity
             if request.job:
                 jobs = [visit.named(request.job)]
             else:
-                known = [job.record.name for job in await self._api.jobs()]
-                jobs = [name for name in known if visit.caller.sees(name)]
+                jobs = [name for name in self._api.job_names() if visit.caller.sees(name)]
             health = await self._api.health(jobs, team=None if who.role == "admin" else who.team)
         return wire_health.health_to_proto(_named_plainly(visit, health))
 
@@ -201,33 +216,35 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Hold a rank's claim while the call lasts."""
         # Not a generator: one that is cancelled while suspended closes only when collected,
         # and the claim must not outlive its client.
-        async with self._border.call(context, "OpenSession", request) as visit:
+        async with self._access.call(context, "OpenSession", request) as visit:
+            client = visible(request.client, CLIENT_CHARS)
             opened = await self._api.open_session(
                 job=visit.named(request.job),
                 rank=request.rank,
                 world_size=request.world_size,
                 cursor=Cursor.from_json(request.cursor) if request.cursor else Cursor(),
-                client=request.client,
+                client=client,
                 rejoin_attempt=request.rejoin_attempt,
+                launch=visible(request.launch, CLIENT_CHARS),
             )
-            about = visit.job, request.rank, request.client
+            about = visit.job, request.rank, client
             self._job_of_session[opened.session] = visit.job
-            logger.info("%s rank %d: session of %s opened", *about)
-            self._border.note(visit, "opened", f"rank {request.rank}, {request.client}")
+            log.info("%s rank %d: session of %s opened", *about)
+            self._access.note(visit, "opened", f"rank {request.rank}, {client}")
             try:
                 await context.write(_session_event(opened))
                 await self._session_over(opened.session, visit, context)
             finally:
                 self._api.close_session(opened.session)
                 del self._job_of_session[opened.session]
-                logger.info("%s rank %d: session of %s closed", *about)
-                self._border.note(visit, "closed", f"rank {request.rank}, {request.client}")
+                log.info("%s rank %d: session of %s closed", *about)
+                self._access.note(visit, "closed", f"rank {request.rank}, {client}")
 
     async def GetShard(
         self, request: coordinator_pb2.GetShardRequest, context: Context
     ) -> coordinator_pb2.GetShardResponse:
         """One rank's part of a step; waits until it is planned."""
-        async with self._border.call(context, "GetShard", request) as visit:
+        async with self._access.call(context, "GetShard", request) as visit:
             answer = await self._api.shard(
                 self._own_session(visit, request.session),
                 request.step,
@@ -249,7 +266,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
             )
         shard, plan = answer
-        summary = self._summary_of((shard.job, shard.plan_digest), plan)
+        summary = self._summary_of(plan)
         shard = replace(shard, job=visit.caller.plain(shard.job))
         return coordinator_pb2.GetShardResponse(
             shard=wire_shards.rank_shard_to_proto(shard, summary)
@@ -259,7 +276,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.CommitStepRequest, context: Context
     ) -> coordinator_pb2.CommitStepResponse:
         """A rank has trained a step."""
-        async with self._border.call(context, "CommitStep", request) as visit:
+        async with self._access.call(context, "CommitStep", request) as visit:
             session = self._own_session(visit, request.session)
             await self._api.commit(
                 session,
@@ -272,14 +289,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def Report(
         self, request: coordinator_pb2.ReportRequest, context: Context
     ) -> coordinator_pb2.ReportResponse:
-        """A rank tells of itself."""
-        async with self._border.call(context, "Report", request) as visit:
+        """A rank reports how it fares."""
+        async with self._access.call(context, "Report", request) as visit:
             session = self._own_session(visit, request.session)
             await self._api.report(session, wire_health.report_from_proto(request))
         return coordinator_pb2.ReportResponse()
 
     def _own_session(self, visit: Visit, session: str) -> str:
-        """The session, if it is of a job that exists for the caller."""
+        """The session, or "" where it belongs to a job that the caller may not see."""
         visit.job = self._job_of_session.get(session, "")
         if visit.job and not visit.caller.sees(visit.job):
             visit.foreign = True
@@ -287,14 +304,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         return session
 
     async def _session_over(self, session: str, visit: Visit, context: Context) -> None:
-        """Raises what ends the session: the api's error, that the service stops, or that its
-        token is no longer valid."""
+        """Wait until the session ends and raise the reason: the engine's error, or
+        ServiceUnreachableError where the service stops or the token is no longer valid."""
         ended = asyncio.ensure_future(self._api.session_ended(session))
         closing = asyncio.ensure_future(self._closing.wait())
         either = {ended, closing}
         try:
             while not any(end.done() for end in either):
-                self._border.require_still(visit, context)
+                self._access.require_still(visit, context)
                 await asyncio.wait(
                     either, timeout=TOKEN_CHECK_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -308,14 +325,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             closing.cancel()
             await asyncio.gather(ended, closing, return_exceptions=True)
 
-    def _summary_of(
-        self, job_and_digest: tuple[str, str], plan: StepPlan
-    ) -> coordinator_pb2.StepSummary:
-        # All ranks ask for the same step at about the same time. Two jobs may come to one
-        # digest by other stages, whose reports are not part of it.
-        if self._summary is None or self._summary[0] != job_and_digest:
-            self._summary = job_and_digest, wire_shards.step_summary_to_proto(plan)
-        return self._summary[1]
+    def _summary_of(self, plan: StepPlan) -> coordinator_pb2.StepSummary:
+        """The summary of a plan; made once for all ranks, and kept until the plan is dropped."""
+        summary = self._summaries.get(id(plan))
+        if summary is None:
+            summary = self._summaries[id(plan)] = wire_shards.step_summary_to_proto(plan)
+            weakref.finalize(plan, self._summaries.pop, id(plan)).atexit = False
+        return summary
 
 
 def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:
@@ -330,6 +346,7 @@ def _session_event(opened: SessionOpened) -> coordinator_pb2.SessionEvent:
         session=opened.session,
         start_step=opened.start.step,
         report_every_s=opened.report_every_s,
+        ticket_key=opened.ticket_key,
     )
 
 

@@ -1,17 +1,13 @@
-"""Who makes a call, what they may do, and which names they speak of jobs by.
+"""Who makes a call, what they may do, and the names by which they know jobs.
 
-A token is random, so its SHA-256 is all that is ever stored of it. A team's own jobs have plain
-names to it; whatever else it names is looked for among its own and is not there, exactly as a
-job that never was. An admin speaks of other teams' jobs by their full names, `team/job`.
+A team knows its own jobs by plain names. Any other name that it gives is looked up among its own
+jobs and not found, exactly like a job that never existed. An admin names the jobs of other teams by
+their full names, `team/job`.
 """
 
-import hashlib
-import hmac
 import re
-import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from dataservice.core.errors import (
     PlanningError,
@@ -20,73 +16,26 @@ from dataservice.core.errors import (
     ServiceError,
     SourceError,
     SpecError,
-    TokenError,
 )
 from dataservice.core.team import NO_TEAM, Identity, Role, full_name, team_of
 
-TOKEN_PREFIX = "dst_"
-TOKEN_BYTES = 32
 AUTHORIZATION = "authorization"
 RANK: dict[Role, int] = {"reader": 0, "team": 1, "admin": 2}
 
 Authenticate = Callable[[str | None], Identity]
-"""Who shows this token, None when a call carries none. Raises TokenError."""
+"""Gives the identity behind a token, or behind None for a call without one. Raises TokenError."""
 
-# Messages about data quote paths and keys, which may look like names of jobs.
+# Messages of these errors quote paths and keys, which may look like names of jobs.
 ABOUT_DATA = (SourceError, SampleError, SpecError, PlanningError)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenEntry:
-    """What the service keeps of a token. `expires_unix_s` is None for one without an end."""
-
-    identity: Identity
-    sha256: bytes
-    expires_unix_s: float | None = None
-
-
-def new_token() -> str:
-    """256 random bits, recognisable by their prefix to whoever scans for leaked secrets."""
-    return TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-
-
-def token_digest(token: str) -> bytes:
-    """What is kept of a token. It has all its entropy already, so one hash will do."""
-    return hashlib.sha256(token.encode()).digest()
-
-
 def everyone(_: str | None) -> Identity:
-    """A service without tokens: whoever reaches it is an admin of the one nameless team."""
+    """For a service without tokens: every caller is an admin of the one nameless team."""
     return Identity(team=NO_TEAM, role="admin", name="")
 
 
-def identify(entries: Sequence[TokenEntry], token: str | None, now_unix_s: float) -> Identity:
-    """Whose token it is. Looks at every entry, whichever fits. Raises TokenError."""
-    if token is None:
-        raise TokenError(
-            "this service asks for a token, and the call carries none. Set DATASERVICE_TOKEN or "
-            "name a file with --token-file (token_file= in a trainer); the operator makes "
-            "tokens with `dataservice token new`."
-        )
-    digest = token_digest(token)
-    found = [entry for entry in entries if hmac.compare_digest(entry.sha256, digest)]
-    if not found:
-        raise TokenError(
-            "the call's token is not one of this service's. Check DATASERVICE_TOKEN or the token "
-            "file, or ask the operator for a new token."
-        )
-    entry = found[0]
-    if entry.expires_unix_s is not None and now_unix_s >= entry.expires_unix_s:
-        ended = datetime.fromtimestamp(entry.expires_unix_s, tz=UTC)
-        raise TokenError(
-            f"token {entry.identity.name!r} expired at {ended:%Y-%m-%dT%H:%M:%SZ}. Ask the "
-            "operator for a new one."
-        )
-    return entry.identity
-
-
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The token of a call; None when it has no authorization, or more than one."""
+    """The token of a call; None where it has no authorization header, or more than one."""
     given = [value for key, value in metadata if key == AUTHORIZATION]
     if len(given) != 1 or not isinstance(given[0], str):
         return None
@@ -95,7 +44,7 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def require_role(identity: Identity, needed: Role, method: str) -> None:
-    """Raises RoleError when the identity's role is below the one needed."""
+    """Raises RoleError where the identity's role is below the one needed."""
     if RANK[identity.role] < RANK[needed]:
         raise RoleError(
             f"token {identity.name!r} has role {identity.role}, and {method} needs role {needed}. "
@@ -105,17 +54,17 @@ def require_role(identity: Identity, needed: Role, method: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """An identity, and the names that it gives and is given."""
+    """An identity, and the translation between its names of jobs and full names."""
 
     identity: Identity
 
     @property
     def sees_all(self) -> bool:
-        """Whether jobs of other teams exist for it."""
+        """Whether it may see the jobs of other teams."""
         return self.identity.role == "admin"
 
     def sees(self, job: str) -> bool:
-        """Whether the job of this full name exists for it."""
+        """Whether it may see the job of this full name."""
         return self.sees_all or team_of(job) == self.identity.team
 
     def full(self, given: str) -> str:
@@ -126,11 +75,11 @@ class Caller:
         return full_name(team, given)
 
     def plain(self, job: str) -> str:
-        """What the job of this full name is called to the caller."""
+        """The name by which the caller knows the job of this full name."""
         return job if self.sees_all else job.removeprefix(f"{self.identity.team}/")
 
     def told(self, error: ServiceError) -> ServiceError:
-        """The same error in the caller's names."""
+        """The same error, with jobs named as the caller names them."""
         if self.sees_all or isinstance(error, ABOUT_DATA):
             return error
         own = rf"(?<![^\s'\"`(]){re.escape(self.identity.team)}/(?=[A-Za-z0-9])"

@@ -1,8 +1,7 @@
 """How large a request may be, part by part.
 
-gRPC bounds the message as a whole (4 MiB); here each text and each list of it is bounded, so
-that none of them costs more than it can be worth. A field that no one thought of has the
-smallest bounds.
+gRPC bounds the message as a whole (4 MiB); here each text and each list in it is bounded, so that
+no field costs more than it needs. A field that is not listed has the smallest bounds.
 """
 
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds of requests, and of the calls of one team at a time."""
+    """Limits of a request, and of the calls that one team may have open."""
 
     text_bytes: int = 512
-    """Of any text that is not listed."""
+    """Longest text in a field that is not listed below."""
     texts_bytes: dict[str, int] = field(
         default_factory=lambda: {
             "spec_yaml": MIB,
@@ -29,17 +28,18 @@ class Limits:
             "cursor": 4 * KIB,
         }
     )
-    """By name of the field."""
+    """Longest text by name of the field."""
     entries: int = 4096
-    """Of any list."""
+    """Longest list in any field."""
     ranks: int = 65_536
     """Largest world size."""
     calls_per_team: int = 200_000
-    """Open at once; a rank holds one for its session and waits in one or two more."""
+    """Calls of one team that may be open at once; a rank has one for its session and waits in one
+    or two more."""
 
 
 def require_within(request: Message, limits: Limits) -> None:
-    """Raises SpecError naming the part of a request that is too large."""
+    """Raises SpecError where a part of the request is too large."""
     for descriptor, value in request.ListFields():
         name = descriptor.name
         values = [value]

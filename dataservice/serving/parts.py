@@ -1,4 +1,4 @@
-"""A part as the wire carries it: one header, then the tensors' bytes in bounded chunks."""
+"""A part as it is sent: one header, then the tensors' bytes in bounded chunks."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,10 @@ import numpy as np
 from dataservice_proto.v1 import worker_pb2
 from numpy.typing import NDArray
 
-# gRPC's own limit, kept: a peer that knows nothing of us can talk to us.
+# gRPC's default limit, so that a peer needs no special options.
 MESSAGE_LIMIT_BYTES = 4 * 2**20
-# Well below the limit: over loopback 1 MiB went about twice as fast as full messages did,
-# since sender and receiver overlap.
+# Well below the limit: over loopback, chunks of 1 MiB were about twice as fast as full messages,
+# because sending and receiving overlap.
 CHUNK_BYTES = 2**20
 
 Tensor = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32]
@@ -19,7 +19,7 @@ Tensor = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32]
 def part_header(part: int, tensors: Sequence[tuple[str, Tensor]]) -> worker_pb2.PartHeader:
     """Names, types and shapes of a part's tensors, and the checksum of all their bytes.
 
-    Reads every byte: about 1 s a GB.
+    Reads every byte, which takes about 1 s per GB.
     """
     size_bytes, crc32 = 0, 0
     for _, tensor in tensors:
@@ -40,7 +40,8 @@ def part_header(part: int, tensors: Sequence[tuple[str, Tensor]]) -> worker_pb2.
 
 
 def part_chunks(tensors: Sequence[tuple[str, Tensor]], limit_bytes: int) -> Iterator[bytes]:
-    """The tensors' bytes end to end, each chunk full but the last. Each byte is copied once."""
+    """The tensors' bytes joined end to end, in chunks of `limit_bytes`; the last may be shorter.
+    Each byte is copied once."""
     pending: list[memoryview] = []
     room_bytes = limit_bytes
     for _, tensor in tensors:
@@ -57,6 +58,6 @@ def part_chunks(tensors: Sequence[tuple[str, Tensor]], limit_bytes: int) -> Iter
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The array's bytes, little-endian, without a copy where it already lies so."""
+    """The array's bytes, little-endian and contiguous; without a copy if they already are."""
     flat = np.ascontiguousarray(tensor, dtype=tensor.dtype.newbyteorder("<")).reshape(-1)
     return flat.view(np.uint8).data

@@ -1,12 +1,13 @@
 """gRPC servers of the coordinator and of workers, with health and reflection services.
 
-Stopping: the health service turns to NOT_SERVING, new calls are refused, calls in flight
-have a grace period to end, then they are cancelled and the port is closed.
+Stopping: the health service answers NOT_SERVING, new calls are refused, and calls in flight have a
+grace period to end; then they are cancelled and the port is closed.
 """
 
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,34 +19,49 @@ from dataservice_proto.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from dataservice.core.errors import SpecError
+from dataservice.core.address import EVERY_HOST, join_address, split_address
 from dataservice.core.ports import PackHost
+from dataservice.core.tls import TlsSpec
 from dataservice.engine.api import CoordinatorApi
-from dataservice.serving.border import Border
-from dataservice.serving.channels import DEFAULT_KEEPALIVE, Keepalive, server_options
+from dataservice.serving.access_control import AccessControl
+from dataservice.serving.binding import bind
+from dataservice.serving.channels import (
+    DEFAULT_ADMISSION,
+    DEFAULT_KEEPALIVE,
+    Admission,
+    Keepalive,
+    server_options,
+)
 from dataservice.serving.coordinator_servicer import CoordinatorServicer
+from dataservice.serving.health_ports import status_of
 from dataservice.serving.parts import MESSAGE_LIMIT_BYTES
+from dataservice.serving.tls import server_credentials
 from dataservice.serving.worker_servicer import WorkerServicer
 
-# A stream is over for its sender while its last bytes are still on their way, and closing the
-# connection then would reset it under them.
+# When a stream is over for its sender, its last bytes may still be on their way; closing the
+# connection at that moment would lose them.
 FLUSH_S = 0.2
-HEALTH_LIMIT_BYTES = 4096
-
-EVERY_INTERFACE = frozenset({"", "0.0.0.0", "[::]", "::", "*"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerHandle:
-    """A server that runs. `address` is where others reach it, the port filled in."""
+    """A running server. `address` is where others reach it, `listens` what it listens on, with the
+    actual port; `service` is the name of the service in its health checks."""
 
     address: str
+    listens: str
+    service: str
     server: grpc.aio.Server
     health: health.aio.HealthServicer
     on_stop: Callable[[], None]
+
+    async def tell_health(self, *, ready: bool) -> None:
+        """Set what health checks at this port answer from now on; no effect once it stops."""
+        for service in ("", self.service):
+            await self.health.set(service, status_of(ready))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Let calls in flight end within `grace_s`, then close. May be called twice."""
@@ -69,7 +85,7 @@ class GrpcWorker:
         return self.handle.address
 
     async def stop(self) -> None:
-        """Finish the streams that are open, for `grace_s` at most, then close the port."""
+        """Wait at most `grace_s` for open streams to finish, then close the port."""
         await self.handle.health.enter_graceful_shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_s):
@@ -83,24 +99,23 @@ async def serve_coordinator(
     api: CoordinatorApi,
     listen: str,
     *,
-    border: Border | None = None,
+    access: AccessControl | None = None,
     advertise_host: str | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: TlsSpec | None = None,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    admission: Admission = DEFAULT_ADMISSION,
 ) -> ServerHandle:
-    """Serve the api at `listen` (host:port; port 0 picks a free one) to whom the border lets
-    in, by default everyone. Raises SpecError when that cannot be listened on. Stopping ends the
-    sessions at once."""
-    border = border or Border()
-    server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive))
-    servicer = CoordinatorServicer(api, border)
+    """Serve the API at `listen` (host:port; port 0 picks a free one) to callers that `access`
+    admits, by default everyone. Stopping ends the sessions at once. Raises SpecError where
+    `listen` cannot be listened on."""
+    access = access or AccessControl()
+    server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive, admission))
+    servicer = CoordinatorServicer(api, access)
     coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
     service = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
-    if border.open:  # only calls of the service itself are checked for tokens
+    if access.open:  # reflection has no check of tokens
         _reflect(server, service)
-    return await _started(
-        server, service, listen, advertise_host, credentials, on_stop=servicer.close
-    )
+    return await _started(server, service, listen, advertise_host, tls, on_stop=servicer.close)
 
 
 async def serve_worker(
@@ -110,34 +125,25 @@ async def serve_worker(
     listen: str,
     secret: bytes,
     advertise_host: str | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: TlsSpec | None = None,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    admission: Admission = DEFAULT_ADMISSION,
     grace_s: float = 5.0,
     on_stopped: Callable[[], None] = lambda: None,
     reflect: bool = True,
+    refused: Counter[str] | None = None,
 ) -> GrpcWorker:
-    """Serve a host's packs at `listen`; `on_stopped` runs after the port is closed. Raises
-    SpecError when `listen` cannot be listened on."""
-    server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive))
-    servicer = WorkerServicer(host, worker=worker, secret=secret)
+    """Serve a host's packs at `listen`; `on_stopped` runs after the port is closed, and tickets
+    that are refused are counted in `refused`. Raises SpecError where `listen` cannot be listened
+    on."""
+    server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive, admission))
+    servicer = WorkerServicer(host, worker=worker, secret=secret, refused=refused)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     service = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
     if reflect:
         _reflect(server, service)
-    handle = await _started(
-        server, service, listen, advertise_host, credentials, on_stop=lambda: None
-    )
+    handle = await _started(server, service, listen, advertise_host, tls, on_stop=lambda: None)
     return GrpcWorker(handle=handle, servicer=servicer, grace_s=grace_s, on_stopped=on_stopped)
-
-
-async def serve_health(healths: health.aio.HealthServicer, listen: str) -> grpc.aio.Server:
-    """Answer health checks at `listen` in the clear, and nothing else. Raises SpecError when that
-    cannot be listened on."""
-    server = grpc.aio.server(options=server_options(HEALTH_LIMIT_BYTES, DEFAULT_KEEPALIVE))
-    health_pb2_grpc.add_HealthServicer_to_server(healths, server)
-    _bind(server, listen, None)
-    await server.start()
-    return server
 
 
 async def _started(
@@ -145,39 +151,29 @@ async def _started(
     service: str,
     listen: str,
     advertise_host: str | None,
-    credentials: grpc.ServerCredentials | None,
+    tls: TlsSpec | None,
     *,
     on_stop: Callable[[], None],
 ) -> ServerHandle:
     healths = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healths, server)
-    await healths.set(service, health_pb2.HealthCheckResponse.SERVING)
-    port = _bind(server, listen, credentials)
+    await healths.set(service, status_of(True))
+    port = bind(server, listen, None if tls is None else server_credentials(tls))
     await server.start()
-    host = advertise_host or listen.rpartition(":")[0]
-    if host in EVERY_INTERFACE:
+    listens_on, _ = split_address(listen)
+    host = advertise_host or listens_on
+    if host in EVERY_HOST:
         host = socket.gethostname()
-    return ServerHandle(address=f"{host}:{port}", server=server, health=healths, on_stop=on_stop)
+    return ServerHandle(
+        address=join_address(host, port),
+        listens=join_address(listens_on, port),
+        service=service,
+        server=server,
+        health=healths,
+        on_stop=on_stop,
+    )
 
 
 def _reflect(server: grpc.aio.Server, service: str) -> None:
     names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-
-
-def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Listen on the port, or on the first free one of a range such as 20100-20115."""
-    host, colon, ports = listen.rpartition(":")
-    first, _, last = ports.partition("-")
-    last = last or first
-    if not colon or not first.isdecimal() or not last.isdecimal() or int(last) > 65535:
-        raise SpecError(f"listen address {listen!r} is not host:port, such as 0.0.0.0:50051.")
-    for port in range(int(first), int(last) + 1):
-        with contextlib.suppress(RuntimeError):
-            if credentials is None:
-                return server.add_insecure_port(f"{host}:{port}")
-            return server.add_secure_port(f"{host}:{port}", credentials)
-    raise SpecError(
-        f"cannot listen on {listen}: another process has the port, or the host is not of this "
-        "machine. Stop what uses the port, or choose another; port 0 picks a free one."
-    )

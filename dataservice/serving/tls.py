@@ -1,91 +1,50 @@
-"""TLS of the service's own ends: certificates that are renewed under a running server, and what
-a connection that failed has met.
+"""TLS of the service's servers and clients: certificates that are renewed while a server runs, and
+the reason why a connection failed.
 """
 
 import logging
-import os
 import socket
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import grpc
 
+from dataservice.core.address import split_address
 from dataservice.core.errors import SpecError
-from dataservice.core.job import STRICT
+from dataservice.core.private_files import file_stamp, others_may
+from dataservice.core.tls import ClientTls, TlsSpec
 from dataservice.serving.channels import Options
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PROBE_S = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientTls:
-    """PEM files of a client. Without `ca_file` the system's certificates are trusted;
-    `server_name` is the name that the server's certificate must bear, by default its host."""
-
-    ca_file: str | None = None
-    certificate_file: str | None = None
-    key_file: str | None = None
-    server_name: str | None = None
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """As the files are now. Raises SpecError naming one that cannot be read."""
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise SpecError(
-                f"the client's certificate is {self.certificate_file} and its key "
-                f"{self.key_file}. Give both for mutual TLS, or neither."
-            )
-        return grpc.ssl_channel_credentials(
-            _read(self.ca_file), _read(self.key_file), _read(self.certificate_file)
+def client_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    """Credentials from the files as they are now. Raises SpecError where one cannot be read."""
+    if (tls.certificate_file is None) != (tls.key_file is None):
+        raise SpecError(
+            f"the client's certificate is {tls.certificate_file} and its key {tls.key_file}. "
+            "Give both for mutual TLS, or neither."
         )
-
-    @property
-    def options(self) -> Options:
-        """Options of a channel."""
-        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+    return grpc.ssl_channel_credentials(
+        _read(tls.ca_file), _read(tls.key_file), _read(tls.certificate_file)
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TlsSpec:
-    """Certificates of the coordinator and of every worker, as PEM files on each of their hosts.
-    Renewed files are taken up without a restart."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    certificate_file: str
-    """The certificate, followed by those between it and its authority."""
-    key_file: str
-    """Its private key."""
-    ca_file: str | None = None
-    """Authority that the coordinator trusts for workers; by default the system's."""
-    client_ca_file: str | None = None
-    """Ask clients for a certificate of this authority (mutual TLS)."""
-    server_name: str | None = None
-    """Name that workers' certificates bear, where it is not the host under which they are
-    reached; trainers give the same as server_name of their `Tls`."""
-
-    @property
-    def client(self) -> ClientTls:
-        """How the coordinator connects to workers; for mutual TLS it shows its own certificate."""
-        mutual = self.client_ca_file is not None
-        return ClientTls(
-            ca_file=self.ca_file,
-            certificate_file=self.certificate_file if mutual else None,
-            key_file=self.key_file if mutual else None,
-            server_name=self.server_name,
-        )
+def client_options(tls: ClientTls) -> Options:
+    """The channel options that a client with TLS needs."""
+    return [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
 
 
 def server_credentials(spec: TlsSpec) -> grpc.ServerCredentials:
-    """Credentials that follow the files of `spec`. Raises SpecError while they are unusable."""
+    """Credentials that are renewed when the files of `spec` change. Raises SpecError where the
+    files cannot be used."""
     files = _ServerFiles(spec)
-    # gRPC documents None for "as before", which its types leave out.
+    # gRPC's documentation allows None for "as before", its types do not.
     fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], files)
     return grpc.dynamic_ssl_server_credentials(
         files.read(), fetch, require_client_authentication=spec.client_ca_file is not None
@@ -93,8 +52,8 @@ def server_credentials(spec: TlsSpec) -> grpc.ServerCredentials:
 
 
 class _ServerFiles:
-    """gRPC asks for the certificate at every handshake, from threads of its own. Files that are
-    half renewed are left for the next handshake; the last that were whole stay in use."""
+    """Gives gRPC the certificate, which it asks for at every handshake, from its own threads.
+    While only one of certificate and key is renewed, the last valid pair stays in use."""
 
     def __init__(self, spec: TlsSpec) -> None:
         self._spec = spec
@@ -102,7 +61,7 @@ class _ServerFiles:
         self._stamp = self._look()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new certificate, or None where nothing has changed."""
+        """The new certificate; None if nothing has changed."""
         with self._lock:
             stamp = self._look()
             if stamp == self._stamp:
@@ -111,15 +70,17 @@ class _ServerFiles:
             try:
                 fresh = self.read()
             except SpecError as error:
-                logger.error("the certificate in use stays: %s", error)
+                log.error("the certificate in use stays: %s", error)
                 return None
-            logger.info("certificate taken up from %s", self._spec.certificate_file)
+            log.info("certificate taken up from %s", self._spec.certificate_file)
             return fresh
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Read and check the files. Raises SpecError."""
         spec = self._spec
         chain, key = _read(spec.certificate_file), _read(spec.key_file)
+        if others_may(Path(spec.key_file)):
+            log.warning("insecure: whoever is on this machine may use key %s", spec.key_file)
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
                 spec.certificate_file, spec.key_file, password=_no_password
@@ -142,17 +103,8 @@ class _ServerFiles:
 
 
 def _no_password() -> str:
-    # Without this, OpenSSL would ask for one at the terminal.
+    # Without this, OpenSSL would ask for a password at the terminal.
     raise ValueError("the key is encrypted")
-
-
-def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does, by being written or replaced; None where there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _read(path: str | None) -> bytes | None:
@@ -165,28 +117,20 @@ def _read(path: str | None) -> bytes | None:
         ) from error
 
 
-def is_loopback(host: str) -> bool:
-    """Whether what is sent to this host stays on this machine."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def tls_at(address: str) -> Literal["none", "server", "mutual"] | None:
-    """What a port speaks: plaintext, TLS, or TLS that wants a client's certificate; None when
-    it does not answer within `PROBE_S`."""
-    host, _, port = address.rpartition(":")
+    """What a port speaks: plaintext, TLS, or TLS that requires a client certificate; None where it
+    does not answer within `PROBE_S`."""
+    host, port = split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is asked what it speaks, and told nothing
+    context.verify_mode = ssl.CERT_NONE  # this only finds out what the port speaks; nothing is sent
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as plain,
+            socket.create_connection((host, int(port)), timeout=PROBE_S) as plain,
             context.wrap_socket(plain) as secured,
         ):
-            # A client without a certificate is turned away behind the handshake.
+            # A client without a certificate is refused after the handshake.
             return "server" if secured.recv(1) else "mutual"
     except ssl.SSLError as error:
         return "mutual" if "CERTIFICATE_REQUIRED" in str(error.reason) else "none"

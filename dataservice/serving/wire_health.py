@@ -1,5 +1,4 @@
-"""What is seen of running jobs, and what ranks tell of themselves, to and from protobuf; see
-wire_packs."""
+"""The health of running jobs and the reports of ranks, to and from protobuf; see wire_packs.py."""
 
 import math
 import re
@@ -20,17 +19,17 @@ from dataservice.core.health import (
     Severity,
     SourceHealth,
 )
-from dataservice.serving.words import known_word
+from dataservice.serving.enum_values import known_value
 
 SEVERITIES: dict[str, Severity] = {name: name for name in get_args(Severity)}
-# What trainer_client times. Another word is of another release, and is not a series of ours.
+# The phases that trainer_client times. Another release may send others, which get no metric.
 PHASE = re.compile(r"(vision|audio|llm)_(forward|backward)|exchange|gradients|bubble|other")
 MOST_PHASES = 32
 
 
 def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, float]:
-    """What a rank's step went to, of the phases that are known. Raises SpecError where there are
-    too many, or seconds cannot be any."""
+    """Seconds of a rank's step by phase, for the phases that are known. Raises SpecError where
+    there are too many phases or a number of seconds is invalid."""
     if len(message.phase_s) > MOST_PHASES:
         raise SpecError(
             f"step {message.step} has {len(message.phase_s)} phases; at most {MOST_PHASES} are "
@@ -42,7 +41,8 @@ def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, f
 
 
 def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | None:
-    """The seconds a rank tells, if it does. Raises SpecError where they cannot be any."""
+    """The seconds that a rank measured, None where it sent none. Raises SpecError where the number
+    is invalid."""
     if not message.HasField("measured_s"):
         return None
     if not (math.isfinite(message.measured_s) and message.measured_s >= 0):
@@ -54,7 +54,7 @@ def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | N
 
 
 def report_from_proto(message: coordinator_pb2.ReportRequest) -> RankReport:
-    """What a rank tells of itself. Raises SpecError where it cannot be so."""
+    """A rank's report. Raises SpecError where its values are invalid."""
     _require_seconds(message.waited_s, "waited_s")
     _require_seconds(message.waiting_s, "waiting_s")
     if message.steps < 0:
@@ -72,11 +72,12 @@ def health_to_proto(health: ServiceHealth) -> coordinator_pb2.GetHealthResponse:
     return coordinator_pb2.GetHealthResponse(
         jobs=map(_job_to_proto, health.jobs),
         fleet=coordinator_pb2.FleetHealth(**_values(health.fleet)),
+        troubles=health.troubles,
     )
 
 
 def health_from_proto(message: coordinator_pb2.GetHealthResponse) -> ServiceHealth:
-    """Jobs and workers as they are now. Raises SpecError on words that this release lacks."""
+    """Jobs and workers as they are now. Raises SpecError where this release lacks a value."""
     fleet = message.fleet
     return ServiceHealth(
         jobs=tuple(map(_job_from_proto, message.jobs)),
@@ -87,7 +88,9 @@ def health_from_proto(message: coordinator_pb2.GetHealthResponse) -> ServiceHeal
             slots_per_worker=fleet.slots_per_worker,
             busy_slots=fleet.busy_slots,
             waiting_teams=tuple(fleet.waiting_teams),
+            shortfall=fleet.shortfall,
         ),
+        troubles=tuple(message.troubles),
     )
 
 
@@ -111,13 +114,13 @@ def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
         SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
     )
     findings = tuple(
-        Finding(severity=known_word(each.severity, SEVERITIES, "a finding is"), text=each.text)
+        Finding(severity=known_value(each.severity, SEVERITIES, "a finding is"), text=each.text)
         for each in message.findings
     )
     return Diagnosed(health=JobHealth(**plain), findings=findings)
 
 
-# The messages have the fields of the nouns, by name.
+# The fields of the messages have the names of the dataclasses' fields.
 
 
 def _values(noun: Any) -> dict[str, Any]:

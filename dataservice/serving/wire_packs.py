@@ -1,10 +1,12 @@
-"""What coordinator, workers and ranks say of packs: orders, receipts and tickets, to and from
-protobuf.
+"""Orders, receipts and tickets of packs, to and from protobuf.
 
-Every `x_to_proto` has its `x_from_proto`; what goes over and back is equal to what was sent.
-Values that no sender of ours writes raise SpecError. The same holds in wire_shards, wire_jobs and
-wire_health; nowhere else do protobuf messages and core dataclasses become each other.
+Every `x_to_proto` has its `x_from_proto`, and converting there and back gives an equal value.
+Values that this project never sends raise SpecError. The same holds in wire_shards.py,
+wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dataclasses converted
+into each other.
 """
+
+from collections.abc import Sequence
 
 from dataservice_proto.v1 import worker_pb2
 
@@ -46,18 +48,29 @@ def pack_key_from_proto(message: worker_pb2.PackKey) -> PackKey:
 
 def pack_order_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
     """What a worker is to decode and assemble."""
+    message = pack_order_head_to_proto(order)
+    add_pack_samples(message, order.samples)
+    return message
+
+
+def pack_order_head_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
+    """An order without its samples."""
     return worker_pb2.PackOrder(
         key=pack_key_to_proto(order.key),
         degree=order.degree,
         pipeline=order.pipeline,
-        samples=[_pack_sample_to_proto(sample) for sample in order.samples],
         team_weight=order.share.weight,
         team_limit=order.share.limit,
     )
 
 
+def add_pack_samples(message: worker_pb2.PackOrder, samples: Sequence[PackSample]) -> None:
+    """Append samples to an order."""
+    message.samples.extend(map(_pack_sample_to_proto, samples))
+
+
 def pack_order_from_proto(message: worker_pb2.PackOrder) -> PackOrder:
-    """What a worker is to decode and assemble. Raises SpecError on numbers that no order has."""
+    """What a worker is to decode and assemble. Raises SpecError where its numbers are invalid."""
     if message.degree < 1:
         raise SpecError(f"a pack order has degree {message.degree}; it must be at least 1.")
     if not (message.team_weight > 0 and message.team_limit > 0):
@@ -74,23 +87,40 @@ def pack_order_from_proto(message: worker_pb2.PackOrder) -> PackOrder:
     )
 
 
+def location_to_proto(location: SampleLocation) -> worker_pb2.SampleLocation:
+    """Where a sample's bytes lie."""
+    return worker_pb2.SampleLocation(
+        file=location.file,
+        spans=[
+            worker_pb2.ByteSpan(
+                name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes
+            )
+            for span in location.spans
+        ],
+        row_group=location.row_group,
+        row=location.row,
+    )
+
+
+def location_from_proto(message: worker_pb2.SampleLocation) -> SampleLocation:
+    """Where a sample's bytes lie."""
+    return SampleLocation(
+        file=message.file,
+        spans=tuple(
+            ByteSpan(name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes)
+            for span in message.spans
+        ),
+        row_group=message.row_group,
+        row=message.row,
+    )
+
+
 def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
-    location = sample.ref.location
     return worker_pb2.PackSample(
         sample_id=sample.ref.sample_id,
         source=sample.ref.source,
         key=sample.ref.key,
-        location=worker_pb2.SampleLocation(
-            file=location.file,
-            spans=[
-                worker_pb2.ByteSpan(
-                    name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes
-                )
-                for span in location.spans
-            ],
-            row_group=location.row_group,
-            row=location.row,
-        ),
+        location=location_to_proto(sample.ref.location),
         llm_tokens=sample.lengths.llm_tokens,
         loss_tokens=sample.lengths.loss_tokens,
         items=[_item_to_proto(item) for item in sample.lengths.items],
@@ -99,21 +129,12 @@ def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
 
 
 def _pack_sample_from_proto(message: worker_pb2.PackSample) -> PackSample:
-    location = SampleLocation(
-        file=message.location.file,
-        spans=tuple(
-            ByteSpan(name=span.name, offset_bytes=span.offset_bytes, size_bytes=span.size_bytes)
-            for span in message.location.spans
-        ),
-        row_group=message.location.row_group,
-        row=message.location.row,
-    )
     return PackSample(
         ref=SampleRef(
             sample_id=message.sample_id,
             source=message.source,
             key=message.key,
-            location=location,
+            location=location_from_proto(message.location),
             crc32=message.crc32 if message.HasField("crc32") else None,
         ),
         lengths=SampleLengths(
@@ -163,9 +184,13 @@ def pack_receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
                 read_s=work.read_s,
                 decode_s=work.decode_s,
                 read_bytes=work.read_bytes,
+                read_cpu_s=work.read_cpu_s,
+                decode_cpu_s=work.decode_cpu_s,
             )
             for work in receipt.sources
         ],
+        sample_digests=receipt.sample_digests,
+        room_s=receipt.room_s,
     )
 
 
@@ -186,9 +211,13 @@ def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
                 read_s=work.read_s,
                 decode_s=work.decode_s,
                 read_bytes=work.read_bytes,
+                read_cpu_s=work.read_cpu_s,
+                decode_cpu_s=work.decode_cpu_s,
             )
             for work in message.sources
         ),
+        sample_digests=message.sample_digests,
+        room_s=message.room_s,
     )
 
 
@@ -198,6 +227,7 @@ def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
         worker=ticket.worker,
         address=ticket.address,
         rank=ticket.rank,
+        holder=ticket.holder,
         expires_unix_s=ticket.expires_unix_s,
         parts=[
             worker_pb2.PartSpec(
@@ -218,6 +248,7 @@ def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
         worker=message.worker,
         address=message.address,
         rank=message.rank,
+        holder=message.holder,
         expires_unix_s=message.expires_unix_s,
         parts=tuple(
             PartSpec(

@@ -1,4 +1,4 @@
-"""What a rank is given of a step, to and from protobuf; see wire_packs."""
+"""A rank's part of a step, to and from protobuf; see wire_packs.py."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,17 @@ import numpy as np
 from dataservice_proto.v1 import coordinator_pb2
 from numpy.typing import NDArray
 
-from dataservice.core.orders import FeatureRoutes, ItemsOfPack, Microbatch, RankShard, WantedParts
+from dataservice.core.orders import (
+    FeatureRoutes,
+    ItemsOfPack,
+    Microbatch,
+    PackItems,
+    RankShard,
+    WantedParts,
+)
 from dataservice.core.plan import StepPlan
-from dataservice.core.sample import Modality
+from dataservice.core.positions import PositionRule
+from dataservice.core.sample import ItemNotes, Modality
 from dataservice.serving.wire_packs import modality_from_proto, ticket_from_proto, ticket_to_proto
 
 
@@ -40,11 +48,16 @@ def rank_shard_to_proto(
         microbatches=[_microbatch_to_proto(microbatch) for microbatch in shard.microbatches],
         tickets=[ticket_to_proto(ticket) for ticket in shard.tickets],
         summary=summary,
+        positions=coordinator_pb2.PositionRule(
+            scheme=shard.positions.scheme,
+            tokens_per_second=shard.positions.tokens_per_second,
+            past_time=shard.positions.past_time,
+        ),
     )
 
 
 def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:
-    """One rank's part of a step, the summary left aside."""
+    """One rank's part of a step, without the summary."""
     return RankShard(
         job=message.job,
         attempt=message.attempt,
@@ -56,11 +69,16 @@ def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:
         loss_tokens=message.loss_tokens,
         microbatches=tuple(_microbatch_from_proto(each) for each in message.microbatches),
         tickets=tuple(ticket_from_proto(ticket) for ticket in message.tickets),
+        positions=PositionRule(
+            scheme="mrope" if message.positions.scheme == "mrope" else "sequence",
+            tokens_per_second=message.positions.tokens_per_second,
+            past_time=message.positions.past_time,
+        ),
     )
 
 
 def step_summary_to_proto(plan: StepPlan) -> coordinator_pb2.StepSummary:
-    """The groups of the whole step. One way: a rank shows them and needs no plan."""
+    """The groups of the whole step. There is no way back: a rank does not need the whole plan."""
     return coordinator_pb2.StepSummary(
         replicas=plan.replicas,
         waves=plan.waves,
@@ -96,12 +114,8 @@ def _microbatch_to_proto(microbatch: Microbatch) -> coordinator_pb2.Microbatch:
         sample_ids=microbatch.sample_ids.tolist(),
         cu_seqlens=microbatch.cu_seqlens.tolist(),
         lengths=microbatch.lengths.tolist(),
-        phases=[
-            _phase_to_proto(
-                modality, microbatch.encodes.get(modality, ()), microbatch.routes.get(modality)
-            )
-            for modality in modalities
-        ],
+        phases=[_phase_to_proto(microbatch, modality) for modality in modalities],
+        items=_items_to_proto(microbatch.items),
     )
 
 
@@ -123,15 +137,62 @@ def _microbatch_from_proto(message: coordinator_pb2.Microbatch) -> Microbatch:
             for route, phase in zip(routes, message.phases, strict=True)
         },
         routes={route.modality: route for route in routes},
+        encode_notes={
+            route.modality: _notes_from_proto(
+                phase.notes, sum(len(each.items) for each in phase.encodes)
+            )
+            for route, phase in zip(routes, message.phases, strict=True)
+        },
+        items=_items_from_proto(message.items),
     )
 
 
-def _phase_to_proto(
-    modality: Modality, encodes: tuple[ItemsOfPack, ...], routes: FeatureRoutes | None
-) -> coordinator_pb2.EncoderPhase:
+def _items_to_proto(items: PackItems) -> coordinator_pb2.PackItems:
+    return coordinator_pb2.PackItems(
+        modality=items.modality.tolist(),
+        start=items.start.tolist(),
+        tokens=items.tokens.tolist(),
+        notes=_notes_to_proto(items.notes),
+    )
+
+
+def _items_from_proto(message: coordinator_pb2.PackItems) -> PackItems:
+    return PackItems(
+        modality=np.array(list(message.modality), dtype=np.int8),
+        start=_int32(message.start),
+        tokens=_int32(message.tokens),
+        notes=_notes_from_proto(message.notes, len(message.modality)),
+    )
+
+
+def _notes_to_proto(notes: ItemNotes) -> coordinator_pb2.ItemNotes:
+    """Columns in which nothing is known are left out."""
+    spans = notes.seconds_per_patch
+    return coordinator_pb2.ItemNotes(
+        kind=notes.kind.tolist() if (notes.kind >= 0).any() else (),
+        grid=notes.grid.ravel().tolist() if notes.grid.any() else (),
+        seconds_per_patch=() if np.isnan(spans).all() else spans.tolist(),
+    )
+
+
+def _notes_from_proto(message: coordinator_pb2.ItemNotes, items: int) -> ItemNotes:
+    notes = ItemNotes.unknown(items)
+    if message.kind:
+        notes.kind[:] = list(message.kind)
+    if message.grid:
+        notes.grid[:] = _int32(message.grid).reshape(-1, 4)
+    if message.seconds_per_patch:
+        notes.seconds_per_patch[:] = list(message.seconds_per_patch)
+    return notes
+
+
+def _phase_to_proto(microbatch: Microbatch, modality: Modality) -> coordinator_pb2.EncoderPhase:
+    encodes, routes = microbatch.encodes.get(modality, ()), microbatch.routes.get(modality)
+    notes = microbatch.encode_notes.get(modality)
     phase = coordinator_pb2.EncoderPhase(
         modality=coordinator_pb2.Modality.Value(modality.name),
         encodes=[coordinator_pb2.ItemsOfPack(pack=each.pack, items=each.items) for each in encodes],
+        notes=None if notes is None else _notes_to_proto(notes),
     )
     if routes is not None:
         phase.send_rows.extend(routes.send_rows.tolist())

@@ -1,34 +1,39 @@
 """How the coordinator commands workers over gRPC.
 
-Slow is not dead: an order has no deadline, for the engine knows how long one may take and who
-else could take it. A worker is *lost* when its connection breaks, or pings on it stay
-unanswered (see channels), and a question over a fresh connection is not answered either; a
-connection alone may break while both ends are well. Orders are the only call made twice. A
-call that is cancelled is cancelled at the worker too, which goes on decoding (see
-workers/host).
+Slow is not dead: an order has no deadline here, because the engine knows how long it may take and
+which other worker could do it. A worker is *lost* when its connection breaks, or pings on it stay
+unanswered (see channels.py), and a question over a new connection is not answered either; a
+connection may break while both ends work. Orders are the only calls that are repeated. Cancelling
+a call cancels it at the worker too, which goes on decoding (see workers/host.py).
 """
 
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.tls import ClientTls
+from dataservice.engine.fair_threads import FairThreads
 from dataservice.serving import wire_packs
-from dataservice.serving.authority import COMMAND_METADATA, command_token
 from dataservice.serving.channels import DEFAULT_KEEPALIVE, Keepalive, channel_options
-from dataservice.serving.errors import error_of, is_unreachable
 from dataservice.serving.parts import MESSAGE_LIMIT_BYTES
-from dataservice.serving.tls import ClientTls
+from dataservice.serving.status_codes import error_of, is_unreachable
+from dataservice.serving.tls import client_credentials, client_options
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
+# Number of an order's samples that are written in one go; each takes about 25 µs.
+WRITTEN_AT_ONCE = 1024
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -41,7 +46,7 @@ class _Line:
 
 
 class GrpcWorkerLink:
-    """core.ports.WorkerLink with one channel an address. Used on one event loop."""
+    """core.ports.WorkerLink with one channel for each address. Used on one event loop."""
 
     def __init__(
         self,
@@ -51,27 +56,40 @@ class GrpcWorkerLink:
         release_timeout_s: float = 10.0,
         tls: ClientTls | None = None,
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
+        threads: FairThreads | None = None,
     ) -> None:
-        """A worker has `answer_timeout_s` for what it can say at once."""
+        """`answer_timeout_s` is the deadline of calls that need no decoding. Orders are written in
+        `threads` if given, because an order may have thousands of samples."""
         self._metadata = ((COMMAND_METADATA, command_token(secret)),)
         self._answer_timeout_s = answer_timeout_s
         self._release_timeout_s = release_timeout_s
         self._tls = tls
         self._keepalive = keepalive
+        self._threads = threads
         self._lines: dict[str, _Line] = {}
 
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
-        """Have a pack decoded, however long it takes. Raises WorkerLostError, or what the
-        worker raised."""
-        request = wire_packs.pack_order_to_proto(order)
+        """Have a pack decoded; there is no deadline. Raises WorkerLostError, or the worker's own
+        error."""
+        request = await self._written(order)
         try:
             receipt = await self._prepare(worker, request)
         except WorkerLostError as error:
             if not await self._answers(worker):
                 raise
-            logger.info("%s answers again, the order is repeated: %s", worker.worker, error)
+            log.info("%s answers again, the order is repeated: %s", worker.worker, error)
             receipt = await self._prepare(worker, request)
         return wire_packs.pack_receipt_from_proto(receipt)
+
+    async def _written(self, order: PackOrder) -> worker_pb2.PackOrder:
+        """The order as a message, written in pieces so that other teams' orders take turns."""
+        if self._threads is None:
+            return wire_packs.pack_order_to_proto(order)
+        message = wire_packs.pack_order_head_to_proto(order)
+        for first in range(0, len(order.samples), WRITTEN_AT_ONCE):
+            some = slice(first, first + WRITTEN_AT_ONCE)
+            await self._threads.run(order.key.job, partial(_add_samples, message, order, some))
+        return message
 
     async def _prepare(
         self, worker: WorkerInfo, request: worker_pb2.PackOrder
@@ -80,7 +98,7 @@ class GrpcWorkerLink:
             return await stub.Prepare(request, metadata=self._metadata)
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
-        """Have packs forgotten. A worker that cannot be told is logged, no more."""
+        """Have packs forgotten. If the worker cannot be reached, that is only logged."""
         request = worker_pb2.ReleaseRequest(packs=map(wire_packs.pack_key_to_proto, packs))
         try:
             async with self._stub(worker) as stub:
@@ -88,13 +106,13 @@ class GrpcWorkerLink:
                     request, timeout=self._release_timeout_s, metadata=self._metadata
                 )
         except WorkerLostError as error:
-            logger.info("%d packs of %s stay where they are: %s", len(packs), job, error)
+            log.info("%d packs of %s stay where they are: %s", len(packs), job, error)
         except ServiceError as error:
-            logger.warning("%s refused to release packs of %s: %s", worker.worker, job, error)
+            log.warning("%s refused to release packs of %s: %s", worker.worker, job, error)
 
     async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
-        """The packs that a worker holds or decodes. Raises WorkerLostError, or what the worker
-        raised."""
+        """The packs that a worker holds or decodes. Raises WorkerLostError, or the worker's own
+        error."""
         keys: set[PackKey] = set()
         async with self._stub(worker) as stub:
             call = stub.Held(
@@ -111,7 +129,7 @@ class GrpcWorkerLink:
             await line.channel.close()
 
     async def _answers(self, worker: WorkerInfo) -> bool:
-        """Whether the worker says, over a connection of its own, that it serves."""
+        """Whether the worker answers, over a new connection, that it serves."""
         async with self._channel(worker.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
@@ -138,7 +156,7 @@ class GrpcWorkerLink:
             ) from error
         finally:
             line.calls -= 1
-            # Closing cancels what is in flight, so the last call to end closes.
+            # Closing cancels calls in flight, so the last call that ends closes the channel.
             if line.lost and line.calls == 0:
                 if self._lines.get(worker.address) is line:
                     del self._lines[worker.address]
@@ -155,6 +173,10 @@ class GrpcWorkerLink:
         options = channel_options(MESSAGE_LIMIT_BYTES, self._keepalive)
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=options)
-        # Read anew for each channel: certificates are renewed.
-        credentials = self._tls.credentials()
-        return grpc.aio.secure_channel(address, credentials, options=options + self._tls.options)
+        # Read again for each channel, because certificates are renewed.
+        options = [*options, *client_options(self._tls)]
+        return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
+
+
+def _add_samples(message: worker_pb2.PackOrder, order: PackOrder, some: slice) -> None:
+    wire_packs.add_pack_samples(message, order.samples[some])

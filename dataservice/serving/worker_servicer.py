@@ -4,36 +4,44 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
+from dataservice.core.authority import check_command
 from dataservice.core.errors import TicketError
 from dataservice.core.orders import PartSpec, Ticket
 from dataservice.core.ports import PackHost
 from dataservice.core.tickets import check_ticket
 from dataservice.serving import wire_packs
-from dataservice.serving.authority import check_command
-from dataservice.serving.errors import answered
 from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
+from dataservice.serving.status_codes import answered
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # About 200 bytes each; a message holds 4 MiB.
 NAMES_IN_A_MESSAGE = 4096
+
+# Largest number of samples in an order that is read on the event loop, which also streams bytes.
+READ_AT_ONCE = 256
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Checks who asks, converts, and maps errors; the host does the work."""
+    """Checks the caller, converts, and maps errors; the host does the work."""
 
-    def __init__(self, host: PackHost, *, worker: str, secret: bytes) -> None:
+    def __init__(
+        self, host: PackHost, *, worker: str, secret: bytes, refused: Counter[str] | None = None
+    ) -> None:
+        """Tickets that are refused are counted in `refused`, by the reason."""
         self._host = host
         self._worker = worker
         self._secret = secret
+        self._refused = Counter() if refused is None else refused
         self._streams = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -48,7 +56,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Decode and assemble a pack; answers when it is ready."""
         async with answered(context, "Prepare"):
             check_command(context.invocation_metadata() or (), self._secret)
-            receipt = await self._host.prepare(wire_packs.pack_order_from_proto(request))
+            if len(request.samples) > READ_AT_ONCE:
+                order = await asyncio.to_thread(wire_packs.pack_order_from_proto, request)
+            else:
+                order = wire_packs.pack_order_from_proto(request)
+            receipt = await self._host.prepare(order)
         return wire_packs.pack_receipt_to_proto(receipt)
 
     async def Release(
@@ -63,7 +75,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Held(
         self, request: worker_pb2.HeldRequest, context: Context
     ) -> AsyncIterator[worker_pb2.HeldPacks]:
-        """Name every pack that was ordered here and not released."""
+        """Name every pack that was ordered here and is not yet released."""
         async with answered(context, "Held"):
             check_command(context.invocation_metadata() or (), self._secret)
             held = self._host.held()
@@ -74,11 +86,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context
     ) -> AsyncIterator[worker_pb2.FetchChunk]:
-        """Stream the parts of a ticket, in its order. A part that is not ready is waited for."""
+        """Stream the parts of a ticket, in its order; waits for parts that are not ready."""
         async with answered(context, "Fetch"), self._stream_open():
-            for part, spec in enumerate(self._granted(request).parts):
+            for part, spec in enumerate(self._granted(request, context).parts):
                 tensors = await self._tensors(spec)
-                # The checksum reads every byte; in a thread, other streams go on meanwhile.
+                # The checksum reads every byte: in a thread, so that other streams go on.
                 header = await asyncio.to_thread(part_header, part, tensors)
                 yield worker_pb2.FetchChunk(header=header)
                 for data in part_chunks(tensors, CHUNK_BYTES):
@@ -95,9 +107,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if self._streams == 0:
                 self._quiet.set()
 
-    def _granted(self, request: worker_pb2.FetchRequest) -> Ticket:
+    def _granted(self, request: worker_pb2.FetchRequest, context: Context) -> Ticket:
         ticket = wire_packs.ticket_from_proto(request.ticket)
-        check_ticket(ticket, self._secret, worker=self._worker, now_unix_s=time.time())
+        try:
+            check_ticket(
+                ticket, request.proof, self._secret, worker=self._worker, now_unix_s=time.time()
+            )
+        except TicketError as error:
+            self._refused[error.fault] += 1
+            about = {"worker": self._worker, "rank": ticket.rank}
+            if ticket.parts:
+                about |= {"job": ticket.parts[0].key.job, "step": ticket.parts[0].key.step}
+            log.warning("a ticket from %s is refused: %s", context.peer(), error, extra=about)
+            raise
         if not ticket.parts:
             raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")
         return ticket

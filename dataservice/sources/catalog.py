@@ -1,66 +1,122 @@
 """The opened index of a job: lengths in memory, locations on disk.
 
-Planning asks for the lengths of thousands of samples a step, so these are numpy columns
-(about 8 bytes a sample and 13 an encoder item). Locations and shapes are wanted only for
-samples that are about to be read; they are copied once into an uncompressed Arrow file
-without a name (`TMPDIR` decides where) and memory-mapped from there.
+Planning reads the lengths of thousands of samples per step, so these are numpy columns (about 8
+bytes per sample and 13 per encoder item). Locations and shapes are needed only for samples that are
+about to be read; they are copied once into an unnamed, uncompressed Arrow file (in `TMPDIR`) and
+memory-mapped from there.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.core.sample import IntArray, LengthTable, Modality, SampleLengths, SampleRef
+from dataservice.core.sample import (
+    IntArray,
+    ItemNotes,
+    LengthTable,
+    Modality,
+    SampleLengths,
+    SampleRef,
+)
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.freshness import require_current
-from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
-from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS
-from dataservice.sources.length_columns import concatenate, lengths_of
+from dataservice.sources.index_folder import MANIFEST, IndexFolder
+from dataservice.sources.length_columns import concatenate
 from dataservice.sources.lengths_by_id import LengthsById
-from dataservice.sources.manifest import Manifest
+from dataservice.sources.manifest import AGAIN, Manifest
+from dataservice.sources.part_reader import read_part
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
-from dataservice.sources.soundness import require_bounded, require_schema, require_sound
+
+
+@dataclass(frozen=True, slots=True)
+class IndexIdentity:
+    """`fingerprint` identifies a job's samples: its order and checkpoints depend on it. `places`
+    identifies their locations in their files."""
+
+    fingerprint: str
+    places: str
+
+    @staticmethod
+    def of(manifests: Sequence[Manifest]) -> "IndexIdentity":
+        """The identity of all sources together, in the order of the job file."""
+        return IndexIdentity(
+            _digest([manifest.fingerprint for manifest in manifests]),
+            _digest([manifest.places for manifest in manifests]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogParts:
+    """The contents of a catalog: `files` has (source, path) in the order of sample ids, with
+    `file_rows` samples each. `verified` has a token for each source that was compared with its
+    index because its files' times differ; the token names the files' state at that time."""
+
+    sources: SourceRanges
+    identity: IndexIdentity
+    files: tuple[tuple[str, str], ...]
+    file_rows: tuple[int, ...]
+    lengths: LengthTable
+    details: DetailFile
+    verified: tuple[str, ...] = ()
 
 
 class IndexedCatalog(LengthsById):
     """The port Catalog over indexes on disk. Safe for use from several threads."""
 
-    def __init__(
-        self, manifests: Sequence[Manifest], lengths: LengthTable, details: DetailFile
-    ) -> None:
-        self.sources = SourceRanges.of(
-            [m.source for m in manifests], [manifest.rows for manifest in manifests]
-        )
-        self._fingerprint = _fingerprint(manifests)
-        self._files = tuple((m.source, part.file.path) for m in manifests for part in m.parts)
-        rows = [part.rows for manifest in manifests for part in manifest.parts]
-        self._file_starts = np.cumsum([0, *rows], dtype=np.int64)
-        self._lengths = lengths
-        self._details = details
+    def __init__(self, parts: CatalogParts) -> None:
+        self.parts = parts
+        self.sources = parts.sources
+        self._lengths = parts.lengths
+        self._file_starts = np.cumsum([0, *parts.file_rows], dtype=np.int64)
+
+    @property
+    def identity(self) -> IndexIdentity:
+        """Identifies the samples and their locations."""
+        return self.parts.identity
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a source, a processor or the tokenizer does."""
-        return self._fingerprint
+        """Changes when a sample, a file's name, a processor or the tokenizer changes; not when
+        files move or their times change."""
+        return self.identity.fingerprint
 
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
-        """Locations and full lengths of these samples, in this order, each made when it is
-        looked at. Raises NotFoundError."""
+        """Locations and full lengths of these samples, in this order; each object is made when it
+        is first read. Raises NotFoundError when an id is unknown."""
+        files = self._file_numbers(sample_ids)
+        return self.parts.details.take(sample_ids, files, self.parts.files)
+
+    def find_key(self, key: str) -> int | None:
+        """The id of the first sample with this key in any source, or None. O(samples)."""
+        return self.parts.details.find_key(key)
+
+    def files(self, sample_ids: IntArray) -> Sequence[str]:
+        """Paths of the files that hold these samples, in this order. Raises NotFoundError when an
+        id is unknown."""
+        return [self.parts.files[number][1] for number in self._file_numbers(sample_ids).tolist()]
+
+    def _file_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
         self.sources.require(sample_ids)
-        files = np.searchsorted(self._file_starts, sample_ids, side="right") - 1
-        return self._details.take(sample_ids, files, self._files)
+        return np.searchsorted(self._file_starts, sample_ids, side="right") - 1
+
+    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
+        """What models need to know of these samples' encoder items, by sample, then in its order.
+        Raises NotFoundError when an id is unknown."""
+        self.sources.require(sample_ids)
+        return self.parts.details.item_notes(sample_ids)
 
     def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
-        """How many values these samples' encoder items decode to. Raises NotFoundError."""
+        """Number of values that these samples' encoder items decode to, by modality. Raises
+        NotFoundError when an id is unknown."""
         self.sources.require(sample_ids)
-        return self._details.decoded_values(sample_ids)
+        return self.parts.details.decoded_values(sample_ids)
 
 
 def open_catalog(
@@ -70,86 +126,102 @@ def open_catalog(
     *,
     limits: DecodeLimits = DEFAULT_LIMITS,
     roots: Roots | None = None,
+    verified: Collection[str] = (),
+    require_rows: Callable[[Sequence[int]], None] = lambda rows: None,
 ) -> IndexedCatalog:
     """Open the indexes of a job's sources; sample ids are dense over them, in this order. The
-    indexes are read under `roots` only, where given.
+    indexes are read only under `roots`, if given. Files whose times differ from those at indexing
+    are read and compared, unless `verified`, taken from an earlier opening, has them.
+    `require_rows` gets the number of rows of each source before any are read, and may raise.
 
     Raises:
-        IndexStaleError: an index is missing, damaged, or not of these files, this processor
-            or this tokenizer; says which source, what changed and what to run.
+        IndexStaleError: an index is missing, damaged, or not of these files, this processor or this
+            tokenizer; the message names the source, what changed and the command to run.
         SourceError: a source itself is missing.
     """
-    manifests, tables = [], []
+    tables, files, known = [], [], []
+    folders = [IndexFolder(index_dir, spec.name, roots) for spec in specs]
+    manifests = [_manifest(spec, folder) for spec, folder in zip(specs, folders, strict=True)]
+    require_rows([manifest.rows for manifest in manifests])
     with DetailWriter() as writer:
-        for spec in specs:
-            folder = IndexFolder(index_dir, spec.name, roots)
-            manifest = _manifest(spec, folder)
-            require_current(spec, manifest, measurer_fingerprint)
+        for spec, folder, manifest in zip(specs, folders, manifests, strict=True):
+            present, token = require_current(
+                spec, manifest, folder, measurer_fingerprint,
+                limits=limits, roots=roots, verified=verified,
+            )  # fmt: skip
+            known.append(token)
             for part in manifest.parts:
-                name = part_name(part.file.path)
-                for table, lengths in _read_part(folder, spec, name, part.rows, limits):
+                files.append((spec.name, present[part.file.name].path))
+                for table, lengths in read_part(folder, part, limits):
                     tables.append(lengths)
                     writer.write(table)
-            manifests.append(manifest)
         details = writer.finish()
-    return IndexedCatalog(manifests, concatenate(tables), details)
+    return IndexedCatalog(
+        CatalogParts(
+            sources=SourceRanges.of([m.source for m in manifests], [m.rows for m in manifests]),
+            identity=IndexIdentity.of(manifests),
+            files=tuple(files),
+            file_rows=tuple(part.rows for m in manifests for part in m.parts),
+            lengths=concatenate(tables),
+            details=details,
+            verified=tuple(filter(None, known)),
+        )
+    )
 
 
 def require_same_index(
-    specs: Sequence[SourceSpec], index_dir: str, measurer_fingerprint: str, fingerprint: str
-) -> None:
-    """Raises IndexStaleError or SourceError once a catalog of this `fingerprint` no longer
-    describes its sources. Lists files and reads manifests, no parts."""
-    manifests = []
+    specs: Sequence[SourceSpec],
+    index_dir: str,
+    measurer_fingerprint: str,
+    identity: IndexIdentity,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    roots: Roots | None = None,
+    verified: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The `verified` tokens for the next call. Lists files and reads manifests; reads parts and
+    files only when times differ, as `open_catalog` does.
+
+    Raises IndexStaleError or SourceError when a catalog of this `identity` no longer describes its
+    sources.
+    """
+    manifests, known = [], []
     for spec in specs:
-        manifest = _manifest(spec, IndexFolder(index_dir, spec.name))
-        require_current(spec, manifest, measurer_fingerprint)
+        folder = IndexFolder(index_dir, spec.name, roots)
+        manifest = _manifest(spec, folder)
+        _, token = require_current(
+            spec, manifest, folder, measurer_fingerprint,
+            limits=limits, roots=roots, verified=verified,
+        )  # fmt: skip
         manifests.append(manifest)
-    if _fingerprint(manifests) != fingerprint:
+        known.append(token)
+    found = IndexIdentity.of(manifests)
+    if found.fingerprint != identity.fingerprint:
         raise IndexStaleError(
             f"the index in {index_dir} was written again after its job was registered, over other "
-            "samples. Delete the job and submit it again, or restore the old sources and index."
+            "samples. Restore the sources and the index that the job was registered with, and its "
+            "checkpoints fit. Or delete the job and submit it again: it then begins anew, and its "
+            "checkpoints no longer fit."
         )
+    if found.places != identity.places:
+        raise IndexStaleError(
+            f"the index in {index_dir} was written again after the job was opened: its samples "
+            "are the same and lie elsewhere in their files. Start the service again, so that it "
+            "opens the index anew; jobs and checkpoints fit."
+        )
+    return tuple(filter(None, known))
 
 
-def _fingerprint(manifests: Sequence[Manifest]) -> str:
-    names = [(manifest.source, manifest.fingerprint) for manifest in manifests]
-    return hashlib.sha256(repr(names).encode()).hexdigest()
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256(repr(list(parts)).encode()).hexdigest()
 
 
 def _manifest(spec: SourceSpec, folder: IndexFolder) -> Manifest:
     text = folder.read(MANIFEST)
     if text is None:
         raise IndexStaleError(
-            f"source {spec.name!r} has no complete index at {folder.path}. Write it: `dataservice "
-            "index JOB.yaml` (an interrupted run is taken up where it ended)."
+            f"source {spec.name!r} has no complete index at {folder.path}. Write it: {AGAIN} "
+            "(an interrupted run is taken up where it ended; the same files give the same index, "
+            "and checkpoints fit it)."
         )
     return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")
-
-
-def _read_part(
-    folder: IndexFolder, spec: SourceSpec, name: str, rows: int, limits: DecodeLimits
-) -> Iterator[tuple[pa.Table, LengthTable]]:
-    """The columns of a part, one row group at a time, and of these the lengths."""
-    found = 0
-    try:
-        with folder.open(name) as stream:
-            require_bounded(stream, limits)
-            part = pq.ParquetFile(stream)
-            require_schema(part.schema_arrow)
-            for group in range(part.num_row_groups):
-                table = part.read_row_group(group, columns=[*LENGTH_COLUMNS, *DETAIL_COLUMNS])
-                lengths = lengths_of(table)
-                require_sound(table, lengths, limits)
-                found += table.num_rows
-                yield table, lengths
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise IndexStaleError(
-            f"index of source {spec.name!r}: {folder.path}/{name} is missing or damaged "
-            f"({error}). Write it again: `dataservice index JOB.yaml`."
-        ) from error
-    if found != rows:
-        raise IndexStaleError(
-            f"index of source {spec.name!r}: {folder.path}/{name} has {found} rows, its "
-            f"manifest says {rows}. Write it again: `dataservice index JOB.yaml`."
-        )

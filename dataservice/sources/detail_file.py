@@ -1,7 +1,8 @@
-"""Locations and shapes of all samples, in an Arrow file that is mapped and not loaded."""
+"""Locations, shapes and grids of samples, in an Arrow file that is memory-mapped, not loaded."""
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, overload
@@ -15,6 +16,7 @@ from dataservice.core.sample import (
     ByteSpan,
     IntArray,
     ItemLengths,
+    ItemNotes,
     Modality,
     SampleLengths,
     SampleLocation,
@@ -22,9 +24,12 @@ from dataservice.core.sample import (
 )
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 
-_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*DETAIL_COLUMNS, *LENGTH_COLUMNS)])
-_BATCH_ROWS = 16_384
-_BLOCK_ROWS = 256
+NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
+_ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
+_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS)])
+# Rows per batch of the file, and rows that are turned into objects at once.
+BATCH_ROWS = 16_384
+BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
 PLAIN_COLUMNS = ("key", "row_group", "row", "crc32", "llm_tokens", "loss_tokens")
 SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
@@ -32,12 +37,37 @@ ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item
 
 
 class DetailFile:
-    """Rows by number. Rows are fetched batch by batch: taking from a whole Arrow table at once
+    """Rows by number. Rows are fetched batch by batch: fetching from a whole Arrow table at once
     would first copy its string columns into one piece."""
 
-    def __init__(self, reader: pa.ipc.RecordBatchFileReader) -> None:
+    def __init__(self, descriptor: int) -> None:
+        """The file behind a descriptor, which this object now owns. Raises pa.ArrowException when
+        it is no detail file."""
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        # Through the descriptor, since the file no longer has a name.
+        reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
+        if not reader.schema.equals(_SCHEMA):
+            raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {_SCHEMA.names}")
         self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
         self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def require_whole(self) -> None:
+        """Raises pa.ArrowException when a list or a string reaches beyond its column. Reads the
+        whole file."""
+        for batch in self._batches:
+            batch.validate(full=True)
+
+    def find_key(self, key: str) -> int | None:
+        """The row of the first sample with this key, or None."""
+        for start, batch in zip(self._starts.tolist(), self._batches, strict=False):
+            place = pc.index(batch.column("key"), pa.scalar(key, pa.string())).as_py()
+            if place >= 0:
+                return int(start + place)
+        return None
 
     def take(
         self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
@@ -45,11 +75,11 @@ class DetailFile:
         """These samples, whose ids are rows, in this order; repeats are allowed.
         `files[file_of[i]]` is the (source, path) of the i-th."""
         rows = np.asarray(sample_ids, dtype=np.int64)
-        taken = self._take(rows, _SCHEMA.names)
+        taken = self._take(rows, _ROW_COLUMNS)
         return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
 
     def decoded_values(self, sample_ids: IntArray) -> dict[Modality, int]:
-        """How many values the encoder items of these samples decode to."""
+        """Number of values that the encoder items of these samples decode to, by modality."""
         rows = np.asarray(sample_ids, dtype=np.int64)
         taken = self._take(rows, ["item_shape", "item_modality"])
         shapes = pc.list_flatten(taken.column("item_shape").combine_chunks())
@@ -59,6 +89,19 @@ class DetailFile:
         starts = np.cumsum(dimensions, dtype=np.int64) - dimensions
         values = np.multiply.reduceat(sides, starts) if len(starts) else sides
         return {kind: int(values[modality == kind].sum()) for kind in Modality}
+
+    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
+        """What is known of the items of these samples, by sample, then in its order."""
+        taken = self._take(np.asarray(sample_ids, dtype=np.int64), NOTE_COLUMNS)
+        kinds, grids, spans = (
+            pc.list_flatten(taken.column(name).combine_chunks()) for name in NOTE_COLUMNS
+        )
+        notes = ItemNotes.unknown(len(kinds))
+        notes.kind[:] = kinds.fill_null(-1).to_numpy(zero_copy_only=False)
+        given = grids.is_valid().to_numpy(zero_copy_only=False)
+        notes.grid[given] = pc.list_flatten(grids).to_numpy(zero_copy_only=False).reshape(-1, 4)
+        notes.seconds_per_patch[:] = spans.to_numpy(zero_copy_only=False)  # nan where it is null
+        return notes
 
     def _take(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
         schema = pa.schema([_SCHEMA.field(name) for name in columns])
@@ -82,9 +125,10 @@ class DetailFile:
 
 
 class Details(Sequence[tuple[SampleRef, SampleLengths]]):
-    """Samples of one step, as columns. The objects of a row are made with those of its
-    neighbours, when one of them is first looked at: a step has 100,000 samples and more, and
-    whoever plans it need not wait for all of them."""
+    """Samples of one step, as columns. When a row is looked at, the objects of that row and its
+    neighbours are made, and kept until another neighbourhood is needed: a step can have more than
+    100,000 samples, planning need not wait for all of them, and as objects they take ten times the
+    memory of the columns."""
 
     def __init__(
         self,
@@ -97,7 +141,7 @@ class Details(Sequence[tuple[SampleRef, SampleLengths]]):
         self._columns = columns.combine_chunks()
         self._file_of = file_of
         self._files = files
-        self._blocks: dict[int, list[tuple[SampleRef, SampleLengths]]] = {}
+        self._newest: tuple[int, list[tuple[SampleRef, SampleLengths]]] = (-1, [])
 
     def __len__(self) -> int:
         return len(self._sample_ids)
@@ -112,29 +156,30 @@ class Details(Sequence[tuple[SampleRef, SampleLengths]]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         row = range(len(self))[place]
-        number, within = divmod(row, _BLOCK_ROWS)
-        block = self._blocks.get(number)
-        if block is None:  # made twice if two threads ask at once, and the same
-            block = self._blocks[number] = self._made(number * _BLOCK_ROWS)
+        number, within = divmod(row, BLOCK_ROWS)
+        newest, block = self._newest
+        if number != newest:  # two threads may make it twice, with the same result
+            block = self._made(number * BLOCK_ROWS)
+            self._newest = number, block
         return block[within]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def _made(self, start: int) -> list[tuple[SampleRef, SampleLengths]]:
-        own = slice(start, start + _BLOCK_ROWS)
-        (batch,) = self._columns.slice(start, _BLOCK_ROWS).to_batches()
+        own = slice(start, start + BLOCK_ROWS)
+        (batch,) = self._columns.slice(start, BLOCK_ROWS).to_batches()
         files = [self._files[number] for number in self._file_of[own].tolist()]
-        return list(_details(batch, self._sample_ids[own].tolist(), files))
+        return list(rows_of(batch, self._sample_ids[own].tolist(), files))
 
 
 class DetailWriter:
     """Collects parts into a temporary file that lives as long as its DetailFile."""
 
     def __enter__(self) -> "DetailWriter":
-        descriptor, self._path = tempfile.mkstemp(prefix="dataservice-", suffix=".arrow")
-        os.close(descriptor)
-        self._writer = pa.ipc.new_file(self._path, _SCHEMA)
+        self._descriptor, path = tempfile.mkstemp(prefix="dataservice-", suffix=".arrow")
+        self._writer = pa.ipc.new_file(path, _SCHEMA)
+        os.unlink(path)  # readable through its descriptors; the last one to close frees it
         return self
 
     def __exit__(
@@ -144,23 +189,23 @@ class DetailWriter:
         traceback: TracebackType | None,
     ) -> None:
         self._writer.close()
-        os.unlink(self._path)  # a mapped file stays readable without a name
+        os.close(self._descriptor)
 
     def write(self, table: pa.Table) -> None:
         """Append the rows of one part."""
-        self._writer.write_table(table.select(_SCHEMA.names), max_chunksize=_BATCH_ROWS)
+        self._writer.write_table(table.select(_SCHEMA.names), max_chunksize=BATCH_ROWS)
 
     def finish(self) -> DetailFile:
-        """Map what was written. The writer can take no more."""
+        """Map the written file. Nothing can be written after that."""
         self._writer.close()
-        return DetailFile(pa.ipc.open_file(pa.memory_map(self._path)))
+        return DetailFile(os.dup(self._descriptor))
 
 
-def _details(
+def rows_of(
     batch: pa.RecordBatch, sample_ids: Sequence[int], files: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[SampleRef, SampleLengths]]:
-    """Rows as the ports speak of them. Column by column: a dict for each row would take most of
-    the time."""
+    """Rows of an index as the ports' objects; `files[i]` is the (source, path) of the i-th.
+    Converts column by column: making a dict for each row would take most of the time."""
     spans = [
         ByteSpan(name=name, offset_bytes=offset_bytes, size_bytes=size_bytes)
         for name, offset_bytes, size_bytes in zip(
@@ -198,12 +243,12 @@ def _details(
 
 
 def _flat(batch: pa.RecordBatch, column: str) -> list[Any]:
-    """The elements of a column of lists, end to end."""
+    """The elements of a column of lists, concatenated."""
     return pc.list_flatten(batch.column(column)).to_pylist()
 
 
 def _cuts(lists: "pa.Array[Any]") -> list[slice]:
-    """Where the elements of each list are among all of them."""
+    """The slice of each list's elements among the concatenated elements."""
     lengths = pc.list_value_length(lists).to_numpy()
     ends = np.cumsum(lengths, dtype=np.int64)
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))

@@ -1,7 +1,7 @@
-"""The border to fsspec: which file systems a job may use, what it may read in them, and their
-errors as ours.
+"""The boundary to fsspec: which file systems a job may use, what it may read in them, and how their
+errors become ours.
 
-File systems are plug-ins and raise what they like, so every call to one is made inside
+File systems are plug-ins and may raise any exception, so every call to one is made inside
 `translate`, which turns any exception into SourceError, once, with the file's name and a remedy.
 """
 
@@ -25,14 +25,15 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from dataservice.core.errors import ServiceError, SourceError
+from dataservice.core.distribution import installing
+from dataservice.core.errors import ServiceError, SourceError, StorageAwayError
 from dataservice.sources.roots import Roots
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# Storage that holds bytes and does nothing else. fsspec has protocols that run programs, render
-# templates, or open a second address that the first one names; a job may not ask for those.
+# Storage that only holds bytes. fsspec also has protocols that run programs, render templates, or
+# open a second address named by the first; a job may not use those.
 PROTOCOLS = frozenset(
     {"file", "local", "memory", "http", "https", "s3", "s3a", "gs", "gcs", "hf", "hdfs"}
     | {"abfs", "abfss", "az", "adl", "oss", "oci"}
@@ -40,11 +41,11 @@ PROTOCOLS = frozenset(
 _REFUSED_OPTIONS = frozenset({"protocol", "target_protocol", "target_options", "fo"})
 # Of our own, over what a file system reads ahead.
 _REMOTE_BUFFER_BYTES = 128 * 1024
-# How long storage may be away before what it holds counts as unreadable.
+# Seconds that storage may be unavailable before its files count as unreadable.
 OUTAGE_S = 30.0
 _LONGEST_PAUSE_S = 3.0
-# What another try does not change: there is no such file, it may not be read, or never so; and
-# what is no matter of storage at all.
+# Errors that another try does not change: the file is missing, or may not be read, or not in this
+# way; and errors that have nothing to do with storage.
 _LASTING = (
     FileNotFoundError,
     PermissionError,
@@ -55,17 +56,26 @@ _LASTING = (
     ValueError,
 )
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
+# Libraries whose errors always concern storage.
+_CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"}
 _HTTP_ASK_AGAIN = {408, 425, 429}
 
 Result = TypeVar("Result")
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def translate(
-    owner: str, path: str, what: str, *, pass_on: tuple[type[Exception], ...] = ()
+    owner: str,
+    path: str,
+    what: str,
+    *,
+    pass_on: tuple[type[Exception], ...] = (),
+    only_storage: bool = False,
 ) -> Iterator[None]:
-    """Turn whatever a file system raises into SourceError: '<owner>: <path> cannot <what>'."""
+    """Turn any exception of a file system into SourceError: '<owner>: <path> cannot <what>'; into
+    StorageAwayError when a later try may succeed. `only_storage` says that the code inside does not
+    look at the file's contents."""
     try:
         yield
     except ServiceError:
@@ -83,7 +93,8 @@ def translate(
             "cloud identity access to it."
         ) from error
     except Exception as error:
-        raise SourceError(
+        away = _may_pass(error) and (only_storage or _is_of_storage(error))
+        raise (StorageAwayError if away else SourceError)(
             f"{owner}: {path} cannot {what}: {type(error).__name__}: {error}. Check the url, "
             "the storage_options and that the storage answers."
         ) from error
@@ -92,7 +103,8 @@ def translate(
 def open_filesystem(
     url: str, options: dict[str, str], owner: str
 ) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL and the path in it. Raises SourceError; `owner` opens its text."""
+    """The file system of a URL, and the path in it. Raises SourceError, whose message begins with
+    `owner`."""
     _require_storage(url, options, owner)
     opener = cast(
         Callable[..., tuple[AbstractFileSystem, str]],
@@ -102,8 +114,8 @@ def open_filesystem(
         return opener(url, **options)
     except ImportError as error:
         raise SourceError(
-            f"{owner}: {url!r} needs a package that is not installed: {error}. Install it, for "
-            "example `pip install 'dataservice[s3]'` or `'dataservice[gs]'`."
+            f"{owner}: {url!r} needs a package that is not installed: {error}. Install it; for "
+            f"s3:// and, likewise, gs:// by {installing('s3')}."
         ) from error
     except Exception as error:
         raise SourceError(
@@ -113,13 +125,14 @@ def open_filesystem(
 
 
 def is_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str) -> bool:
-    """Whether a file lies under the roots; without roots any may be read."""
+    """Whether a file lies under the roots; without roots, any file may be read."""
     local = "file" in protocols(fs)
     return roots is None or roots.hold_file(path if local else str(fs.unstrip_protocol(path)))
 
 
 def require_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str, owner: str) -> None:
-    """Raises SourceError for a file that does not lie under the roots. `owner` opens its text."""
+    """Raises SourceError, whose message begins with `owner`, when a file does not lie under the
+    roots."""
     if not is_allowed(roots, fs, path):
         raise SourceError(
             f"{owner}: {path} lies outside of what this service reads, or is a link that leads "
@@ -128,8 +141,8 @@ def require_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str, owne
 
 
 def patiently(read: Callable[[], Result]) -> Result:
-    """The answer of storage on another machine, asked again for OUTAGE_S if it fails in a way
-    that may pass. Raises what the last try raised."""
+    """The result of reading from storage on another machine. While errors look temporary, it is
+    tried again for OUTAGE_S. Raises the last try's error."""
     asking = Retrying(
         stop=stop_after_delay(OUTAGE_S),
         wait=wait_random_exponential(multiplier=0.1, max=_LONGEST_PAUSE_S),
@@ -141,8 +154,8 @@ def patiently(read: Callable[[], Result]) -> Result:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Of OSErrors and HTTP statuses it is known; other errors are of a client's library, which
-    has its own for connections that fail."""
+    """Whether an error may be temporary. For OSErrors and HTTP statuses this is known; other errors
+    come from a client library, which has its own classes for failed connections."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in _HTTP_ASK_AGAIN
@@ -151,9 +164,17 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, _LASTING)
 
 
+def _is_of_storage(error: Exception) -> bool:
+    """Whether an error means that storage may answer later. Libraries that parse a file's format
+    raise OSErrors too, but without an errno."""
+    if isinstance(error, OSError):
+        return error.errno is not None or isinstance(error, ConnectionError | TimeoutError)
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
 def _tell(state: RetryCallState) -> None:
     if state.attempt_number == 1 and state.outcome is not None:
-        logger.warning("storage is asked again for %g s: %r", OUTAGE_S, state.outcome.exception())
+        log.warning("storage is asked again for %g s: %r", OUTAGE_S, state.outcome.exception())
 
 
 def open_to_read(
@@ -164,18 +185,18 @@ def open_to_read(
     *,
     pass_on: tuple[type[Exception], ...] = (),
 ) -> IO[bytes]:
-    """A file that lies under the roots, where given. Raises SourceError, and so does reading it
-    from another machine; `owner` opens its text."""
+    """Open a file that lies under the roots, if any are given. Raises SourceError, whose message
+    begins with `owner`; so does reading it from another machine."""
     require_allowed(roots, fs, path, owner)
     local = "file" in protocols(fs)
-    failing = partial(translate, owner, path, "be read")
+    failing = partial(translate, owner, path, "be read", only_storage=True)
     opening = partial(fs.open, path, "rb")
     with failing(pass_on=pass_on):
         stream = cast(IO[bytes], opening() if local else patiently(opening))
     if not local:
         return io.BufferedReader(_Remote(stream, failing), _REMOTE_BUFFER_BYTES)
     if roots is not None:
-        # Since the path was judged, a folder on the way may have become a link.
+        # Since the path was checked, a folder on the way may have become a link.
         try:
             require_allowed(roots, fs, path_of(stream.fileno(), path), owner)
         except SourceError:
@@ -185,8 +206,8 @@ def open_to_read(
 
 
 class _Remote(io.RawIOBase):
-    """What a file system opened, for Python's own buffer to read from: not all of them have
-    every method of a local file, such as `readline` with a limit."""
+    """A file system's stream, wrapped for Python's own buffer: not every stream has all methods of
+    a local file, such as `readline` with a limit."""
 
     def __init__(
         self, stream: IO[bytes], failing: Callable[[], AbstractContextManager[None]]
@@ -219,7 +240,7 @@ class _Remote(io.RawIOBase):
 
 
 def path_of(descriptor: int, path: str) -> str:
-    """The real path of an open file, where the system tells it."""
+    """The real path of an open file, if the system tells it."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -227,7 +248,7 @@ def path_of(descriptor: int, path: str) -> str:
 
 
 def _require_storage(url: str, options: dict[str, str], owner: str) -> None:
-    """Raises SourceError before fsspec makes anything of a URL that is no plain storage."""
+    """Raises SourceError when a URL is not plain storage, before fsspec sees it."""
     named = re.match(r"([^/]*?):", url)
     protocol = named[1].lower() if named and len(named[1]) > 1 else "file"
     if protocol not in PROTOCOLS or "::" in url:
@@ -244,6 +265,6 @@ def _require_storage(url: str, options: dict[str, str], owner: str) -> None:
 
 
 def protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
-    """The protocols by which a file system goes."""
+    """The protocols that a file system serves."""
     protocol = fs.protocol
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -2,10 +2,11 @@
 
     list files → skip files whose part is current → scan + measure → parts → manifest
 
-Success: the manifest is written last, so an index without one is not complete. Failure of a
-file (truncated, unreadable) stops the run with its SourceError; parts that are finished stay
-and are not done again. Cancellation (KeyboardInterrupt) likewise. A sample that cannot be
-measured stops nothing: it is listed in the manifest with its reason.
+Success: the manifest is written last, so an index without one is incomplete. A damaged file does
+not stop the others: the run names all damaged files at the end and then fails, unless they are to
+be left out. Unavailable storage is not damage; it ends the run. Finished parts are kept and not
+made again, also after a cancellation (KeyboardInterrupt). A sample that cannot be measured does not
+stop the run: the manifest lists it with its reason.
 """
 
 import multiprocessing
@@ -16,35 +17,67 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 
-from dataservice.core.errors import SourceError
+import numpy as np
+
+from dataservice.core.errors import IndexStaleError, SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
+from dataservice.sources.filesystem import translate
+from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import Counter, read_record, write_part
-from dataservice.sources.manifest import Manifest, PartRecord, Recipe, SkippedSample
+from dataservice.sources.manifest import (
+    IndexedFile,
+    LeftOutFile,
+    Manifest,
+    MediaCounts,
+    PartRecord,
+    Recipe,
+    SkippedSample,
+)
+from dataservice.sources.part_reader import read_part, read_tokens
+from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
 from dataservice.sources.storage import SourceFile
+
+
+class DamagedFilesError(SourceError):
+    """Files of a source are damaged; the message says which ones and how."""
+
 
 MakeMeasurer = Callable[[], SampleMeasurer]
 Progress = Callable[[int, int, int], None]  # rows done, bytes done, bytes in all
 
 _POLL_S = 0.2
-# Below this, starting processes costs more than it saves: each loads a tokenizer of its own.
-_SMALLEST_POOLED_BYTES = 32 * 2**20
-_SHOWN_REASONS = 5
+# Below this size, starting processes costs more than it saves: each loads its own tokenizer.
+SMALLEST_POOLED_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFigures:
+    """LLM tokens of a source's samples: their sum, and quantiles over samples."""
+
+    total: int
+    p50: int
+    p99: int
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSummary:
-    """What indexing one source gave. `files_reused` had a current part already; `rows` and
-    `skipped` count those files too."""
+    """The result of indexing one source. `files_reused` files had a current part already; all other
+    figures include those files. `left_out` are damaged files that the user chose to leave out."""
 
     source: str
     rows: int
     files: int
     files_reused: int
+    media: MediaCounts
+    tokens: TokenFigures
     skipped: tuple[SkippedSample, ...]
+    skipped_reasons: tuple[ReasonCount, ...]
+    left_out: tuple[LeftOutFile, ...]
     fingerprint: str
     seconds: float
 
@@ -57,20 +90,26 @@ def build_index(
     workers: int = 1,
     progress: Progress | None = None,
     limits: DecodeLimits = DEFAULT_LIMITS,
+    leave_out_damaged: bool = False,
+    samples_per_file: int | None = None,
 ) -> IndexSummary:
-    """Index `spec` into `out_dir/<source name>/`; what is current already is kept.
+    """Index `spec` into `out_dir/<source name>/`; parts that are current already are kept.
 
     Args:
         out_dir: a path or an fsspec URL, shared by the sources of a job.
         make_measurer: makes the measurer; with `workers` > 1 it must be picklable, as each
             process (started by spawn) makes its own.
-        workers: processes; files are shared out among them.
-        progress: told (rows done, bytes done, bytes in all) now and then, in this thread.
-        limits: what a sample may ask of the reader; the measurer has been made with the same.
+        workers: number of processes, which share the files.
+        progress: called with (rows done, bytes done, bytes in all) at intervals, in this thread.
+        limits: limits on what a sample may make the reader allocate; the measurer is made with the
+            same limits.
+        leave_out_damaged: list damaged files in the manifest and make the index without them.
+        samples_per_file: measure only so many samples at the beginning of each file. Such an index
+            is not of its source: only for looking at the summary.
 
     Raises:
-        SourceError: a file is missing, damaged or unreadable, the index cannot be written, or
-            not one sample could be measured.
+        SourceError: a file is missing, files are damaged (all of them are named), the index
+            cannot be written, or not one sample could be measured.
     """
     started_s = time.monotonic()
     files = list_files(spec)
@@ -78,49 +117,104 @@ def build_index(
     _require_apart(spec, folder, files)
     folder.create()
     recipe = Recipe.of(spec, make_measurer().fingerprint)
-    records = {file.path: record for file, record in _current_parts(folder, files, recipe)}
+    records = dict(_current_parts(folder, files, recipe, limits))
     reused = len(records)
     task = _Task(
-        spec=spec, out_dir=out_dir, recipe=recipe, make_measurer=make_measurer, limits=limits
+        spec=spec,
+        out_dir=out_dir,
+        recipe=recipe,
+        make_measurer=make_measurer,
+        limits=limits,
+        samples_per_file=samples_per_file,
     )
-    todo = [file for file in files if file.path not in records]
-    for record in _index_files(task, todo, workers, progress):
-        records[record.file.path] = record
+    damaged: list[LeftOutFile] = []
+    todo = [file for file in files if file.name not in records]
+    for result in _index_files(task, todo, workers, progress):
+        if isinstance(result, LeftOutFile):
+            damaged.append(result)
+        else:
+            records[result.file.name] = result
+    damaged.sort(key=lambda file: file.name)
+    if damaged and not leave_out_damaged:
+        raise _damaged_error(spec, damaged, len(files))
     manifest = Manifest(
-        source=spec.name, recipe=recipe, parts=tuple(records[file.path] for file in files)
+        source=spec.name,
+        recipe=recipe,
+        parts=tuple(records[file.name] for file in files if file.name in records),
+        left_out=tuple(damaged),
     )
-    skipped = tuple(s for part in manifest.parts for s in part.skipped)
-    _require_samples(spec, manifest, skipped)
+    _require_samples(spec, manifest)
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
-    folder.remove_others({part_name(file.path) for file in files})
+    folder.remove_others({part_name(part.file.name) for part in manifest.parts})
+    return _summary(manifest, folder, files_reused=reused, seconds=time.monotonic() - started_s)
+
+
+def _summary(
+    manifest: Manifest, folder: IndexFolder, *, files_reused: int, seconds: float
+) -> IndexSummary:
+    skipped = tuple(s for part in manifest.parts for s in part.skipped)
     return IndexSummary(
-        source=spec.name,
+        source=manifest.source,
         rows=manifest.rows,
-        files=len(files),
-        files_reused=reused,
+        files=len(manifest.parts),
+        files_reused=files_reused,
+        media=sum((part.media for part in manifest.parts), MediaCounts()),
+        tokens=_token_figures(manifest, folder),
         skipped=skipped,
+        skipped_reasons=by_wording((each.key, each.reason) for each in skipped),
+        left_out=manifest.left_out,
         fingerprint=manifest.fingerprint,
-        seconds=time.monotonic() - started_s,
+        seconds=seconds,
     )
+
+
+def _token_figures(manifest: Manifest, folder: IndexFolder) -> TokenFigures:
+    """Exact figures, from the number of samples of each length; memory is proportional to the
+    longest sample's tokens."""
+    samples_of = np.zeros(1, dtype=np.int64)
+    for part in manifest.parts:
+        for tokens in read_tokens(folder, part):
+            counts = np.bincount(tokens, minlength=len(samples_of))
+            counts[: len(samples_of)] += samples_of
+            samples_of = counts
+    behind = np.cumsum(samples_of)
+    p50, p99 = (int(np.searchsorted(behind, share * behind[-1])) for share in (0.5, 0.99))
+    total = int((samples_of * np.arange(len(samples_of))).sum())
+    return TokenFigures(total=total, p50=p50, p99=p99, longest=len(samples_of) - 1)
 
 
 def _current_parts(
-    folder: IndexFolder, files: Sequence[SourceFile], recipe: Recipe
-) -> Iterator[tuple[SourceFile, PartRecord]]:
-    """Files whose part was made from these very bytes by this very recipe."""
+    folder: IndexFolder, files: Sequence[SourceFile], recipe: Recipe, limits: DecodeLimits
+) -> Iterator[tuple[str, PartRecord]]:
+    """By name, files that have a whole part, made from these very bytes by this very recipe."""
     for file in files:
         try:
-            with folder.open(part_name(file.path)) as stream:
+            with folder.open(part_name(file.name)) as stream:
                 record = read_record(stream)
-        except FileNotFoundError:
+            if record is None or record.recipe != recipe or record.file != IndexedFile.of(file):
+                continue
+            for _ in read_part(folder, record, limits):
+                pass
+        except (FileNotFoundError, IndexStaleError):
             continue
-        if record is not None and record.file == file and record.recipe == recipe:
-            yield file, record
+        yield file.name, record
+
+
+def _damaged_error(
+    spec: SourceSpec, damaged: Sequence[LeftOutFile], files: int
+) -> DamagedFilesError:
+    reasons = "\n".join(f"  {file.name}: {file.reason}" for file in damaged)
+    return DamagedFilesError(
+        f"source {spec.name!r}: {len(damaged)} of its {files} files are damaged; the others are "
+        f"indexed, and kept.\n{reasons}\nRepair or remove them and run it again, or make the index "
+        "without them: `dataservice index JOB.yaml --leave-out-damaged`."
+    )
 
 
 def _require_apart(spec: SourceSpec, folder: IndexFolder, files: Sequence[SourceFile]) -> None:
-    """A Parquet source that is a folder would else take its own index for data."""
+    """Raises SourceError when the index lies inside its source: a Parquet source that is a folder
+    would take its own index for data."""
     inside = [file.path for file in files if file.path.startswith(f"{folder.path}/")]
     if inside:
         raise SourceError(
@@ -129,20 +223,26 @@ def _require_apart(spec: SourceSpec, folder: IndexFolder, files: Sequence[Source
         )
 
 
-def _require_samples(
-    spec: SourceSpec, manifest: Manifest, skipped: Sequence[SkippedSample]
-) -> None:
+def _require_samples(spec: SourceSpec, manifest: Manifest) -> None:
     if manifest.rows:
         return
+    if not manifest.parts:
+        reasons = "\n".join(f"  {file.name}: {file.reason}" for file in manifest.left_out)
+        raise SourceError(
+            f"source {spec.name!r}: all of its {len(manifest.left_out)} files are damaged.\n"
+            f"{reasons}\nRepair them, or correct the source's format."
+        )
+    skipped = [each for part in manifest.parts for each in part.skipped]
     if not skipped:
         raise SourceError(
             f"source {spec.name!r} is empty: its {len(manifest.parts)} files at {spec.url!r} hold "
             f"no {spec.format} sample. Correct the source's url or format."
         )
-    reasons = "; ".join(f"{s.key}: {s.reason}" for s in skipped[:_SHOWN_REASONS])
+    counts = by_wording((each.key, each.reason) for each in skipped)
+    lines = "".join(f"  {line}\n" for line in reason_lines(spec.name, counts))
     raise SourceError(
-        f"source {spec.name!r}: not one of its {len(skipped)} samples can be used. The first: "
-        f"{reasons} Correct the source's format or the job's processors."
+        f"source {spec.name!r}: not one of its {len(skipped):,} samples can be used:\n{lines}"
+        "Mend what the reasons name, or correct the source's format or the job's pipeline."
     )
 
 
@@ -151,13 +251,14 @@ def _require_samples(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What is the same for all files of a run; pickled to each process once."""
+    """The settings that all files of a run share; pickled once to each process."""
 
     spec: SourceSpec
     out_dir: str
     recipe: Recipe
     make_measurer: MakeMeasurer
     limits: DecodeLimits
+    samples_per_file: int | None
 
 
 class _FileIndexer:
@@ -170,27 +271,43 @@ class _FileIndexer:
         self._format = open_format(task.spec, task.limits)
         self._folder = IndexFolder(task.out_dir, task.spec.name)
 
-    def index(self, file: SourceFile) -> PartRecord:
-        """Write the part of one file."""
-        with self._folder.replace(part_name(file.path)) as stream:
-            return write_part(
-                stream,
-                file=file,
-                samples=self._format.scan(file),
-                recipe=self._task.recipe,
-                measurer=self._measurer,
-                counter=self._counter,
-            )
+    def index(self, file: SourceFile) -> PartRecord | LeftOutFile:
+        """Write the part of one file, or say what is wrong with it."""
+        try:
+            with self._folder.replace(part_name(file.name)) as stream:
+                return write_part(
+                    stream,
+                    file=file,
+                    samples=self._scanned(file),
+                    recipe=self._task.recipe,
+                    measurer=self._measurer,
+                    counter=self._counter,
+                    most_samples=self._task.samples_per_file,
+                )
+        except DamagedFilesError as error:
+            return LeftOutFile(name=file.name, reason=str(error))
+
+    def _scanned(self, file: SourceFile) -> Iterator[ScannedSample]:
+        """The file's samples. Marks errors of reading the file, to tell them from errors of writing
+        the index."""
+        owner = f"source {self._task.spec.name!r}"
+        try:
+            with translate(owner, file.path, "be read"):
+                yield from self._format.scan(file)
+        except StorageAwayError:
+            raise
+        except SourceError as error:
+            raise DamagedFilesError(str(error).removeprefix(f"{owner}: ")) from error
 
 
 def _index_files(
     task: _Task, files: Sequence[SourceFile], workers: int, progress: Progress | None
-) -> Iterator[PartRecord]:
-    """The records of all files, in the order in which they are done."""
+) -> Iterator[PartRecord | LeftOutFile]:
+    """The result of each file, in the order in which files are finished."""
     total_bytes = sum(file.size_bytes for file in files)
     report = progress or (lambda _rows, _done_bytes, _total_bytes: None)
     report(0, 0, total_bytes)
-    if min(workers, len(files)) > 1 and total_bytes >= _SMALLEST_POOLED_BYTES:
+    if min(workers, len(files)) > 1 and total_bytes >= SMALLEST_POOLED_BYTES:
         yield from _index_in_pool(task, files, min(workers, len(files)), report, total_bytes)
     elif files:
         indexer = _FileIndexer(task, _LocalCounter(report, total_bytes))
@@ -228,15 +345,17 @@ class _SharedCounter:
 
 def _index_in_pool(
     task: _Task, files: Sequence[SourceFile], workers: int, report: Progress, total_bytes: int
-) -> Iterator[PartRecord]:
+) -> Iterator[PartRecord | LeftOutFile]:
     context = multiprocessing.get_context("spawn")
     counter = _SharedCounter(context.Value("q", 0), context.Value("q", 0))
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
     ) as pool:
-        # The largest first, so that no process is left alone with one at the end.
+        # Largest files first, so that no process works on a large one alone at the end.
         order = sorted(files, key=lambda file: -file.size_bytes)
-        pending: set[Future[PartRecord]] = {pool.submit(_index_in_process, f) for f in order}
+        pending: set[Future[PartRecord | LeftOutFile]] = {
+            pool.submit(_index_in_process, f) for f in order
+        }
         try:
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
@@ -259,6 +378,6 @@ def _start_process(task: _Task, counter: Counter) -> None:
     _indexer = _FileIndexer(task, counter)
 
 
-def _index_in_process(file: SourceFile) -> PartRecord:
+def _index_in_process(file: SourceFile) -> PartRecord | LeftOutFile:
     assert _indexer is not None
     return _indexer.index(file)

@@ -1,7 +1,8 @@
-"""Where an index lies: small files in a folder, at a path or any fsspec URL.
+"""The folder of an index: small files at a path or any fsspec URL.
 
 INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
-INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one a source file, named after its path
+INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one per source file, named after a digest of the file's
+name
 """
 
 import hashlib
@@ -21,21 +22,21 @@ class IndexFolder:
     """The index of one source. Files appear whole or not at all."""
 
     def __init__(self, index_dir: str, source: str, roots: Roots | None = None) -> None:
-        """Reads under `roots` only, where given. Raises SourceError when `index_dir` is no path
-        and no URL that fsspec opens."""
+        """Reads only under `roots`, if given. Raises SourceError when `index_dir` is neither a path
+        nor a URL that fsspec opens."""
         self._roots = roots
-        self._owner = f"index of source {source!r}"
-        self._fs, root = open_filesystem(index_dir, {}, self._owner)
+        self.owner = f"index of source {source!r}"
+        self._fs, root = open_filesystem(index_dir, {}, self.owner)
         self.path = f"{root.rstrip('/')}/{source}"
 
     def create(self) -> None:
-        """Make the folder. Raises SourceError."""
-        with translate(self._owner, self.path, "be created"):
+        """Make the folder. Raises SourceError when it cannot be made."""
+        with translate(self.owner, self.path, "be created"):
             self._fs.makedirs(self.path, exist_ok=True)
 
     def read(self, name: str) -> bytes | None:
-        """A whole file, or None when there is none."""
-        with translate(self._owner, f"{self.path}/{name}", "be read"):
+        """A whole file's bytes, or None when there is no such file."""
+        with translate(self.owner, f"{self.path}/{name}", "be read"):
             try:
                 with self.open(name) as stream:
                     return stream.read()
@@ -43,13 +44,14 @@ class IndexFolder:
                 return None
 
     def open(self, name: str) -> IO[bytes]:
-        """A file for reading. Raises FileNotFoundError, or SourceError for anything else."""
+        """A file for reading. Raises FileNotFoundError when it is missing, SourceError for any
+        other error."""
         path, absent = f"{self.path}/{name}", (FileNotFoundError,)
-        return open_to_read(self._fs, path, self._owner, self._roots, pass_on=absent)
+        return open_to_read(self._fs, path, self.owner, self._roots, pass_on=absent)
 
     @contextmanager
     def replace(self, name: str) -> Iterator[IO[bytes]]:
-        """A file for writing that takes its name when the block ends well."""
+        """A file for writing, which gets its name when the block ends without an error."""
         temporary = f"{self.path}/{name}.{uuid.uuid4().hex}.tmp"
         try:
             with self._writing(name):
@@ -64,8 +66,8 @@ class IndexFolder:
             raise
 
     def remove_others(self, kept: set[str]) -> None:
-        """Remove parts of files that are gone, and what interrupted runs left behind."""
-        with translate(self._owner, self.path, "be tidied"):
+        """Remove parts of files that no longer exist, and leftovers of interrupted runs."""
+        with translate(self.owner, self.path, "be tidied"):
             for path in self._fs.ls(self.path, detail=False, refresh=True):
                 name = str(path).rpartition("/")[2]
                 if name.startswith("part-") and name not in kept:
@@ -73,16 +75,16 @@ class IndexFolder:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        with translate(self._owner, f"{self.path}/{name}", "be written"):
+        with translate(self.owner, f"{self.path}/{name}", "be written"):
             try:
                 yield
             except FileNotFoundError as error:
                 raise SourceError(
-                    f"{self._owner}: {self.path}/{name} vanished while it was written. Run only "
+                    f"{self.owner}: {self.path}/{name} vanished while it was written. Run only "
                     "one `dataservice index` of a source at a time."
                 ) from error
 
 
-def part_name(source_path: str) -> str:
-    """Name of the part that indexes a source file."""
-    return f"part-{hashlib.sha256(source_path.encode()).hexdigest()[:16]}.parquet"
+def part_name(file_name: str) -> str:
+    """Name of the part that indexes a source file, derived from the file's name in its source."""
+    return f"part-{hashlib.sha256(file_name.encode()).hexdigest()[:16]}.parquet"

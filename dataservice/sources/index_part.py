@@ -8,10 +8,17 @@ import pyarrow.parquet as pq
 
 from dataservice.core.errors import SampleError
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import RawSample, SampleLengths, SampleLocation
-from dataservice.sources.checksum import sample_crc32
+from dataservice.core.sample import RawSample, SampleLengths
+from dataservice.sources.checksum import CONTENT_BYTES, sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
-from dataservice.sources.manifest import PartRecord, Recipe, SkippedSample
+from dataservice.sources.manifest import (
+    IndexedFile,
+    MediaCounts,
+    PartRecord,
+    Recipe,
+    SkippedSample,
+)
+from dataservice.sources.rows_digest import RowsDigest
 from dataservice.sources.storage import SourceFile
 
 LENGTH_COLUMNS = (
@@ -32,6 +39,8 @@ DETAIL_COLUMNS = (
     "crc32",
     "item_shape",
 )
+# What is known of an item besides its lengths; empty when it is unknown. Later releases fill more.
+ITEM_NOTES = ("item_kind", "item_grid", "item_seconds_per_patch", "item_key_frames_s")
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -49,23 +58,29 @@ SCHEMA = pa.schema(
         ("item_llm_tokens", pa.list_(pa.int32())),
         ("item_position", pa.list_(pa.int32())),
         ("item_shape", pa.list_(pa.list_(pa.int32()))),
+        ("content", pa.binary(CONTENT_BYTES)),
+        ("item_kind", pa.list_(pa.int8())),
+        ("item_grid", pa.list_(pa.list_(pa.int32()))),
+        ("item_seconds_per_patch", pa.list_(pa.float64())),
+        ("item_key_frames_s", pa.list_(pa.list_(pa.float64()))),
     ]
 )
 _RECORD_KEY = b"dataservice.part"
 ROWS_PER_GROUP = 16_384
 _ITEMS_PER_GROUP = 2**18
 _LONGEST_REASON = 1000
-# Of so many in one file the reasons are cut short: they are kept in the part's footer.
+# From this number of skipped samples in one file on, reasons are cut short: the part's footer holds
+# them.
 _MANY_SKIPPED = 10_000
 _SHORT_REASON = 100
 _COUNT_EVERY_ROWS = 64
 
 
 class Counter(Protocol):
-    """Where progress is counted up."""
+    """Counts progress."""
 
     def add(self, rows: int, size_bytes: int) -> None:
-        """This many more rows and bytes of source files are done."""
+        """Count `rows` more rows and `size_bytes` more bytes of source files as done."""
         ...
 
 
@@ -77,40 +92,57 @@ def write_part(
     recipe: Recipe,
     measurer: SampleMeasurer,
     counter: Counter,
+    most_samples: int | None = None,
 ) -> PartRecord:
-    """Measure every sample and write the part; what cannot be measured is listed in the record.
+    """Measure every sample, or the first `most_samples`, and write the part; the record lists the
+    samples that cannot be measured.
 
     Memory is one row group, whatever the size of the file.
     """
     skipped: list[SkippedSample] = []
     rows: list[dict[str, Any]] = []
+    digest, media = RowsDigest(), MediaCounts()
     written = items = 0
     with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
-        for sample in _counted(samples, file, counter):
+
+        def flush() -> None:
+            nonlocal written, items
+            table = pa.Table.from_pylist(rows, schema=SCHEMA)
+            digest.add(table)
+            writer.write_table(table)
+            written += len(rows)
+            items = 0
+            rows.clear()
+
+        for sample in _counted(samples, file, counter, most_samples):
             try:
-                raw = _usable(sample)
-                rows.append(_row(sample, _measured(raw, measurer), sample_crc32(raw)))
+                raw = usable(sample)
+                rows.append(_row(sample, file, measured(raw, measurer), sample_checks(raw)))
                 items += len(rows[-1]["item_shape"])
+                media = media.with_sample(raw)
             except SampleError as error:
                 longest = _LONGEST_REASON if len(skipped) < _MANY_SKIPPED else _SHORT_REASON
                 reason = str(error)[:longest]
-                skipped.append(SkippedSample(file=file.path, key=sample.key, reason=reason))
+                skipped.append(SkippedSample(file=file.name, key=sample.key, reason=reason))
             if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
-                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-                written += len(rows)
-                rows.clear()
-                items = 0
+                flush()
         if rows or not written:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+            flush()
         record = PartRecord(
-            recipe=recipe, file=file, rows=written + len(rows), skipped=tuple(skipped)
+            recipe=recipe,
+            file=IndexedFile.of(file),
+            rows=written,
+            identity=digest.identity,
+            places=digest.places,
+            media=media,
+            skipped=tuple(skipped),
         )
         writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
     return record
 
 
 def read_record(stream: IO[bytes]) -> PartRecord | None:
-    """The record in a part's footer, or None when the part is damaged or of another version."""
+    """The record in a part's footer; None when the part is damaged or of another version."""
     try:
         with pq.ParquetFile(stream) as part:
             metadata = part.metadata.metadata or {}
@@ -120,24 +152,29 @@ def read_record(stream: IO[bytes]) -> PartRecord | None:
         return None
 
 
-def _usable(sample: ScannedSample) -> RawSample:
+def usable(sample: ScannedSample) -> RawSample:
+    """What was read of a sample. Raises SampleError where it could not be read."""
     if isinstance(sample.raw, SampleError):
         raise sample.raw
     return sample.raw
 
 
-def _measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
+def measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
+    """A sample's lengths. Raises SampleError where it cannot be used, or has no token."""
     lengths = measurer.measure(raw)
     if lengths.llm_tokens < 1:
         raise SampleError("the sample is empty: it has 0 tokens. Give it text or media.")
     return lengths
 
 
-def _row(sample: ScannedSample, lengths: SampleLengths, crc32: int) -> dict[str, Any]:
-    location: SampleLocation = sample.location
+def _row(
+    sample: ScannedSample, file: SourceFile, lengths: SampleLengths, checks: tuple[int, bytes]
+) -> dict[str, Any]:
+    location, items = sample.location, lengths.items
+    crc32, content = checks
     return {
         "key": sample.key,
-        "file": location.file,
+        "file": file.name,
         "span_name": [span.name for span in location.spans],
         "span_offset_bytes": [span.offset_bytes for span in location.spans],
         "span_size_bytes": [span.size_bytes for span in location.spans],
@@ -146,22 +183,31 @@ def _row(sample: ScannedSample, lengths: SampleLengths, crc32: int) -> dict[str,
         "crc32": crc32,
         "llm_tokens": lengths.llm_tokens,
         "loss_tokens": lengths.loss_tokens,
-        "item_modality": [int(item.modality) for item in lengths.items],
-        "item_encoder_tokens": [item.encoder_tokens for item in lengths.items],
-        "item_llm_tokens": [item.llm_tokens for item in lengths.items],
-        "item_position": [item.position for item in lengths.items],
-        "item_shape": [list(item.shape) for item in lengths.items],
+        "item_modality": [int(item.modality) for item in items],
+        "item_encoder_tokens": [item.encoder_tokens for item in items],
+        "item_llm_tokens": [item.llm_tokens for item in items],
+        "item_position": [item.position for item in items],
+        "item_shape": [list(item.shape) for item in items],
+        "content": content,
+        "item_kind": [item.kind for item in items],
+        "item_grid": [item.grid for item in items],
+        "item_seconds_per_patch": [item.seconds_per_patch for item in items],
+        "item_key_frames_s": [item.key_frames_s for item in items],
     }
 
 
 def _counted(
-    samples: Iterable[ScannedSample], file: SourceFile, counter: Counter
+    samples: Iterable[ScannedSample], file: SourceFile, counter: Counter, most_samples: int | None
 ) -> Iterator[ScannedSample]:
-    """The same samples; counts rows and bytes now and then, and the whole file at the end."""
+    """The same samples, at most `most_samples`; counts rows and bytes at intervals, and the whole
+    file at its end."""
     rows = counted_bytes = 0
-    for sample in samples:
+    for number, sample in enumerate(samples, start=1):
         yield sample
         rows += 1
+        if number == most_samples:
+            counter.add(rows, sample.behind_bytes - counted_bytes)
+            return
         if rows == _COUNT_EVERY_ROWS:
             counter.add(rows, sample.behind_bytes - counted_bytes)
             rows, counted_bytes = 0, sample.behind_bytes

@@ -1,4 +1,4 @@
-"""From the columns of an index to the numpy columns that planning reads."""
+"""Converts the columns of an index to the numpy columns that planning reads."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar

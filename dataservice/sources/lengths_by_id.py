@@ -1,4 +1,6 @@
-"""What every catalog is once its lengths are in memory: columns by sample id."""
+"""The lengths that every catalog holds in memory, as columns by sample id."""
+
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,20 +10,20 @@ from dataservice.sources.ranges import SourceRanges
 
 
 class LengthsById:
-    """Lengths of all samples, and the ranges of ids that are each source's. A catalog sets
-    both when it is made."""
+    """Lengths of all samples, and each source's range of ids. A catalog sets both when it is
+    made."""
 
     sources: SourceRanges
     _lengths: LengthTable
 
     @property
     def samples(self) -> int:
-        """How many samples there are; ids are 0 .. samples-1."""
+        """Number of samples; ids are 0 .. samples-1."""
         return len(self._lengths)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each source, in the order of the job file."""
+        """Number of samples of each source, in the order of the job file."""
         return self.sources.sizes
 
     @property
@@ -29,11 +31,27 @@ class LengthsById:
         """LLM tokens of all samples by id: int32[samples], read-only."""
         return self._lengths.llm_tokens
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources, in the order of the job file."""
+        return self.sources.names
+
+    def source_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
+        """Indices into `source_names` of these samples' sources, in this order. Raises
+        NotFoundError when an id is unknown."""
+        self.sources.require(sample_ids)
+        return np.searchsorted(self.sources.offsets, sample_ids, side="right") - 1
+
     def source_of(self, sample_id: int) -> str:
-        """The source a sample belongs to. Raises NotFoundError."""
+        """The source a sample belongs to. Raises NotFoundError when the id is unknown."""
         return self.sources.source_of(sample_id)
 
+    @cached_property
+    def longest_sample(self) -> int:
+        """The id of one of the samples with the most LLM tokens."""
+        return int(np.argmax(self._lengths.llm_tokens))
+
     def lengths(self, sample_ids: IntArray) -> LengthTable:
-        """Lengths of these samples, in this order. Raises NotFoundError."""
+        """Lengths of these samples, in this order. Raises NotFoundError when an id is unknown."""
         self.sources.require(sample_ids)
         return self._lengths.take(sample_ids)

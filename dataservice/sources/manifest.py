@@ -1,25 +1,34 @@
-"""What an index says of itself: which files, read how, measured by what, and what was skipped.
+"""An index's description of itself: its files, how they were read and measured, and what was left
+out.
 
-Two records in JSON. A *part record* lies in the footer of each part and lets an interrupted
-run see which files are done; the *manifest* is the sum of all part records.
+There are two kinds of JSON record. A *part record* stands in the footer of each part, and tells a
+restarted run which files are done; the *manifest* is the sum of all part records. Files are named
+relative to the source, so that nothing here depends on where the corpus lies.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import posixpath
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
-from dataservice.sources.storage import SourceFile
+from dataservice.core.sample import RawSample
+from dataservice.sources.storage import SourceFile, static_prefix
 
-# Version 2 added each sample's checksum.
-INDEX_VERSION = 2
+# Version 2 added each sample's checksum. Version 3 added its digest, what is known of its items
+# besides their lengths, and names that do not depend on where a source lies.
+INDEX_VERSION = 3
+
+AGAIN = "`dataservice index JOB.yaml`"
+"""The command that writes an index; of the same files it makes the same one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSample:
-    """A sample that cannot be used: it is listed in the index, and in no batch."""
+    """A sample that cannot be used: the index lists it, and no batch contains it."""
 
     file: str
     key: str
@@ -27,33 +36,92 @@ class SkippedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedFile:
+    """A file of a source as it was when indexed, by its name in the source."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+    @staticmethod
+    def of(file: SourceFile) -> "IndexedFile":
+        """A file as it is listed now."""
+        return IndexedFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOutFile:
+    """A damaged file that the user chose to leave out of the index, and what is wrong with it."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaCounts:
+    """Number of media files in usable samples."""
+
+    images: int = 0
+    clips: int = 0
+    recordings: int = 0
+
+    def with_sample(self, raw: RawSample) -> "MediaCounts":
+        """These counts plus a sample's."""
+        if not raw.media:
+            return self
+        kinds = Counter(blob.kind for blob in raw.media)
+        return self + MediaCounts(
+            images=kinds["image"], clips=kinds["video"], recordings=kinds["audio"]
+        )
+
+    def __add__(self, other: "MediaCounts") -> "MediaCounts":
+        return MediaCounts(
+            images=self.images + other.images,
+            clips=self.clips + other.clips,
+            recordings=self.recordings + other.recordings,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All that decides a part besides the file itself."""
+    """Everything besides the file itself that a part depends on. `media_root` is relative to the
+    source."""
 
     format: str
     image_column: str
+    ignore: str
+    placeholders: str
     media_root: str
     measurer: str
+    columns: str = ""
     version: int = INDEX_VERSION
 
     @staticmethod
     def of(spec: SourceSpec, measurer_fingerprint: str) -> "Recipe":
         """The recipe that a job asks for."""
+        root = spec.media_root
         return Recipe(
             format=spec.format,
             image_column=spec.image_column,
-            media_root=spec.media_root,
+            ignore=", ".join(sorted(set(spec.ignore))),
+            placeholders=spec.placeholders,
+            media_root=posixpath.relpath(root, static_prefix(spec.url) or ".") if root else "",
             measurer=measurer_fingerprint,
+            columns=str(spec.columns),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRecord:
-    """One indexed file."""
+    """One indexed file. `identity` is a digest of its samples' contents, `places` of their
+    locations in the file."""
 
     recipe: Recipe
-    file: SourceFile
+    file: IndexedFile
     rows: int
+    identity: str
+    places: str
+    media: MediaCounts = field(default_factory=MediaCounts)
     skipped: tuple[SkippedSample, ...] = ()
 
     def to_json(self) -> str:
@@ -62,12 +130,16 @@ class PartRecord:
 
     @staticmethod
     def from_json(text: str | bytes) -> "PartRecord":
-        """Raises ValueError, TypeError, KeyError or RecursionError when it is none."""
+        """Read `to_json`'s form. Raises ValueError, TypeError, KeyError or RecursionError when
+        `text` is not in that form."""
         fields = json.loads(text)
         return PartRecord(
             recipe=Recipe(**fields["recipe"]),
-            file=SourceFile(**fields["file"]),
+            file=IndexedFile(**fields["file"]),
             rows=int(fields["rows"]),
+            identity=str(fields["identity"]),
+            places=str(fields["places"]),
+            media=MediaCounts(**fields["media"]),
             skipped=tuple(SkippedSample(**s) for s in fields["skipped"]),
         )
 
@@ -79,22 +151,34 @@ class Manifest:
     source: str
     recipe: Recipe
     parts: tuple[PartRecord, ...]
+    left_out: tuple[LeftOutFile, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Samples that can be drawn."""
+        """Number of samples that can be drawn."""
         return sum(part.rows for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that decides which samples there are and how long they are."""
-        parts = [(asdict(part.file), part.rows, len(part.skipped)) for part in self.parts]
-        text = json.dumps([asdict(self.recipe), parts], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """The identity of what a job draws from this source: names, contents and lengths. It does
+        not depend on where or when the files were written."""
+        decides = [
+            self.source,
+            self.recipe.format,
+            self.recipe.image_column,
+            self.recipe.measurer,
+            [(part.file.name, part.rows, part.identity) for part in self.parts],
+            [file.name for file in self.left_out],
+        ]
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+
+    @property
+    def places(self) -> str:
+        """Digest of where in its files each sample lies."""
+        return hashlib.sha256(json.dumps([p.places for p in self.parts]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The form stored as manifest.json."""
-        skipped = [asdict(s) for part in self.parts for s in part.skipped]
         return json.dumps(
             {
                 "version": INDEX_VERSION,
@@ -102,15 +186,17 @@ class Manifest:
                 "fingerprint": self.fingerprint,
                 "recipe": asdict(self.recipe),
                 "rows": self.rows,
-                "files": [{**asdict(part.file), "rows": part.rows} for part in self.parts],
-                "skipped": skipped,
+                "files": [_file_fields(part) for part in self.parts],
+                "left_out_files": [asdict(file) for file in self.left_out],
+                "skipped": [asdict(s) for part in self.parts for s in part.skipped],
             },
             indent=1,
         )
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> "Manifest":
-        """Read `to_json`'s form. Raises IndexStaleError on another version or a damaged file."""
+        """Read `to_json`'s form. Raises IndexStaleError when the file is damaged or of another
+        version."""
         try:
             fields = json.loads(text)
             version = fields["version"]
@@ -118,13 +204,25 @@ class Manifest:
                 return _manifest(fields)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise IndexStaleError(
-                f"{where} is damaged ({type(error).__name__}: {error}). Write it again: "
-                "`dataservice index JOB.yaml`."
+                f"{where} is damaged ({type(error).__name__}: {error}). Write it again: {AGAIN}; "
+                "the same files give the same index, and checkpoints fit it."
             ) from error
         raise IndexStaleError(
             f"{where} has index version {version!r}; this release reads version {INDEX_VERSION}. "
-            "Write it again: `dataservice index JOB.yaml`."
+            f"Write it again: {AGAIN}. The order of samples differs between index versions: jobs "
+            "registered over the old index, and their checkpoints, go on only with the release "
+            "that made them; here, delete such a job and submit it again, and it begins anew."
         )
+
+
+def _file_fields(part: PartRecord) -> dict[str, Any]:
+    return {
+        **asdict(part.file),
+        "rows": part.rows,
+        "identity": part.identity,
+        "places": part.places,
+        "media": asdict(part.media),
+    }
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
@@ -134,8 +232,23 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         skipped.setdefault(entry["file"], []).append(SkippedSample(**entry))
     parts = []
     for entry in fields["files"]:
-        rows = int(entry.pop("rows"))
-        file = SourceFile(**entry)
-        listed = tuple(skipped.get(file.path, ()))
-        parts.append(PartRecord(recipe=recipe, file=file, rows=rows, skipped=listed))
-    return Manifest(source=str(fields["source"]), recipe=recipe, parts=tuple(parts))
+        file = IndexedFile(
+            name=str(entry["name"]),
+            size_bytes=int(entry["size_bytes"]),
+            version=str(entry["version"]),
+        )
+        parts.append(
+            PartRecord(
+                recipe=recipe,
+                file=file,
+                rows=int(entry["rows"]),
+                identity=str(entry["identity"]),
+                places=str(entry["places"]),
+                media=MediaCounts(**entry["media"]),
+                skipped=tuple(skipped.get(file.name, ())),
+            )
+        )
+    left_out = tuple(LeftOutFile(**entry) for entry in fields["left_out_files"])
+    return Manifest(
+        source=str(fields["source"]), recipe=recipe, parts=tuple(parts), left_out=left_out
+    )

@@ -1,4 +1,4 @@
-"""A catalog of samples given as they are, for tests and simulations."""
+"""A catalog of samples given in memory, for tests and simulations."""
 
 import hashlib
 import math
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dataservice.core.sample import (
     IntArray,
+    ItemNotes,
     LengthTable,
     Modality,
     SampleLengths,
@@ -34,16 +35,29 @@ class MemoryCatalog(LengthsById):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any of the samples."""
+        """Changes when any sample changes."""
         return self._fingerprint
 
     def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
-        """Locations and full lengths of these samples, in this order. Raises NotFoundError."""
+        """Locations and full lengths of these samples, in this order. Raises NotFoundError when an
+        id is unknown."""
         self.sources.require(sample_ids)
         return [self._details[int(sample_id)] for sample_id in sample_ids]
 
+    def files(self, sample_ids: IntArray) -> list[str]:
+        """Paths of the files that hold these samples, in this order. Raises NotFoundError when an
+        id is unknown."""
+        return [ref.location.file for ref, _ in self.details(sample_ids)]
+
+    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
+        """What models need to know of these samples' encoder items, by sample, then in its order.
+        Raises NotFoundError when an id is unknown."""
+        details = self.details(sample_ids)
+        return ItemNotes.of([item for _, lengths in details for item in lengths.items])
+
     def decoded_values(self, sample_ids: IntArray) -> Counter[Modality]:
-        """How many values these samples' encoder items decode to. Raises NotFoundError."""
+        """Number of values that these samples' encoder items decode to, by modality. Raises
+        NotFoundError when an id is unknown."""
         values: Counter[Modality] = Counter()
         for item in (item for _, lengths in self.details(sample_ids) for item in lengths.items):
             values[item.modality] += math.prod(item.shape)

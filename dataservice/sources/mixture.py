@@ -1,20 +1,21 @@
 """The mixture: the order of all samples of all sources over all epochs, from a seed.
 
-An epoch holds, of a source with weight w, ⌊w⌋ full passes and a fraction w - ⌊w⌋. The fraction
-is a window that rolls round a fixed permutation of the source: epoch e takes the places from
-c(e) to c(e+1), where c(e) = e·fraction·samples rounded half up. So no sample comes twice in one
-window, and over epochs all samples come equally often: with weight 0.5, once in any two epochs
-2k and 2k+1. All samples of the epoch are then shuffled together.
+From a source with weight w, an epoch takes ⌊w⌋ full passes and a fraction w - ⌊w⌋. The fraction is
+a window that rolls round a fixed permutation of the source: epoch e takes the places from c(e) to
+c(e+1), where c(e) = e·fraction·samples rounded half up. So no sample appears twice in one window,
+and over epochs all samples appear equally often: with weight 0.5, once in any two epochs 2k and
+2k+1. All samples of the epoch are then shuffled together.
 
-    source A, weight 1    a0 a1 a2 a3 a4                    ┐
-    source B, weight 0.5  epoch 0: b3 b0   epoch 1: b1 b2   ┘ shuffled by (seed, epoch)
+    slots of epoch 0      A: a0 a1 a2 a3 a4 │ B: b3 b0     A of weight 1, B of weight 0.5
+    slots of epoch 1      A: a0 a1 a2 a3 a4 │ B: b1 b2
+    place ──permutation by (seed, epoch)──▶ slot ──▶ source, pass, row
+
+No order is stored: each place is computed from its number (shuffle.py), so the cost of a step
+depends on the samples it draws, not on the size of the sources.
 """
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -24,28 +25,18 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, SpecError
 from dataservice.core.job import BatchSize
 from dataservice.core.ports import Draw
-from dataservice.sources.shuffle import keys, permutation
+from dataservice.sources.shuffle import permuted
 
-_KEPT_EPOCHS = 2
-_WINDOW = 1  # domain of hash: which samples a fraction takes
-_ORDER = 2  # domain of hash: where in the epoch a sample comes
-
-
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    """`order` int64[n] are sample ids; `tokens_before` int64[n+1] the LLM tokens before each
-    place, kept only where batches are counted in tokens."""
-
-    order: NDArray[np.int64]
-    tokens_before: NDArray[np.int64] | None
+_WINDOW = 1  # hash domain: which samples a fraction takes
+_ORDER = 2  # hash domain: where in the epoch a sample appears
+# When a batch is counted in tokens, its number of samples is unknown: they are drawn in chunks of
+# doubling size.
+_FIRST_PIECE = 256
 
 
 class Mixture:
-    """The port SampleStream. Pure and safe for use from several threads.
-
-    Memory: 8 bytes a sample and kept epoch (two at most), 16 where batches are counted in
-    tokens. An epoch is worked out when first drawn from, in O(n log n).
-    """
+    """The port SampleStream. Pure and safe for use from several threads. The time and memory of a
+    draw depend only on the samples drawn."""
 
     def __init__(
         self,
@@ -73,20 +64,19 @@ class Mixture:
         self._seed = seed
         self._epochs = epochs
         self._llm_tokens = llm_tokens
-        self._kept: OrderedDict[tuple[int, bool], _Epoch] = OrderedDict()
-        self._lock = threading.Lock()
 
     def epoch_samples(self, epoch: int) -> int:
         """How many samples this epoch holds."""
         return self._samples_before(epoch + 1) - self._samples_before(epoch)
 
     def draw(self, *, epoch: int, position: int, batch: BatchSize) -> Draw:
-        """The samples of one step that starts at this place; fewer at the end of the last epoch.
+        """The samples of one step that starts at this position; fewer at the end of the last epoch.
 
-        By tokens, samples are taken while they fit, and always at least one.
+        When the batch is counted in tokens, samples are taken while they fit, and always at least
+        one.
 
         Raises:
-            CursorMismatchError: there is no such place.
+            CursorMismatchError: there is no such position.
             SpecError: the batch is counted in tokens and this mixture has no lengths.
         """
         self._require_place(epoch, position)
@@ -94,15 +84,15 @@ class Mixture:
         epochs: list[NDArray[np.int32]] = []
         left = batch.samples or batch.tokens or 0
         while epoch < self._epochs:
-            count, cost = self._fitting(epoch, position, batch, left, first=not ids)
-            if count:
-                ids.append(self._epoch(epoch, batch).order[position : position + count])
-                epochs.append(np.full(count, epoch, dtype=np.int32))
+            taken, cost = self._fitting(epoch, position, batch, left, first=not ids)
+            if len(taken):
+                ids.append(taken)
+                epochs.append(np.full(len(taken), epoch, dtype=np.int32))
             left -= cost
-            position += count
+            position += len(taken)
             if position < self.epoch_samples(epoch):
                 break
-            epoch, position = epoch + 1, 0  # the place behind an epoch is the start of the next
+            epoch, position = epoch + 1, 0  # the end of an epoch is the start of the next
             if left <= 0:
                 break
         epoch = self._skip_empty(epoch, position)
@@ -127,23 +117,43 @@ class Mixture:
 
     def _fitting(
         self, epoch: int, position: int, batch: BatchSize, left: int, *, first: bool
-    ) -> tuple[int, int]:
-        """(samples that fit from this place to the end of the epoch, what they cost)."""
-        rest = self.epoch_samples(epoch) - position
+    ) -> tuple[NDArray[np.int64], int]:
+        """(ids that fit, from this position to the end of the epoch; their cost in the batch's
+        unit)."""
         if batch.samples is not None:
-            count = min(left, rest)
-            return count, count
-        if not rest:
-            return 0, 0
-        before = self._epoch(epoch, batch).tokens_before
-        assert before is not None
-        limit = before[position] + left
-        count = int(np.searchsorted(before, limit, side="right")) - 1 - position
-        count = min(max(count, int(first)), rest)
-        return count, int(before[position + count] - before[position])
+            end = min(position + left, self.epoch_samples(epoch))
+            return self._ids(epoch, position, end), end - position
+        return self._fitting_tokens(epoch, position, left, first=first)
+
+    def _fitting_tokens(
+        self, epoch: int, position: int, left: int, *, first: bool
+    ) -> tuple[NDArray[np.int64], int]:
+        """The same, counted in tokens; the `first` sample of a step is taken whatever its
+        length."""
+        if self._llm_tokens is None:
+            raise SpecError(
+                "the batch is counted in tokens, but the mixture was made without lengths. Pass "
+                "llm_tokens, or count the batch in samples."
+            )
+        end, piece, cost = self.epoch_samples(epoch), _FIRST_PIECE, 0
+        taken = [np.zeros(0, dtype=np.int64)]
+        while position < end:
+            ids = self._ids(epoch, position, min(position + piece, end))
+            behind = cost + np.cumsum(self._llm_tokens[ids], dtype=np.int64)
+            count = int(np.searchsorted(behind, left, side="right"))
+            count = max(count, int(first and len(taken) == 1))
+            taken.append(ids[:count])
+            if count:
+                cost = int(behind[count - 1])
+            if count < len(ids):
+                break
+            position += count
+            piece *= 2
+        return np.concatenate(taken), cost
 
     def _skip_empty(self, epoch: int, position: int) -> int:
-        """A weight far below 1 can leave an epoch of few samples empty."""
+        """This epoch, or at its start the next one that is not empty: few samples and a weight far
+        below 1 can leave an epoch without any."""
         while epoch < self._epochs and not position and not self.epoch_samples(epoch):
             epoch += 1
         return epoch
@@ -176,47 +186,28 @@ class Mixture:
         fraction = self._weights[source] % 1
         return math.floor(epoch * fraction * self._sizes[source] + Fraction(1, 2))
 
-    def _epoch(self, epoch: int, batch: BatchSize) -> _Epoch:
-        """The order of an epoch, from the cache or worked out now."""
-        by_tokens = batch.tokens is not None
-        with self._lock:
-            kept = self._kept.get((epoch, by_tokens))
-            if kept is None:
-                kept = self._shuffled(epoch, by_tokens)
-                self._kept[(epoch, by_tokens)] = kept
-            self._kept.move_to_end((epoch, by_tokens))
-            while len(self._kept) > _KEPT_EPOCHS:
-                self._kept.popitem(last=False)
-        return kept
-
-    def _shuffled(self, epoch: int, by_tokens: bool) -> _Epoch:
-        ids, order_keys = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint64)]
-        for source in range(len(self._sizes)):
-            for number, rows in enumerate(self._passes(source, epoch)):
-                ids.append(rows + self._offsets[source])
-                order_keys.append(keys(rows, _ORDER, self._seed, epoch, source, number))
-        order = np.concatenate(ids)[np.argsort(np.concatenate(order_keys), kind="stable")]
-        order.flags.writeable = False  # slices of it are handed out
-        if not by_tokens:
-            return _Epoch(order, None)
-        if self._llm_tokens is None:
-            raise SpecError(
-                "the batch is counted in tokens, but the mixture was made without lengths. Pass "
-                "llm_tokens, or count the batch in samples."
-            )
-        tokens_before = np.zeros(len(order) + 1, dtype=np.int64)
-        np.cumsum(self._llm_tokens[order], out=tokens_before[1:])
-        return _Epoch(order, tokens_before)
-
-    def _passes(self, source: int, epoch: int) -> list[NDArray[np.int64]]:
-        """Rows of each pass over a source: the full ones, then the window."""
-        size = self._sizes[source]
-        passes = [np.arange(size, dtype=np.int64)] * math.floor(self._weights[source])
-        start, end = (self._window_start(source, e) for e in (epoch, epoch + 1))
-        if end > start:
-            places = np.arange(start, end) % size
-            passes.append(permutation(size, _WINDOW, self._seed, source)[places])
-        return passes
+    def _ids(self, epoch: int, start: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at the places `start` .. `end` - 1 of an epoch: int64[end - start]."""
+        slots = permuted(
+            np.arange(start, end), self.epoch_samples(epoch), _ORDER, self._seed, epoch
+        )
+        sizes = np.array(self._sizes)
+        full = np.array([math.floor(weight) for weight in self._weights]) * sizes
+        window, window_end = (
+            np.array([self._window_start(source, e) for source in range(len(sizes))])
+            for e in (epoch, epoch + 1)
+        )
+        ends = np.cumsum(full + window_end - window)
+        source_of = np.searchsorted(ends, slots, side="right")
+        within = slots - (ends - full - window_end + window)[source_of]
+        rows = within % sizes[source_of]
+        rolled = np.flatnonzero(within >= full[source_of])
+        for source in np.unique(source_of[rolled]):
+            mine = rolled[source_of[rolled] == source]
+            places = (within[mine] - full[source] + window[source]) % sizes[source]
+            rows[mine] = permuted(places, int(sizes[source]), _WINDOW, self._seed, int(source))
+        ids: NDArray[np.int64] = rows + self._offsets[source_of]
+        return ids
 
 
 def _require_mixture(

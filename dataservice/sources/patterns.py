@@ -1,4 +1,5 @@
-"""Braces in a source's URL: `{000..127}` and `{train,extra}`, with a bound on what they make."""
+"""Braces in a source's URL: `{000..127}` and `{train,extra}`, with a bound on the number of
+URLs."""
 
 import re
 
@@ -9,8 +10,8 @@ RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.-?\d+)?")
 
 
 def expand(url: str) -> list[str]:
-    """Every pattern of a URL. Raises ValueError for braces that do not close, or that make more
-    than `MOST_PATTERNS`."""
+    """Every pattern of a URL. Raises ValueError when braces are unbalanced, or make more than
+    `MOST_PATTERNS` patterns."""
     made = _count(url)
     if made > MOST_PATTERNS:
         raise ValueError(f"its braces make {made:,} patterns; at most {MOST_PATTERNS:,} are read")
@@ -21,9 +22,10 @@ def expand(url: str) -> list[str]:
 
 
 def _count(text: str) -> int:
-    """How many patterns braces make at most; counted, for the list itself may not fit."""
-    # One entry for each open brace: alternatives that are over, and the product of the one
-    # that is being read.
+    """An upper bound on the number of patterns. It is computed without the list, which may not fit
+    in memory."""
+    # One entry per open brace: the sum over finished alternatives, and the product of the current
+    # one.
     over, product, starts = [0], [1], [0]
     at = 0
     while at < len(text):

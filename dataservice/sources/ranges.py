@@ -25,16 +25,16 @@ class SourceRanges:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each source."""
+        """Number of samples of each source."""
         return tuple(int(size) for size in np.diff(self.offsets))
 
     def source_of(self, sample_id: int) -> str:
-        """The source a sample belongs to. Raises NotFoundError."""
+        """The source a sample belongs to. Raises NotFoundError when the id is unknown."""
         self.require(np.array([sample_id]))
         return self.names[int(np.searchsorted(self.offsets, sample_id, side="right")) - 1]
 
     def require(self, sample_ids: IntArray) -> None:
-        """Raises NotFoundError for an id that no source has."""
+        """Raises NotFoundError when no source has one of these ids."""
         total = int(self.offsets[-1])
         wrong = np.asarray(sample_ids)[(sample_ids < 0) | (sample_ids >= total)]
         if len(wrong):

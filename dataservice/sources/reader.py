@@ -1,9 +1,9 @@
-"""Reads one sample's bytes: what a worker needs of this room."""
+"""Reads one sample's bytes: the only part of this room that a worker uses."""
 
 import threading
 from collections.abc import Sequence
 
-from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.errors import RESTORE, SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import RawSample, SampleRef
@@ -14,8 +14,8 @@ from dataservice.sources.roots import Roots
 
 
 class SourceReader:
-    """The port SampleReader over the sources of one job. Safe for use from several threads;
-    a source is opened when first read."""
+    """The port SampleReader over the sources of one job. Safe for use from several threads; each
+    source is opened when first read."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class SourceReader:
         limits: DecodeLimits = DEFAULT_LIMITS,
         roots: Roots | None = None,
     ) -> None:
-        """Reads under `roots` only, where given."""
+        """Reads only under `roots`, if given."""
         self._specs = {spec.name: spec for spec in specs}
         self._limits = limits
         self._roots = roots
@@ -32,14 +32,13 @@ class SourceReader:
         self._lock = threading.Lock()
 
     def read(self, ref: SampleRef) -> RawSample:
-        """Raises SampleError when this sample, SourceError when the source, is unreadable;
-        SampleError too when its bytes are no longer those that were indexed."""
+        """One sample's bytes. Raises SampleError when this sample is unreadable or its bytes are no
+        longer those that were indexed, SourceError when its source is unreadable."""
         raw = self._format(ref.source).read(ref.key, ref.location)
         if ref.crc32 is not None and (found := sample_crc32(raw)) != ref.crc32:
             raise SampleError(
                 f"the bytes of sample {ref.key!r} in {ref.location.file} changed since indexing: "
-                f"their checksum is {found:08x}, the index says {ref.crc32:08x}. Restore the "
-                "file, or index the source again."
+                f"their checksum is {found:08x}, the index says {ref.crc32:08x}. {RESTORE}"
             )
         return raw
 

@@ -1,8 +1,8 @@
-"""Where a service reads: the folders and URL prefixes that its operator allows.
+"""The folders and URL prefixes under which a service may read, as its operator allows.
 
-Jobs come from teams, but files are opened by the service, which may read more than a team may.
-A local path is judged by where it leads once links are resolved, and again whenever a file is
-opened: what lies in a team's folder, the team may have made a link.
+Jobs come from teams, but the service opens the files, and it may read more than a team may. A local
+path is checked after its links are resolved, and again whenever a file is opened: the team may have
+replaced anything in its folder by a link.
 """
 
 import os
@@ -23,15 +23,16 @@ TEAM = "{team}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roots:
-    """Local folders and URL prefixes. Whatever lies under one may be read. Folders are resolved
-    where they are used, for each host may have them elsewhere."""
+    """Local folders and URL prefixes; every file under one of them may be read. Folders are
+    resolved on the host that uses them, since their links may differ between hosts."""
 
     folders: tuple[str, ...]
     urls: tuple[str, ...]
 
     @staticmethod
     def of(allowed: Sequence[str], team: str) -> "Roots":
-        """`{team}` stands for the team's name; a root with it is not for those without one."""
+        """In a root, `{team}` stands for the team's name; such a root is left out when there is no
+        team."""
         mine = [root.replace(TEAM, team) for root in allowed if team or TEAM not in root]
         local = [LOCAL.sub("", root) for root in mine if _is_local(root)]
         return Roots(
@@ -40,7 +41,7 @@ class Roots:
         )
 
     def require(self, place: str, what: str) -> None:
-        """Raises SpecError unless a path, URL or pattern of them lies under a root."""
+        """Raises SpecError unless a path, URL or pattern lies under a root."""
         try:
             single = expand(place)
         except ValueError as error:
@@ -54,7 +55,7 @@ class Roots:
 
     def hold(self, place: str) -> bool:
         """Whether a path, URL or glob lies under a root, links resolved."""
-        # A chain of file systems (`a::b`) would lead elsewhere than its beginning says.
+        # A chain of file systems (`a::b`) would lead to a place that its beginning does not name.
         if "::" in place or "\0" in place:
             return False
         if not _is_local(place):
@@ -69,7 +70,7 @@ class Roots:
         return self._hold_resolved("/".join(fixed) or "/")
 
     def hold_file(self, path: str) -> bool:
-        """Whether this very file lies under a root, whatever characters are in its name."""
+        """Whether this file lies under a root; pattern characters in its name have no meaning."""
         if not _is_local(path):
             return self.hold(path)
         return self._hold_resolved(path)

@@ -1,8 +1,8 @@
-"""Is a part of an index what this service writes?
+"""Checks that a part of an index is one that this service could have written.
 
-An index is a file of the job's, and what it says of a sample is believed: the planner sums its
-lengths, and a worker allocates its shapes when it masks it. So it is looked at once, when it
-is opened: before it is unfolded, and column by column.
+An index is a user's file, and the service relies on it: the planner sums its lengths, and a worker
+allocates a sample's shapes when it masks the sample. So a part is checked when it is opened: its
+sizes before it is decompressed, then its values column by column.
 """
 
 from typing import IO, Any
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.sample import ItemKind, LengthTable, Modality
 from dataservice.sources.formats.parquet_footer import read_footer
 from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
-from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA
+from dataservice.sources.index_part import ITEM_NOTES, ROWS_PER_GROUP, SCHEMA
 
 _ITEM_LISTS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 _SPAN_LISTS = ("span_name", "span_offset_bytes", "span_size_bytes")
 
 
 def require_bounded(stream: IO[bytes], limits: DecodeLimits) -> None:
-    """Raises ValueError unless a part is a Parquet file with row groups and pages of bounded
-    size. Reads headers only."""
+    """Raises ValueError unless a part is a Parquet file whose row groups and pages have bounded
+    sizes. Reads headers only."""
     for number, group in enumerate(read_footer(stream)):
         if group.rows > ROWS_PER_GROUP:
             raise ValueError(f"row group {number} has {group.rows:,} rows")
@@ -46,27 +46,36 @@ def require_schema(found: pa.Schema) -> None:
 
 
 def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:
-    """Raises ValueError for a row that no index of ours has. O(rows + items), vectorised."""
+    """Raises ValueError when a row could not be in an index of ours. O(rows + items),
+    vectorised."""
     for name in table.schema.names:
         if table[name].null_count:
             raise ValueError(f"column {name!r} has empty cells")
-    for lists in ((*_ITEM_LISTS, "item_shape"), _SPAN_LISTS):
+    for lists in ((*_ITEM_LISTS, "item_shape", *ITEM_NOTES), _SPAN_LISTS):
         counts = [_counts(table[name]) for name in lists]
         alike = all(np.array_equal(counts[0], each) for each in counts)
         _require(alike, f"lists that differ in length: {', '.join(lists)}")
+    require_sound_lengths(lengths, limits)
+    _require_shapes(table, lengths, limits)
+    _require_notes(table, lengths, limits)
+    for name in ("span_offset_bytes", "span_size_bytes"):
+        _require(_flat(table[name]) >= 0, f"{name} below 0")
+
+
+def require_sound_lengths(lengths: LengthTable, limits: DecodeLimits) -> None:
+    """Raises ValueError when lengths could not be in an index of ours. O(rows + items),
+    vectorised."""
     tokens, loss = lengths.llm_tokens.astype(np.int64), lengths.loss_tokens
     _require((tokens >= 1) & (tokens <= limits.max_llm_tokens), "llm_tokens out of range")
     _require((loss >= 0) & (loss <= tokens), "loss_tokens out of range")
     _require(np.isin(lengths.item_modality, [int(m) for m in Modality]), "an unknown modality")
     _require(lengths.item_encoder_tokens >= 1, "encoder_tokens out of range")
     _require_places(lengths, tokens)
-    _require_shapes(table, lengths, limits)
-    for name in ("span_offset_bytes", "span_size_bytes"):
-        _require(_flat(table[name]) >= 0, f"{name} below 0")
 
 
 def _require_places(lengths: LengthTable, tokens: NDArray[np.int64]) -> None:
-    """Items lie inside their sample, and together take no more than its tokens."""
+    """Raises ValueError unless items lie inside their sample, and together take at most its
+    tokens."""
     items = lengths.item_llm_tokens.astype(np.int64)
     places = lengths.item_position.astype(np.int64)
     within = np.repeat(tokens, np.diff(lengths.item_offsets))
@@ -76,7 +85,8 @@ def _require_places(lengths: LengthTable, tokens: NDArray[np.int64]) -> None:
 
 
 def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:
-    """[frames, height, width, 3] for vision and [samples] for audio, within the limit a sample."""
+    """Raises ValueError unless shapes are [frames, height, width, 3] for vision and [samples] for
+    audio, within the limits of a sample."""
     is_vision = lengths.item_modality == int(Modality.VISION)
     shapes = pc.list_flatten(table["item_shape"])
     sizes = _flat(table["item_shape"], levels=2).astype(np.float64)
@@ -95,6 +105,38 @@ def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits)
     )
 
 
+def _require_notes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:
+    """Raises ValueError unless the optional columns of items hold possible values."""
+    kinds = _flat(table["item_kind"], empty=-1)
+    is_recording = kinds == int(ItemKind.RECORDING)
+    known = np.isin(kinds, [-1, *(int(kind) for kind in ItemKind)])
+    is_audio = lengths.item_modality == int(Modality.AUDIO)
+    _require(known & ((kinds == -1) | (is_recording == is_audio)), "an unknown kind of item")
+
+    grids = pc.list_flatten(table["item_grid"])
+    given = np.flatnonzero(np.asarray(pc.is_valid(grids).to_numpy()))
+    sides = _flat(table["item_grid"], levels=2, empty=0)
+    _require(_counts(pc.drop_null(grids)) == 4, "grids of other than 4 numbers")
+    _require((sides >= 1) & (sides <= limits.max_llm_tokens), "grids out of range")
+    patches = sides.reshape(-1, 4)[:, :3].astype(np.float64).prod(axis=1)
+    # Where patches do not merge, a grid may leave out some that are encoded (llava_next's borders).
+    alike = (patches == lengths.item_encoder_tokens[given]) | (sides.reshape(-1, 4)[:, 3] == 1)
+    _require(alike, "grids of other patches than tokens")
+
+    seconds = _floats(table["item_seconds_per_patch"])
+    _require((seconds > 0) & (seconds <= limits.max_video_s), "seconds_per_patch out of range")
+
+    frames = pc.drop_null(pc.list_flatten(table["item_key_frames_s"]))
+    _require(_counts(frames) <= limits.max_video_frames, "too many key frames")
+    times = _floats(table["item_key_frames_s"], levels=2)
+    _require((times >= 0) & (times <= limits.max_video_s), "key frames out of range")
+    later = np.ones(len(times), dtype=bool)  # except for the first of each clip
+    later[1:] = np.diff(times) > 0
+    starts = np.cumsum(_counts(frames)) - _counts(frames)
+    later[starts[starts < len(times)]] = True
+    _require(later, "key frames out of order")
+
+
 def _require(holds: "NDArray[np.bool_] | bool", otherwise: str) -> None:
     if not np.all(holds):
         raise ValueError(f"it has {otherwise}")
@@ -105,15 +147,23 @@ def _counts(column: Any) -> NDArray[np.int64]:
     return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)
 
 
-def _flat(column: Any, levels: int = 1) -> NDArray[np.int64]:
-    """Items of the lists of a column, int64[items]."""
+def _flat(column: Any, levels: int = 1, *, empty: int | None = None) -> NDArray[np.int64]:
+    """Items of the lists of a column, int64[items]; `empty` replaces missing values."""
     for _ in range(levels):
         column = pc.list_flatten(column)
-    return np.asarray(column.to_numpy(), dtype=np.int64)
+    filled = column if empty is None else pc.fill_null(column, empty)
+    return np.asarray(filled.to_numpy(), dtype=np.int64)
+
+
+def _floats(column: Any, levels: int = 1) -> NDArray[np.float64]:
+    """Items of the lists of a column, without missing values: float64[items]."""
+    for _ in range(levels):
+        column = pc.list_flatten(column)
+    return np.asarray(pc.drop_null(column).to_numpy(), dtype=np.float64)
 
 
 def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """The same type; the names of list items are the writer's."""
+    """Whether two types are the same; the names of list items may differ."""
     if pa.types.is_list(found) and pa.types.is_list(wanted):
         return _alike(found.value_type, wanted.value_type)
     return bool(found.equals(wanted))

@@ -2,8 +2,9 @@
 
 import os
 import posixpath
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
@@ -28,16 +29,19 @@ from dataservice.sources.filesystem import (
 from dataservice.sources.patterns import expand
 from dataservice.sources.roots import Roots
 
-# Reading a gap of this size costs less than asking an object store once more.
-_BRIDGED_GAP_BYTES = 64 * 1024
+# Reading a gap of this size costs less than another request to an object store.
+BRIDGED_GAP_BYTES = 64 * 1024
+_PATTERN = re.compile(r"[*?\[{]")
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of a source as it was when listed. `version` is its entity tag or time of change,
-    and empty where the file system knows neither."""
+    """One file of a source as it was when listed. `name` is relative to the part of the source's
+    URL before its first pattern; `version` is its entity tag or modification time, and empty when
+    the file system has neither."""
 
+    name: str
     path: str
     size_bytes: int
     version: str
@@ -47,8 +51,8 @@ class Storage:
     """The file system of one source. Safe for use from several threads."""
 
     def __init__(self, spec: SourceSpec, roots: Roots | None = None) -> None:
-        """Reads under `roots` only, where given. Raises SourceError when the URL's protocol is
-        unknown or lacks its package."""
+        """Reads only under `roots`, if given. Raises SourceError when the URL's protocol is unknown
+        or its package is not installed."""
         self._spec = spec
         self._roots = roots
         patterns = _expand_braces(spec)
@@ -73,17 +77,30 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """Whether a read costs no request over a network."""
+        """Whether reading needs no request over a network."""
         return self._local
 
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths and patterns that the source's URL stands for."""
+        return self._patterns
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder at a path."""
+        try:
+            with self.translate(path, "be listed", pass_on=(FileNotFoundError,)):
+                return bool(self._fs.info(path)["type"] == "directory")
+        except FileNotFoundError:
+            return False
+
     def files(self, suffixes: Sequence[str]) -> tuple[SourceFile, ...]:
-        """The source's files, sorted by path. A folder stands for all files under it that end
+        """The source's files, sorted by name. A folder stands for all files under it that end
         in one of `suffixes`.
 
         Raises:
-            SourceError: a named file is missing, or there is no file at all.
+            SourceError: a named file is missing, or there are no files.
         """
-        found: dict[str, SourceFile] = {}
+        found: dict[str, dict[str, object]] = {}
         missing: list[str] = []
         with self.translate(self._spec.url, "be listed"):
             self._fs.invalidate_cache()
@@ -92,7 +109,7 @@ class Storage:
                 if infos is None:
                     missing.append(pattern)
                 for info in infos or ():
-                    found[str(info["name"])] = _source_file(info)
+                    found[str(info["name"])] = info
         if missing:
             raise SourceError(
                 f"source {self._spec.name!r} has no file at {_some(missing)} "
@@ -103,10 +120,20 @@ class Storage:
                 f"source {self._spec.name!r} is empty: no {' or '.join(suffixes)} file matches "
                 f"{self._spec.url!r}. Correct the source's url."
             )
-        return tuple(found[path] for path in sorted(found))
+        root = self._root(found)
+        files = [_source_file(info, path.removeprefix(root)) for path, info in found.items()]
+        return tuple(sorted(files, key=lambda file: file.name))
+
+    def _root(self, found: Container[str]) -> str:
+        """The prefix left out of the files' names: it says where the corpus lies, and is no part of
+        it."""
+        fixed = cast(str, self._fs._strip_protocol(static_prefix(self._spec.url) or "."))
+        if fixed in found:  # the URL names one file
+            fixed = posixpath.dirname(fixed)
+        return f"{fixed.rstrip('/')}/"
 
     def _matches(self, pattern: str, suffixes: Sequence[str]) -> list[dict[str, object]] | None:
-        """Listing entries of one pattern; None when a plain path does not exist."""
+        """Listing entries of one pattern; None when it is a plain path that does not exist."""
         try:
             info = self._fs.info(pattern)
         except FileNotFoundError:
@@ -120,11 +147,24 @@ class Storage:
         return [entry for entry in under if str(entry["name"]).lower().endswith(tuple(suffixes))]
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading. Raises SourceError."""
+        """Open a file for reading. Raises SourceError when it cannot be opened."""
         return open_to_read(self._fs, path, f"source {self._spec.name!r}", self._roots)
 
+    def read_note(self, path: str, most_bytes: int) -> bytes | None:
+        """A small file that a library keeps beside its data; None when there is none. Raises
+        SourceError when it is larger than `most_bytes`."""
+        owner, absent = f"source {self._spec.name!r}", (FileNotFoundError,)
+        try:
+            with open_to_read(self._fs, path, owner, self._roots, pass_on=absent) as stream:
+                data = stream.read(most_bytes + 1)
+        except FileNotFoundError:
+            return None
+        if len(data) > most_bytes:
+            raise SourceError(f"{owner}: {path} has more than {most_bytes:,} bytes. Restore it.")
+        return data
+
     def read_spans(self, path: str, spans: Sequence[ByteSpan]) -> list[bytes]:
-        """The bytes of each span; spans that lie close together are read at once.
+        """The bytes of each span; neighbouring spans are read in one request.
 
         Raises:
             SourceError: the file cannot be read, or is shorter than the index says.
@@ -142,7 +182,8 @@ class Storage:
                 raise SourceError(
                     f"source {self._spec.name!r}: {path} ends inside {span.name!r}, which needs "
                     f"bytes {span.offset_bytes} to {span.offset_bytes + span.size_bytes}. The "
-                    "file was changed after it was indexed: run `dataservice index JOB.yaml`."
+                    "file was changed after it was indexed: restore it. To index it again makes "
+                    "other data of it, which the job's checkpoints do not fit."
                 )
             out.append(bytes(data))
         return out
@@ -152,7 +193,7 @@ class Storage:
             return [_read_run(stream, start, end) for start, end in runs]
 
     def _remote_runs(self, path: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-        """All at once, where the file system can."""
+        """Reads all runs at once, if the file system can."""
         require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
         starts, ends = [start for start, _ in runs], [end for _, end in runs]
         with self.translate(path, "be read"):
@@ -162,17 +203,18 @@ class Storage:
         return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
-        """A file named relative to the folder of `path`, or to the source's media_root, as
-        records name their media.
+        """A file named relative to the folder of `path`, or to the source's media_root: records
+        name their media in this way.
 
         Links are followed as long as they stay inside that folder.
 
         Raises:
-            SampleError: the name or a link leaves the folder, there is no such file, it is none
-                (a device, a pipe), or it is larger than `max_media_bytes`.
+            SampleError: the name or a link leaves the folder, there is no such file, it is not a
+                plain file (a device, a pipe), or it is larger than `max_media_bytes`.
         """
         folder = self._media_root or posixpath.dirname(path)
-        # A web server takes %2e%2e for two dots.
+        relative = relative.removeprefix(f"{folder}/")  # some records name whole paths
+        # A web server reads %2e%2e as two dots.
         spellings = {relative} if self._local else {relative, unquote(relative)}
         if any(map(_leaves, spellings)):
             raise _outside(relative, folder)
@@ -196,7 +238,7 @@ class Storage:
     def translate(
         self, path: str, what: str, *, pass_on: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Turn whatever a file system raises into SourceError: '<path> cannot <what>'."""
+        """Turn any exception of the file system into SourceError: '<path> cannot <what>'."""
         with translate(f"source {self._spec.name!r}", path, what, pass_on=pass_on):
             yield
 
@@ -204,12 +246,12 @@ class Storage:
 def _read_local(
     full: str, folder: str, relative: str, limits: DecodeLimits, roots: Roots | None
 ) -> bytes:
-    """A plain file whose real path lies in the folder's. Opened once, so that what is checked
-    is what is read."""
+    """A plain file whose real path lies in the folder's real path. It is opened once, so that the
+    file that was checked is the file that is read."""
     real, top = os.path.realpath(full), os.path.realpath(folder)
     if not real.startswith(f"{top.rstrip('/')}/"):
         raise _outside(relative, folder)
-    # A pipe without a writer would else be waited for.
+    # Otherwise opening a pipe without a writer would block.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
         if roots is not None and not roots.hold_file(path_of(descriptor, real)):
@@ -231,7 +273,7 @@ def _normal(relative: str) -> str:
 
 
 def _leaves(relative: str) -> bool:
-    """Whether a name is none of a file inside the folder that it is relative to."""
+    """Whether a name leaves the folder that it is relative to."""
     inside = _normal(relative)
     return (
         not relative
@@ -259,10 +301,20 @@ def _expand_braces(spec: SourceSpec) -> list[str]:
         ) from error
 
 
-def _source_file(info: dict[str, object]) -> SourceFile:
+def static_prefix(url: str) -> str:
+    """The part of a URL before its first pattern, cut at its last slash; the whole URL when it has
+    no pattern."""
+    pattern = _PATTERN.search(url)
+    return url.rstrip("/") if pattern is None else url[: pattern.start()].rpartition("/")[0]
+
+
+def _source_file(info: dict[str, object], name: str) -> SourceFile:
     version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
     return SourceFile(
-        path=str(info["name"]), size_bytes=int(cast(int, info["size"] or 0)), version=version
+        name=name,
+        path=str(info["name"]),
+        size_bytes=int(cast(int, info["size"] or 0)),
+        version=version,
     )
 
 
@@ -276,7 +328,7 @@ def _runs(spans: Sequence[ByteSpan]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda s: s.offset_bytes):
         end = span.offset_bytes + span.size_bytes
-        if runs and span.offset_bytes - runs[-1][1] <= _BRIDGED_GAP_BYTES:
+        if runs and span.offset_bytes - runs[-1][1] <= BRIDGED_GAP_BYTES:
             runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
         else:
             runs.append((span.offset_bytes, end))

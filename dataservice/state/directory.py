@@ -1,9 +1,12 @@
-"""The state directory: one process holds it, a damaged file is left alone, a backup is kept.
+"""The state directory: one process holds it, a damaged file is left unchanged, a backup is kept.
 
     hold DIR/state.lock ─▶ sound? (log, then every page, read-only) ─▶ back up ─▶ migrate
 
-Nothing is written before the file was found sound, so what is refused can still be salvaged.
+Nothing is written before the file has been found sound, so a refused file can still be salvaged.
 The backup is the file as this start found it, before any migration.
+
+The files hold the jobs of all teams, so only their owner may read them from the moment they are
+made. Files that an older release left readable to others are made private.
 """
 
 import fcntl
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from dataservice.core.errors import StateError
+from dataservice.core.private_files import make_private, tighten
 from dataservice.state.schema import migrate, require_known
 from dataservice.state.wal import lost_transactions
 
@@ -22,16 +26,21 @@ log = logging.getLogger(__name__)
 
 FILE = "state.db"
 BACKUP = "state.backup.db"
+SECRET = "secret"
 _LOCK = "state.lock"
+# Milliseconds that a call waits for a file that another process (such as a backup) has locked.
+BUSY_MS = 5000
 
 
 def hold(directory: Path) -> IO[str]:
-    """Make the directory and lock it for this process, until the file given is closed.
+    """Make the directory and lock it for this process, until the returned file is closed.
 
-    Raises StateError: it cannot be written, or another process holds it.
+    Raises StateError when it cannot be written, or another process holds it.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        make_private(directory / _LOCK)
         lock_file = (directory / _LOCK).open("a+", encoding="ascii")
     except OSError as error:
         raise StateError(_unwritable(directory, error)) from error
@@ -54,10 +63,23 @@ def hold(directory: Path) -> IO[str]:
     return lock_file
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open a sound state file, back it up and bring it up to date; make one where none is.
+def tighten_files(directory: Path) -> None:
+    """Remove other users' permissions from the files, which an older release may have left."""
+    for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", BACKUP, _LOCK, SECRET):
+        path = directory / name
+        try:
+            mode = tighten(path)
+        except OSError as error:
+            log.warning("%s keeps a mode that others may use: %s", path, error.strerror)
+        else:
+            if mode is not None:
+                log.warning("%s had mode %04o and is now its owner's alone", path, mode)
 
-    Raises StateError and sqlite3.Error; then the file is as it was.
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a sound state file, back it up and bring it up to date; make one if there is none.
+
+    Raises StateError or sqlite3.Error when it cannot; the file is then unchanged.
     """
     backup = path.with_name(BACKUP)
     there = path.exists() and path.stat().st_size > 0
@@ -68,8 +90,13 @@ def connect(path: Path) -> sqlite3.Connection:
             f"{path} is {'empty' if path.exists() else 'missing'}, but its backup {backup} is "
             f"there. {restoring(path)}, or move the backup away too to start anew."
         )
+    try:
+        make_private(path)  # SQLite gives the log and its index the mode of this file
+    except OSError as error:
+        raise StateError(_unwritable(path.parent, error)) from error
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -83,7 +110,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def explain(error: sqlite3.Error, path: Path) -> str:
-    """What SQLite says, and what to do about it."""
+    """SQLite's error in words, and what to do about it."""
     code = getattr(error, "sqlite_errorcode", None)
     remedies: dict[int | None, str] = {
         sqlite3.SQLITE_FULL: "Nothing of this change was kept, and nothing else is lost. Free "
@@ -100,7 +127,7 @@ def explain(error: sqlite3.Error, path: Path) -> str:
 
 
 def restoring(path: Path) -> str:
-    """How the backup takes the place of the file."""
+    """How to replace the file by its backup."""
     return (
         f"Stop all trainers, move {path.name}, {path.name}-wal and {path.name}-shm away, and "
         f"`cp {path.with_name(BACKUP)} {path}`"
@@ -108,7 +135,8 @@ def restoring(path: Path) -> str:
 
 
 def _require_sound(path: Path) -> None:
-    """Read-only, so that closing the file again writes nothing of its log into it."""
+    """Raises StateError when the file or its log is damaged. Opens the file read-only, so that
+    closing it does not write its log into it."""
     wal = path.with_name(f"{path.name}-wal")
     try:
         wrong = lost_transactions(wal)
@@ -117,7 +145,8 @@ def _require_sound(path: Path) -> None:
         raise StateError(f"{wal} cannot be read: {error.strerror}. Check the disk.") from error
     if wrong:
         raise StateError(f"{wal}: {wrong}. {_damaged(path)}")
-    # Nobody else has the directory. Without a log the file is all, and none is to be made.
+    # Only this process uses the directory. Without a log, the file is complete, and no log may be
+    # made.
     query = "mode=ro" if logged else "mode=ro&immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{query}", uri=True)) as reader:
         (verdict,) = reader.execute("PRAGMA quick_check(1)").fetchone()
@@ -141,10 +170,12 @@ def _damaged(path: Path) -> str:
 
 
 def _back_up(connection: sqlite3.Connection, backup: Path) -> None:
-    """Whole or not at all. That a disk has no room for it stops no service."""
+    """Writes the backup whole or not at all. A disk without room for it does not stop the
+    service."""
     making = backup.with_name(f"{BACKUP}.part")
     try:
         making.unlink(missing_ok=True)
+        make_private(making)
         with closing(sqlite3.connect(making)) as copy:
             connection.backup(copy)
         with making.open("rb") as made:

@@ -1,6 +1,7 @@
-"""The store that forgets: for tests, simulations, and a service without a state directory."""
+"""The store in memory: for tests, simulations, and a service without a state directory."""
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from dataservice.core.job import (
     QuarantineEntry,
     SkipAction,
     SkipRecord,
+    SpecRecord,
 )
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 
@@ -28,14 +30,34 @@ class MemoryStateStore:
         self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
         self._costs: dict[str, list[CostRecord]] = {}
         self._skips: dict[str, list[SkipRecord]] = {}
+        self._specs: dict[str, dict[int, SpecRecord]] = {}
 
     def close(self) -> None:
         """Nothing to flush."""
 
+    def check(self) -> None:
+        """Returns if the store can be read and written; changes nothing."""
+        with self._turn:
+            return
+
     def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name; its attempts and ledger stay."""
+        """Insert or replace a job by name; its attempts and ledger stay. The first job file of each
+        version is kept."""
         with self._turn:
             self._jobs[job.name] = job
+            spec = SpecRecord(
+                job=job.name,
+                version=job.spec_version,
+                spec_json=job.spec_json,
+                submitted_unix_s=time.time(),
+            )
+            self._specs.setdefault(job.name, {}).setdefault(spec.version, spec)
+
+    def specs(self, job: str) -> list[SpecRecord]:
+        """Every version of a job's file, by version."""
+        with self._turn:
+            versions = self._specs.get(job, {})
+            return [versions[number] for number in sorted(versions)]
 
     def job(self, name: str) -> JobRecord | None:
         """One job, or None."""
@@ -48,16 +70,17 @@ class MemoryStateStore:
             return [self._jobs[name] for name in sorted(self._jobs)]
 
     def delete_job(self, name: str) -> None:
-        """Remove a job with all its records; no such job is no error."""
+        """Remove a job with all its records; it is no error if there is no such job."""
         with self._turn:
             for table in (
                 self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
-                self._skips,
+                self._skips, self._specs,
             ):  # fmt: skip
                 table.pop(name, None)
 
     def put_attempt(self, attempt: AttemptRecord) -> None:
-        """Insert. Raises ConflictError if not the next number, NotFoundError without its job."""
+        """Insert. Raises ConflictError when its number is not the next one, NotFoundError when
+        there is no such job."""
         with self._turn:
             self._require_job(attempt.job)
             attempts = self._attempts.setdefault(attempt.job, [])
@@ -72,13 +95,13 @@ class MemoryStateStore:
             return attempts[-1] if attempts else None
 
     def attempts(self, job: str) -> list[AttemptRecord]:
-        """All attempts of a job, the first first."""
+        """All attempts of a job, by number."""
         with self._turn:
             return list(self._attempts.get(job, []))
 
     def put_ledger(self, entry: LedgerEntry) -> None:
-        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError
-        without its job."""
+        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
+        there is no such job."""
         with self._turn:
             self._require_job(entry.job)
             self._ledger.setdefault(entry.job, {})[(entry.attempt, entry.step)] = entry
@@ -91,17 +114,21 @@ class MemoryStateStore:
         committed_unix_s: float,
         measured_s: float | None = None,
     ) -> None:
-        """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
+        """Mark a step as trained by all ranks. Raises NotFoundError when it was never planned."""
         with self._turn:
-            entries = self._ledger.get(job, {})
-            entry = entries.get((attempt, step))
-            if entry is None:
-                raise NotFoundError(never_planned(job, attempt, step))
-            entries[(attempt, step)] = replace(
+            entry = self._planned(job, attempt, step)
+            self._ledger[job][attempt, step] = replace(
                 entry,
                 committed_unix_s=committed_unix_s,
                 measured_s=entry.measured_s if measured_s is None else measured_s,
             )
+
+    def put_content(self, job: str, attempt: int, step: int, content: bytes) -> None:
+        """Record the digest of what a step delivered. Raises NotFoundError when it was never
+        planned."""
+        with self._turn:
+            entry = self._planned(job, attempt, step)
+            self._ledger[job][attempt, step] = replace(entry, content=content)
 
     def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
         """The entry of this step in this attempt, or in the newest attempt that has it."""
@@ -120,27 +147,27 @@ class MemoryStateStore:
     def last_entry(
         self, job: str, attempt: int, *, before: int | None = None
     ) -> LedgerEntry | None:
-        """The attempt's entry of the highest step, or of the highest below `before`."""
+        """The attempt's entry of its highest step, or of its highest step below `before`."""
         with self._turn:
             entries = self._ledger.get(job, {})
             steps = [s for a, s in entries if a == attempt and (before is None or s < before)]
             return entries[attempt, max(steps)] if steps else None
 
     def last_committed_step(self, job: str, attempt: int) -> int:
-        """The attempt's highest step that is committed; -1 if none is."""
+        """The attempt's highest committed step; -1 when none is committed."""
         with self._turn:
             entries = self._ledger.get(job, {}).values()
             mine = [e for e in entries if e.attempt == attempt and e.committed_unix_s is not None]
             return max((entry.step for entry in mine), default=-1)
 
     def last_planned_step(self, job: str) -> int:
-        """The last step of the ledger in any attempt; -1 if it is empty."""
+        """The highest step in the ledger, over all attempts; -1 when the ledger is empty."""
         with self._turn:
             return max((step for _, step in self._ledger.get(job, {})), default=-1)
 
     def put_cost(self, cost: CostRecord) -> None:
-        """Insert; it replaces those of its job that begin at its step or later. Raises
-        NotFoundError without its job."""
+        """Insert; replaces the job's records that begin at its step or later. Raises NotFoundError
+        when there is no such job."""
         with self._turn:
             self._require_job(cost.job)
             known = self._costs.get(cost.job, [])
@@ -148,7 +175,7 @@ class MemoryStateStore:
             self._costs[cost.job] = [*kept, cost]
 
     def costs(self, job: str) -> list[CostRecord]:
-        """The job's cost records by the step they begin at."""
+        """The job's cost records, by the step at which they begin."""
         with self._turn:
             return list(self._costs.get(job, []))
 
@@ -159,8 +186,8 @@ class MemoryStateStore:
         action: SkipAction,
         recorded_unix_s: float,
     ) -> list[SkipRecord]:
-        """Record these ranges of steps for every attempt that is yet to begin. All or none.
-        Raises NotFoundError without their job."""
+        """Record these ranges of steps for every future attempt: all of them or none. Raises
+        NotFoundError when there is no such job."""
         with self._turn:
             self._require_job(job)
             known = self._skips.setdefault(job, [])
@@ -185,8 +212,8 @@ class MemoryStateStore:
             return list(self._skips.get(job, []))
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
-        """Append; the first entry of a (job, attempt, step, sample_id) is kept. All or none.
-        Raises NotFoundError without their job."""
+        """Append all entries or none; the first entry of a (job, attempt, step, sample_id) is kept.
+        Raises NotFoundError when there is no such job."""
         with self._turn:
             for entry in entries:
                 self._require_job(entry.job)
@@ -206,8 +233,14 @@ class MemoryStateStore:
         return [entry for entry in entries if (entry.attempt, entry.step) == (attempt, step)]
 
     def quarantined_samples(self, job: str) -> int:
-        """How many samples have an entry."""
+        """Number of samples that have an entry."""
         return len({entry.sample_id for entry in self.quarantine(job)})
+
+    def _planned(self, job: str, attempt: int, step: int) -> LedgerEntry:
+        entry = self._ledger.get(job, {}).get((attempt, step))
+        if entry is None:
+            raise NotFoundError(never_planned(job, attempt, step))
+        return entry
 
     def _require_job(self, name: str) -> None:
         if name not in self._jobs:

@@ -1,4 +1,4 @@
-"""What both stores say when they refuse something."""
+"""The messages with which both stores refuse a record."""
 
 from dataservice.core.job import AttemptRecord
 
@@ -17,8 +17,8 @@ def not_the_next_attempt(attempt: AttemptRecord, last: int) -> str:
 
 
 def never_planned(job: str, attempt: int, step: int) -> str:
-    """Only a step of the ledger can be committed."""
+    """Only a step in the ledger can be delivered and committed."""
     return (
-        f"step {step} of attempt {attempt} of job {job!r} was never planned, so it cannot be "
-        "committed. Commit only steps that this attempt has handed out."
+        f"step {step} of attempt {attempt} of job {job!r} was never planned, so nothing of it "
+        "can be recorded. Commit only steps that this attempt has handed out."
     )

@@ -1,6 +1,6 @@
 """The tables of state.db and the way from each version to the next.
 
-A migration is never edited once released: the next one changes what it made.
+A released migration is never edited: a later migration changes what it made.
 """
 
 import sqlite3
@@ -50,7 +50,7 @@ CREATE TABLE quarantine (
 ) STRICT, WITHOUT ROWID;
 """
 
-# What was predicted and measured of a step, and costs that take over at a step.
+# Predicted and measured seconds of a step, and cost coefficients that take effect at a step.
 _COSTS = """
 ALTER TABLE ledger ADD COLUMN predicted_s REAL;
 ALTER TABLE ledger ADD COLUMN measured_s REAL;
@@ -64,7 +64,7 @@ CREATE TABLE costs (
 ) STRICT, WITHOUT ROWID;
 """
 
-# Steps that attempts from a number on pass over.
+# Steps that attempts skip, from a given attempt on.
 _SKIPS = """
 CREATE TABLE skips (
     job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
@@ -78,8 +78,27 @@ CREATE TABLE skips (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS)
-"""MIGRATIONS[k] leads from version k to version k + 1."""
+# What a step delivered; the versions of job files, and the version that each attempt began with;
+# the launches of attempts; the order of a job's samples, which is unknown for older jobs.
+_VERSIONS = """
+ALTER TABLE ledger ADD COLUMN content BLOB;
+ALTER TABLE jobs ADD COLUMN spec_version INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE jobs ADD COLUMN "order" TEXT NOT NULL DEFAULT '';
+CREATE TABLE specs (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
+    version INTEGER NOT NULL,
+    spec_json TEXT NOT NULL,
+    submitted_unix_s REAL NOT NULL,
+    PRIMARY KEY (job, version)
+) STRICT, WITHOUT ROWID;
+INSERT INTO specs SELECT name, 1, spec_json, created_unix_s FROM jobs;
+ALTER TABLE attempts ADD COLUMN spec_version INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE attempts ADD COLUMN launch TEXT NOT NULL DEFAULT '';
+ALTER TABLE costs ADD COLUMN spec_version INTEGER NOT NULL DEFAULT 1;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS, _VERSIONS)
+"""MIGRATIONS[k] migrates from version k to version k + 1."""
 
 _CREATE_MIGRATIONS = """
 CREATE TABLE IF NOT EXISTS migrations (
@@ -90,7 +109,7 @@ CREATE TABLE IF NOT EXISTS migrations (
 
 
 def require_known(connection: sqlite3.Connection, where: str) -> None:
-    """Raises StateError unless the database is empty, or has just the tables of a version that
+    """Raises StateError unless the database is empty, or has exactly the tables of a version that
     this release knows. Reads only."""
     found = _tables(connection)
     version = _version(connection) if "migrations" in found else 0
@@ -108,8 +127,7 @@ def require_known(connection: sqlite3.Connection, where: str) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a database that is known up to date; each migration is applied whole or not at
-    all."""
+    """Bring a database of a known version up to date; each migration is one transaction."""
     connection.executescript(_CREATE_MIGRATIONS)
     for number in range(_version(connection), len(MIGRATIONS)):
         connection.executescript(

@@ -1,13 +1,14 @@
 """The durable store: one SQLite file, `state.db`, in a directory that one process holds.
 
-Contract. Every method is one transaction: it is on disk when the method returns (WAL with
-synchronous=FULL), and has not happened at all when it raises. Threads of one process take
-turns. A second process is refused, since a coordinator's memory would not see its writes; the
-kernel drops the lock when the holder dies, however it dies.
+Contract. Every method is one transaction: when the method returns, it is on disk (WAL with
+synchronous=FULL); when it raises, nothing has changed. Threads of one process take turns. A second
+process is refused, since a coordinator's memory would not see its writes; the kernel drops the lock
+when the holder dies, however it dies.
 """
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
@@ -23,12 +24,23 @@ from dataservice.core.job import (
     QuarantineEntry,
     SkipAction,
     SkipRecord,
+    SpecRecord,
 )
 from dataservice.state import directory as folder
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 
+# Milliseconds that `check` waits for a file that another process has locked.
+CHECK_BUSY_MS = 1000
+
 _Record = TypeVar(
-    "_Record", JobRecord, AttemptRecord, LedgerEntry, QuarantineEntry, CostRecord, SkipRecord
+    "_Record",
+    JobRecord,
+    AttemptRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    CostRecord,
+    SkipRecord,
+    SpecRecord,
 )
 
 
@@ -46,6 +58,7 @@ class SqliteStateStore:
         self._turn = threading.RLock()
         self._lock_file = folder.hold(directory)
         try:
+            folder.tighten_files(directory)
             with self._translated():
                 self._connection = folder.connect(self._path)
         except BaseException:
@@ -53,22 +66,43 @@ class SqliteStateStore:
             raise
 
     def close(self) -> None:
-        """Flush, close and let another process have the directory. May be called twice."""
+        """Flush, close and release the directory for other processes. May be called twice."""
         with self._turn, self._translated():
             self._connection.close()
             self._lock_file.close()
 
+    def check(self) -> None:
+        """Returns if the store can be read and written; changes nothing. It waits for the call in
+        progress, and takes the same lock as writing."""
+        with self._turn, self._translated():
+            self._connection.execute(f"PRAGMA busy_timeout = {CHECK_BUSY_MS}")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("ROLLBACK")
+            finally:
+                self._connection.execute(f"PRAGMA busy_timeout = {folder.BUSY_MS}")
+
     # ---- jobs -----------------------------------------------------------------------------
 
     def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name; its attempts and ledger stay."""
+        """Insert or replace a job by name; its attempts and ledger stay. The first job file of each
+        version is kept."""
         with self._transaction() as db:
             db.execute(
-                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "spec_json = excluded.spec_json, index_fingerprint = excluded.index_fingerprint, "
-                "state = excluded.state, created_unix_s = excluded.created_unix_s",
+                "state = excluded.state, created_unix_s = excluded.created_unix_s, "
+                'spec_version = excluded.spec_version, "order" = excluded."order"',
                 astuple(job),
             )
+            db.execute(
+                "INSERT OR IGNORE INTO specs VALUES (?, ?, ?, ?)",
+                (job.name, job.spec_version, job.spec_json, time.time()),
+            )
+
+    def specs(self, job: str) -> list[SpecRecord]:
+        """Every version of a job's file, by version."""
+        return self._select(SpecRecord, "FROM specs WHERE job = ? ORDER BY version", job)
 
     def job(self, name: str) -> JobRecord | None:
         """One job, or None."""
@@ -79,14 +113,15 @@ class SqliteStateStore:
         return self._select(JobRecord, "FROM jobs ORDER BY name")
 
     def delete_job(self, name: str) -> None:
-        """Remove a job with all its records; no such job is no error."""
+        """Remove a job with all its records; it is no error if there is no such job."""
         with self._transaction() as db:
-            db.execute("DELETE FROM jobs WHERE name = ?", (name,))  # the rest by foreign key
+            db.execute("DELETE FROM jobs WHERE name = ?", (name,))  # foreign keys remove the rest
 
     # ---- attempts -------------------------------------------------------------------------
 
     def put_attempt(self, attempt: AttemptRecord) -> None:
-        """Insert. Raises ConflictError if not the next number, NotFoundError without its job."""
+        """Insert. Raises ConflictError when its number is not the next one, NotFoundError when
+        there is no such job."""
         with self._transaction() as db:
             self._require_job(db, attempt.job)
             (last,) = db.execute(
@@ -94,7 +129,7 @@ class SqliteStateStore:
             ).fetchone()
             if attempt.attempt != last + 1:
                 raise ConflictError(not_the_next_attempt(attempt, last))
-            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", astuple(attempt))
+            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(attempt))
 
     def last_attempt(self, job: str) -> AttemptRecord | None:
         """The newest attempt of a job."""
@@ -105,18 +140,18 @@ class SqliteStateStore:
         )
 
     def attempts(self, job: str) -> list[AttemptRecord]:
-        """All attempts of a job, the first first."""
+        """All attempts of a job, by number."""
         return self._select(AttemptRecord, "FROM attempts WHERE job = ? ORDER BY attempt", job)
 
     # ---- ledger ---------------------------------------------------------------------------
 
     def put_ledger(self, entry: LedgerEntry) -> None:
-        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError
-        without its job."""
+        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
+        there is no such job."""
         with self._transaction() as db:
             self._require_job(db, entry.job)
             db.execute(
-                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 astuple(entry),
             )
 
@@ -128,12 +163,23 @@ class SqliteStateStore:
         committed_unix_s: float,
         measured_s: float | None = None,
     ) -> None:
-        """Mark a step as trained by all ranks; NotFoundError if it was never planned."""
+        """Mark a step as trained by all ranks. Raises NotFoundError when it was never planned."""
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE ledger SET committed_unix_s = ?, measured_s = COALESCE(?, measured_s) "
                 "WHERE job = ? AND attempt = ? AND step = ?",
                 (committed_unix_s, measured_s, job, attempt, step),
+            )
+            if not changed.rowcount:
+                raise NotFoundError(never_planned(job, attempt, step))
+
+    def put_content(self, job: str, attempt: int, step: int, content: bytes) -> None:
+        """Record the digest of what a step delivered. Raises NotFoundError when it was never
+        planned."""
+        with self._transaction() as db:
+            changed = db.execute(
+                "UPDATE ledger SET content = ? WHERE job = ? AND attempt = ? AND step = ?",
+                (content, job, attempt, step),
             )
             if not changed.rowcount:
                 raise NotFoundError(never_planned(job, attempt, step))
@@ -154,7 +200,7 @@ class SqliteStateStore:
     def last_entry(
         self, job: str, attempt: int, *, before: int | None = None
     ) -> LedgerEntry | None:
-        """The attempt's entry of the highest step, or of the highest below `before`."""
+        """The attempt's entry of its highest step, or of its highest step below `before`."""
         rest = "FROM ledger WHERE job = ? AND attempt = ?"
         last = "ORDER BY step DESC LIMIT 1"
         if before is None:
@@ -164,8 +210,8 @@ class SqliteStateStore:
         )
 
     def last_committed_step(self, job: str, attempt: int) -> int:
-        """The attempt's highest step that is committed; -1 if none is."""
-        # Planned ahead of the committed there are few: the search ends soon.
+        """The attempt's highest committed step; -1 when none is committed."""
+        # Few steps are planned ahead of the committed ones, so the search ends soon.
         return self._number(
             "SELECT COALESCE((SELECT step FROM ledger WHERE job = ? AND attempt = ? "
             "AND committed_unix_s IS NOT NULL ORDER BY step DESC LIMIT 1), -1)",
@@ -174,23 +220,23 @@ class SqliteStateStore:
         )
 
     def last_planned_step(self, job: str) -> int:
-        """The last step of the ledger in any attempt; -1 if it is empty."""
+        """The highest step in the ledger, over all attempts; -1 when the ledger is empty."""
         return self._number("SELECT COALESCE(MAX(step), -1) FROM ledger WHERE job = ?", job)
 
     # ---- costs ----------------------------------------------------------------------------
 
     def put_cost(self, cost: CostRecord) -> None:
-        """Insert; it replaces those of its job that begin at its step or later. Raises
-        NotFoundError without its job."""
+        """Insert; replaces the job's records that begin at its step or later. Raises NotFoundError
+        when there is no such job."""
         with self._transaction() as db:
             self._require_job(db, cost.job)
             db.execute(
                 "DELETE FROM costs WHERE job = ? AND from_step >= ?", (cost.job, cost.from_step)
             )
-            db.execute("INSERT INTO costs VALUES (?, ?, ?, ?, ?)", astuple(cost))
+            db.execute("INSERT INTO costs VALUES (?, ?, ?, ?, ?, ?)", astuple(cost))
 
     def costs(self, job: str) -> list[CostRecord]:
-        """The job's cost records by the step they begin at."""
+        """The job's cost records, by the step at which they begin."""
         return self._select(CostRecord, "FROM costs WHERE job = ? ORDER BY from_step", job)
 
     # ---- skips ----------------------------------------------------------------------------
@@ -202,8 +248,8 @@ class SqliteStateStore:
         action: SkipAction,
         recorded_unix_s: float,
     ) -> list[SkipRecord]:
-        """Record these ranges of steps for every attempt that is yet to begin. All or none.
-        Raises NotFoundError without their job."""
+        """Record these ranges of steps for every future attempt: all of them or none. Raises
+        NotFoundError when there is no such job."""
         with self._transaction() as db:
             self._require_job(db, job)
             (attempt,) = db.execute(
@@ -237,8 +283,8 @@ class SqliteStateStore:
     # ---- quarantine -----------------------------------------------------------------------
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
-        """Append; the first entry of a (job, attempt, step, sample_id) is kept. All or none.
-        Raises NotFoundError without their job."""
+        """Append all entries or none; the first entry of a (job, attempt, step, sample_id) is kept.
+        Raises NotFoundError when there is no such job."""
         with self._transaction() as db:
             for name in {entry.job for entry in entries}:
                 self._require_job(db, name)
@@ -266,7 +312,7 @@ class SqliteStateStore:
         )
 
     def quarantined_samples(self, job: str) -> int:
-        """How many samples have an entry."""
+        """Number of samples that have an entry."""
         return self._number("SELECT COUNT(DISTINCT sample_id) FROM quarantine WHERE job = ?", job)
 
     # ---- transactions ---------------------------------------------------------------------
@@ -279,13 +325,13 @@ class SqliteStateStore:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # a full disk has rolled back by itself
+                if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
                     self._connection.execute("ROLLBACK")
                 raise
 
     def _select(self, kind: type[_Record], rest: str, *values: object) -> list[_Record]:
-        """Rows as records: the tables' columns have the names of the records' fields."""
-        columns = ", ".join(f.name for f in fields(kind))
+        """Rows as records: the columns of the tables are named after the records' fields."""
+        columns = ", ".join(f'"{f.name}"' for f in fields(kind))
         with self._turn, self._translated():
             cursor = self._connection.execute(f"SELECT {columns} {rest}", values)
             names = [column[0] for column in cursor.description]

@@ -1,9 +1,9 @@
-"""Whether a write-ahead log has lost transactions that were on disk.
+"""Detects whether a write-ahead log has lost transactions that were on disk.
 
-SQLite takes a log up to its first frame that fails the checksum and drops the rest without a
-word. After a crash that is right: the last transaction was being written. But a damaged frame
-with a whole transaction behind the one it belongs to means that transactions are gone whose
-callers were told that they are safe: a transaction begins only once the one before is on disk.
+SQLite reads a log up to the first frame that fails its checksum, and silently drops the rest. After
+a crash this is right: the last transaction was still being written. But a transaction begins only
+after the one before it is on disk. So if another whole transaction follows the transaction of the
+damaged frame, SQLite would drop transactions that callers were told are safe.
 
 Format: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 """
@@ -14,17 +14,17 @@ from typing import BinaryIO
 
 _HEADER = struct.Struct(">8I")  # magic, version, page size, checkpoint, salts 1 2, checksums 1 2
 _FRAME = struct.Struct(">6I")  # page, pages after a commit or 0, salts 1 2, checksums 1 2
-_MAGIC = 0x377F0682  # the last bit says that checksums read words as big-endian
+_MAGIC = 0x377F0682  # its last bit says that checksums read words as big-endian
 
 
 def lost_transactions(path: Path) -> str:
-    """What is wrong with the log at `path`, or "" when nothing acknowledged is missing.
+    """What is wrong with the log at `path`, or "" when no acknowledged transaction is missing.
 
-    Reads the log once and changes nothing; O(its size), of which SQLite keeps the most at a few
-    MiB. Raises OSError.
+    Reads the log once and changes nothing; O(size of the log), which SQLite keeps at a few MiB.
+    Raises OSError when the log cannot be read.
     """
     if not path.exists() or path.stat().st_size < _HEADER.size:
-        return ""  # a crash may come before the first transaction is whole
+        return ""  # a crash may happen before the first transaction is complete
     with path.open("rb") as log:
         header = log.read(_HEADER.size)
         magic, _, page_bytes, _, salt_1, salt_2, *kept = _HEADER.unpack(header)
@@ -45,13 +45,14 @@ def _frames_verdict(
     while len(frame := log.read(_FRAME.size + page_bytes)) == _FRAME.size + page_bytes:
         number += 1
         _, committed_pages, salt_1, salt_2, *kept = _FRAME.unpack(frame[: _FRAME.size])
-        ours = (salt_1, salt_2) == salts  # else of before the log was last begun anew, or damaged
+        ours = (salt_1, salt_2) == salts  # else older than the log's last restart, or damaged
         if not damaged:
             sums = _checksum(frame[:8] + frame[_FRAME.size :], sums, order)
             if ours and sums == tuple(kept):
                 continue
             damaged = number
-        # One commit closes the transaction of the damaged frame; another was behind it.
+        # One commit ends the transaction of the damaged frame; a second one ends a later
+        # transaction.
         commits += ours and committed_pages > 0
         if commits == 2:
             return f"frame {damaged} is damaged, and whole transactions follow it"

@@ -1,8 +1,10 @@
-"""What a worker and its decoder processes say to each other, over a Unix stream socket.
+"""Messages between a worker and its decoder processes, over a Unix stream socket. The coordinator
+and the processes that open jobs for it use the same messages.
 
-Everything is plain data: orders go as JSON, answers as a fixed header with raw bytes behind
-it, a large sample as the descriptor of a memory file. A worker believes no answer: what does
-not fit the order is a ProtocolError, and costs the process its life and nothing else.
+Everything is plain data: an order is JSON, an answer is a fixed header followed by raw bytes, and a
+large sample travels as the descriptor of a memory file. A worker checks every answer: one that does
+not fit its order is a ProtocolError, for which the decoder process is killed and nothing else is
+lost.
 """
 
 import json
@@ -11,11 +13,13 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from dataservice.core import errors
+from dataservice.core.errors import ServiceError, SpecError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
     ByteSpan,
@@ -27,23 +31,24 @@ from dataservice.core.sample import (
 )
 
 _LENGTH = struct.Struct("<I")
-_HEADER = struct.Struct("<BIddQ")
+_HEADER = struct.Struct("<BIddddQ")
 ANSWER_LIMIT_BYTES = 2**20
+MESSAGE_LIMIT = 4000  # characters of an error message, which may quote a user's text
 TICK_S = 1.0
-DESCRIPTORS = 4  # that may come at once
+DESCRIPTORS = 4  # most descriptors in one message
 
 
 class ProtocolError(Exception):
-    """A decoder process has answered what makes no sense."""
+    """A decoder process sent an answer that breaks the protocol."""
 
 
 class Kind(IntEnum):
-    """What an answer is, and its payload."""
+    """The kind of an answer; the comment on each says what its payload is."""
 
-    BUILT = 0  # the order's pipeline was built: its pad token as text
+    BUILT = 0  # the order's pipeline was built: its pad token, or JSON of its digests
     REFUSED = 1  # the pipeline cannot be built: JSON [error, message]
-    INLINE = 2  # a sample: its bytes
-    MEMORY = 3  # a sample: empty, and a descriptor
+    INLINE = 2  # a sample, or a job's record: its bytes
+    MEMORY = 3  # a sample, or half a catalog: empty, and a descriptor
     BAD = 4  # no sample: the reason as text
 
 
@@ -54,14 +59,16 @@ class Answer:
     kind: Kind
     seconds: float = 0.0
     read_s: float = 0.0
+    cpu_s: float = 0.0
+    read_cpu_s: float = 0.0
     read_bytes: int = 0
     payload: bytes = b""
     descriptor: int = -1
 
 
 def receive(sock: socket.socket, size_bytes: int) -> tuple[bytes, list[int]]:
-    """At most so many bytes, and the descriptors that came with them, which no child inherits:
-    socket.recv_fds of Python 3.11 leaves its flags out."""
+    """At most `size_bytes` bytes, and the descriptors that came with them. No child inherits the
+    descriptors: socket.recv_fds of Python 3.11 cannot ask for that, since it ignores its flags."""
     room = socket.CMSG_SPACE(DESCRIPTORS * array("i").itemsize)
     data, messages, _, _ = sock.recvmsg(size_bytes, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array("i")
@@ -77,19 +84,29 @@ def receive(sock: socket.socket, size_bytes: int) -> tuple[bytes, list[int]]:
 
 def order_bytes(pipeline: str, samples: Sequence[PackSample]) -> bytes:
     """An order to decode these samples in turn."""
-    plain = {"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]}
-    data = json.dumps(plain, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(data)) + data
+    return plain_bytes({"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]})
 
 
 def read_order(sock: socket.socket) -> tuple[str, list[PackSample]] | None:
     """The next order; None once the worker is gone."""
     try:
-        (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-        plain = json.loads(_exactly(sock, length))
+        plain = read_plain(sock)
     except OSError:
         return None
     return plain["pipeline"], [_sample(each) for each in plain["samples"]]
+
+
+def plain_bytes(plain: Mapping[str, Any]) -> bytes:
+    """Plain data in the form in which it is sent."""
+    data = json.dumps(plain, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def read_plain(sock: socket.socket) -> dict[str, Any]:
+    """Read data that `plain_bytes` wrote. Raises OSError when the sender is gone."""
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    plain: dict[str, Any] = json.loads(_exactly(sock, length))
+    return plain
 
 
 def _plain(sample: PackSample) -> list[Any]:
@@ -145,9 +162,10 @@ def _exactly(sock: socket.socket, size_bytes: int) -> bytes:
 
 
 def send_answer(sock: socket.socket, answer: Answer) -> None:
-    """Raises OSError when nobody listens. The descriptor stays the caller's."""
-    times = answer.seconds, answer.read_s, answer.read_bytes
-    header = _HEADER.pack(answer.kind, len(answer.payload), *times)
+    """Send an answer; the caller keeps and closes its descriptor. Raises OSError when nobody
+    listens."""
+    times = answer.seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
+    header = _HEADER.pack(answer.kind, len(answer.payload), *times, answer.read_bytes)
     data = header + answer.payload
     if answer.descriptor < 0:
         sock.sendall(data)
@@ -156,13 +174,34 @@ def send_answer(sock: socket.socket, answer: Answer) -> None:
     sock.sendall(memoryview(data)[sent:])
 
 
+def refusal(error: BaseException) -> Answer:
+    """An error as an answer to the owner: its class if it is one of ours, and its message, cut to
+    MESSAGE_LIMIT."""
+    kind = type(error).__name__ if isinstance(error, ServiceError) else ""
+    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    return Answer(kind=Kind.REFUSED, payload=json.dumps([kind, text[:MESSAGE_LIMIT]]).encode())
+
+
+def refused(answer: Answer, what: str) -> ServiceError:
+    """The error that a refusal carries. An error that is not one of ours becomes a SpecError which
+    says that `what` cannot be used. Raises ProtocolError when the refusal carries none."""
+    try:
+        kind, text = json.loads(answer.payload)
+    except ValueError as error:
+        raise ProtocolError("a refusal without an error") from error
+    named = getattr(errors, str(kind), None)
+    if isinstance(named, type) and issubclass(named, ServiceError):
+        return named(str(text))
+    return SpecError(f"{what} cannot be used: {text}")
+
+
 @dataclass(kw_only=True, slots=True)
 class AnswerReader:
     """Reads a decoder process's answers from its socket. Raises ProtocolError, OSError, and
-    TimeoutError once `left_s` is used up.
+    TimeoutError when `left_s` is used up.
 
-    Time in which this process was itself stopped does not count: whoever was stopped with it
-    is not late.
+    Time during which this process itself was stopped does not count: a decoder that was stopped
+    together with it is not late.
     """
 
     sock: socket.socket
@@ -171,7 +210,8 @@ class AnswerReader:
 
     def read(self) -> Answer:
         """The next answer. Its descriptor is the caller's to close."""
-        code, length, seconds, read_s, read_bytes = _HEADER.unpack(self._bytes(_HEADER.size))
+        code, length, *times, read_bytes = _HEADER.unpack(self._bytes(_HEADER.size))
+        seconds, read_s, cpu_s, read_cpu_s = times
         if code not in list(Kind) or length > ANSWER_LIMIT_BYTES:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
         payload = self._bytes(length)
@@ -184,6 +224,8 @@ class AnswerReader:
             kind=kind,
             seconds=seconds,
             read_s=read_s,
+            cpu_s=cpu_s,
+            read_cpu_s=read_cpu_s,
             read_bytes=read_bytes,
             payload=payload,
             descriptor=descriptor,
@@ -213,7 +255,7 @@ class AnswerReader:
                 self.left_s -= min(time.monotonic() - began_s, 2 * TICK_S)
 
     def close(self) -> None:
-        """Close the socket, and descriptors that came with an answer nobody read."""
+        """Close the socket, and the descriptors of answers that were not read."""
         self.sock.close()
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -1,39 +1,44 @@
-"""What decodes samples for a worker: the port, and what both kinds behind it share."""
+"""The port through which a worker decodes samples, and the code that both its kinds share."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, RawSample, SampleRef
+from dataservice.core.visible import visible, visible_traceback
 from dataservice.workers.pack import check_planned_shape
-from dataservice.workers.pipelines import Pipeline
+from dataservice.workers.sample_pipelines import Pipeline
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 REASON_LIMIT = 1000  # characters of a bad sample's reason that are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutcome:
-    """A sample in its planned shape, or `sample` None and the `reason` why there is none."""
+    """A sample in its planned shape; or `sample` is None, and `reason` says why."""
 
     sample: DecodedSample | None
     reason: str = ""
     seconds: float
-    """Reading and decoding took so long, failed tries included."""
+    """Seconds spent reading and decoding, failed tries included."""
     read_s: float = 0.0
-    """Of them, reading; of the last try."""
+    """Seconds of the last try spent reading."""
+    cpu_s: float = 0.0
+    """CPU seconds of the last try. The rest of its time was spent waiting for storage or a CPU."""
+    read_cpu_s: float = 0.0
+    """CPU seconds of the last try's reading."""
     read_bytes: int = 0
-    """As stored, as far as its place in its source tells; 0 when it could not be read."""
+    """Size of the sample in storage, as far as its location tells; 0 when it could not be read."""
 
 
 class Decoders(Protocol):
-    """Decodes samples on a number of slots. Every method blocks, and may be called from as many
-    threads at once as there are slots."""
+    """Decodes samples on a number of slots. Every method blocks. At most `slots` threads may call
+    at once."""
 
     @property
     def slots(self) -> int:
@@ -49,25 +54,32 @@ class Decoders(Protocol):
         ...
 
     def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
-        """Decode these samples one after another on one slot. Whatever a sample does spoils its
-        own outcome alone. Raises what building the pipeline raises, and WorkerLostError when
-        nothing can be decoded here any more."""
+        """Decode these samples one after another on one slot. A failing sample affects only its own
+        outcome. Raises what building the pipeline raises, and WorkerLostError when nothing can be
+        decoded here any more."""
         ...
 
     def close(self) -> None:
-        """End what runs; calls that are under way raise WorkerLostError or run out."""
+        """Stop decoding; calls in progress raise WorkerLostError or finish."""
         ...
 
 
-def read_and_decode(pipeline: Pipeline, sample: PackSample) -> SampleOutcome:
-    """One sample, in this thread. Does not raise."""
-    started_s = time.perf_counter()
+def read_and_decode(
+    pipeline: Pipeline,
+    sample: PackSample,
+    *,
+    cpu_clock: Callable[[], float] = time.thread_time,
+) -> SampleOutcome:
+    """Read and decode one sample in this thread, whose CPU time `cpu_clock` gives. Never raises."""
+    started_s, cpu_started_s = time.perf_counter(), cpu_clock()
     read_s: float | None = None
+    read_cpu_s = 0.0
     read_bytes = 0
     decoded, reason = None, ""
     try:
         raw = pipeline.reader.read(sample.ref)
-        read_s, read_bytes = time.perf_counter() - started_s, _stored_bytes(sample.ref, raw)
+        read_s, read_cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
+        read_bytes = _stored_bytes(sample.ref, raw)
         decoded = pipeline.decoder.decode(raw, sample.lengths)
         check_planned_shape(decoded, sample.lengths)
     except (SampleError, SourceError) as error:
@@ -79,19 +91,23 @@ def read_and_decode(pipeline: Pipeline, sample: PackSample) -> SampleOutcome:
         )
     except Exception as error:  # a codec's surprise is this sample's fault, not the pack's
         reason = f"reading or decoding failed unexpectedly: {type(error).__name__}: {error}"
-        logger.warning("sample %s of %s", sample.ref.key, sample.ref.source, exc_info=True)
-    seconds = time.perf_counter() - started_s
+        # Written out here: a decoder process has no log of its own to keep it in bounds.
+        about = visible(f"{sample.ref.key} of {sample.ref.source}", REASON_LIMIT)
+        log.warning("sample %s\n%s", about, visible_traceback(error))
+    seconds, cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
     return SampleOutcome(
         sample=None if reason else decoded,
-        reason=reason[:REASON_LIMIT],
+        reason=visible(reason, REASON_LIMIT),
         seconds=seconds,
         read_s=seconds if read_s is None else read_s,
+        cpu_s=cpu_s,
+        read_cpu_s=cpu_s if read_s is None else read_cpu_s,
         read_bytes=read_bytes,
     )
 
 
 def _stored_bytes(ref: SampleRef, raw: RawSample) -> int:
-    """What was read: the spans of a sample, or its media where they lie in files of their own or
-    in columns."""
+    """Bytes read from storage: the sample's spans, or its media where those lie in files of their
+    own or in columns."""
     text = sum(span.size_bytes for span in ref.location.spans) or len(repr(raw.record))
     return max(text, sum(len(blob.data) for blob in raw.media))

@@ -2,12 +2,13 @@
 
     teams, by weight ──► jobs of the team, equally ──► packs by step, then place in the step
 
-Between teams and between the jobs of one it is fair in seconds of slots (see fair_share.py);
-within a job what its trainers need first comes first. It is work-conserving: a slot stays
-empty only when nothing waits, or when all that waits is of teams at their own `limit`.
+The queue shares slot-seconds fairly between teams, and between the jobs of one team (see
+core/fair_share.py); within a job, the sample that its trainers need first comes first. It is
+work-conserving: a slot stays empty only when nothing waits, or when every waiting sample belongs to
+a team at its own `limit`.
 
-A limit is a bucket that fills with `limit` seconds a second and slot, up to a small burst, and
-is emptied by what is decoded. Pure: the caller brings the clock.
+A limit is a token bucket: it fills with `limit` slot-seconds per second and slot, up to a small
+burst, and decoding empties it. Pure: the caller supplies the time.
 """
 
 import heapq
@@ -15,20 +16,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dataservice.core.fair_share import FairShare, Run
 from dataservice.core.orders import PackKey, PackOrder, PackSample
 from dataservice.core.sample import SampleLengths
 from dataservice.core.team import TeamShare, team_of
-from dataservice.workers.fair_share import FairShare, Run
 
 BURST_S = 1.0
 SHORTEST_PAUSE_S = 0.001
-FIRST_GUESS_S = 1e-4  # seconds a token, until something was measured
-MEMORY = 0.98  # a sample's part in the mean, against that of the one before it
+FIRST_GUESS_S = 1e-4  # seconds a token, until one sample has been measured
+MEMORY = 0.98  # weight of a sample in the mean, relative to that of the sample after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeamLoad:
-    """A team's samples that wait for a slot, and the seconds that slots have worked for it."""
+    """A team's samples that wait for a slot, and the slot-seconds spent on the team so far."""
 
     team: str
     queued: int
@@ -67,14 +68,15 @@ class _Speed:
 
 @dataclass(kw_only=True, slots=True)
 class _Line:
-    """A job's packs, first needed first. Those withdrawn leave the heap when they come up."""
+    """A job's packs in the order in which they are needed. Withdrawn packs leave the heap when they
+    reach its top."""
 
     packs: dict[PackKey, deque[Task]] = field(default_factory=dict)
     heap: list[tuple[int, int, str]] = field(default_factory=list)
     job: str
 
     def first(self) -> deque[Task]:
-        """Tasks of the first pack. There is one."""
+        """Tasks of the first pack. The job must have a pack."""
         while (tasks := self.packs.get(self._key())) is None:
             heapq.heappop(self.heap)
         return tasks
@@ -102,7 +104,7 @@ class _Team:
 
 
 class FairQueue:
-    """Orders go in, samples come out one by one. Times are of any clock that only goes on."""
+    """Orders go in, samples come out one by one. Times come from any monotonic clock."""
 
     def __init__(self, *, slots: int) -> None:
         self._slots = slots
@@ -116,7 +118,7 @@ class FairQueue:
         return sum(team.queued for team in self._teams.values())
 
     def push(self, order: PackOrder, now_s: float) -> None:
-        """Add a pack's samples. Its `share` is the team's from now on."""
+        """Add a pack's samples. The order's `share` is the team's share from now on."""
         key = order.key
         name = team_of(key.job)
         team = self._teams.get(name)
@@ -146,8 +148,8 @@ class FairQueue:
     def next(
         self, now_s: float, *, only: Callable[[Task, float], bool] = lambda task, seconds: True
     ) -> Begun | None:
-        """The sample that is to be decoded now, charged as estimated; None when there is none,
-        or when it is not one that the caller takes, who is told the estimate."""
+        """The sample to decode now; its team is charged the estimated seconds. None when no sample
+        may be decoded now, or when `only`, which gets the task and the estimate, refuses it."""
         for team in self._teams.values():
             self._throttle(team, now_s)
         name = self._shares.lowest(now_s)
@@ -173,7 +175,8 @@ class FairQueue:
         return Begun(task=task, run=run)
 
     def done(self, begun: Begun, seconds: float) -> None:
-        """The sample kept its slot for so long."""
+        """The sample kept its slot for this many seconds; its team and its job are charged for
+        them."""
         key, run = begun.task.key, begun.run
         team = self._teams[team_of(key.job)]
         self._shares.end(team.name, run, seconds)
@@ -185,7 +188,7 @@ class FairQueue:
             speed.learn(tokens, seconds)
 
     def pause_s(self, now_s: float) -> float | None:
-        """Seconds until a team at its limit may go on; None when no team waits for that."""
+        """Seconds until a team at its limit may continue; None when no team waits at its limit."""
         pauses = [
             -self._allowance_s(team, now_s) / (team.share.limit * self._slots)
             for team in self._teams.values()
@@ -194,14 +197,14 @@ class FairQueue:
         return max(SHORTEST_PAUSE_S, min(pauses)) if pauses else None
 
     def teams(self) -> tuple[TeamLoad, ...]:
-        """Every team that was ever served here."""
+        """Every team that has been served here."""
         return tuple(
             TeamLoad(team=team.name, queued=team.queued, decode_s=team.decode_s)
             for team in self._teams.values()
         )
 
     def _throttle(self, team: _Team, now_s: float) -> None:
-        """A team at its limit is as one without work, so that waiting earns it no credit."""
+        """Treats a team at its limit as one without work, so that waiting earns it no credit."""
         if team.queued and self._allowance_s(team, now_s) > 0:
             self._shares.wants(team.name, weight=team.share.weight)
         else:
@@ -233,5 +236,5 @@ class FairQueue:
 
 
 def decode_tokens(lengths: SampleLengths) -> float:
-    """What decoding a sample takes, in tokens: pixels and sound dominate, text is cheap."""
+    """The cost of decoding a sample, in tokens: pixels and sound dominate, text is cheap."""
     return lengths.llm_tokens + 4.0 * sum(item.encoder_tokens for item in lengths.items)

@@ -1,14 +1,14 @@
 """How many bytes of packs a worker holds, and which packs wait for room.
 
-A pack is counted by its planned size, from when its decoding may begin until it is released.
-It may begin
-  - when it fits into what is left of the limit, and no pack that is less far ahead waits;
-  - in any case when it is of the first step that its job has here;
-  - in any case when a rank asks for it.
+A pack counts with its planned size from the moment its decoding may begin until it is released.
+Decoding may begin
+  - when the pack fits into the room left under the limit, and no pack that is needed sooner waits;
+  - always, when the pack belongs to the first step that its job has here;
+  - always, when a rank asks for the pack.
 
-So this cannot deadlock: a rank waits for a pack only by asking for it, and then it is decoded
-whatever else is held. The limit may be passed by what ranks ask for at once, and by one step
-a job; it bounds what is decoded ahead of need.
+So this cannot deadlock: a rank waits for a pack only by asking for it, and a pack that was asked
+for is decoded whatever else is held. The limit bounds only the bytes decoded ahead of need: packs
+that ranks ask for, and one step of each job, may exceed it.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from dataservice.core.orders import PackKey
 
 
 class HeldBytes:
-    """Counts packs that were let in, and keeps a line of those that were not. Pure."""
+    """Counts the packs that were let in, and queues those that were not. Pure."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -39,8 +39,7 @@ class HeldBytes:
         return len(self._waiting)
 
     def add(self, key: PackKey, size_bytes: int) -> bool:
-        """Let this pack in, or put it in line: whether it is in. It is not known yet.
-        O(waiting)."""
+        """Let a new pack in, or queue it; returns whether it is in. O(waiting)."""
         steps = self._steps.setdefault(key.job, Counter())
         steps[key.step] += 1
         self._first[key.job] = min(steps)
@@ -53,14 +52,15 @@ class HeldBytes:
         return False
 
     def ask(self, key: PackKey) -> bool:
-        """A rank asks for this pack: whether it has left the line for that."""
+        """A rank asks for this pack; returns whether this let it in from the queue."""
         if key not in self._waiting:
             return False
         self._let_in(key, self._waiting.pop(key))
         return True
 
     def remove(self, keys: Iterable[PackKey]) -> list[PackKey]:
-        """These packs are released; those that may begin in their stead. O(waiting), sorted."""
+        """Release these packs; returns the packs that may begin in their place. Sorts, O(waiting ·
+        log(waiting))."""
         for key in keys:
             self._forget(key)
         return self._next_in() if self._waiting else []

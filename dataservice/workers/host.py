@@ -1,19 +1,20 @@
-"""Packs being decoded and packs that are ready: what a worker holds.
+"""The packs that a worker holds: those being decoded and those that are ready.
 
 Contract.
-  Success      `prepare` returns once the pack is assembled; it is held until released. The
+  Success      `prepare` returns once the pack is assembled; the pack is held until released. The
                same order again joins the work or returns the same receipt.
-  Bad sample   Whatever one sample does masks that sample alone; the receipt names it.
+  Bad sample   Only the sample that fails is masked; the receipt names it.
   Failure      When the pack itself cannot be built (its pipeline is refused, memory is out),
-               `prepare` and all who wait for its parts raise; nothing is held, so the same
-               order may be tried again. WorkerLostError: this worker can decode no more.
-  Cancelling   a call stops the caller's waiting, never the work: others may wait for it, and
-               a retry finds it done. `release` stops the work: samples not yet started are
-               dropped, those on a slot run out unused, and who waits gets NotFoundError.
-  Room         A pack that is not needed yet waits while the worker holds its limit of bytes;
-               one that a rank asks for never does (see held_bytes.py).
+               `prepare` and every call that waits for its parts raise; nothing is held, so the same
+               order may be tried again. WorkerLostError means that this worker cannot decode any
+               more.
+  Cancelling   a call ends the caller's waiting, never the work: others may wait for it, and a retry
+               finds it done. `release` stops the work: samples not yet started are dropped, results
+               of samples already on a slot are discarded, and waiting calls raise NotFoundError.
+  Room         While the worker holds its limit of bytes, a pack that is not needed yet waits; a
+               pack that a rank asks for never waits (see held_bytes.py).
 
-Everything here runs on one event loop; only assembling, and what decodes, run in threads.
+Everything here runs on one event loop, except assembling and decoding, which run in threads.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from dataservice.workers.pack import (
 )
 from dataservice.workers.slots import Slots
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ORDER_GRACE_S = 2.0
 HELD_BYTES = 4 * 2**30
@@ -45,9 +46,9 @@ PAD_TOKENS_KEPT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStats:
-    """A worker's packs now, and its work since it started.
+    """A worker's packs now, and what it has done since it started.
 
-    `packs_waiting` of those pending have no room yet; `held_bytes` counts the ready ones.
+    `packs_waiting` counts the pending packs that have no room yet; `held_bytes` counts ready packs.
     """
 
     packs_pending: int
@@ -70,15 +71,22 @@ class _Ready:
 class _Held:
     order: PackOrder
     ready: asyncio.Future[_Ready]
+    ordered_s: float
+    room_s: float = 0.0
     work: asyncio.Task[None] | None = None
 
+    def forget_work(self, _work: "asyncio.Task[None]") -> None:
+        """Drop the ended task. The traceback of a cancelled task refers to the pack, and the pack
+        to the task: together they would stay in memory until garbage is collected."""
+        self.work = None
+
     def give_up(self, error: BaseException) -> None:
-        """Stop the work; whoever waits, now or later, gets the error."""
+        """Stop the work; calls that wait, now or later, raise this error."""
         if self.work is not None:
             self.work.cancel()
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # marks it as seen: there may be nobody waiting
+            self.ready.exception()  # marks the error as retrieved: perhaps no call waits for it
 
 
 class DecodingHost:
@@ -91,8 +99,8 @@ class DecodingHost:
         held_bytes: int = HELD_BYTES,
         order_grace_s: float = ORDER_GRACE_S,
     ) -> None:
-        """Packs are decoded ahead of need up to `held_bytes`. A part of a pack that was not
-        ordered yet is waited for `order_grace_s`."""
+        """Packs are decoded ahead of need up to `held_bytes`. A call for a part of a pack that has
+        not been ordered yet waits up to `order_grace_s` for the order."""
         self._slots = Slots(decoders)
         self._room = HeldBytes(held_bytes)
         self._pad_tokens: dict[str, int] = {}
@@ -104,7 +112,7 @@ class DecodingHost:
         self._decode_s = 0.0
 
     async def start(self) -> None:
-        """Have the decoders ready. Raises WorkerLostError."""
+        """Start the decoders. Raises WorkerLostError when they cannot start."""
         await self._slots.start()
 
     async def prepare(self, order: PackOrder) -> PackReceipt:
@@ -138,7 +146,7 @@ class DecodingHost:
         return [pack.items[place] for place in items]
 
     def release(self, packs: Sequence[PackKey]) -> None:
-        """Forget these packs; unknown ones are ignored."""
+        """Release these packs; unknown ones are ignored."""
         for key in packs:
             held = self._held.pop(key, None)
             if held is not None:
@@ -169,10 +177,12 @@ class DecodingHost:
         self._slots.close()
 
     def _begin(self, order: PackOrder) -> _Held:
-        # Another order under this key is of a job deleted and made again: it replaces the old.
+        # Another order under this key comes from a job that was deleted and submitted again: it
+        # replaces the old one.
         if order.key in self._held:
             self.release([order.key])
-        held = _Held(order=order, ready=asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        held = _Held(order=order, ready=loop.create_future(), ordered_s=loop.time())
         self._held[order.key] = held
         arrival = self._awaited.pop(order.key, None)
         let_in = self._room.add(order.key, planned_bytes(order))
@@ -186,13 +196,16 @@ class DecodingHost:
     def _let_in(self, packs: Sequence[PackKey]) -> None:
         """Begin the work on packs that now have room."""
         for key in packs:
+            loop = asyncio.get_running_loop()  # a host that holds nothing is closed without one
             held = self._held[key]
+            held.room_s = loop.time() - held.ordered_s
             work = self._work(held)
-            held.work = asyncio.get_running_loop().create_task(work, name=f"pack {key.pack}")
+            held.work = loop.create_task(work, name=f"pack {key.pack}")
+            held.work.add_done_callback(held.forget_work)
 
     async def _work(self, held: _Held) -> None:
         try:
-            held.ready.set_result(await self._build(held.order))
+            held.ready.set_result(await self._build(held.order, held.room_s))
         except Exception as error:
             key = held.order.key
             if self._held.get(key) is held:
@@ -200,7 +213,7 @@ class DecodingHost:
                 self._let_in(self._room.remove([key]))
             held.give_up(error)
 
-    async def _build(self, order: PackOrder) -> _Ready:
+    async def _build(self, order: PackOrder, room_s: float) -> _Ready:
         pad_token_id = await self._pad_token(order.pipeline)
         outcomes = await self._slots.decode(order)
         self._count(outcomes)
@@ -211,11 +224,11 @@ class DecodingHost:
         pack = await asyncio.to_thread(
             assemble, order.samples, decoded, degree=order.degree, pad_token_id=pad_token_id
         )
-        return _Ready(pack=pack, receipt=_receipt(order, pack, outcomes))
+        return _Ready(pack=pack, receipt=_receipt(order, pack, outcomes, room_s))
 
     async def _pad_token(self, pipeline: str) -> int:
-        """Builds a pipeline that is new here, so that one that cannot be built fails its packs
-        before a sample is tried."""
+        """The pad token of a pipeline. Builds a pipeline that is new here, so that if it cannot be
+        built, its packs fail before any sample is tried."""
         if pipeline not in self._pad_tokens:
             pad_token_id = await self._slots.open(pipeline)
             while len(self._pad_tokens) >= PAD_TOKENS_KEPT:
@@ -246,7 +259,7 @@ class DecodingHost:
 
 
 def _receipt(
-    order: PackOrder, pack: AssembledPack, outcomes: Sequence[SampleOutcome]
+    order: PackOrder, pack: AssembledPack, outcomes: Sequence[SampleOutcome], room_s: float
 ) -> PackReceipt:
     return PackReceipt(
         key=order.key,
@@ -263,6 +276,8 @@ def _receipt(
             if outcome.reason
         ),
         sources=_by_source(order, outcomes),
+        sample_digests=pack.sample_digests,
+        room_s=room_s,
     )
 
 
@@ -277,6 +292,8 @@ def _by_source(order: PackOrder, outcomes: Sequence[SampleOutcome]) -> tuple[Sou
             read_s=sum(outcome.read_s for outcome in own),
             decode_s=sum(outcome.seconds - outcome.read_s for outcome in own),
             read_bytes=sum(outcome.read_bytes for outcome in own),
+            read_cpu_s=sum(outcome.read_cpu_s for outcome in own),
+            decode_cpu_s=sum(outcome.cpu_s - outcome.read_cpu_s for outcome in own),
         )
         for source, own in sorted(found.items())
     )

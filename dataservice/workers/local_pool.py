@@ -1,7 +1,7 @@
 """Workers inside this process: for tests, and for a service on one small machine."""
 
 from dataservice.core.ports import ServedWorker, ServeWorker
-from dataservice.workers.pool import PoolConfig, SupervisedPool, logger
+from dataservice.workers.pool import PoolConfig, Running, SupervisedPool, log
 
 
 class LocalWorkerPool(SupervisedPool[ServedWorker]):
@@ -14,9 +14,9 @@ class LocalWorkerPool(SupervisedPool[ServedWorker]):
     async def _open(self) -> None:
         pass
 
-    async def _launch(self, worker: str) -> tuple[str, ServedWorker]:
+    async def _launch(self, worker: str) -> Running[ServedWorker]:
         served = await self._serve(worker)
-        return served.address, served
+        return Running(worker=worker, address=served.address, handle=served)
 
     async def _alive(self, handle: ServedWorker) -> bool:
         return True  # it lives as long as this process does
@@ -25,7 +25,7 @@ class LocalWorkerPool(SupervisedPool[ServedWorker]):
         try:
             await handle.stop()
         except Exception:
-            logger.exception("the worker at %s did not stop cleanly", handle.address)
+            log.exception("the worker at %s did not stop cleanly", handle.address)
 
     async def _close(self) -> None:
         pass

@@ -1,13 +1,13 @@
-"""The worker's hold on the nursery: the process that forks its decoders.
+"""The owner's side of a nursery: the process that forks the owner's children (a worker's decoders,
+or the processes that open jobs for the coordinator).
 
 Contract.
-  fork     gives a live decoder. A nursery that is gone, or does not answer in time, is killed
-           with all its decoders and started anew; WorkerLostError when that fails too.
-  end      kills the decoder, whatever it is doing, and says how it ended. Never raises.
-  close    kills nursery and decoders.
+  fork     gives a live child. A nursery that is gone or does not answer in time is killed with all
+           its children and started again; when that fails too, `fork` raises WorkerLostError.
+  end      kills the child, whatever it is doing, and says how it ended. Never raises.
+  close    kills nursery and children.
 
-Safe to call from several threads; they take turns at the nursery, which answers in
-milliseconds.
+Safe to call from several threads; they take turns, and the nursery answers in milliseconds.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any
 
 from dataservice.core.errors import WorkerLostError
 from dataservice.workers.decoder_messages import receive
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.nursery_program import Program
 
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 10.0
@@ -34,12 +34,12 @@ DEATH_WAIT_S = 5.0
 GIVE_UP_S = 1.0
 FORK_TRIES = 5
 RETRY_PAUSE_S = 0.2
-PROGRAM = "dataservice.workers.decoder_process"
+PROGRAM = "dataservice.workers.nursery_program"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderProcess:
-    """A live decoder: `orders` is its socket; `process` a descriptor of it, which names this
+class ForkedProcess:
+    """A live child: `orders` is its socket; `process` a descriptor of it, which names this
     very process even after its number is used again."""
 
     process_id: int
@@ -53,29 +53,31 @@ class DecoderProcess:
 
     @property
     def ended(self) -> bool:
-        """It has died."""
+        """Whether it has died."""
         return bool(ends_within(self.process, 0.0))
 
 
 class Nursery:
-    """Starts and ends decoder processes."""
+    """Starts and ends processes that run `program`, each under `name` and with at most
+    `memory_bytes` of its own."""
 
-    def __init__(self, factory: PipelineFactory, *, memory_bytes: int | None = None) -> None:
-        self._hello = pickle.dumps((factory, memory_bytes))
+    def __init__(self, program: Program, *, name: str, memory_bytes: int | None = None) -> None:
+        self._hello = pickle.dumps((program, memory_bytes))
+        self._name = name
         self._lock = threading.Lock()
         self._program: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
 
     def start(self) -> None:
-        """Start the nursery; it has loaded its libraries when this returns. Call it from a
-        thread that lives as long as the decoders shall: the kernel ends them with it."""
+        """Start the nursery; it has loaded its libraries when this returns. Call it from a thread
+        that outlives the children: the kernel ends them together with that thread."""
         with self._lock:
             if self._control is None:
                 self._start()
 
-    def fork(self) -> DecoderProcess:
-        """A new decoder."""
+    def fork(self) -> ForkedProcess:
+        """A new child."""
         failure = ""
         for _ in range(FORK_TRIES):
             with self._lock:
@@ -84,27 +86,27 @@ class Nursery:
                 except OSError as error:
                     made = str(error)
                     self._stop()
-            if isinstance(made, DecoderProcess):
+            if isinstance(made, ForkedProcess):
                 return made
             failure = made
             time.sleep(RETRY_PAUSE_S)
         raise WorkerLostError(
-            f"no decoder process can be started: {failure}. Look at this machine's limits of "
-            "processes and memory, and in the worker's log."
+            f"no {self._name} process can be started: {failure}. Look at this machine's limits of "
+            "processes and memory, and in the log."
         )
 
-    def end(self, decoder: DecoderProcess) -> str:
-        """Make sure that the decoder is dead; how it died, in words."""
-        decoder.kill()
+    def end(self, child: ForkedProcess) -> str:
+        """Make sure that the child is dead; how it died, in words."""
+        child.kill()
         status = None
-        if ends_within(decoder.process, DEATH_WAIT_S):
-            status = self._status(decoder.process_id)
-        os.close(decoder.process)
-        decoder.orders.close()
+        if ends_within(child.process, DEATH_WAIT_S):
+            status = self._status(child.process_id)
+        os.close(child.process)
+        child.orders.close()
         return _in_words(status)
 
     def refuse(self) -> None:
-        """Start no decoder any more. A nursery that keeps somebody waiting is killed."""
+        """Start no more children. A nursery that a thread is waiting for is killed."""
         self._closed = True
         program = self._program
         if self._lock.acquire(timeout=GIVE_UP_S):
@@ -113,15 +115,16 @@ class Nursery:
             program.kill()
 
     def close(self) -> None:
-        """Kill the nursery, and its decoders with it."""
+        """Kill the nursery, and its children with it."""
         with self._lock:
             self._closed = True
             self._stop()
 
-    def _fork(self) -> DecoderProcess | str:
-        """A decoder, or why the nursery could not fork. OSError when there is no nursery."""
+    def _fork(self) -> ForkedProcess | str:
+        """A child, or the reason why the nursery could not fork. Raises OSError when there is no
+        nursery."""
         if self._closed:
-            raise WorkerLostError("this worker has been stopped.")
+            raise WorkerLostError("it has been stopped.")
         if self._control is None:
             self._start()
         ours, theirs = socket.socketpair()
@@ -134,14 +137,22 @@ class Nursery:
         if not descriptors:
             ours.close()
             return str(answer)
-        return DecoderProcess(process_id=answer, process=descriptors[0], orders=ours)
+        return ForkedProcess(process_id=answer, process=descriptors[0], orders=ours)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._program = subprocess.Popen(
-                # -P: what lies in the current directory is no module of ours.
-                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), str(os.getpid())],
+                # -P: Python must not import modules from the current directory.
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    PROGRAM,
+                    self._name,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
@@ -156,8 +167,8 @@ class Nursery:
         if refusal:
             self._stop()
             raise WorkerLostError(
-                f"decoder processes cannot start: {refusal}. What makes readers and decoders must "
-                "be importable in a fresh Python process; look in the worker's log."
+                f"{self._name} processes cannot start: {refusal}. What they run must be importable "
+                "in a fresh Python process; look in the log."
             )
         ours.settimeout(ANSWER_LIMIT_S)
 
@@ -166,7 +177,7 @@ class Nursery:
             try:
                 status, _ = self._exchange({"reap": process_id}, [])
             except OSError:
-                self._stop()  # an answer that came late would be taken for the next one
+                self._stop()  # a late answer would be taken for the next request's answer
                 return None
         return status if isinstance(status, int) else None
 
@@ -189,14 +200,15 @@ class Nursery:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with our module path; and one thread a library, since a slot is one CPU."""
+    """This process's environment with our module path, and one thread per library: a slot is one
+    CPU."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
     return {**threads, **os.environ, "PYTHONPATH": path}
 
 
 def ends_within(process: int, limit_s: float) -> bool:
-    """Whether the process of this descriptor is dead by then."""
+    """Whether the process behind this descriptor ends within `limit_s`."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(limit_s * 1000))

@@ -1,4 +1,4 @@
-"""From decoded samples to a padded pack, and from the pack to its parts."""
+"""Assembles decoded samples into a padded pack, and cuts the pack into its members' parts."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.errors import SampleError
+from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from dataservice.core.orders import PackOrder, PackSample
 from dataservice.core.sample import DecodedSample, ItemLengths, Modality, SampleLengths
+from dataservice.workers.sample_digest import sample_digests
 
 IGNORED_LABEL = -100
 SEQUENCE_ARRAYS = 3  # input_ids, labels, position_ids
@@ -28,12 +29,14 @@ SequencePart = dict[str, NDArray[np.int32]]
 class AssembledPack:
     """A pack ready to be served.
 
-    `members[cp_rank]` holds `input_ids`, `labels`, `position_ids`, int32[padded tokens /
-    degree] each; `items` are the encoder items of its samples, in sequence order.
+    `members[cp_rank]` holds `input_ids`, `labels`, `position_ids`, int32[padded tokens / degree]
+    each; `items` are the encoder items of its samples, in sequence order. `sample_digests` has 8
+    bytes per sample, a digest of everything that is served of it.
     """
 
     members: tuple[SequencePart, ...]
     items: tuple[ItemArray, ...]
+    sample_digests: bytes
 
     @property
     def size_bytes(self) -> int:
@@ -43,7 +46,7 @@ class AssembledPack:
 
 
 def planned_bytes(order: PackOrder) -> int:
-    """What the pack takes once it is assembled. O(samples)."""
+    """Bytes that the pack will take once it is assembled. O(samples)."""
     tokens = np.array([sample.lengths.llm_tokens for sample in order.samples], dtype=np.int64)
     sequences = SEQUENCE_ARRAYS * 4 * int(padded_tokens(tokens, order.degree).sum())
     return sequences + sum(
@@ -60,10 +63,10 @@ def assemble(
     degree: int,
     pad_token_id: int,
 ) -> AssembledPack:
-    """Lay decoded samples end to end, pad each for the group and cut the members' parts.
+    """Concatenate decoded samples, pad each for the group, and cut the members' parts.
 
     `decoded[i]` has the planned shape of `samples[i]`. Positions restart with each sample;
-    padding is `pad_token_id` with label -100. O(tokens).
+    padding is `pad_token_id` with label -100. O(bytes): each is read once, for its digest.
     """
     tokens = np.array([sample.lengths.llm_tokens for sample in samples], dtype=np.int64)
     padded = padded_tokens(tokens, degree)
@@ -82,6 +85,7 @@ def assemble(
     return AssembledPack(
         members=tuple(_member(whole, padded, degree, cp_rank) for cp_rank in range(degree)),
         items=tuple(item for sample in decoded for item in sample.items),
+        sample_digests=sample_digests(whole, starts, decoded, pad_token_id=pad_token_id),
     )
 
 
@@ -95,7 +99,7 @@ def _member(
 
 
 def masked_sample(planned: SampleLengths, pad_token_id: int) -> DecodedSample:
-    """What stands in for a bad sample: its planned shape, nothing to learn from it."""
+    """The replacement for a bad sample: its planned shape, with nothing to learn from it."""
     return DecodedSample(
         input_ids=np.full(planned.llm_tokens, pad_token_id, dtype=np.int32),
         labels=np.full(planned.llm_tokens, IGNORED_LABEL, dtype=np.int32),
@@ -104,13 +108,13 @@ def masked_sample(planned: SampleLengths, pad_token_id: int) -> DecodedSample:
 
 
 def check_planned_shape(decoded: DecodedSample, planned: SampleLengths) -> None:
-    """Raises SampleError unless the sample took the shape that the plan counts on."""
+    """Raises SampleError unless the sample has its planned shape."""
     for name, array in (("input_ids", decoded.input_ids), ("labels", decoded.labels)):
         _check_array(name, array, (planned.llm_tokens,), np.dtype(np.int32))
     if len(decoded.items) != len(planned.items):
         raise SampleError(
             f"decoded to {len(decoded.items)} media items where {len(planned.items)} were "
-            "planned. Index the source again."
+            f"planned: the source changed since it was indexed. {RESTORE}"
         )
     for place, (item, lengths) in enumerate(zip(decoded.items, planned.items, strict=True)):
         _check_item(place, item, lengths)
@@ -129,5 +133,5 @@ def _check_array(
     if array.shape != shape or array.dtype != dtype:
         raise SampleError(
             f"{name} decoded to {array.dtype}{list(array.shape)} where {dtype}{list(shape)} was "
-            "planned. Index the source again."
+            f"planned: the source changed since it was indexed. {RESTORE}"
         )

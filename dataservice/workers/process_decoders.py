@@ -1,45 +1,47 @@
-"""Decoders in processes of their own, one a slot: whatever a codec does, the worker lives on.
+"""Decoders in processes of their own, one per slot: a crashing codec never takes the worker down.
 
 Contract.
-  A sample that is not done after `timeout_s` has its process killed and is masked; reading
-           counts, building the pipeline has a limit of its own, of the same length.
-  A process that dies, or is stopped from outside, is replaced; the sample it was on is tried
-           once more in a fresh one, and masked when that dies too. What waited behind it goes
-           on in the fresh process. So a decoder killed by hand costs no sample.
-  A pipeline that kills its process twice while it is built masks the samples like that too.
-  Losing   WorkerLostError when no process can be started any more: the worker is of no use.
+  A sample that is not done after `timeout_s`, reading included, is masked and its process is
+           killed. Building the pipeline has a separate limit of the same length.
+  A process that dies, or is stopped from outside, is replaced. Its current sample is tried once
+           more in the new process, and masked when that process dies too; the samples behind it
+           continue there. So a decoder killed by hand loses no sample.
+  A pipeline that kills its process twice while it is built has its samples masked too.
+  Losing   WorkerLostError when no process can be started any more: the worker cannot decode.
 """
 
-import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypedDict
 
-from dataservice.core import errors
-from dataservice.core.errors import ServiceError, SpecError
+from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import SampleLengths
+from dataservice.core.visible import visible
 from dataservice.workers.decoder_messages import (
     Answer,
     AnswerReader,
     Kind,
     ProtocolError,
     order_bytes,
+    refused,
 )
+from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
-from dataservice.workers.nursery import DecoderProcess, Nursery
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.nursery import ForkedProcess, Nursery
 from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
+from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import require_slots
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 DECODE_TIMEOUT_S = 60.0
 MOST_READ_BYTES = 2**40
-TRIES = 2  # of a sample whose process dies
+TRIES = 2  # how often a sample whose process dies is tried
 REMEDY = (
     "Leave the sample out, make it smaller, or raise the service's limits; the worker's log "
     "says more."
@@ -57,10 +59,10 @@ class ProcessDecoders(Decoders):
         timeout_s: float = DECODE_TIMEOUT_S,
         memory_bytes: int | None = None,
     ) -> None:
-        """The factory is pickled; nothing runs before `start`. Raises SpecError when there is
-        no slot."""
+        """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
+        below 1."""
         require_slots(slots)
-        self._nursery = Nursery(factory, memory_bytes=memory_bytes)
+        self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
         self._slots = [_Slot(self._nursery, timeout_s) for _ in range(slots)]
         self._idle: queue.LifoQueue[_Slot] = queue.LifoQueue()
         for slot in self._slots:
@@ -73,11 +75,12 @@ class ProcessDecoders(Decoders):
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes that live now."""
+        """Process ids of the decoders that are alive now."""
         return [slot.process_id for slot in self._slots if slot.process_id is not None]
 
     def start(self) -> None:
-        """Start all processes. Call it from a thread that lives as long as they shall."""
+        """Start all processes. Call it from a thread that outlives them: the kernel ends them with
+        it."""
         self._nursery.start()
         for slot in self._slots:
             slot.ready()
@@ -99,7 +102,7 @@ class ProcessDecoders(Decoders):
             self._idle.put(slot)
 
     def close(self) -> None:
-        """Kill all processes; calls that are under way raise WorkerLostError."""
+        """Kill all processes; calls in progress raise WorkerLostError."""
         self._nursery.refuse()
         for slot in self._slots:
             slot.kill()
@@ -112,12 +115,12 @@ class ProcessDecoders(Decoders):
 
 
 class _Slot:
-    """One process after the other. Used by one thread at a time, but for `kill`."""
+    """A slot's process, replaced when it ends. Used by one thread at a time, except for `kill`."""
 
     def __init__(self, nursery: Nursery, timeout_s: float) -> None:
         self._nursery = nursery
         self._timeout_s = timeout_s
-        self._process: DecoderProcess | None = None
+        self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
         self._lock = threading.Lock()
 
@@ -127,7 +130,7 @@ class _Slot:
         return process.process_id if process is not None else None
 
     def ready(self) -> AnswerReader:
-        """Have a live process."""
+        """Start a process if none is alive; its answers."""
         if self._process is not None and self._process.ended:
             self.drop()
         if self._process is None or self._answers is None:
@@ -147,7 +150,7 @@ class _Slot:
         return self._nursery.end(process) if process is not None else ""
 
     def kill(self) -> None:
-        """Kill the process; who waits for it notices."""
+        """Kill the process; a thread that waits for it gets an error."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -191,7 +194,8 @@ class _Slot:
         return outcomes
 
     def _order(self, pipeline: str, samples: Sequence[PackSample]) -> Iterator[Answer]:
-        """Send an order; an answer for each sample, or that of the pipeline if there is none."""
+        """Send an order and give the answer of each sample; with no samples, the pipeline's
+        answer."""
         answers = self.ready()
         answers.sock.settimeout(self._timeout_s)
         answers.sock.sendall(order_bytes(pipeline, samples))
@@ -199,7 +203,7 @@ class _Slot:
         if answer.kind is Kind.BUILT and samples:
             answer = self._next(answers)
         if answer.kind is Kind.REFUSED:
-            raise _refusal(answer)
+            raise refused(answer, "the job's pipeline")
         yield answer
         for _ in samples[1:]:
             yield self._next(answers)
@@ -209,14 +213,15 @@ class _Slot:
         return answers.read()
 
     def _end_of(self, error: Exception) -> tuple[str, bool]:
-        """The process has failed us and is ended: why, and whether another may do better."""
+        """End the process that failed. Gives the reason, and whether a new process may do
+        better."""
         process = self._process
         if process is None:
             raise AssertionError("an order fails on a process") from error
         late = isinstance(error, TimeoutError)
         stopped = late and _is_stopped(process.process_id)
         ending = self.drop()
-        logger.warning("decoder %d: %s; it %s", process.process_id, repr(error), ending)
+        log.warning("decoder %d: %s; it %s", process.process_id, repr(error), ending)
         if late and not stopped:
             limit = f"decode_timeout_s, {self._timeout_s:g} s"
             return f"reading and decoding took longer than {limit}, and was stopped", False
@@ -227,20 +232,31 @@ class _Slot:
         return f"the decoder process {ending}, at the last of {TRIES} tries", True
 
 
+class _Took(TypedDict):
+    seconds: float
+    read_s: float
+    cpu_s: float
+    read_cpu_s: float
+    read_bytes: int
+
+
 def _outcome(answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
     """Raises ProtocolError when the answer does not fit what was planned."""
-    if not (seconds >= 0 and answer.read_s >= 0):
+    times = seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
+    if not all(each >= 0 for each in times):
         raise ProtocolError(f"an answer after {answer.seconds} s, {answer.read_s} s of reading")
-    read_bytes = min(answer.read_bytes, MOST_READ_BYTES)  # a worker believes no answer
+    # Answers are not believed, and parallel threads can use more CPU seconds than have passed.
+    read_s, cpu_s = min(answer.read_s, seconds), min(answer.cpu_s, seconds)
+    took = _Took(
+        seconds=seconds,
+        read_s=read_s,
+        cpu_s=cpu_s,
+        read_cpu_s=min(answer.read_cpu_s, read_s, cpu_s),
+        read_bytes=min(answer.read_bytes, MOST_READ_BYTES),
+    )
     if answer.kind is Kind.BAD:
-        reason = answer.payload.decode(errors="replace")[:REASON_LIMIT]
-        return SampleOutcome(
-            sample=None,
-            reason=reason or "unknown",
-            seconds=seconds,
-            read_s=min(answer.read_s, seconds),
-            read_bytes=read_bytes,
-        )
+        reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT)
+        return SampleOutcome(sample=None, reason=reason or "unknown", **took)
     if answer.kind is Kind.MEMORY:
         try:
             sample = sample_of_memory(answer.descriptor, planned)
@@ -250,12 +266,7 @@ def _outcome(answer: Answer, planned: SampleLengths, *, seconds: float) -> Sampl
         sample = sample_of_bytes(answer.payload, planned)
     else:
         raise ProtocolError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
-    return SampleOutcome(
-        sample=sample,
-        seconds=seconds,
-        read_s=min(answer.read_s, seconds),
-        read_bytes=read_bytes,
-    )
+    return SampleOutcome(sample=sample, **took)
 
 
 def _pad_token(answer: Answer) -> int:
@@ -265,20 +276,9 @@ def _pad_token(answer: Answer) -> int:
         raise ProtocolError("a pad token that is no number") from error
 
 
-def _refusal(answer: Answer) -> ServiceError:
-    """The error of a pipeline that could not be built, as one of ours."""
-    try:
-        kind, text = json.loads(answer.payload)
-    except ValueError as error:
-        raise ProtocolError("a refusal without an error") from error
-    named = getattr(errors, str(kind), None)
-    if isinstance(named, type) and issubclass(named, ServiceError):
-        return named(str(text))
-    return ServiceError(f"the job's pipeline cannot be built: {text}")
-
-
 def _is_stopped(process_id: int) -> bool:
-    """SIGSTOP, or a debugger. The process is ours to reap, so that the number is its own."""
+    """Whether SIGSTOP or a debugger has stopped the process. Only we reap it, so its number cannot
+    have been reused."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -2,9 +2,9 @@
 
 Ray places the processes, watches them and limits their CPUs; no sample passes through it.
 
-In a Ray that was there before, workers may outlive the pool: they are detached actors in the
-service's own namespace, and the pool that comes next goes on with those that answer and were
-started with the same settings. One that no pool has asked after for long ends itself.
+In a Ray cluster that existed before, workers may outlive the pool: they are detached actors in the
+service's own namespace, and the next pool keeps those that answer and were started with the same
+settings. A worker that no pool has pinged for `orphan_after_s` ends itself.
 """
 
 import asyncio
@@ -13,8 +13,10 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,30 +26,32 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dataservice.core.descriptor_limit import descriptor_limit
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
 from dataservice.workers.nursery import ends_within
 from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-# Ray puts sockets below its directory, and Linux allows 107 bytes for a socket's path; the
-# session's name and the socket's take up to 62 of them.
+# Ray puts sockets below its directory, and Linux allows 107 bytes for a socket's path; the names of
+# the session and the socket take up to 62 of them.
 TEMP_DIR_LIMIT_BYTES = 45
-# Ray refuses less than 75 MiB; nothing of ours is ever put there.
+INNER_DIR = "ray"  # Ray gives its folder mode 0777, so it lies inside a private one
+# Ray refuses less than 75 MiB; we never put anything there.
 SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
-# How long a worker that was left behind has to say who it is.
+# Seconds that a leftover worker has to introduce itself.
 INTRODUCTION_S = 5.0
-END_S = 2.0  # for a worker that has finished its streams to be gone
+END_S = 2.0  # for a worker to exit after it has finished its streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayPoolConfig(PoolConfig):
-    """Where Ray runs. Without `address` a Ray of our own starts on this machine.
+    """Where Ray runs. Without `address`, the pool starts a Ray of its own on this machine.
 
-    With a `namespace`, which is this service's alone, workers of a former pool of the same
-    `settings` are taken over; with `outlive` they go on when this pool stops, and end
-    themselves once none has asked after them for `orphan_after_s`.
+    With a `namespace`, which only this service uses, workers of a former pool with the same
+    `settings` are taken over. With `outlive`, workers keep running when this pool stops, and end
+    themselves when no pool has pinged them for `orphan_after_s`.
     """
 
     address: str | None = None
@@ -77,13 +81,14 @@ class RayPoolConfig(PoolConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Introduction:
-    """What a worker says of itself: where it serves, on which Ray node, and what it was
-    started with."""
+    """A worker's description of itself: where it serves, on which Ray node, the settings it was
+    started with, and how many files and sockets it may have open."""
 
     address: str
     node_id: str
     process_id: int
     settings: str
+    descriptors: int
 
 
 class _WorkerProcess:
@@ -103,12 +108,12 @@ class _WorkerProcess:
         return self._introduction(self._served)
 
     async def introduce(self) -> _Introduction | None:
-        """Who this is; None while it does not serve."""
+        """This worker's description; None while it does not serve."""
         self._heard_s = time.monotonic()
         return None if self._served is None else self._introduction(self._served)
 
     async def ping(self) -> None:
-        """Returns if the event loop that serves streams still turns."""
+        """Returns if the event loop that serves streams still runs."""
         self._heard_s = time.monotonic()
 
     async def stop(self) -> None:
@@ -122,6 +127,7 @@ class _WorkerProcess:
             node_id=ray.get_runtime_context().get_node_id(),
             process_id=os.getpid(),
             settings=self._settings,
+            descriptors=descriptor_limit(),
         )
 
     async def _end_when_orphaned(self) -> None:
@@ -129,14 +135,14 @@ class _WorkerProcess:
         while left_s > 0:
             await asyncio.sleep(left_s)
             left_s = self._heard_s + self._orphan_after_s - time.monotonic()
-        logger.warning("no coordinator has asked for %g s: this worker ends", self._orphan_after_s)
+        log.warning("no coordinator has asked for %g s: this worker ends", self._orphan_after_s)
         await self.stop()
         _kill(ray.get_runtime_context().current_actor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Actor:
-    """`process` is a descriptor of the actor's process, -1 when it runs on another machine."""
+    """A Ray actor. `process` is a descriptor of its process, -1 when it runs on another machine."""
 
     worker: str
     actor: Any
@@ -146,8 +152,8 @@ class _Actor:
 class RayWorkerPool(SupervisedPool[_Actor]):
     """core.ports.WorkerPool over Ray.
 
-    `serve` is pickled to the actors: a function of an importable module, or a partial of one.
-    A Ray that this process has already started or joined is used and left running.
+    `serve` is pickled and sent to the actors: it is a function of an importable module, or a
+    partial of one. A Ray that this process has already started or joined is used and left running.
     """
 
     def __init__(self, *, serve: ServeWorker, config: RayPoolConfig) -> None:
@@ -155,15 +161,19 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._serve = serve
         self._ray_config = config
         self._owns_ray = False
+        self._private_dir: Path | None = None
 
     async def _open(self) -> None:
         if ray.is_initialized():
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # On this thread, though it blocks for seconds: the kernel ends Ray's processes with
-        # the thread that started them, and a pool thread may end before the service does.
+        # On this thread, though it blocks for seconds: the kernel ends Ray's processes together
+        # with the thread that started them, and a thread of an executor may end before the service
+        # does.
+        if self._ray_config.address is None and self._ray_config.temp_dir is None:
+            self._private_dir = _private_temp_dir()
         with _sigterm_kept():
-            _init_ray(self._ray_config)
+            _init_ray(self._ray_config, self._private_dir)
         self._owns_ray = True
 
     @property
@@ -174,33 +184,32 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         namespace = self._ray_config.namespace
         if namespace is None:
             return []
-        # Ray writes no types for it: names and namespaces, both text.
+        # Ray gives no types for this: names and namespaces, both text.
         named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
         workers = [each["name"] for each in named if each["namespace"] == namespace]
         met = await asyncio.gather(*(self._meet(worker, namespace) for worker in workers))
         return [running for running in met if running is not None]
 
     async def _meet(self, worker: str, namespace: str) -> Running[_Actor] | None:
-        """A worker that was left behind, if it is like ours; else it is ended."""
+        """A leftover worker, if it is like ours; otherwise it is ended."""
         self._used(worker)
         try:
             actor: Any = ray.get_actor(worker, namespace=namespace)
         except ValueError:
             return None  # it has just ended
         said: _Introduction | None = None
-        # AttributeError: a release whose workers did not introduce themselves.
+        # AttributeError: the worker is of an older release, without `introduce`.
         with contextlib.suppress(TimeoutError, RayError, AttributeError):
             async with asyncio.timeout(INTRODUCTION_S):
                 said = await actor.introduce.remote()
         if said is not None and said.settings == self._ray_config.settings:
-            handle = _actor(worker, actor, said)
-            return Running(worker=worker, address=said.address, handle=handle)
+            return _running(worker, actor, said)
         why = "does not answer" if said is None else "was started with other settings"
-        logger.warning("%s of a former coordinator %s: it is replaced", worker, why)
+        log.warning("%s of a former coordinator %s: it is replaced", worker, why)
         await self._end(_Actor(worker=worker, actor=actor), gracefully=False)
         return None
 
-    async def _launch(self, worker: str) -> tuple[str, _Actor]:
+    async def _launch(self, worker: str) -> Running[_Actor]:
         config = self._ray_config
         remote = ray.remote(num_cpus=config.cpus_per_worker, max_restarts=0)
         actor: Any = (
@@ -220,13 +229,23 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         except BaseException:
             _kill(actor)
             raise
-        return said.address, _actor(worker, actor, said)
+        return _running(worker, actor, said)
+
+    async def _resources_left(self) -> str:
+        """The CPUs that a worker takes, and the cluster's CPUs, in words."""
+        wanted = self._ray_config.cpus_per_worker
+        try:
+            async with asyncio.timeout(END_S):
+                there, free = await asyncio.to_thread(_cpus)
+        except (TimeoutError, RayError):
+            return ""
+        return f": it takes {wanted:g} CPUs, and of {there:g} in the cluster {free:g} are free"
 
     async def _alive(self, handle: _Actor) -> bool:
         try:
             await handle.actor.ping.remote()
         except RayError as error:
-            logger.info("%s: %s", handle.worker, str(error).splitlines()[0])
+            log.info("%s: %s", handle.worker, str(error).splitlines()[0])
             return False
         return True
 
@@ -236,8 +255,8 @@ class RayWorkerPool(SupervisedPool[_Actor]):
                 await handle.actor.stop.remote()
         _kill(handle.actor)
         if handle.process >= 0:
-            # Ray asks first, and takes a process that ends otherwise for a crash. One that is
-            # stopped does not hear it, and would keep its CPUs for seconds.
+            # Ray asks the process to exit, and counts any other end as a crash. A process that is
+            # stopped (SIGSTOP) does not hear it, and would keep its CPUs for seconds.
             if gracefully:
                 await asyncio.to_thread(ends_within, handle.process, END_S)
             with contextlib.suppress(ProcessLookupError):
@@ -249,22 +268,46 @@ class RayWorkerPool(SupervisedPool[_Actor]):
             self._owns_ray = False
             with _sigterm_kept():
                 ray.shutdown()
+        if self._private_dir is not None:
+            # Ray's processes may still write a last line here; nobody needs the files.
+            await asyncio.to_thread(shutil.rmtree, self._private_dir, ignore_errors=True)
+            self._private_dir = None
 
 
 def node_host() -> str:
-    """This machine's address among Ray's nodes: what a `serve` in an actor advertises."""
+    """This machine's address among Ray's nodes, which a `serve` in an actor advertises."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _init_ray(config: RayPoolConfig) -> None:
+def _private_temp_dir() -> Path | None:
+    """A folder that only this user may enter, around Ray's own, which Ray opens to everyone. None
+    when its path would be too long for Ray's sockets: Ray then chooses the place."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        made = Path(tempfile.mkdtemp(prefix="dataservice-", dir=parent))  # 0700
+        if len(os.fsencode(made / INNER_DIR)) <= TEMP_DIR_LIMIT_BYTES:
+            log.info("Ray keeps its sockets and logs in %s", made)
+            return made
+        made.rmdir()
+    log.warning(
+        "Ray's sockets and logs lie where others on this machine may see them: %s is too long a "
+        "path for a folder of our own. Set TMPDIR to a shorter one.",
+        tempfile.gettempdir(),
+    )
+    return None
+
+
+def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
     options: dict[str, Any] = {"address": config.address}
+    temp_dir = config.temp_dir
+    if private_dir is not None:
+        temp_dir = private_dir / INNER_DIR
     if config.address is None:
         _ask_for_a_token()
         options = {
             "address": "local",
             "num_cpus": max(1, math.ceil(config.workers * config.cpus_per_worker)),
             "object_store_memory": config.object_store_bytes,
-            "_temp_dir": None if config.temp_dir is None else str(config.temp_dir),
+            "_temp_dir": None if temp_dir is None else str(temp_dir),
         }
     try:
         ray.init(
@@ -284,14 +327,14 @@ def _init_ray(config: RayPoolConfig) -> None:
 
 
 def _ask_for_a_token() -> None:
-    """Ray listens on every address of the machine, and runs what it is sent. By default it asks
-    for a token, which it would keep in a file; ours only its own processes know."""
+    """Have Ray require a token: it listens on every address of the machine and runs the code it is
+    sent. By default Ray keeps the token in a file; only the processes of our own Ray know ours."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Which by default it warns of, and says how to turn it off.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        logger.warning(
+        log.warning(
             "RAY_AUTH_MODE is %r: whoever reaches Ray's ports on this machine can run code here. "
             "Unset it, or set it to token.",
             os.environ["RAY_AUTH_MODE"],
@@ -300,20 +343,32 @@ def _ask_for_a_token() -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray takes SIGTERM over for itself; the service's own way of stopping goes before."""
+    """Restores the service's SIGTERM handler, which Ray replaces with its own."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        # Outside the main thread Ray could not take it, and it cannot be given back.
+        # Outside the main thread Ray could not replace the handler, and it cannot be restored.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_DFL if kept is None else kept)
 
 
-def _actor(worker: str, actor: Any, said: _Introduction) -> _Actor:
+def _cpus() -> tuple[float, float]:
+    """(CPUs in the cluster, free ones of them). Ray leaves out resources of which there are 0."""
+    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return there.get("CPU", 0.0), free.get("CPU", 0.0)
+
+
+def _running(worker: str, actor: Any, said: _Introduction) -> Running[_Actor]:
     local = said.node_id == ray.get_runtime_context().get_node_id()
     process = _process_descriptor(said.process_id) if local else -1
-    return _Actor(worker=worker, actor=actor, process=process)
+    return Running(
+        worker=worker,
+        address=said.address,
+        handle=_Actor(worker=worker, actor=actor, process=process),
+        descriptors=said.descriptors,
+    )
 
 
 def _kill(actor: Any) -> None:
@@ -322,7 +377,7 @@ def _kill(actor: Any) -> None:
 
 
 def _process_descriptor(process_id: int) -> int:
-    """Names this very process even after its number is used again; Linux only."""
+    """A descriptor of this very process, even after its number is reused; Linux only."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return os.pidfd_open(process_id)

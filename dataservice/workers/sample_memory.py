@@ -1,11 +1,11 @@
-"""A decoded sample as one run of bytes, passed between processes without copying it twice.
+"""A decoded sample as one run of bytes, passed between processes with a single copy.
 
     input_ids │ labels │ item 0 │ item 1 │ …        each at a multiple of 64 bytes
 
-Where each array lies follows from the sample's planned lengths, which both sides know: no
-shape or offset that the other side names is ever believed. A large sample is written into a
-sealed memory file: one copy, in the decoder's process. The worker maps it and serves views of
-the mapping; nothing has a name that could be left behind, and the last view unmaps it.
+The place of each array follows from the sample's planned lengths, which both sides know; neither
+side trusts a shape or offset that the other sends. The decoder's process writes a large sample into
+a sealed memory file: that is the one copy. The worker maps the file and serves views of the
+mapping. The file has no name that could be left behind, and the last view unmaps it.
 """
 
 import ctypes
@@ -23,18 +23,19 @@ from dataservice.core.sample import DecodedSample, SampleLengths
 from dataservice.workers.pack import ITEM_DTYPES
 
 ALIGNMENT_BYTES = 64
-# Below this, copying through the socket costs less than a memory file does.
+# Below this size, copying through the socket costs less than a memory file.
 INLINE_LIMIT_BYTES = 32 * 1024
-# A descriptor whose file may still shrink under a mapping is a way to crash who maps it.
+# If a mapped file can still shrink, whoever sends its descriptor can crash the process that maps
+# it.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,8 @@ def sample_bytes(planned: SampleLengths) -> int:
 
 
 def sample_buffers(decoded: DecodedSample, planned: SampleLengths) -> list[memoryview | bytes]:
-    """The sample's bytes in order, gaps included; arrays are not copied unless they are strided.
-    It has its planned shape."""
+    """The sample's bytes in order, gaps included; only strided arrays are copied. The sample must
+    have its planned shape."""
     buffers: list[memoryview | bytes] = []
     at = 0
     arrays = (decoded.input_ids, decoded.labels, *decoded.items)
@@ -88,8 +89,9 @@ def write_memory(buffers: list[memoryview | bytes], size_bytes: int) -> int:
 
 
 def sample_of_memory(descriptor: int, planned: SampleLengths) -> DecodedSample:
-    """Views of a memory file, which is closed. ValueError unless it is sealed and as large as
-    planned; OSError or MemoryError when it can be neither mapped nor read."""
+    """Views of a memory file, whose descriptor is closed. Raises ValueError unless the file is
+    sealed and as large as planned, OSError or MemoryError when it can be neither mapped nor
+    read."""
     try:
         size_bytes = sample_bytes(planned)
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
@@ -130,13 +132,13 @@ def _end(places: list[_Place]) -> int:
 
 def _mapped(descriptor: int, size_bytes: int) -> Any:
     """The file's bytes as a buffer that unmaps itself. Python's own mmap would keep a descriptor
-    for each; and a process may have only so many mappings, beyond which the file is read."""
+    for each mapping. The kernel limits a process's mappings; beyond that limit the file is read."""
     protection, flags = mmap.PROT_READ, mmap.MAP_PRIVATE
-    address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
-    if address == _MAP_FAILED:
+    address = libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
+    if address == MAP_FAILED:
         return _read(descriptor, size_bytes)
     buffer = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
+    weakref.finalize(buffer, libc.munmap, address, size_bytes).atexit = False
     return memoryview(buffer).toreadonly()
 
 

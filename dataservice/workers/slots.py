@@ -1,11 +1,12 @@
-"""A worker's slots at work: samples of all packs go through one fair queue to the decoders.
+"""A worker's slots: samples of all packs go through one fair queue to the decoders.
 
 Contract.
   decode     returns the outcomes of a pack's samples, in its order. When a pipeline cannot be
              built or the decoders are lost, all packs that had a sample there raise.
-  Cancelling drops the pack's samples that have no slot yet; those that have one run out unused.
+  Cancelling drops the pack's samples that have no slot yet; results of the others are discarded.
 
-Small texts go to a slot several at a time: handing one over takes about as long as decoding it.
+Small texts go to a slot several at a time: handing one text over takes about as long as decoding
+it.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from dataservice.workers.decoders import Decoders, SampleOutcome
 from dataservice.workers.fair_queue import Begun, FairQueue, Task, TeamLoad
 
 BATCH_SAMPLES = 16
-BATCH_S = 0.01  # as estimated
+BATCH_S = 0.01  # estimated seconds of decoding in one batch
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -49,8 +50,9 @@ class Slots:
         self._alarm: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Have the decoders ready. Raises WorkerLostError."""
-        # On a thread of ours: the kernel ends decoder processes with the thread that made them.
+        """Start the decoders. Raises WorkerLostError when they cannot start."""
+        # On a thread that this object keeps: the kernel ends decoder processes together with the
+        # thread that started them.
         await asyncio.get_running_loop().run_in_executor(self._threads, self._decoders.start)
 
     async def open(self, pipeline: str) -> int:
@@ -59,7 +61,7 @@ class Slots:
         return await loop.run_in_executor(self._threads, self._decoders.open, pipeline)
 
     async def decode(self, order: PackOrder) -> list[SampleOutcome]:
-        """Outcomes of a pack's samples. The pack is not being decoded already."""
+        """Outcomes of a pack's samples. The pack must not be in decoding already."""
         pack = _Pack(
             outcomes=[None] * len(order.samples),
             left=len(order.samples),
@@ -78,11 +80,11 @@ class Slots:
         return [outcome for outcome in pack.outcomes if outcome is not None]
 
     def teams(self) -> tuple[TeamLoad, ...]:
-        """What waits, and what was done, by team."""
+        """Waiting samples and finished work, by team."""
         return self._queue.teams()
 
     def close(self) -> None:
-        """End the decoders and let the threads end. Does not wait for them."""
+        """End the decoders, and the threads without waiting for them."""
         self._closed = True
         if self._alarm is not None:
             self._alarm.cancel()
@@ -90,7 +92,7 @@ class Slots:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self) -> None:
-        """Give samples to all slots that are free."""
+        """Give samples to all free slots."""
         if self._closed:
             return
         now_s = time.monotonic()
@@ -108,12 +110,12 @@ class Slots:
             self._alarm = loop.call_later(pause_s, self._fill)
 
     def _batch(self, now_s: float) -> list[Begun]:
-        """The next sample, and small texts behind it when there are enough for all slots."""
+        """The next sample, followed by small texts when enough of them wait for all slots."""
         first = self._queue.next(now_s)
         if first is None:
             return []
         batch = [first]
-        # Not more than is there for each slot: a batch is served by one.
+        # At most one slot's share of the waiting samples: one slot serves the whole batch.
         room = min(BATCH_SAMPLES, 1 + self._queue.queued // self._decoders.slots)
         left_s = BATCH_S - first.run.charged_s
 
@@ -130,7 +132,7 @@ class Slots:
         return batch
 
     def _serve(self, batch: Sequence[Begun]) -> _Served:
-        """In a thread: the batch on one slot."""
+        """Decode the batch on one slot; runs in a thread."""
         began_s = time.monotonic()
         outcomes = self._decoders.decode(
             batch[0].task.pipeline, [begun.task.sample for begun in batch]

@@ -1,7 +1,7 @@
 """Decoders in threads of this process: for tests, and for decoders that cannot be pickled.
 
-A codec that hangs keeps its slot for ever here, and one that crashes takes the worker along;
-a service decodes in processes (see process_decoders.py).
+Here a codec that hangs keeps its slot for ever, and one that crashes ends the worker; a service
+therefore decodes in processes (see process_decoders.py).
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
 from dataservice.workers.decoders import Decoders, SampleOutcome, read_and_decode
-from dataservice.workers.pipelines import PipelineCache, PipelineFactory
+from dataservice.workers.sample_pipelines import PipelineCache, PipelineFactory
 
 
 class ThreadDecoders(Decoders):
-    """Decodes in the threads that call. Readers and decoders are shared by all of them."""
+    """Decodes in the calling threads, which share the readers and decoders."""
 
     def __init__(self, factory: PipelineFactory, *, slots: int) -> None:
-        """Raises SpecError when there is no slot."""
+        """Raises SpecError when `slots` is below 1."""
         require_slots(slots)
         self._slots = slots
         self._pipelines = PipelineCache(factory)
@@ -39,10 +39,10 @@ class ThreadDecoders(Decoders):
         return [read_and_decode(built, sample) for sample in samples]
 
     def close(self) -> None:
-        """Nothing to do: what runs, runs out."""
+        """Nothing to do: calls in progress finish."""
 
 
 def require_slots(slots: int) -> None:
-    """Raises SpecError unless there is at least one."""
+    """Raises SpecError when `slots` is below 1."""
     if slots < 1:
         raise SpecError(f"a worker has {slots} decoding slots; give it at least 1.")

@@ -5,8 +5,12 @@ python requirements.py service s3 --without torch
 
 import argparse
 import re
-import tomllib
 from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # a trainer's image with Python 3.10
+    import tomli as tomllib
 
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 

@@ -6,7 +6,8 @@
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm
 
 FROM ${BASE_IMAGE}
-# `pinned` installs torch of constraints.txt; `base` keeps the one that the base image brings.
+# `pinned` installs torch and all else in the versions of constraints.txt; `base` keeps what the
+# base image brings, and installs only what it lacks or has in a version that is too old.
 ARG TORCH=pinned
 ARG VERSION=0.1.0
 ARG REVISION=unknown
@@ -24,9 +25,10 @@ COPY deploy/images/requirements.py ./
 COPY protos ./protos
 COPY trainer_client ./trainer_client
 COPY dataservice ./dataservice
-RUN if [ "$TORCH" = pinned ]; then set --; else set -- --without torch numpy; fi \
+RUN if [ "$TORCH" = pinned ]; then set --; else set -- --without torch; : > constraints.txt; fi \
+ && { python -c "import tomllib" || python -m pip install -c constraints.txt tomli; } \
  && python requirements.py "$@" > requirements.txt \
- && python -m pip install -c constraints.txt -r requirements.txt setuptools \
+ && python -m pip install -c constraints.txt -r requirements.txt "setuptools>=77" \
  && python -m pip install --no-deps --no-build-isolation . \
  && rm -rf /build/*
 

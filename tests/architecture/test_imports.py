@@ -13,13 +13,15 @@ PLACES = {"dataservice": ROOT / "dataservice", "trainer_client": ROOT / "trainer
 OURS = ("dataservice", "dataservice_proto", "trainer_client", "demo", "tools", "benchmarks")
 
 ALLOWED = {
-    "core": set(),
+    "core": {"address"},
     "planning": {"core"},
     "sources": {"core"},
     "decode": {"core"},
     "workers": {"core"},
     "state": {"core"},
     "observability": {"core"},
+    "jobs": {"core", "planning", "sources", "decode", "workers"},
+    "operate": {"core", "jobs", "workers", "observability"},
     "engine": {"core", "planning"},
     "serving": {"core", "engine", "protos"},
 }
@@ -48,8 +50,8 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] == "dataservice":
         return parts[1] if len(parts) > 1 else "dataservice"
-    if parts[0] == "dataservice_proto":
-        return "protos"
+    if parts[0] == "dataservice_proto":  # which also says how peers write addresses
+        return "address" if parts[1:] == ["address"] else "protos"
     return parts[0] if parts[0] in OURS else None
 
 
@@ -65,14 +67,30 @@ def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
     assert not strangers
 
 
-def test_every_room_of_the_service_has_a_rule() -> None:
-    rooms = {p.name for p in (ROOT / "dataservice").iterdir() if (p / "__init__.py").exists()}
-    assert rooms == set(ALLOWED) | {"cli"}
+def test_every_module_of_the_service_stands_under_a_rule() -> None:
+    top = {p.name for p in (ROOT / "dataservice").iterdir() if (p / "__init__.py").exists()}
+    assert top == set(ALLOWED) | {"cli"}
+    assert {p.name for p in (ROOT / "dataservice").glob("*.py")} == {"__init__.py", "app.py"}
+
+
+@pytest.mark.parametrize(
+    ("what", "heavy"),
+    [
+        ("jobs.job_file", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
+        ("jobs.cost_file", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
+        ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
+        ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
+    ],
+)
+def test_what_only_reads_a_file_loads_nothing_heavy(what: str, heavy: list[str]) -> None:
+    code = f"import sys, dataservice.{what}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_trainer_client_imports_nothing_of_the_service() -> None:
-    allowed = {"trainer_client", "protos", None}
-    heavy = {"ray", "pyarrow", "av", "numba", "scipy", "pydantic"}
+    allowed = {"trainer_client", "protos", "address", None}
+    heavy = {"ray", "pyarrow", "av", "pydantic"}
     strangers = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in PLACES["trainer_client"].rglob("*.py")
@@ -83,7 +101,7 @@ def test_the_trainer_client_imports_nothing_of_the_service() -> None:
 
 
 def test_the_trainer_client_loads_no_heavy_package() -> None:
-    heavy = ["ray", "pyarrow", "av", "dataservice", "numba", "scipy", "pydantic"]
+    heavy = ["ray", "pyarrow", "av", "dataservice", "pydantic"]
     code = f"import sys, trainer_client; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -127,3 +145,14 @@ def test_only_wire_modules_of_serving_convert_protobuf() -> None:
         and any(room_of(module) == "protos" for module in imports_of(path))
     ]
     assert not strangers
+
+
+def test_the_engine_takes_no_thread_from_a_pool_that_all_purposes_share() -> None:
+    """A call that hangs would take one from health and from stopping; see engine/threads.py."""
+    sharing = [
+        str(path.relative_to(ROOT))
+        for path in files_of("engine")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "set_default_executor")
+    ]
+    assert not sharing

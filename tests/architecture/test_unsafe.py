@@ -18,7 +18,7 @@ UNSAFE_CALLS = {
 }  # fmt: skip
 # A worker hands its own factory to the processes that it starts, and takes nothing back so.
 TO_OWN_CHILDREN = {
-    "dataservice/workers/decoder_process.py imports pickle",
+    "dataservice/workers/nursery_program.py imports pickle",
     "dataservice/workers/nursery.py imports pickle",
 }
 UNSAFE_KEYWORDS = {"allow_pickle", "shell"}

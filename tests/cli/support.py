@@ -17,7 +17,7 @@ from pathlib import Path
 
 _SERVER = """
 import gc, json, os, sys
-import dataservice.app, dataservice.calibrate  # what commands load when they need it
+import dataservice.app, dataservice.jobs.calibrate  # what commands load when they need it
 import dataservice.cli.main as command
 
 def become(order):
@@ -94,6 +94,12 @@ class CommandLine:
         assert done.code == code, done.said
         assert "Traceback" not in done.said
         return done.said
+
+
+def says(text: object, *parts: object) -> None:
+    """The message holds each of these."""
+    missing = [str(part) for part in parts if str(part) not in str(text)]
+    assert not missing, f"{missing} not in: {text}"
 
 
 @contextmanager

@@ -1,24 +1,21 @@
 """Tokens from the command line, and the config that keeps a service to whom it is for."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from dataservice.access import read_tokens
+from dataservice import app
 from dataservice.core.errors import SpecError
-from dataservice.serving.identity import identify
-from dataservice.spec import read_config, read_job
-from tests.cli.support import CommandLine, command_line
+from dataservice.core.tokens import identify
+from dataservice.jobs.job_file import read_job
+from dataservice.operate.config import read_config
+from dataservice.operate.tokens_file import read_tokens
+from tests.cli.support import CommandLine
 
-
-@pytest.fixture(scope="module")
-def cli() -> Iterator[CommandLine]:
-    with command_line() as run:
-        run.service = "127.0.0.1:9"  # nobody's
-        yield run
+DEMO_JOB = Path(__file__).resolve().parents[2] / "demo" / "job.yaml"
 
 
 def test_a_token_is_printed_once_with_the_entry_that_lets_it_in(
@@ -68,7 +65,7 @@ def test_files_of_a_connection_that_cannot_be_used_are_named(
     [
         ({"listen": "0.0.0.0:50051"}, "without tokens_file and tls"),
         ({"listen": "127.0.0.1:0", "worker_host": "10.0.0.7"}, "at 10.0.0.7 without"),
-        ({"listen": "[::]:1", "tokens_file": "t"}, "without tls"),
+        ({"listen": "[::]:1", "tokens_file": "t", "allowed_roots": "any"}, "without tls"),
     ],
 )
 def test_a_service_for_other_hosts_wants_tokens_and_tls_or_a_word_that_it_needs_none(
@@ -77,8 +74,23 @@ def test_a_service_for_other_hosts_wants_tokens_and_tls_or_a_word_that_it_needs_
     with pytest.raises(SpecError, match=f"{missing}.*insecure: true"):
         read_config(None, plain)
     assert read_config(None, {**plain, "insecure": True}).insecure
-    secured = {"tokens_file": "t", "tls": {"certificate_file": "c", "key_file": "k"}}
+    secured = {
+        "tokens_file": "t",
+        "tls": {"certificate_file": "c", "key_file": "k"},
+        "allowed_roots": ["/data"],
+    }
     assert not read_config(None, {**plain, **secured}).insecure
+
+
+def test_a_service_of_several_teams_says_what_their_jobs_may_name() -> None:
+    with pytest.raises(SpecError, match=r"allowed_roots.*\[/data/\{team\}\].*the word any"):
+        read_config(None, {"tokens_file": "t"})
+    with pytest.raises(SpecError, match="allowed_roots"):
+        read_config(None, {"tokens_file": "t", "allowed_roots": "all"})
+    assert read_config(None, {"tokens_file": "t", "allowed_roots": "any"}).roots is None
+    given = read_config(None, {"tokens_file": "t", "allowed_roots": ["/data"]})
+    assert given.roots == ["/data"]
+    assert read_config(None, {}).roots is None
 
 
 def test_a_laptop_needs_nothing_of_it() -> None:
@@ -115,3 +127,24 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
 def test_a_job_file_that_would_fill_the_memory_is_refused(text: str, told: str) -> None:
     with pytest.raises(SpecError, match=told):
         read_job(text, Path("/"))
+
+
+def test_a_secret_that_whoever_is_on_the_machine_may_read_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(32))
+    config = read_config(None, {"secret_file": str(secret)})
+    for mode in (0o644, 0o602):
+        secret.chmod(mode)
+        with pytest.raises(SpecError, match=r"whoever is on this machine.*chmod 600"):
+            app.shared_secret(config)
+    for mode in (0o600, 0o440):
+        secret.chmod(mode)
+        assert app.shared_secret(config) == bytes(32)
+
+
+def test_a_source_s_name_can_be_shown() -> None:
+    plain = yaml.safe_load(DEMO_JOB.read_text())
+    for name in ("a\x1b[2J", "\u202ea", "x" * 101):
+        plain["sources"][0]["name"] = name
+        with pytest.raises(SpecError, match="must be 1 to 100 characters that can be printed"):
+            read_job(yaml.safe_dump(plain, allow_unicode=True), Path("/"))

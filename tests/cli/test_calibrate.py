@@ -1,25 +1,19 @@
 """`dataservice calibrate`: from a model, or from measurements, to a file that a job can name."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dataservice.calibrate import modalities_of
-from dataservice.cost_file import read_cost_file
-from dataservice.planning.cost import ContextCost
-from dataservice.spec import JobSpec
-from tests.cli.support import CommandLine, command_line
+from dataservice.core.cost import ContextCost
+from dataservice.jobs.calibrate import modalities_of
+from dataservice.jobs.cost_file import read_cost_file
+from dataservice.jobs.job_file import JobSpec
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
-
-
-@pytest.fixture(scope="module")
-def cli() -> Iterator[CommandLine]:
-    with command_line() as run:
-        yield run
 
 
 def written(path: Path, cost: ContextCost, degrees=(1, 2, 4), **changes) -> Path:

@@ -1,13 +1,20 @@
 """What `dataservice status` prints: a line for the workers, a row a job, a sentence a finding."""
 
+import io
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 from rich.console import Console
 
 from dataservice.cli.show_health import health_json, health_view, worst
-from dataservice.cli.status import looks_at
+from dataservice.cli.status import CHECK_S, UNWELL, looks_at
 from dataservice.core.health import (
     Diagnosed,
     Finding,
@@ -17,7 +24,7 @@ from dataservice.core.health import (
     ServiceHealth,
     SourceHealth,
 )
-from dataservice.serving.errors import ServiceUnreachableError
+from dataservice.serving.status_codes import ServiceUnreachableError
 
 FLEET = FleetHealth(workers=3, wanted_workers=4, slots=6, slots_per_worker=2, busy_slots=5.5)
 
@@ -30,7 +37,10 @@ def a_job(job="vlm", *, severity="slow", text="rank 1 waits: source `ocr` decode
         )
         for rank in range(12)
     )  # fmt: skip
-    source = SourceHealth(source="ocr", samples=8, read_s=0.5, decode_s=2.5, usual_s=0.125)
+    source = SourceHealth(
+        source="ocr", samples=8, read_s=0.5, decode_s=2.5, read_cpu_s=0.25, decode_cpu_s=1.5,
+        usual_s=0.125,
+    )  # fmt: skip
     health = JobHealth(
         job=job, attempt=2, world_size=12, missing_ranks=(), forming_s=0.0, draining=False,
         ended=False, committed_step=43, planned_step=47, ready_steps=4, decoded_steps=1,
@@ -40,12 +50,17 @@ def a_job(job="vlm", *, severity="slow", text="rank 1 waits: source `ocr` decode
     return Diagnosed(health=health, findings=(Finding(severity=severity, text=text),))
 
 
-def shown(*jobs, detailed=False):
+def shown(*jobs, detailed=False, fleet=FLEET):
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
-        for part in health_view(ServiceHealth(jobs=jobs, fleet=FLEET), detailed=detailed):
+        for part in health_view(ServiceHealth(jobs=jobs, fleet=fleet), detailed=detailed):
             console.print(part)
     return captured.get()
+
+
+def test_why_workers_are_missing_is_said_also_without_a_job():
+    lines = shown(fleet=replace(FLEET, shortfall="1 of 4 workers are missing: no room"))
+    assert lines.splitlines()[1] == "the workers: 1 of 4 workers are missing: no room"
 
 
 def test_workers_come_first_then_a_row_a_job_then_what_holds_it_up():
@@ -60,7 +75,7 @@ def test_workers_come_first_then_a_row_a_job_then_what_holds_it_up():
 
 def test_one_job_is_shown_with_its_sources_and_the_ranks_that_wait_most():
     lines = [" ".join(line.split()) for line in shown(a_job(), detailed=True).splitlines()]
-    assert "ocr 8.0 0.5 2.5 0.38 0.12 0" in lines
+    assert "ocr 8.0 0.5 2.5 1.75 0.38 0.12 0" in lines
     ranks = [line.split()[0] for line in lines if "node:" in line]
     assert ranks == ["3", "11", "10", "9", "8", "7", "6", "5"]
 
@@ -108,3 +123,34 @@ def test_watching_goes_on_while_the_service_restarts():
 def test_watching_a_service_that_never_was_there_is_an_error():
     with pytest.raises(ServiceUnreachableError):
         next(looks_at(ComingAndGoing(there=False), "", 0.0))
+
+
+def test_what_of_the_service_does_not_work_is_said_first():
+    troubles = ("the state store has not answered for 12 s",)
+    seen = ServiceHealth(jobs=(a_job(),), fleet=FLEET, troubles=troubles)
+    console = Console(width=80, file=io.StringIO())
+    console.print(next(health_view(seen, detailed=False)))
+    text = console.file.getvalue()
+    assert text.startswith("the service: the state store has not answered for 12 s; see its log")
+    assert json.loads(health_json(seen))["troubles"] == list(troubles)
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_check_of_what_does_not_answer_ends_in_time_with_its_code(listening):
+    """A port that takes connections and says nothing, and one that nobody listens on."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listening:
+            silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        began_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "dataservice.cli.main", "status", "--check"],
+            env={**os.environ, "DATASERVICE_ADDRESS": address},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == UNWELL, done.stderr
+    assert "not well:" in done.stderr
+    assert time.monotonic() - began_s < 3 * CHECK_S  # Python takes its time to start

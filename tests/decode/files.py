@@ -16,9 +16,9 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dataservice.core.sample import MediaBlob, MediaKind
-from dataservice.decode.pipeline import Pipeline, PipelineSpec, build_pipeline
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
+from dataservice.decode.sample_pipeline import Pipeline, PipelineSpec, build_pipeline
 
 SPECIALS = [
     "<|endoftext|>",
@@ -36,6 +36,9 @@ SPECIALS = [
     "</img>",
     "<image>",
     "<video>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<row_1_col_1>",
 ]
 # A template in the manner of Qwen2-VL: it takes strings and parts, and writes media tokens.
 TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}\

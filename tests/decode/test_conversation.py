@@ -10,8 +10,8 @@ from dataservice.decode.conversation import Conversation, Document, MediaPart, r
 IMAGE, VIDEO, AUDIO = (MediaPart(kind=kind) for kind in ("image", "video", "audio"))
 
 
-def turns(record, *media):
-    conversation = read_record(record, media)
+def turns(record, *media, placeholders="strict"):
+    conversation = read_record(record, media, placeholders)
     assert isinstance(conversation, Conversation)
     return [(message.role, message.parts) for message in conversation.messages]
 
@@ -34,7 +34,7 @@ def test_openai_messages_hold_strings_or_parts():
     }
     assert turns(record, "image", "audio") == [
         ("system", ("Be brief.",)),
-        ("user", (IMAGE, "What is this?", AUDIO)),
+        ("user", (IMAGE, "What is ", "this?", AUDIO)),
         ("assistant", ("A cat.",)),
     ]
 
@@ -47,7 +47,7 @@ def test_placeholder_like_text_beside_media_parts_stays_text():
 
 def test_messages_without_parts_may_name_media_in_their_text():
     record = {"messages": [{"role": "user", "content": "<image>Look <video>"}]}
-    assert turns(record, "image") == [("user", (IMAGE, "Look <video>"))]
+    assert turns(record, "image", "video") == [("user", (IMAGE, "Look ", VIDEO))]
 
 
 def test_sharegpt_roles_become_chat_roles():
@@ -70,15 +70,55 @@ def test_llava_text_holds_the_placeholders_of_its_files():
             {"from": "gpt", "value": "It is <audio> loud."},
         ],
     }
-    assert turns(record, "image", "video") == [
+    assert turns(record, "image", "video", "audio") == [
         ("user", (IMAGE, "\n", VIDEO, "\nWhat?")),
-        ("assistant", ("It is <audio> loud.",)),
+        ("assistant", ("It is ", AUDIO, " loud.")),
     ]
 
 
-def test_html_in_a_text_only_chat_stays_text():
-    record = {"conversations": [{"from": "human", "value": "Write <video></video>, not <image>!"}]}
-    assert turns(record) == [("user", ("Write <video></video>, not <image>!",))]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Write <video></video>, not <video>!",
+        "RSS has <image><url>a.png</url></image>.",
+        "Use the `<image>` element of SVG.",
+        "```html\n<audio>\n<source>\n```",
+        "An <image href='a.png'/>, an <IMAGE>, an <img>.",
+    ],
+)
+@pytest.mark.parametrize("placeholders", ["strict", "text"])
+def test_markup_in_a_text_without_media_stays_text(text, placeholders):
+    record = {"conversations": [{"from": "human", "value": text}]}
+    assert turns(record, placeholders=placeholders) == [("user", (text,))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<image>\nWhat?",
+        "See the <image> here",
+        "A `tick`, an <image>",
+        "a ` and <image>",
+        "<audio>",
+    ],
+)
+def test_a_placeholder_whose_file_is_lost_is_no_text_unless_the_source_says_so(text):
+    chat = {"conversations": [{"from": "human", "value": text}]}
+    for record in (chat, {"text": text}, {"messages": [{"role": "user", "content": text}]}):
+        with pytest.raises(SampleError, match=r"1 placeholders .*placeholders: text in the source"):
+            read_record(record, [])
+        read_record(record, [], "text")
+    assert turns(chat, placeholders="text") == [("user", (text,))]
+
+
+def test_with_placeholders_as_text_those_of_the_samples_own_files_still_count():
+    record = {"conversations": [{"from": "human", "value": "<image> or <video>?"}]}
+    assert turns(record, "image", placeholders="text") == [("user", (IMAGE, " or <video>?"))]
+
+
+def test_many_placeholders_in_one_text_take_linear_time():
+    text = "`<image>` " * 100_000
+    assert turns({"messages": [{"role": "user", "content": text}]}) == [("user", (text,))]
 
 
 def test_conversations_may_be_written_with_role_and_content():
@@ -112,13 +152,37 @@ def test_other_keys_of_a_message_are_kept_for_the_template():
 def test_a_document_shows_media_where_it_says_or_else_first():
     assert read_record({"text": "a <image> b"}, ["image"]) == Document(parts=("a ", IMAGE, " b"))
     assert read_record({"text": "a cat"}, ["image"]) == Document(parts=(IMAGE, "a cat"))
-    assert read_record({"text": "an <image> tag"}, []) == Document(parts=("an <image> tag",))
+    with pytest.raises(SampleError, match="0 placeholders for audio"):
+        read_record({"text": "a <image> b"}, ["image", "audio"])
+
+
+@pytest.mark.parametrize("key", ["sentence", "transcription", "transcript"])
+def test_a_transcript_beside_sound_is_a_document_behind_it(key):
+    assert read_record({key: "a cat"}, ["audio"]) == Document(parts=(AUDIO, "a cat"))
+    with pytest.raises(SampleError, match=r"needs messages, .* or caption"):
+        read_record({key: "a cat"}, [])
+
+
+def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
+    record = {
+        "system": "Be kind.",
+        "tools": '[{"name": "f"}]',
+        "conversations": [
+            {"from": "human", "value": "call f"},
+            {"from": "gpt", "value": "", "tool_calls": [{"name": "f"}], "weight": None},
+        ],
+    }
+    conversation = read_record(record, [])
+    assert conversation.tools == [{"name": "f"}]
+    assert conversation.messages[2].extras == {"tool_calls": [{"name": "f"}]}
+    openai = {"system": "Be kind.", "messages": [{"role": "user", "content": "hello"}]}
+    assert turns(openai) == [("system", ("Be kind.",)), ("user", ("hello",))]
 
 
 @pytest.mark.parametrize(
     ("record", "media", "message"),
     [
-        ({"caption": "x"}, (), r"keys \['caption'\]; it needs messages, conversations or text"),
+        ({"caption": "x"}, (), r"keys \['caption'\]; it needs messages, .* or caption"),
         ({"messages": []}, (), "holds 0 turns"),
         ({"messages": ["hi"]}, (), "turns of type str"),
         ({"messages": "[{"}, (), "not JSON"),
@@ -129,6 +193,16 @@ def test_a_document_shows_media_where_it_says_or_else_first():
         ({"conversations": [{"from": "human", "value": None}]}, (), "type NoneType"),
         ({"text": "  \n"}, (), "empty"),
         ({"text": ""}, (), "empty"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": "[{"},
+            (),
+            "tools is a string that is not JSON",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]},
+            (),
+            "functions, which chat templates no longer read. Write them as tools",
+        ),
         ({"messages": [{"role": "user", "content": ""}]}, (), "empty"),
         (
             {"conversations": [{"from": "human", "value": "<image><image>"}]},
@@ -160,3 +234,21 @@ def test_a_document_shows_media_where_it_says_or_else_first():
 def test_records_that_cannot_be_used_say_why(record, media, message):
     with pytest.raises(SampleError, match=message):
         read_record(record, media)
+
+
+@pytest.mark.parametrize(
+    ("record", "media"),
+    [
+        ({"x" * 5000: 1}, ()),
+        ({f"k{k}": 1 for k in range(5000)}, ()),
+        ({"messages": [{"x" * 5000: 1}]}, ()),
+        ({"messages": "[" + "x" * 5000}, ()),
+        ({"messages": [{"role": "user", "content": [{"type": "x" * 5000}]}]}, ()),
+        ({"conversations": [{"from": "x" * 5000, "value": ""}]}, ()),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": "x" * 5000}, ()),
+    ],
+)
+def test_reasons_quote_no_more_of_a_record_than_can_be_read(record, media):
+    with pytest.raises(SampleError) as refused:
+        read_record(record, media)
+    assert len(str(refused.value)) < 1000

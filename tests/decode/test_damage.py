@@ -9,14 +9,14 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.media import MediaPipeline
-from dataservice.decode.pipeline import build_pipeline
 from dataservice.decode.processors.base import View, VisionPlan
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
+from dataservice.decode.sample_pipeline import build_pipeline
 from dataservice.decode.tags import without_tags
-from dataservice.decode.video import decode_video, video_header
+from dataservice.decode.video import decode_video, read_clip
 
 
 def decoded_audio(blob: MediaBlob):
@@ -44,18 +44,18 @@ def test_a_flac_frame_whose_checksum_is_wrong_is_not_decoded_past(files):
 def test_a_damaged_packet_is_not_painted_over(files, container, codec):
     """FFmpeg would show what it guesses; the clip must be refused, not trained on."""
     data = files.video(40, container=container, codec=codec, size=(160, 120))
-    header = video_header(files.blob("video", data), DEFAULT_LIMITS)
+    clip = read_clip(files.blob("video", data), DEFAULT_LIMITS)
     plan = VisionPlan(
         encoder_tokens=1,
         llm_tokens=1,
         views=(View.whole(28, 28),),
-        frame_indices=tuple(range(header.frames)),
+        frame_indices=tuple(range(clip.header.frames)),
     )
-    assert decode_video(files.blob("video", data), header, plan, DEFAULT_LIMITS).shape[0] == 40
+    assert decode_video(files.blob("video", data), clip, plan, DEFAULT_LIMITS).shape[0] == 40
     # Where frames lie: behind the header of an MP4, between head and index of a WebM.
     at = data.index(b"mdat") + 900 if container == "mp4" else len(data) // 2
     with pytest.raises(SampleError, match="truncated or damaged"):
-        decode_video(files.blob("video", damaged(data, at, 60)), header, plan, DEFAULT_LIMITS)
+        decode_video(files.blob("video", damaged(data, at, 60)), clip, plan, DEFAULT_LIMITS)
 
 
 def id3(body: bytes) -> bytes:

@@ -7,9 +7,14 @@ from hypothesis import strategies as st
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan
 from dataservice.decode.processors.frames import evenly_spaced, segment_midpoints
+from dataservice.decode.processors.gemma3 import Gemma3Processor
+from dataservice.decode.processors.idefics3 import Idefics3Processor, in_words
 from dataservice.decode.processors.internvl import InternVLProcessor, tile_grids
 from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.processors.llava_next import LlavaNextProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor, smart_resize
+from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
+from dataservice.decode.processors.siglip import SiglipProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
 
 sides = st.integers(1, 5000)
@@ -163,10 +168,80 @@ def test_llava_crops_the_centre_as_clip_does():
     assert view.origins == ((56, 0),)
 
 
-def test_llava_pads_the_shorter_side_on_both_ends():
+def test_llava_pads_to_a_square_before_it_resizes():
     view = LlavaProcessor(aspect="pad").plan_image(width=640, height=480).views[0]
-    assert (view.width, view.height) == (336, 252)
-    assert view.origins == ((0, -42),)
+    assert (view.width, view.height, view.origins, view.square) == (336, 336, ((0, 0),), True)
+
+
+# ---- texts and runs -----------------------------------------------------------------------
+
+
+def test_qwen3_vl_writes_the_time_before_each_pair_of_frames():
+    plan = Qwen3VLProcessor().plan_video(clip(75, 30, 320, 240))
+    assert plan.frame_indices == (0, 18, 37, 56, 74, 74)
+    assert plan.grid[0] == 1
+    assert plan.texts == (
+        "<|vision_start|><0.3 seconds>",
+        "<1.6 seconds>",
+        "<2.5 seconds>",
+        "<|vision_end|>",
+    )
+
+
+def test_internvl_numbers_the_frames_of_a_clip():
+    plan = InternVLProcessor(video_frames=3).plan_video(clip(81, 25))
+    assert plan.texts == ("Frame1: ", "\nFrame2: ", "\nFrame3: ", "")
+
+
+def test_idefics3_names_its_tiles_by_row_and_column():
+    plan = Idefics3Processor(longest=2 * 364).plan_image(width=800, height=800)
+    fake = "<fake_token_around_image>"
+    assert plan.texts == (
+        f"{fake}<row_1_col_1>",
+        f"{fake}<row_1_col_2>",
+        f"\n{fake}<row_2_col_1>",
+        f"{fake}<row_2_col_2>",
+        f"\n\n{fake}<global-img>",
+        fake,
+    )
+
+
+def test_smolvlm_says_how_long_a_clip_is_and_when_each_frame_is():
+    plan = Idefics3Processor(kind="smolvlm2", video_max_frames=2).plan_video(clip(1000, 10))
+    around = "<fake_token_around_image>"
+    assert plan.frame_indices == (10, 990)  # not the first second, nor the last
+    assert plan.texts == (
+        "You are provided the following series of two frames from a 0:01:40 [H:MM:SS] video.\n"
+        f"\nFrame from 00:01:{around}<global-img>",
+        f"{around}\nFrame from 01:39:{around}<global-img>",
+        f"{around}\n\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "one"),
+        (13, "thirteen"),
+        (20, "twenty"),
+        (64, "sixty-four"),
+        (100, "one hundred"),
+        (115, "one hundred and fifteen"),
+        (999, "nine hundred and ninety-nine"),
+    ],
+)
+def test_numbers_are_written_in_words(number, words):
+    assert in_words(number) == words
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [LlavaNextProcessor(), Gemma3Processor(), Idefics3Processor(), SiglipProcessor()],
+    ids=lambda processor: processor.kind,
+)
+def test_families_of_pictures_refuse_clips(processor):
+    with pytest.raises(SampleError, match=f"{processor.kind} takes pictures only"):
+        processor.plan_video(clip(10, 10))
 
 
 # ---- whisper ------------------------------------------------------------------------------
@@ -222,6 +297,18 @@ def test_sampled_frames_exist_and_do_not_go_back(total, count):
         lambda: InternVLProcessor(min_tiles=7, max_tiles=6),
         lambda: InternVLProcessor(video_frames=0),
         lambda: LlavaProcessor(video_frames=0),
+        lambda: LlavaNextProcessor(canvases=()),
+        lambda: LlavaNextProcessor(canvases=((0, 2),)),
+        lambda: Qwen3VLProcessor(min_pixels=10),
+        lambda: Qwen3VLProcessor(video_frame_pixels=10),
+        lambda: Qwen3VLProcessor(video_min_pixels=2**26),
+        lambda: Qwen3VLProcessor(video_min_frames=1),
+        lambda: Qwen3VLProcessor(video_fps=0),
+        lambda: Idefics3Processor(tile=365, shuffle=4),
+        lambda: Idefics3Processor(longest=7 * 364),
+        lambda: Idefics3Processor(video_max_frames=1000),
+        lambda: Idefics3Processor(video_fps=0),
+        lambda: SiglipProcessor(side=13, patch=14),
         lambda: WhisperProcessor(pool=0),
         lambda: WhisperProcessor(chunk_s=31.0),
         lambda: WhisperProcessor(chunk_s=1.005),
@@ -239,6 +326,9 @@ def test_impossible_options_are_refused_when_made(make):
         {"views": (View.whole(8, 8), View.whole(9, 9))},
         {"views": (View.whole(8, 8),), "llm_tokens": 0},
         {"views": (View.whole(8, 8), View.whole(8, 8)), "frame_indices": (0,)},
+        {"views": (View.whole(8, 8),), "texts": ("alone",)},
+        {"views": (View.whole(8, 8),), "texts": ("one item", "of two", "runs")},
+        {"views": (View.whole(8, 8),), "frame_indices": (0, 1, 2), "texts": ("", "", "")},
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(fields):

@@ -5,11 +5,15 @@ import json
 import numpy as np
 import pytest
 from jinja2 import Environment
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.sample import RawSample
+from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
+from tests.decode.files import SPECIALS, TEMPLATE
+from tests.decode.template_bench import TOKENIZERS
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -79,11 +83,27 @@ def test_generation_tags_say_what_is_learnt(kitchen, sample):
     assert "generation" not in kitchen.decoded(decoded.input_ids)
 
 
-def test_a_template_that_rewrites_the_past_is_named(kitchen, sample):
+def test_a_template_that_rewrites_the_past_trains_what_is_left_of_it(kitchen, sample):
     (kitchen.folder / "forgetful.jinja").write_text(FORGETFUL)
     pipeline = kitchen.pipeline(chat_template=str(kitchen.folder / "forgetful.jinja"))
+    decoded = decode(pipeline, sample({"messages": CHAT}))
+    assert kitchen.learnt(decoded.labels) == [
+        "Good day.<|im_end|>",
+        "thought: \nGood night.<|im_end|>",
+    ]
+
+
+def test_a_template_whose_turns_cannot_be_told_apart_is_named(kitchen, sample):
+    # It shows copies of the turns, and what it shows of the past depends on what follows.
+    opaque = "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [" + (
+        "{'role': m.role, 'content': m.content}] %}{% endfor %}"
+    )
+    (kitchen.folder / "opaque.jinja").write_text(
+        opaque + FORGETFUL.replace("in messages", "in ns.all")
+    )
+    pipeline = kitchen.pipeline(chat_template=str(kitchen.folder / "opaque.jinja"))
     assert pipeline.measure(sample({"messages": CHAT[:2]})).loss_tokens == 0
-    with pytest.raises(SampleError, match=r"forgetful.jinja' is not prefix-stable.*generation"):
+    with pytest.raises(SampleError, match=r"opaque.jinja' does not tell which text.*generation"):
         pipeline.measure(sample({"messages": CHAT}))
 
 
@@ -208,7 +228,8 @@ def test_llava_and_internvl_use_their_own_tokens(kitchen, sample, files):
     pipeline = kitchen.pipeline(vision=InternVLProcessor(video_frames=2))
     ids = decode(pipeline, raw).input_ids.tolist()
     assert ids.count(kitchen.id("<IMG_CONTEXT>")) == 13 * 256 + 2 * 256
-    assert ids.count(kitchen.id("<img>")) == ids.count(kitchen.id("</img>")) == 2
+    # Around the image, and around each frame of the clip.
+    assert ids.count(kitchen.id("<img>")) == ids.count(kitchen.id("</img>")) == 3
 
 
 def _image_and_clip(files):
@@ -252,7 +273,12 @@ def test_a_template_is_sandboxed(kitchen, sample):
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{% if %}", "does not compile"), ("Hello", "neither when it is a string nor")],
+    [
+        ("{% if %}", "does not compile"),
+        ("{% for m in messages %}" * 30 + "{% endfor %}" * 30, "does not compile: too many"),
+        ("{% if true %}" * 3000 + "{% endif %}" * 3000, "does not compile: maximum recursion"),
+        ("Hello", "neither when it is a string nor"),
+    ],
 )
 def test_a_template_that_cannot_work_is_refused_at_once(kitchen, template, message):
     kitchen.configure(template)
@@ -261,7 +287,7 @@ def test_a_template_that_cannot_work_is_refused_at_once(kitchen, template, messa
 
 
 def test_templates_are_found_where_models_keep_them(kitchen, sample):
-    raw = sample({"messages": CHAT[:2]})
+    raw = sample({"messages": CHAT[:1]})
     named = [{"name": "tools", "template": ""}, {"name": "default", "template": "Hello"}]
     kitchen.configure(None, chat_template=named)
     with pytest.raises(SpecError, match="neither"):
@@ -274,3 +300,174 @@ def test_templates_are_found_where_models_keep_them(kitchen, sample):
     assert kitchen.pipeline().measure(raw).llm_tokens == len(
         Tokenizer.from_file(str(kitchen.folder / "tokenizer.json")).encode("Be brief.").ids
     )
+
+
+# ---- conversations without a template that fits --------------------------------------------
+
+
+@pytest.fixture
+def plain_kitchen(tmp_path, make_kitchen):
+    """A tokenizer without ChatML's tokens, as a base model's is."""
+    kitchen = make_kitchen(tmp_path, specials=["<|endoftext|>", "<|image_pad|>"])
+    kitchen.configure(None, eos_token="<|endoftext|>")
+    return kitchen
+
+
+def test_chatml_is_not_spelt_in_pieces(plain_kitchen, sample):
+    pipeline = plain_kitchen.pipeline(vision=None, audio=None)
+    with pytest.raises(SampleError, match=r"neither a chat template .*chat_template: FILE\.jinja"):
+        pipeline.measure(sample({"messages": CHAT}))
+    assert pipeline.measure(sample({"text": "the cat"})).llm_tokens > 1
+    with pytest.raises(SpecError, match=r"<\|im_start\|> and <\|im_end\|>"):
+        plain_kitchen.pipeline(vision=None, audio=None, chat_template="chatml")
+
+
+def test_a_template_of_ones_own_needs_no_tokens_of_chatml(plain_kitchen, sample):
+    file = plain_kitchen.folder / "mine.jinja"
+    file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    pipeline = plain_kitchen.pipeline(vision=None, audio=None, chat_template=str(file))
+    decoded = decode(pipeline, sample({"messages": CHAT[:2]}))
+    assert plain_kitchen.decoded(decoded.input_ids) == "system: Be brief.\nuser: Hello there\n"
+
+
+def test_tokens_of_chatml_cannot_be_written_by_text_even_where_they_are_not_special(
+    tmp_path, make_kitchen, sample
+):
+    kitchen = make_kitchen(tmp_path, specials=["<|endoftext|>"])
+    kitchen.tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    kitchen.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    kitchen.configure(None)
+    raw = sample({"messages": [{"role": "user", "content": "a<|im_end|>b"}]})
+    ids = decode(kitchen.pipeline(vision=None, audio=None), raw).input_ids.tolist()
+    assert ids.count(kitchen.id("<|im_end|>")) == 1
+
+
+# ---- nothing of a conversation is lost ------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+AGENT = [
+    {"role": "user", "content": "Is it wet?"},
+    {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "Yes."},
+]
+# As models for tools have it; the answers of tools are JSON, and old thoughts are left out.
+AGENTIC = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}\
+<|im_start|>{{ m.role }}
+{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role == 'assistant' %}\
+{% generation %}{{ m.content.split('</think>')[-1] }}\
+{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\
+{% endgeneration %}{% else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+TURNS_ONLY = """{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>\
+{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}\
+<|im_start|>assistant\n{% endif %}"""
+
+
+def test_a_template_that_shows_tools_trains_them(kitchen, sample):
+    kitchen.configure(AGENTIC)
+    thoughtful = [*AGENT, {"role": "user", "content": "So?"}]
+    thoughtful[3] = {"role": "assistant", "content": "<think>hm</think>Yes."}
+    decoded = decode(kitchen.pipeline(), sample({"messages": thoughtful, "tools": TOOLS}))
+    text = kitchen.decoded(decoded.input_ids)
+    assert text.count("weather") == 2
+    assert '"rain"' in text
+    assert "hm" not in text
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "lost"),
+    [
+        ("chatml", {"messages": AGENT[:1], "tools": TOOLS}, "tools"),
+        ("chatml", {"messages": AGENT[:2]}, "tool_calls"),
+        (
+            "chatml",
+            {"messages": [AGENT[0], {"role": "assistant", "content": "", "function_call": CALL}]},
+            "function_call",
+        ),
+        (TURNS_ONLY, {"messages": [AGENT[0], AGENT[2]]}, "turns of role 'tool'"),
+        (TURNS_ONLY, {"messages": [AGENT[0], {"role": "tool", "content": "is"}]}, "role 'tool'"),
+        (TURNS_ONLY, {"messages": CHAT[:3]}, "turns of role 'system'"),
+        (
+            AGENTIC.replace("m.tool_calls or []", "(m.tool_calls or []) if loop.last"),
+            {"messages": AGENT},
+            "tool_calls",
+        ),
+    ],
+)
+def test_what_a_template_does_not_show_is_refused_by_name(kitchen, sample, template, record, lost):
+    (kitchen.folder / "mine.jinja").write_text(template)
+    named = template if template == "chatml" else str(kitchen.folder / "mine.jinja")
+    pipeline = kitchen.pipeline(chat_template=named)
+    with pytest.raises(SampleError, match=f"does not show the conversation's .*{lost}"):
+        pipeline.measure(sample(record))
+
+
+def test_a_template_that_insists_on_an_answer_of_its_tools_shows_it(kitchen, sample):
+    kitchen.configure(
+        "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}"
+        "{{ m.content | upper if m.role == 'tool' else m.content }}{% endfor %}"
+    )
+    assert kitchen.pipeline().measure(sample({"messages": [AGENT[0], AGENT[2]]})).llm_tokens
+
+
+# ---- errors of bounded size -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception(messages[0].content * 1000) }}",
+        "{{ messages[0][messages[0].content] + 1 }}",
+        "{{ messages[0].content }}{{ [][messages[0].content] + 1 }}",
+    ],
+)
+def test_what_a_template_raises_is_cut(kitchen, sample, template):
+    (kitchen.folder / "mine.jinja").write_text(
+        "{{ messages[0].content }}{% if messages[0].content | length > 50 %}"
+        + template
+        + "{% endif %}"
+    )
+    pipeline = kitchen.pipeline(chat_template=str(kitchen.folder / "mine.jinja"))
+    with pytest.raises(SampleError, match="refuses the conversation") as refused:
+        pipeline.measure(sample({"messages": [{"role": "user", "content": "a" * 100_000}]}))
+    assert len(str(refused.value)) < 1500
+
+
+def test_a_template_that_does_not_compile_is_quoted_in_part(kitchen):
+    kitchen.configure("{% if " + "a" * 100_000 + " b %}")
+    with pytest.raises(SpecError, match="does not compile") as refused:
+        kitchen.pipeline()
+    assert len(str(refused.value)) < 1500
+
+
+def test_text_cannot_write_what_a_template_writes_for_a_medium(kitchen):
+    kitchen.configure(TEMPLATE.replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>"))
+    vision = Idefics3Processor(kind="smolvlm", tile=32, patch=8, shuffle=2)
+    pipeline = kitchen.pipeline(vision=vision)
+    turns = [{"role": "user", "content": "a <video> b"}, {"role": "assistant", "content": "cat"}]
+    raw = RawSample(key="7", record={"messages": turns}, placeholders="text")
+    lengths = pipeline.measure(raw)
+    assert lengths.items == ()
+    assert "a <video> b" in kitchen.decoded(pipeline.decode(raw, lengths).input_ids)
+
+
+@pytest.mark.parametrize("train", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_texts_of_any_runs_of_tokens_join_to_the_text_of_all(kitchen, train):
+    tokenizer = train(SPECIALS)
+    tokenizer.decoder = tokenizer.decoder or decoders.Metaspace(prepend_scheme="first")
+    tokenizer.save(str(kitchen.folder / "tokenizer.json"))
+    pipeline = kitchen.pipeline()
+    text = "the cat sat  on a<|im_end|> warm mat\n and heard"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    for cut in range(len(ids) + 1):
+        begins, ends = (pipeline.text_of(ids, *run) for run in ((0, cut), (cut, len(ids))))
+        assert begins + ends == text
+
+
+def test_a_run_that_begins_inside_a_character_has_no_other_text(kitchen):
+    ids = kitchen.tokenizer.encode("a 😀 b", add_special_tokens=False).ids
+    pipeline = kitchen.pipeline()
+    for cut in range(len(ids)):
+        assert pipeline.text_of(ids, cut, len(ids)).endswith(" b"[-(len(ids) - cut) :])

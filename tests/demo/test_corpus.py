@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import tarfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import ceil
@@ -75,16 +74,22 @@ def relative_media(path: Path, record: dict[str, Any]) -> list[tuple[str, bytes]
 
 
 def read_tar(path: Path) -> list[Read]:
-    members: dict[str, list[tuple[str, bytes]]] = defaultdict(list)
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, extension = member.name.split(".", 1)
-            content = tar.extractfile(member)
-            assert content is not None
-            members[key].append((extension.rsplit(".", 1)[-1], content.read()))
     return [
-        Read(path.parent.name, files[:-1], json.loads(files[-1][1])) for files in members.values()
+        Read(
+            path.parent.name,
+            [(name.rsplit(".", 1)[-1], data) for name, data in members.items()],
+            json.loads(record),
+        )
+        for members in read_by_webdataset(path)
+        for record in [members.pop("json")]
     ]
+
+
+def read_by_webdataset(path: Path) -> list[dict[str, bytes]]:
+    """Each sample's files by name, as WebDataset groups them; without its own fields."""
+    with path.open("rb") as stream:  # WebDataset itself leaves the file to the collector
+        groups = list(group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])))
+    return [{k: v for k, v in group.items() if not k.startswith("__")} for group in groups]
 
 
 def image_tokens(width: int, height: int) -> int:
@@ -214,9 +219,7 @@ def test_conversations_come_in_three_forms_and_some_have_several_images(
 
 def test_webdataset_groups_the_files_of_a_sample(whole: CorpusSummary) -> None:
     shard = whole.directory / "images" / "images-00000.tar"
-    with shard.open("rb") as stream:  # WebDataset itself leaves the file to the collector
-        source = {"url": str(shard), "stream": stream}
-        keys = [set(sample) for sample in group_by_keys(tar_file_expander([source]))]
+    keys = [set(sample) for sample in read_by_webdataset(shard)]
     assert len(keys) == 70
     assert all("json" in key for key in keys)
     assert any({"0.jpg", "1.png"} & key for key in keys)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from dataservice.core.orders import PackSample
 from dataservice.core.plan import StepPlan
@@ -35,6 +35,7 @@ from dataservice.engine.shards import cut_step, microbatches_of
 from dataservice.workers.pack import assemble
 from demo.model import DemoModel, ModelConfig, patch_places
 from demo.train import save, train
+from tests.trainer_client.runtime.whole_attention import dense_attention
 from trainer_client import (
     FeatureExchange,
     Group,
@@ -250,12 +251,6 @@ def two_replica_shard(replica):
 def small_model():
     torch.manual_seed(3)
     return DemoModel(SMALL).double()
-
-
-def dense_attention(q, k, v, *, causal):
-    one = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    out = scaled_dot_product_attention(*one, is_causal=causal, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 def plain_loop(model, samples):
@@ -537,7 +532,7 @@ def test_the_trainer_exits_with_the_clients_message(tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert "rank 0: BadArgument: address is 'nowhere'; give it as host:port." in done.stderr
+    assert "rank 0: BadArgument: address 'nowhere' is not host:port, such as" in done.stderr
 
 
 if __name__ == "__main__":

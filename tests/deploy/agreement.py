@@ -15,7 +15,9 @@ from torch.distributed.run import get_args_parser
 
 from dataservice.app import Service
 from dataservice.cli.main import app
-from dataservice.fleet import OWN_ADDRESS
+from dataservice.engine.opening import AT_ONCE
+from dataservice.operate.fleet import OWN_ADDRESS
+from dataservice.serving.health_ports import LIVENESS
 from dataservice.workers.pool import PoolConfig
 from tests.deploy.cluster import Cluster, Pod, mounted_at
 from tests.deploy.kustomize import Object
@@ -56,6 +58,9 @@ def parse(command: list[str]) -> str | None:
             get_args_parser().parse_args(words)
         except SystemExit:
             return f"torchrun does not take {words}"
+        return None
+    if program == "python":
+        compile(words[1], "a manifest", "exec")
         return None
     if program not in groups:
         return None if program in ("cp",) else f"{program} is no program of the image"
@@ -164,8 +169,9 @@ def _health(cluster: Cluster) -> Iterator[str]:
     container = pod.container("coordinator")
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         asked = container.get(kind, {}).get("grpc", {})
-        if asked.get("service") != COORDINATOR:
-            yield f"{kind} asks for {asked.get('service')}, the code serves {COORDINATOR}"
+        served = LIVENESS if kind == "livenessProbe" else COORDINATOR
+        if asked.get("service") != served:
+            yield f"{kind} asks for {asked.get('service')}, the code serves {served}"
         if asked.get("port") != pod.ports["health"]:
             yield f"{kind} asks port {asked.get('port')}: the kubelet knows no TLS"
     startup = container["startupProbe"]
@@ -173,7 +179,10 @@ def _health(cluster: Cluster) -> Iterator[str]:
     if patience_s < config.worker_start_timeout_s + 60:
         yield f"startupProbe gives up after {patience_s} s, before workers have to be up"
     grace_s = inspect.signature(Service.stop).parameters["grace_s"].default
-    needed_s = grace_s + PoolConfig(workers=1).stop_timeout_s + 15
+    clean_s = grace_s + PoolConfig(workers=1).stop_timeout_s + 15
+    if config.stop_within_s < clean_s:
+        yield f"config: stop_within_s is below the {clean_s:g} s that stopping may take"
+    needed_s = config.stop_within_s + 5
     if pod.spec["terminationGracePeriodSeconds"] < needed_s:
         yield f"terminationGracePeriodSeconds is below the {needed_s:g} s that stopping may take"
 
@@ -238,6 +247,11 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
     needed = per_pod * (config.held_bytes_per_worker + decoders)
     if config.decode_memory_bytes is None or needed > limit:
         yield f"workers of a pod may take {needed} bytes, its limit is {limit}"
+    container = cluster.pods["coordinator"].container("coordinator")
+    limit = in_bytes(container["resources"]["limits"]["memory"])
+    needed = AT_ONCE * config.job_opening.memory_bytes
+    if needed >= limit:
+        yield f"processes that open jobs may take {needed} bytes, the pod's limit is {limit}"
 
 
 def in_bytes(quantity: str) -> int:

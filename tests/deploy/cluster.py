@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from dataservice.spec import ServiceConfig
+from dataservice.operate.config import ServiceConfig
 from tests.deploy.kustomize import Object, containers_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -6,6 +6,7 @@ from tests.deploy.kustomize import Object, render
 OVERLAYS = {
     "dev": DEPLOY / "overlays" / "dev",
     "production": DEPLOY / "overlays" / "production",
+    "production-object-store": DEPLOY / "overlays" / "production-object-store",
     "with_all_components": DEPLOY.parent / "tests" / "deploy" / "with_all_components",
 }
 EXAMPLES = {

@@ -1,9 +1,9 @@
 """What `kubectl kustomize` makes of a folder, where there is no kubectl.
 
 Exactly the features that deploy/ uses: resources, components, configMapGenerator with the hash
-behind its names, images, labels, namespace, and patches both by strategic merge and by JSON
-pointer. `test_render.py` compares it with kubectl object by object wherever kubectl is.
-Anything else in a kustomization is refused by name.
+behind its names, images, labels, namespace, and patches both by strategic merge (an object may be
+deleted whole) and by JSON pointer. `test_overlays.py` compares it with kubectl object by object
+wherever kubectl is. Anything else in a kustomization is refused by name.
 """
 
 import copy
@@ -127,7 +127,10 @@ def _patch(folder: Path, patch: Object, objects: list[Object]) -> None:
         else:
             kind, name = document["kind"], document["metadata"]["name"]
             (found_one,) = [each for each in objects if is_named(each, kind, name)]
-            _merge(found_one, document)
+            if document.get("$patch") == "delete":
+                objects.remove(found_one)
+            else:
+                _merge(found_one, document)
 
 
 def _json_step(found: Object, step: Object) -> None:

@@ -82,6 +82,10 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
                 yield f"{where}: no metric of the code is called {name}"
             elif strange := labels - known[name] - TARGET_LABELS:
                 yield f"{where}: {name} has no label {sorted(strange)}"
+    for kind in ("PrometheusRule", "ServiceMonitor", "PodMonitor"):
+        for found in cluster.of(kind):
+            if not found["metadata"].get("labels", {}).get("release"):
+                yield f"{kind} has no label `release`: kube-prometheus-stack does not select it"
     for monitor in (*cluster.of("ServiceMonitor"), *cluster.of("PodMonitor")):
         spec = monitor["spec"]
         for endpoint in spec.get("endpoints", ()) or spec["podMetricsEndpoints"]:

@@ -1,7 +1,8 @@
 """Who may reach whom, as the NetworkPolicies of an overlay say."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 
 from tests.deploy.cluster import Cluster, Pod, selects
@@ -10,12 +11,41 @@ from tests.deploy.kustomize import Object
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A pod and the labels of its namespace."""
+    """A pod and the labels of its namespace; or what lies outside of any, at an address."""
 
     name: str
     namespace: str
     namespace_labels: dict[str, str]
     labels: dict[str, str]
+    address: str = ""
+
+
+# Who answers names in a cluster, by what runs there, and at which ports of a pod or node.
+NAME_SERVERS = {
+    53: (
+        Peer(
+            name="CoreDNS",
+            namespace="kube-system",
+            namespace_labels={"kubernetes.io/metadata.name": "kube-system"},
+            labels={"k8s-app": "kube-dns"},
+        ),
+        Peer(
+            name="NodeLocal DNSCache",
+            namespace="",
+            namespace_labels={},
+            labels={},
+            address="169.254.20.10",
+        ),
+    ),
+    5353: (
+        Peer(
+            name="OpenShift's DNS",
+            namespace="openshift-dns",
+            namespace_labels={"kubernetes.io/metadata.name": "openshift-dns"},
+            labels={"dns.operator.openshift.io/daemonset-dns": "default"},
+        ),
+    ),
+}
 
 
 def peer(cluster: Cluster, pod: Pod) -> Peer:
@@ -37,15 +67,15 @@ def stranger(namespace: str, **labels: str) -> Peer:
     return Peer(name=namespace, namespace=namespace, namespace_labels=named | name, labels={})
 
 
-def reaches(cluster: Cluster, source: Peer, target: Peer, port: int) -> bool:
-    """Whether both ends let a TCP connection pass."""
+def reaches(cluster: Cluster, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
+    """Whether both ends let a connection pass."""
     policies = cluster.of("NetworkPolicy")
-    return _lets(policies, "Ingress", target, source, port) and _lets(
-        policies, "Egress", source, target, port
+    return _lets(policies, "Ingress", target, source, (protocol, port)) and _lets(
+        policies, "Egress", source, target, (protocol, port)
     )
 
 
-def _lets(policies: list[Object], way: str, own: Peer, other: Peer, port: int) -> bool:
+def _lets(policies: list[Object], way: str, own: Peer, other: Peer, port: tuple[str, int]) -> bool:
     mine = [
         policy["spec"]
         for policy in policies
@@ -67,6 +97,10 @@ def _is_one_of(peers: list[Object] | None, own: Peer, other: Peer) -> bool:
     if peers is None:
         return True
     for each in peers:
+        if block := each.get("ipBlock"):  # selects no pod's address, only those outside
+            if other.address and ip_address(other.address) in ip_network(block["cidr"]):
+                return True
+            continue
         space = each.get("namespaceSelector")
         here = (
             other.namespace == own.namespace
@@ -78,11 +112,12 @@ def _is_one_of(peers: list[Object] | None, own: Peer, other: Peer) -> bool:
     return False
 
 
-def _has_port(ports: list[Object] | None, port: int) -> bool:
+def _has_port(ports: list[Object] | None, port: tuple[str, int]) -> bool:
     if ports is None:
         return True
+    protocol, number = port
     return any(
-        each["protocol"] == "TCP" and each["port"] <= port <= each.get("endPort", each["port"])
+        each["protocol"] == protocol and each["port"] <= number <= each.get("endPort", each["port"])
         for each in ports
     )
 
@@ -114,6 +149,15 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
             if reaches(cluster, source, target, port) != wanted:
                 said = "cannot reach" if wanted else "can reach"
                 yield f"network: {source.name} {said} {target.name} at {port}"
+
+    for source in pods.values():
+        for port, servers in NAME_SERVERS.items():
+            for server in servers:
+                for protocol in ("UDP", "TCP"):
+                    if not reaches(cluster, source, server, port, protocol):
+                        yield f"network: {source.name} cannot ask {server.name} by {protocol}"
+        elsewhere = replace(NAME_SERVERS[53][1], name="another address", address="169.254.169.254")
+        yield from check(source, elsewhere, [53], False)
 
     yield from check(trainer, coordinator, [grpc], True)
     yield from check(trainer, worker, serving, True)

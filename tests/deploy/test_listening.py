@@ -2,15 +2,11 @@
 
 import socket
 
-import grpc
-import grpc.aio
 import pytest
-import trustme
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.errors import SpecError
-from dataservice.serving.server import serve_health, serve_worker
-from dataservice.spec import ServiceConfig
+from dataservice.operate.config import ServiceConfig
+from dataservice.serving.server import serve_worker
 
 HOST = "127.0.0.1"
 WORKER = "dataservice_proto.v1.Worker"
@@ -44,33 +40,6 @@ async def test_workers_of_one_host_share_out_a_range_of_ports():
     finally:
         for each in workers:
             await each.stop()
-
-
-async def test_health_is_told_in_the_clear_beside_a_port_that_speaks_tls():
-    issued = trustme.CA().issue_cert("dataservice")
-    credentials = grpc.ssl_server_credentials(
-        [(issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())]
-    )
-    served = await worker(f"{HOST}:0", credentials=credentials)
-    first = two_free_ports()
-    probed = await serve_health(served.handle.health, f"{HOST}:{first}")
-    request = health_pb2.HealthCheckRequest(service=WORKER)
-    try:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
-        async with grpc.aio.insecure_channel(f"{HOST}:{first}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
-            await served.stop()
-            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            other = channel.unary_unary(f"/{WORKER}/StreamPart")
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await other(b"")
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    finally:
-        await probed.stop(None)
-        await served.stop()
 
 
 @pytest.mark.parametrize("ports", ["0-10", "200-100", "65000-70000", "20100"])

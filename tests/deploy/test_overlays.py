@@ -1,7 +1,10 @@
+import subprocess
+import sys
+
 import pytest
 
 from tests.deploy import agreement, monitoring, network, references, schemas
-from tests.deploy.cluster import CONFIG_FILE, DEPLOY, Cluster
+from tests.deploy.cluster import CONFIG_FILE, DEPLOY, Cluster, mounted_at
 from tests.deploy.conftest import EXAMPLES, OVERLAYS
 from tests.deploy.kustomize import build, kubectl, render, render_with_kubectl
 
@@ -57,6 +60,39 @@ def test_overlays_agree_with_the_code(overlay):
 
 def test_the_network_lets_through_what_is_needed_and_nothing_else(overlay):
     assert list(network.mistakes(overlay)) == []
+
+
+def test_where_all_data_lies_in_an_object_store_no_volume_is_mounted_on_many_nodes(rendered):
+    cluster = Cluster(rendered["production-object-store"])
+    assert cluster.of("PersistentVolumeClaim") == []
+    claims = [
+        (claim["metadata"]["name"], claim["spec"]["accessModes"])
+        for kept in cluster.of("StatefulSet")
+        for claim in kept["spec"]["volumeClaimTemplates"]
+    ]
+    assert claims == [("state", ["ReadWriteOnce"])]
+    for pod in cluster.pods.values():
+        assert not [v for v in pod.volumes.values() if "persistentVolumeClaim" in v]
+
+
+@pytest.mark.parametrize("component", ["coordinator", "worker"])
+def test_tokenizers_are_fetched_from_an_object_store_before_a_pod_starts(
+    rendered, component, tmp_path
+):
+    pod = Cluster(rendered["production-object-store"]).pods[component]
+    fetching = pod.container("tokenizers")
+    *command, url, to = fetching["command"]
+    volume, _ = mounted_at(pod, "tokenizers", to)
+    assert (volume["name"], volume["readOnly"]) == ("data", False)
+    assert fetching in pod.spec["initContainers"]
+    assert url.startswith("s3://")
+    stored, got = tmp_path / "stored", tmp_path / "data"
+    (stored / "shared" / "qwen").mkdir(parents=True)
+    (stored / "shared" / "qwen" / "tokenizer.json").write_text("{}")
+    got.mkdir()
+    assert command[0] == "python"
+    subprocess.run([sys.executable, *command[1:], stored.as_uri(), str(got)], check=True)
+    assert (got / "shared" / "qwen" / "tokenizer.json").read_text() == "{}"
 
 
 def test_spans_get_out_with_the_component_where_the_config_names_a_collector(rendered):

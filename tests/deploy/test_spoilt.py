@@ -108,6 +108,18 @@ CASES: dict[str, tuple[Spoil, str]] = {
         of_coordinator(lambda s: s.update(terminationGracePeriod=5)),
         "terminationGracePeriod",
     ),
+    "names that a node's own cache does not answer": (
+        lambda c: policy(c, "ask-dns")["egress"][0]["to"].pop(2) and None,
+        "cannot ask NodeLocal DNSCache by UDP",
+    ),
+    "names that OpenShift does not answer": (
+        lambda c: policy(c, "ask-dns")["egress"][0]["ports"].pop(3) and None,
+        "cannot ask OpenShift's DNS by TCP",
+    ),
+    "alerts that the operator of Prometheus does not select": (
+        lambda c: c.find("PrometheusRule", "dataservice")["metadata"].pop("labels") and None,
+        "PrometheusRule has no label `release`",
+    ),
     "a config key that does not exist": (config("audit_log:", "audit_logs:"), "audit_logs"),
     "a port that only the config has": (
         config("listen: 0.0.0.0:50051", "listen: 0.0.0.0:50055"),
@@ -191,6 +203,10 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "worker metrics at ports that the pods do not name": (
         config("worker_metrics_ports: 20200-20203", "worker_metrics_ports: 20200-20204"),
         "config: worker_metrics_ports 20200-20204, the pod has",
+    ),
+    "more memory for opening jobs than the coordinator has": (
+        config("job_opening: {memory_bytes: 4294967296}", "job_opening: {}"),
+        "processes that open jobs may take",
     ),
     "too few ports for the workers of a pod and their successors": (
         config("worker_metrics_ports: 20200-20203", "worker_metrics_ports: 20200-20202"),

@@ -24,9 +24,9 @@ import trustme
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dataservice.access import make_token
-from dataservice.job_setup import index_job
-from dataservice.spec import read_job
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
+from dataservice.operate.tokens_file import make_token
 from demo.tokenizer import train_tokenizer
 from tests.deploy.agreement import start_flags
 from tests.deploy.cluster import DEPLOY, Cluster
@@ -141,6 +141,7 @@ def make_secrets(home: Path) -> str:
     issued.cert_chain_pems[0].write_to_path(folders["tls"] / "tls.crt")
     authority.cert_pem.write_to_path(folders["tls"] / "ca.crt")
     (folders["worker-secret"] / "secret").write_bytes(secrets.token_bytes(32))
+    (folders["worker-secret"] / "secret").chmod(0o440)
     token, record = make_token(team="vision", role="team")
     entry = record.model_dump(mode="json", exclude_none=True)
     (folders["tokens"] / "tokens.yaml").write_text(yaml.safe_dump([entry]))
@@ -187,6 +188,7 @@ def wait_until_serving(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(dev, tmp_path):
     token, job = make_secrets(tmp_path), make_job(tmp_path)
     pod = dev.pods["coordinator"]

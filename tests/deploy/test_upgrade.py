@@ -38,13 +38,15 @@ from tests.service.support import (
     wait_for,
 )
 
+pytestmark = pytest.mark.long
+
 __all__ = ["corpus"]
 
 # What the next release has of its own: another version, and one more table in its state.
 NEXT_RELEASE = """
 from importlib import metadata
 told = metadata.version
-metadata.version = lambda name: "99.0.0" if name == "dataservice" else told(name)
+metadata.version = lambda name: "99.0.0" if name == "multimodal-dataservice" else told(name)
 from dataservice.state import schema
 schema.MIGRATIONS = (*schema.MIGRATIONS, "CREATE TABLE news (told TEXT NOT NULL) STRICT;")
 """

@@ -1,10 +1,14 @@
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from dataservice.core.orders import PackReceipt
-from dataservice.engine import dispatch, ordering, pace
+from dataservice.core.ports import Metrics, WorkerPool
+from dataservice.engine import dispatch, hedging, open_orders
 from dataservice.engine.dispatch import Dispatcher
+from dataservice.engine.load_balancer import LoadBalancer
+from dataservice.engine.placement import DispatchedStep
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.scripted_workers import Counts, Workers
 from tests.engine.support import Books
@@ -28,10 +32,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (dispatch, "NO_WORKER_PAUSE_S", 0.005),
         (dispatch, "HOLDERS_WAIT_S", 2.0),
         (dispatch, "RECEIPT_WAIT_S", 0.1),
-        (ordering, "RETRY_PAUSE_S", 0.005),
-        (ordering, "LONGEST_PAUSE_S", 0.02),
-        (pace, "SOONEST_S", 0.03),
-        (pace, "UNKNOWN_S", 0.2),
+        (open_orders, "RETRY_PAUSE_S", 0.005),
+        (open_orders, "LONGEST_PAUSE_S", 0.02),
+        (hedging, "SOONEST_S", 0.03),
+        (hedging, "UNKNOWN_S", 0.2),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -52,10 +56,27 @@ def receipts() -> list[PackReceipt]:
 
 
 @pytest.fixture
+def balancers(monkeypatch: pytest.MonkeyPatch) -> list[LoadBalancer]:
+    """Those of the dispatchers that are made: they know of work queued at workers now gone."""
+    made: list[LoadBalancer] = []
+
+    def make(pool: WorkerPool, metrics: Metrics, *, wake: asyncio.Event) -> LoadBalancer:
+        made.append(LoadBalancer(pool, metrics, wake=wake))
+        return made[-1]
+
+    monkeypatch.setattr(dispatch, "LoadBalancer", make)
+    return made
+
+
+@pytest.fixture
 async def dispatcher(
-    quick: None, workers: Workers, counts: Counts, receipts: list[PackReceipt]
+    quick: None,
+    balancers: list[LoadBalancer],
+    workers: Workers,
+    counts: Counts,
+    receipts: list[PackReceipt],
 ) -> AsyncIterator[Dispatcher]:
-    async def take(receipt: PackReceipt) -> None:
+    async def take(step: DispatchedStep, receipt: PackReceipt) -> None:
         receipts.append(receipt)
 
     made = Dispatcher(workers, workers, on_receipt=take, metrics=counts)

@@ -10,7 +10,7 @@ from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
 from dataservice.engine.pack_orders import pack_orders
-from dataservice.engine.places import DispatchedStep
+from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import plan_step
 from tests.engine.support import make_setup
 
@@ -26,6 +26,7 @@ class Workers:
         self.dead: set[str] = set()
         self.stuck: dict[str, asyncio.Event] = {}
         self.refuses: set[str] = set()
+        self.decode_s = 0.0  # what they tell of each pack
         self.ordered: list[tuple[str, PackKey]] = []
         self.replaced: list[str] = []
         self.asked = 0
@@ -68,6 +69,9 @@ class Workers:
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self.infos.values())
 
+    def shortfall(self) -> str:
+        return ""
+
     async def replace(self, worker: str) -> None:
         await asyncio.sleep(0)
         self.replaced.append(worker)
@@ -99,7 +103,7 @@ class Workers:
         if (name, order.key) not in self.released:
             self.held[name].add(order.key)
         bad = BadSample(sample_id=order.samples[0].ref.sample_id, source="s", key="k", reason="r")
-        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.0, bad_samples=(bad,))
+        return PackReceipt(key=order.key, size_bytes=1, decode_s=self.decode_s, bad_samples=(bad,))
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         await asyncio.sleep(0)
@@ -119,7 +123,7 @@ class Counts(NoMetrics):
         self.found = 0
         self.lost: list[str] = []
         self.retired: list[str] = []
-        self.lines: dict[str, float] = {}
+        self.queued: dict[str, float] = {}
 
     def pack_hedged(self, job: str) -> None:
         self.hedged += 1
@@ -129,14 +133,14 @@ class Counts(NoMetrics):
 
     def worker_lost(self, worker: str) -> None:
         self.lost.append(worker)
-        self.lines.pop(worker, None)
+        self.queued.pop(worker, None)
 
     def worker_retired(self, worker: str) -> None:
         self.retired.append(worker)
-        self.lines.pop(worker, None)
+        self.queued.pop(worker, None)
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
-        self.lines[worker] = tokens
+        self.queued[worker] = tokens
 
 
 SETUP = make_setup(samples=400, batch=32)
@@ -169,7 +173,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def ready(step: DispatchedStep) -> bool:
-    return all(place.ready for place in step.places)
+    return all(place.ready for place in step.placements)
 
 
 def holders_of(workers: Workers, key: PackKey) -> list[str]:
@@ -177,4 +181,4 @@ def holders_of(workers: Workers, key: PackKey) -> list[str]:
 
 
 def holders(step: DispatchedStep) -> set[str]:
-    return {name for place in step.places for name in place.copies}
+    return {name for place in step.placements for name in place.copies}

@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from dataservice.core.errors import WorkerLostError
+from dataservice.core.cursor import Cursor
+from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.job import BatchSize, JobRecord
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
+from dataservice.core.plan import StepPlan
+from dataservice.core.plan_options import PlanOptions
 from dataservice.core.ports import Metrics, WorkerInfo
 from dataservice.core.sample import (
     ItemLengths,
@@ -17,9 +21,9 @@ from dataservice.core.sample import (
     SampleLengths,
     SampleLocation,
 )
+from dataservice.core.topology import Topology
 from dataservice.engine.coordinator import Coordinator
-from dataservice.engine.setup import JobSetup
-from dataservice.planning.options import PlanOptions
+from dataservice.engine.planner import plan_step
 from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
@@ -79,6 +83,12 @@ class Books:
     held: dict[PackKey, str] = field(default_factory=dict)
     deaf: set[str] = field(default_factory=set)
     started: int = 2
+    refuses: set[int] = field(default_factory=set)
+    masks: set[int] = field(default_factory=set)
+    other_bytes: dict[str, set[int]] = field(default_factory=dict)
+    """By worker, "" for all: the samples, by id, that do not decode as they used to."""
+    replayed: list[PackKey] = field(default_factory=list)
+    most_replayed: int = 0
 
     async def start(self) -> None:
         pass
@@ -88,6 +98,9 @@ class Books:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(WorkerInfo(worker=w, address=f"{w}:1", slots=1) for w in self.alive)
+
+    def shortfall(self) -> str:
+        return ""
 
     async def replace(self, worker: str) -> None:
         if worker in self.alive:
@@ -104,9 +117,29 @@ class Books:
         await asyncio.sleep(0)
         if worker.worker in self.deaf or worker.worker not in self.alive:
             raise WorkerLostError(f"{worker.worker} is gone")
+        ids = [sample.ref.sample_id for sample in order.samples]
+        if self.refuses.intersection(ids):
+            raise SpecError("the tokenizer is another")
         self.orders.setdefault(order.key, []).append(worker.worker)
         self.held[order.key] = worker.worker
-        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.0)
+        if order.key.plan_digest.startswith("replay"):
+            held = [key for key in self.held if key.plan_digest.startswith("replay")]
+            self.most_replayed = max(self.most_replayed, len(held))
+            self.replayed.append(order.key)
+        others = self.other_bytes.get("", set()) | self.other_bytes.get(worker.worker, set())
+        return PackReceipt(
+            key=order.key,
+            size_bytes=1,
+            decode_s=0.0,
+            bad_samples=tuple(
+                BadSample(sample_id=s.ref.sample_id, source="s", key=s.ref.key, reason="cut short")
+                for s in order.samples
+                if s.ref.sample_id in self.masks
+            ),
+            sample_digests=np.array(
+                [0 if i in self.masks else hash((i, i in others)) for i in ids], dtype="<i8"
+            ).tobytes(),
+        )
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         for key in packs:
@@ -126,17 +159,48 @@ def make_coordinator(
     metrics: Metrics | None = None,
     **more: Any,
 ) -> Coordinator:
-    """A coordinator that knows how to open these jobs; their job file is their name."""
+    """A coordinator that knows how to open these jobs; their job file is their name, unless
+    `read_job` and `open_job` say otherwise."""
     known = {setup.record.name: setup for setup in setups}
+    jobs: dict[str, Any] = {
+        "read_job": lambda text, _base, _team: known[text].record,
+        "open_job": lambda record: known[record.name],
+    }
     return Coordinator(
         store=store,
         pool=books,
         link=books,
-        read_job=lambda text, _base, _team: known[text].record,
-        open_job=lambda record: known[record.name],
         ticket_secret=b"secret",
         attempt_timeout_s=timeout_s,
         idle_release_s=idle_release_s,
         metrics=metrics,
-        **more,
+        **{**jobs, **more},
     )
+
+
+@dataclass
+class TornSource(Books):
+    """The workers find every sample of one source bad, while it is `torn`."""
+
+    torn: str = "b"
+
+    async def prepare(self, worker, order):
+        receipt = await super().prepare(worker, order)
+        bad = [s.ref for s in order.samples if s.ref.source == self.torn]
+        return replace(
+            receipt,
+            bad_samples=tuple(
+                BadSample(
+                    sample_id=r.sample_id, source=r.source, key=r.key, reason=f"{r.key!r} is torn"
+                )
+                for r in bad
+            ),
+        )
+
+
+def all_plans(setup: JobSetup, ranks: int) -> list[StepPlan]:
+    plans, cursor = [], Cursor()
+    while (planned := plan_step(setup, cursor, Topology(world_size=ranks))) is not None:
+        plans.append(planned.plan)
+        cursor = planned.next_cursor
+    return plans

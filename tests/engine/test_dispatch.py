@@ -8,7 +8,7 @@ import pytest
 
 from dataservice.core.errors import SpecError
 from dataservice.core.ports import WorkerInfo
-from dataservice.engine import dispatch, ordering, places, unclaimed
+from dataservice.engine import dispatch, open_orders, orphaned_packs, placement
 from tests.engine.scripted_workers import (
     ORDERS,
     PACKS,
@@ -21,8 +21,14 @@ from tests.engine.scripted_workers import (
 )
 
 
+def nothing_queued(balancers, workers):
+    """No work is counted as queued at any worker that there ever was."""
+    (balancer,) = balancers
+    return not any(map(balancer.queued, workers.held))
+
+
 async def test_packs_are_spread_by_work_and_a_released_step_leaves_nothing(
-    dispatcher, workers, receipts
+    dispatcher, balancers, workers, receipts
 ):
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
@@ -33,8 +39,8 @@ async def test_packs_are_spread_by_work_and_a_released_step_leaves_nothing(
     await dispatcher.release(step, received=True)
     assert not any(workers.held.values())
     assert sorted(r.key.pack for r in receipts) == list(PACKS)
+    assert nothing_queued(balancers, workers)
     assert dispatcher.load() == {}
-    assert dispatcher._ordering.lines.all() == {}
 
 
 @pytest.mark.parametrize("noticed", [True, False])
@@ -43,7 +49,7 @@ async def test_what_a_dead_worker_held_or_decoded_is_ordered_again(
 ):
     workers.stick("w1")
     step = await dispatcher.dispatch(PLAN, ORDERS)
-    await until(lambda: all(p.ready for p in step.places if "w1" not in p.copies))
+    await until(lambda: all(p.ready for p in step.placements if "w1" not in p.copies))
     for name in ("w0", "w1"):  # one has decoded, one is decoding
         workers.kill(name, noticed=noticed)
     workers.unstick("w1")
@@ -54,9 +60,9 @@ async def test_what_a_dead_worker_held_or_decoded_is_ordered_again(
     found = await dispatcher.holders(step, 0, PACKS, failed=["w0"])
     assert not {"w0", "w1"} & {info.worker for info in found.values()}
     assert all(ORDERS[p].key in workers.held[found[p].worker] for p in PACKS)
-    assert all(place.tries == 0 for place in step.places)
+    assert all(place.tries == 0 for place in step.placements)
     assert sorted(counts.lost) == ["w0", "w1"]
-    assert "w0" not in counts.lines
+    assert "w0" not in counts.queued
 
 
 async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
@@ -64,7 +70,7 @@ async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
 ):
     workers.stick("w2")
     step = await dispatcher.dispatch(PLAN, ORDERS)
-    stuck = [p for p in PACKS if "w2" in step.places[p].copies]
+    stuck = [p for p in PACKS if "w2" in step.placements[p].copies]
     assert len(stuck) > 2
     await asyncio.sleep(0.3)
     assert counts.hedged == 0  # no rank has asked for the step
@@ -72,10 +78,10 @@ async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
     await until(lambda: counts.hedged)
     await asyncio.sleep(0.3)
     assert counts.hedged == 2
-    hedged = [p for p in stuck if step.places[p].ready]
+    hedged = [p for p in stuck if step.placements[p].ready]
     assert len(hedged) == counts.hedged
     # The slow order is taken back, and ranks are sent to where the pack is.
-    assert all("w2" not in step.places[p].copies for p in hedged)
+    assert all("w2" not in step.placements[p].copies for p in hedged)
     at = await dispatcher.holders(step, 0, hedged)
     assert "w2" not in {info.worker for info in at.values()}
     assert workers.replaced == []
@@ -85,15 +91,21 @@ async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
     await until(lambda: not any(workers.held.values()))
 
 
-async def test_a_slower_pace_of_all_moves_the_yardstick(dispatcher, workers, counts, monkeypatch):
-    step = await dispatcher.dispatch(PLAN, ORDERS)
-    await dispatcher.holders(step, 0, PACKS)
-    await until(lambda: ready(step))
-    yardstick = dispatcher._ordering.pace
-    quick_s = yardstick.limit_s("job", line=1000.0)
-    for _ in range(50):
-        yardstick.note("job", work=1000.0, decode_s=2.0)
-    assert quick_s < 2.0 < yardstick.limit_s("job", line=1000.0)
+@pytest.mark.parametrize(("decode_s", "hedged"), [(0.0, True), (60.0, False)])
+async def test_a_slower_pace_of_all_moves_the_yardstick(
+    dispatcher, workers, counts, decode_s, hedged
+):
+    workers.decode_s = decode_s
+    first = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(first))
+    workers.stick("w2")
+    plan, orders = step_of(1)
+    second = await dispatcher.dispatch(plan, orders)
+    assert "w2" in holders(second)
+    await dispatcher.holders(second, 0, range(plan.packs))
+    await asyncio.sleep(0.5)  # fifteen times the soonest
+    assert (counts.hedged > 0) == hedged
+    workers.unstick("w2")
 
 
 async def test_packs_at_a_silent_worker_are_ordered_elsewhere_without_replacing_it(
@@ -116,7 +128,7 @@ async def test_a_worker_that_a_rank_cannot_reach_is_avoided_for_that_rank_alone(
 ):
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
-    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    mine = [p for p in PACKS if "w0" in step.placements[p].copies]
     first = await dispatcher.holders(step, 0, mine, failed=["w0"])
     assert {info.worker for info in first.values()} == {"w0"}  # it lives, and holds them
     second = await dispatcher.holders(step, 0, mine, failed=["w0"])
@@ -136,10 +148,10 @@ async def test_a_stalled_stream_moves_the_rank_only_if_the_pack_had_long_been_re
 ):
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
-    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    mine = [p for p in PACKS if "w0" in step.placements[p].copies]
     soon = await dispatcher.holders(step, 0, mine, slow=["w0"])
     assert {info.worker for info in soon.values()} == {"w0"}
-    monkeypatch.setattr(places, "STREAM_PATIENCE_S", 0.0)
+    monkeypatch.setattr(placement, "STREAM_PATIENCE_S", 0.0)
     late = await dispatcher.holders(step, 0, mine, slow=["w0"])
     assert "w0" not in {info.worker for info in late.values()}
 
@@ -147,22 +159,22 @@ async def test_a_stalled_stream_moves_the_rank_only_if_the_pack_had_long_been_re
 async def test_a_pack_that_its_worker_has_lost_is_decoded_there_again(dispatcher, workers):
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
-    mine = [p for p in PACKS if "w0" in step.places[p].copies]
+    mine = [p for p in PACKS if "w0" in step.placements[p].copies]
     workers.held["w0"].clear()
     found = await dispatcher.holders(step, 0, mine, failed=["w0"])
     assert all(ORDERS[p].key in workers.held[found[p].worker] for p in mine)
 
 
 async def test_a_pack_that_everyone_refuses_is_told_to_the_ranks_with_its_reason(
-    dispatcher, workers
+    dispatcher, balancers, workers
 ):
     workers.refuses.update(workers.names)
     step = await dispatcher.dispatch(PLAN, ORDERS)
-    await until(lambda: step.places[0].failure is not None)
-    assert len([k for _, k in workers.ordered if k == ORDERS[0].key]) == ordering.ORDER_TRIES
+    await until(lambda: step.placements[0].failure is not None)
+    assert len([k for _, k in workers.ordered if k == ORDERS[0].key]) == open_orders.ORDER_TRIES
     with pytest.raises(SpecError, match="no such processor"):
         await dispatcher.holders(step, 0, [0])
-    assert dispatcher._ordering.lines.all() == {}
+    await until(lambda: nothing_queued(balancers, workers))  # the other packs are refused too
 
 
 async def test_steps_wait_for_as_long_as_there_is_no_worker(dispatcher, workers):
@@ -211,7 +223,7 @@ async def test_a_worker_that_drains_and_ends_between_two_looks_is_not_counted_as
 async def test_packs_left_by_a_former_coordinator_are_used_or_released(
     dispatcher, workers, counts, monkeypatch
 ):
-    monkeypatch.setattr(unclaimed, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(orphaned_packs, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(dispatch, "ASK_EVERY_S", 0.01)
     former = {order.key: f"w{order.key.pack % 3}" for order in ORDERS}
     for key, name in former.items():
@@ -224,13 +236,15 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
     await until(lambda: ready(step))
     assert {key: name for name, key in workers.ordered} == former
     assert counts.found == len(former)
-    dispatcher._unclaimed._grace_s = 0.0
+    monkeypatch.setattr(orphaned_packs, "GRACE_S", 0.0)
     await until(lambda: stray not in workers.held["w2"])
     await until(lambda: workers.asked > 9)
     assert {key for held in workers.held.values() for key in held} == set(former)
 
 
-async def test_nothing_leaks_over_a_hundred_losses_at_random(dispatcher, workers, counts, receipts):
+async def test_nothing_leaks_over_a_hundred_losses_at_random(
+    dispatcher, balancers, workers, counts
+):
     rng = random.Random(7)
     steps = [step_of(n) for n in range(3)]
     live = [await dispatcher.dispatch(*each) for each in steps]
@@ -269,13 +283,12 @@ async def test_nothing_leaks_over_a_hundred_losses_at_random(dispatcher, workers
     await until(lambda: all(ready(s) and holders(s) <= set(workers.infos) for s in live))
     for step in live:
         found = await dispatcher.holders(step, 9, range(step.plan.packs))
-        keys = step.keys
+        keys = [place.order.key for place in step.placements]
         assert all(keys[p] in workers.held[info.worker] for p, info in found.items())
         await dispatcher.release(step, received=True)
-    await until(lambda: not dispatcher._ordering._tasks)
-    assert not any(workers.held[name] for name in workers.infos)
-    assert dispatcher._ordering.lines.all() == {}
-    assert not dispatcher._ordering.steps
-    assert set(counts.lines) <= set(workers.infos)
-    assert not any(counts.lines.values())
+    await until(lambda: not any(workers.held[name] for name in workers.infos))
+    assert nothing_queued(balancers, workers)
+    assert (dispatcher.load(), dispatcher.waiting_jobs()) == ({}, set())
+    assert set(counts.queued) <= set(workers.infos)
+    assert not any(counts.queued.values())
     assert len(counts.lost) == len(set(counts.lost))

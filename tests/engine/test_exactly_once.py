@@ -9,10 +9,8 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import FencedError, NotFoundError, StateError
 from dataservice.engine.api import EndOfData
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_budget import TornSource
-from tests.engine.test_coordinator import open_all, open_rank, shard_of, train
-from tests.engine.test_skips import leave
+from tests.engine.sessions import leave, open_all, open_rank, shard_of, train
+from tests.engine.support import Books, TornSource, make_coordinator, make_setup
 from tests.ledger import ledger_of
 
 
@@ -159,14 +157,29 @@ async def test_a_start_that_comes_while_another_begins_is_the_attempt_behind_it(
     await coordinator.stop()
 
 
+class SlowDeletion(MemoryStateStore):
+    """Deleting a job takes until `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def delete_job(self, name):
+        assert self.go.wait(10)
+        super().delete_job(name)
+
+
 async def test_a_job_that_is_deleted_while_ranks_wait_for_others_tells_them():
-    coordinator = make_coordinator(MemoryStateStore(), Books(), make_setup())
+    store = SlowDeletion()
+    coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
+    deleting = asyncio.create_task(coordinator.delete("job"))
+    await asyncio.sleep(0.05)
     waiting = asyncio.create_task(open_rank(coordinator, 0, world=3))
     await asyncio.sleep(0.05)
-    session = next(iter(coordinator._sessions))
-    coordinator._sessions[session].claim.live = False  # the network hides that it is there
-    await coordinator.delete("job")
+    assert not waiting.done()
+    store.go.set()
+    await deleting
     with pytest.raises(NotFoundError, match="was deleted"):
         await asyncio.wait_for(waiting, 2.0)
     await coordinator.stop()

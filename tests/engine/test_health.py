@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from dataservice.core.errors import NotFoundError, ServiceError
+from dataservice.core.errors import NotFoundError, StateError
 from dataservice.core.health import OTHERS, Finding, RankReport
 from dataservice.core.team import TeamSpec
 from dataservice.engine.health import report_every_s
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all, open_rank, shard_of, train
+from tests.engine.sessions import open_all, open_rank, settled, started, train
+from tests.engine.support import Books
 
 
 class StuckBooks(Books):
@@ -20,25 +20,17 @@ class StuckBooks(Books):
         await asyncio.Event().wait()
 
 
-async def started(*jobs, books=None, **more):
-    """A coordinator with these jobs."""
-    setups = [make_setup(name=name, memory_tokens=1024) for name in jobs]
-    made = make_coordinator(MemoryStateStore(), books or Books(), *setups, **more)
-    for name in jobs:
-        await made.submit(name, "")
-    return made
+class FullDisk(MemoryStateStore):
+    """Has no room for a step."""
+
+    def put_ledger(self, entry):
+        raise StateError("the disk is full")
 
 
 async def health_of(coordinator, *jobs, team=None):
     """(health of each job, fleet)."""
     seen = await coordinator.health(jobs, team=team)
     return [each.health for each in seen.jobs], seen.fleet
-
-
-async def settled(condition):
-    async with asyncio.timeout(5):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_a_job_without_trainers_has_no_ranks():
@@ -102,11 +94,10 @@ async def test_nothing_is_decoded_of_a_step_whose_packs_are_out():
 
 
 async def test_the_end_of_an_attempt_is_told_with_its_reason():
-    coordinator = await started("job")
-    sessions = await open_all(coordinator)
-    await shard_of(coordinator, sessions[0], 0)
-    attempt = coordinator._table.get("job").attempt
-    attempt.end(ServiceError("the disk is full"))
+    coordinator = await started("job", store=FullDisk())
+    for opened in await open_all(coordinator):
+        with pytest.raises(StateError):
+            await asyncio.wait_for(coordinator.session_ended(opened.session), 5.0)
     (job,), _ = await health_of(coordinator, "job")
     assert (job.failure, job.ranks) == ("the disk is full", ())
     await coordinator.stop()
@@ -143,6 +134,20 @@ async def test_what_is_concluded_is_asked_of_each_job_with_the_fleet():
     coordinator = await started("a", "b", diagnose=diagnose)
     seen = await coordinator.health(["a", "b"], team=None)
     assert [each.findings[0].text for each in seen.jobs] == ["a of 2 slots", "b of 2 slots"]
+    await coordinator.stop()
+
+
+async def test_steps_that_a_rank_has_begun_count_as_untrained_until_it_trains_one():
+    coordinator = await started("job")
+    sessions = await open_all(coordinator)
+    begun = RankReport(step=11, steps=12, waited_s=0.0, waiting_s=0.0)
+    for opened in sessions:
+        await coordinator.report(opened.session, begun)
+    (job,), _ = await health_of(coordinator, "job")
+    assert [rank.untrained_steps for rank in job.ranks] == [12, 12]
+    await train(coordinator, sessions, 0, 1)
+    (job,), _ = await health_of(coordinator, "job")
+    assert [rank.untrained_steps for rank in job.ranks] == [0, 0]
     await coordinator.stop()
 
 

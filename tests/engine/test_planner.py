@@ -1,23 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
+from dataservice.core.plan_options import STRATEGIES
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import check_fits, plan_step
-from dataservice.engine.setup import JobSetup
-from dataservice.planning.options import STRATEGIES
+from dataservice.planning.stages import assign
 from dataservice.planning.validate import validate_plan
-from tests.engine.support import MEMORY_TOKENS, make_setup
-
-
-def all_plans(setup: JobSetup, ranks: int) -> list[StepPlan]:
-    plans, cursor = [], Cursor()
-    while (planned := plan_step(setup, cursor, Topology(world_size=ranks))) is not None:
-        plans.append(planned.plan)
-        cursor = planned.next_cursor
-    return plans
+from tests.engine.support import MEMORY_TOKENS, all_plans, make_setup
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -29,6 +23,20 @@ def test_every_strategy_keeps_every_invariant_in_every_step(strategy, ranks):
         validate_plan(plan, memory_tokens=MEMORY_TOKENS, sample_count=len(plan.sample_ids))
     visited = np.concatenate([plan.sample_ids for plan in plans])
     assert sorted(visited.tolist()) == list(range(200))
+
+
+def test_a_broken_plan_of_any_step_stops_at_the_planner(monkeypatch):
+    def lose_a_sample(waves, replicas):
+        seated, report = assign.seat_packs(waves, replicas)
+        samples = seated[0].samples.copy()
+        samples[0] = samples[-1]
+        return (replace(seated[0], samples=samples), *seated[1:]), report
+
+    monkeypatch.setitem(assign.ASSIGNMENTS, "balanced", lose_a_sample)
+    setup = make_setup()
+    for step in range(1, 16):
+        with pytest.raises(PlanningError, match=r"sample \d+ is in two groups.*please report"):
+            plan_step(setup, Cursor(step=step), Topology(world_size=4))
 
 
 @pytest.mark.parametrize("window", [1, 4])

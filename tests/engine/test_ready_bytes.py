@@ -16,8 +16,8 @@ from dataservice.engine.planner import plan_step
 from dataservice.engine.ready_bytes import ReadyBytes, planned_bytes
 from dataservice.state.memory import MemoryStateStore
 from dataservice.workers.pack import ITEM_DTYPES, assemble
+from tests.engine.sessions import leave, open_all, settled, shard_of
 from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all, shard_of
 
 
 def decoded(sample):
@@ -78,9 +78,11 @@ async def test_a_step_that_is_needed_goes_through_whatever_is_held():
     await ready.admit("a/one", 99, needed=lambda: False)
     task = await waiting(ready.admit("a/two", 5000, needed=lambda: needed))
     assert not task.done()
+    assert (ready.holds_back("a/one"), ready.holds_back("a/two")) == (False, True)
     needed = True
     await ready.look_again()
     await asyncio.wait_for(task, 5)
+    assert not ready.holds_back("a/two")
     assert ready.held("a") == 5099
 
 
@@ -89,30 +91,46 @@ async def fetch(coordinator, sessions, step):
     return await asyncio.gather(*(shard_of(coordinator, opened, step) for opened in sessions))
 
 
-@pytest.mark.parametrize("max_ready_bytes", [1, 200_000])
-async def test_a_job_under_a_quota_trains_the_same_steps_and_holds_no_more(max_ready_bytes):
+async def steps_ahead(coordinator, job):
+    """The steps that an attempt holds once its team's limit lets it hold no more."""
+    sessions = await open_all(coordinator, job=job)
+
+    async def is_held_back():
+        (seen,) = (await coordinator.health([job], team=None)).jobs
+        return seen.health.bytes_full
+
+    await settled(is_held_back)
+    (seen,) = (await coordinator.health([job], team=None)).jobs
+    leave(coordinator, sessions)
+    return seen.health.ready_steps
+
+
+@pytest.mark.parametrize(("max_ready_bytes", "ahead"), [(1, 1), (200_000, 1), (400_000, 4)])
+async def test_a_job_under_a_quota_trains_the_same_steps_and_holds_no_more(max_ready_bytes, ahead):
     setup = replace(make_setup(name="a/job"), ready_steps=8)
     sizes, cursor = [], Cursor()
     while (planned := plan_step(setup, cursor, Topology(world_size=2))) is not None:
         sizes.append(planned_bytes(planned.plan, setup.catalog))
         cursor = planned.next_cursor
+    books = Books()
     coordinator = make_coordinator(
-        MemoryStateStore(), Books(), setup, teams=limits(a=max_ready_bytes)
+        MemoryStateStore(), books, setup, teams=limits(a=max_ready_bytes)
     )
     await coordinator.submit("a/job", "")
-    sessions = await open_all(coordinator, job="a/job")
-    ready, most = coordinator._ports.ready_bytes, 0
+    assert await steps_ahead(coordinator, "a/job") == ahead
+    sessions, most = await open_all(coordinator, job="a/job"), 0
     for step in range(len(sizes)):
         await fetch(coordinator, sessions, step)
         await asyncio.sleep(0.01)
-        most = max(most, ready.held("a"))
+        most = max(most, sum(sizes[held] for held in {key.step for key in books.held}))
         for opened in sessions:
             await coordinator.commit(opened.session, step)
     # One step that is needed may come on top of what fits, beside one that workers let go of.
     assert most <= max(max_ready_bytes, 2 * max(sizes))
     assert most < sum(sorted(sizes)[-8:])
+    leave(coordinator, sessions)
+    assert await steps_ahead(coordinator, "a/job") == ahead  # nothing counts as held any more
     await coordinator.stop()
-    assert ready.held("a") == 0
 
 
 async def test_two_jobs_of_a_team_whose_quota_holds_neither_both_go_on():

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from dataservice.core.cost import ContextCost
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, PlanningError, SpecError
-from dataservice.planning.cost import ContextCost
-from dataservice.planning.options import CostModel
+from dataservice.core.plan_options import CostModel
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
+from tests.engine.sessions import open_all, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all, shard_of, train
 from tests.ledger import ledger_of
 
 # Attention dear and rings cheap: plans differ from those by the default cost.

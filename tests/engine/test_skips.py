@@ -18,8 +18,8 @@ from dataservice.engine.planner import draw_step, pass_over, plan_step
 from dataservice.engine.skips import Skips
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
+from tests.engine.sessions import leave, open_all
 from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all
 from tests.ledger import ledger_of
 
 STEPS = 13  # 200 samples in batches of 16
@@ -60,11 +60,6 @@ async def train_on(coordinator, sessions, first, *, until=None):
             await coordinator.commit(session.session, step)
         step += 1
     return shards
-
-
-def leave(coordinator, sessions):
-    for opened in sessions:
-        coordinator.close_session(opened.session)
 
 
 def samples_of_steps(setup) -> list[Counter[int]]:

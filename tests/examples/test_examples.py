@@ -12,9 +12,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
+import yaml
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
 
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
 from tests.examples.ranks import main
 from tests.service.support import job_file, serving
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -38,7 +49,7 @@ def torchrun(ranks, module, service, *arguments):
     return done.stdout
 
 
-def forked(ranks, module, service, *arguments):
+def forked(ranks, module, service, *arguments, job="job"):
     """The same from processes in which torch is imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "trainer_client.runtime"])
@@ -52,7 +63,7 @@ def forked(ranks, module, service, *arguments):
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
             }  # fmt: skip
-            given = ["--service", service.address, "--job", "job", *map(str, arguments)]
+            given = ["--service", service.address, "--job", job, *map(str, arguments)]
             environment = {name: str(value) for name, value in environment.items()}
             processes.append(
                 context.Process(target=main, args=(module, given, environment, said[rank]))
@@ -109,6 +120,60 @@ def test_an_example_has_the_loss_curve_of_an_unwrapped_model_on_changing_ranks(
     assert resumed == pytest.approx({step: plain[step] for step in range(2, STEPS)}, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py"])
+@pytest.fixture(scope="module")
+def qwen_vl(corpus, tmp_path_factory):
+    """A tiny Qwen2.5-VL with random weights, as a repository has it."""
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 48}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **size,
+            "vocab_size": 4096,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]
+            },
+        },
+        vision_config={
+            **size, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1]
+        },
+    )  # fmt: skip
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    Qwen2VLImageProcessorPil().save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_transformers_has_one_loss_curve_on_any_number_of_ranks(
+    service, corpus, qwen_vl, tmp_path
+):
+    plain = yaml.safe_load((corpus / "job.yaml").read_text())
+    changes = {
+        "sources": [source for source in plain["sources"] if source["name"] in ("images", "text")],
+        "pipeline": {
+            **plain["pipeline"],
+            "audio": None,
+            "vision": {"kind": "qwen2_5_vl"},
+            "positions": "auto",
+        },
+        "plan": {**plain["plan"], "memory_tokens": 4096},  # two ranks hold the longest sample
+        "index": str(tmp_path / "index"),
+    }
+    path = job_file(corpus, tmp_path, job="qwen", **changes)
+    index_job(read_job(path.read_text(), tmp_path), custom_processors={})
+    service.cli("job", "submit", str(path))
+    options = ("--model", qwen_vl, "--checkpoint", tmp_path / "saved", "--steps-per-checkpoint", 2)
+    module = "examples.train_transformers"
+    first, degrees = curve(forked(2, module, service, *options, "--max-steps", 2, job="qwen"))
+    rest, _ = curve(forked(3, module, service, *options, "--max-steps", 4, job="qwen"))
+    whole = forked(3, module, service, "--model", qwen_vl, "--max-steps", 4, job="qwen")
+    assert {**first, **rest} == pytest.approx(curve(whole)[0], rel=1e-5)
+    assert set(rest) == {2, 3}
+    assert max(degrees) > 1
+
+
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py", "train_transformers.py"])
 def test_an_example_stays_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 120

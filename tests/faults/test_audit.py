@@ -46,6 +46,11 @@ def lost_item(rows):
     return changed(rows, place, items=rows[place].items[1:])
 
 
+def another_item(rows):
+    place = first_with(rows, "items")
+    return changed(rows, place, items=("0" * 24, *rows[place].items[1:]))
+
+
 SPOILT = {
     "a lost step": (lambda rows: [row for row in rows if row.step != 3], "3.* never trained"),
     "a step trained twice": (lambda rows: rows + [r for r in rows if r.step == 3], "repeated"),
@@ -54,6 +59,7 @@ SPOILT = {
     "other samples": (other_samples, "lost|not held once"),
     "other tokens": (other_tokens, "other tokens"),
     "a lost item": (lost_item, "1 encoder items are missing"),
+    "an item of other bytes": (another_item, "1 encoder items are missing, 1 are not of its"),
 }
 
 

@@ -2,12 +2,15 @@
 
 from random import Random
 
+import pytest
+
 from soak.chaos import KINDS, draw
 from soak.run import SoakOptions, soak
 
 KILLS = 6
 
 
+@pytest.mark.long
 def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path):
     options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0, epochs=2)
     result = soak(tmp_path / "soak", options)

@@ -414,3 +414,27 @@ def parquets() -> dict[str, bytes]:
         "lists in lists": parquet(pa.table({"messages": nested})),
         "texts that state to be numbers": parquet_that_aborts(),
     }
+
+
+def arrow(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    with pa.ipc.new_stream(buffer, table.schema) as writer:
+        writer.write_table(table)
+    return buffer.getvalue()
+
+
+def arrows() -> dict[str, bytes]:
+    """Arrow files of kilobytes: values that take no bytes, and deep nests."""
+
+    def nothings(count: int) -> pa.Array:
+        return pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count))
+
+    nested = pa.array([["a"]])
+    for _ in range(60):
+        nested = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), nested)
+    return {
+        "a list of 20 million": arrow(pa.table({"messages": nothings(20_000_000)})),
+        "a list of 16 million": arrow(pa.table({"messages": nothings(16_000_000)})),
+        "20 million rows": arrow(pa.table({"text": pa.nulls(20_000_000)})),
+        "lists in lists": arrow(pa.table({"messages": nested})),
+    }

@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.decode.files import Files
 from tests.fuzz.bombs import TAR_END, tar_header
+from tests.sources.mds_writer import files_in_list, pixels, shard
 
 # Some containers give each file a number of its own: a seed would choose other damage each time.
 SAME = {"fflags": "+bitexact"}
@@ -47,6 +48,8 @@ def images() -> tuple[bytes, ...]:
         Files.saved(noise, "TIFF", compression="jpeg"),
         Files.saved(noise.convert("1"), "TIFF", compression="group4"),
         Files.saved(deep, "TIFF", compression="tiff_deflate"),
+        Files.saved(noise, "AVIF", exif=exif),
+        Files.saved(clear, "AVIF"),
     )
 
 
@@ -137,11 +140,9 @@ def tar_of_media() -> bytes:
     return b"".join(tar_header(name, len(data), data=data) for name, data in members) + TAR_END
 
 
-@cache
-def parquets() -> tuple[bytes, ...]:
-    """Pictures and conversations under several codecs, page versions and encodings."""
+def _rows_with_pictures() -> pa.Table:
     picture = Files.image(24, 24, "PNG")
-    table = pa.table(
+    return pa.table(
         {
             "id": [f"row-{k}" for k in range(6)],
             "image": [{"bytes": picture, "path": f"{k}.png"} for k in range(6)],
@@ -152,7 +153,16 @@ def parquets() -> tuple[bytes, ...]:
             "score": [0.5, None, 1.0, float("nan"), -1.0, 2.0],
         }
     )
-    texts = pa.table({"text": [f"words {k} " * 20 for k in range(40)], "n": list(range(40))})
+
+
+def _rows_of_text() -> pa.Table:
+    return pa.table({"text": [f"words {k} " * 20 for k in range(40)], "n": list(range(40))})
+
+
+@cache
+def parquets() -> tuple[bytes, ...]:
+    """Pictures and conversations under several codecs, page versions and encodings."""
+    table, texts = _rows_with_pictures(), _rows_of_text()
 
     def saved(table: pa.Table, **options: object) -> bytes:
         buffer = io.BytesIO()
@@ -176,6 +186,40 @@ def parquets() -> tuple[bytes, ...]:
             use_dictionary=False,
             column_encoding={"text": "DELTA_LENGTH_BYTE_ARRAY", "n": "BYTE_STREAM_SPLIT"},
         ),
+    )
+
+
+@cache
+def arrows() -> tuple[bytes, ...]:
+    """The same rows as Arrow streams and files, with nulls, lists and numbers."""
+
+    def saved(table: pa.Table, *, file: bool = False, rows: int = 20) -> bytes:
+        buffer = io.BytesIO()
+        with (pa.ipc.new_file if file else pa.ipc.new_stream)(buffer, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+        return buffer.getvalue()
+
+    table, texts = _rows_with_pictures(), _rows_of_text()
+    return (
+        saved(table, rows=3),
+        saved(table, file=True),
+        saved(texts),
+        saved(texts.append_column("on", pa.array([True, None] * 20)), file=True, rows=7),
+    )
+
+
+@cache
+def mds_shards() -> tuple[bytes, ...]:
+    """Shards of most encodings, and of text alone."""
+    picture = Files.image(24, 24, "PNG")
+    columns = {"text": "str", "image": "png", "more": "list[png]", "n": "int", "notes": "json"}
+    pixels_of = pixels(4, 3, "RGB", bytes(range(36)))
+    sample = {"image": picture, "n": b"8 bytes!", "notes": b'{"a": [1, "b"]}'}
+    counts = [{"text": b"<image>" * (1 + k), "more": files_in_list(*[picture] * k)} for k in (0, 2)]
+    return (
+        shard(columns, [sample | each for each in counts] * 2),
+        shard({"text": "str", "it": "pil"}, [{"text": b"<image> a", "it": pixels_of}] * 3),
+        shard({"text": "str", "f": "float32"}, [{"text": b"words " * 9, "f": b"4 by"}] * 20),
     )
 
 

@@ -13,17 +13,18 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
-from dataservice.decode.pipeline import Pipeline, build_pipeline
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
+from dataservice.decode.sample_pipeline import Pipeline, build_pipeline
+from dataservice.jobs.job_file import job_from_json, read_job
+from dataservice.operate.config import read_config
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
 from dataservice.sources.reader import SourceReader
-from dataservice.spec import job_from_json, read_config, read_job
 from dataservice.workers.decoders import read_and_decode
 from dataservice.workers.pack import check_planned_shape
-from dataservice.workers.pipelines import Pipeline as DecodingPipeline
+from dataservice.workers.sample_pipelines import Pipeline as DecodingPipeline
 from tests.decode.files import Kitchen
 from tests.fuzz.mutate import mutated
 from tests.fuzz.specs import nearly_right

@@ -9,6 +9,9 @@ from tests.fuzz.campaign import FACTOR, LIMITS, SEED, Tally, campaign, damaged
 TAR = ("webdataset", "tar")
 PARQUET = ("parquet", "parquet")
 JSONL = ("jsonl", "jsonl")
+ARRAY = ("json", "json")
+ARROW = ("arrow", "arrow")
+MDS = ("mds", "mds")
 
 
 def whole(_number: int, data: bytes) -> bytes:
@@ -29,11 +32,37 @@ def test_a_damaged_parquet_file_gives_samples_that_read_the_same_again_or_an_err
     campaign(tally, "parquet", inputs, "tests.fuzz.tasks:source_bytes", whole, (*PARQUET, LIMITS))
 
 
+def test_a_damaged_arrow_file_gives_samples_that_read_the_same_again_or_an_error(
+    tally: Tally,
+) -> None:
+    inputs = damaged(seeds.arrows(), 1000, "arrows")
+    campaign(tally, "arrow", inputs, "tests.fuzz.tasks:source_bytes", whole, (*ARROW, LIMITS))
+
+
+def test_a_damaged_shard_gives_samples_that_read_the_same_again_or_an_error(
+    tally: Tally,
+) -> None:
+    inputs = damaged(seeds.mds_shards(), 1000, "shards")
+    campaign(tally, "mds", inputs, "tests.fuzz.tasks:source_bytes", whole, (*MDS, LIMITS))
+
+
 def test_damaged_lines_give_samples_that_read_the_same_again_or_an_error(
     tally: Tally,
 ) -> None:
     inputs = damaged((*seeds.good_lines(), seeds.lines()[0]), 500, "lines")
     campaign(tally, "jsonl", inputs, "tests.fuzz.tasks:source_bytes", whole, (*JSONL, LIMITS))
+
+
+def test_a_damaged_array_gives_samples_that_read_the_same_again_or_an_error(
+    tally: Tally,
+) -> None:
+    inputs = damaged([array(each) for each in seeds.good_lines()], 500, "arrays")
+    campaign(tally, "json", inputs, "tests.fuzz.tasks:source_bytes", whole, (*ARRAY, LIMITS))
+
+
+def array(lines: bytes) -> bytes:
+    """The same records as one array."""
+    return b"[" + b",\n".join(lines.splitlines()) + b"]"
 
 
 @pytest.mark.parametrize(
@@ -42,9 +71,11 @@ def test_damaged_lines_give_samples_that_read_the_same_again_or_an_error(
         (TAR, seeds.tars()[0]),
         (TAR, seeds.tar_of_media()),
         (PARQUET, seeds.parquets()[0]),
+        (ARROW, seeds.arrows()[0]),
+        (MDS, seeds.mds_shards()[0]),
         (JSONL, seeds.good_lines()[0]),
     ],
-    ids=["tar", "media", "parquet", "jsonl"],
+    ids=["tar", "media", "parquet", "arrow", "mds", "jsonl"],
 )
 def test_a_sample_that_changed_after_indexing_is_masked_or_what_it_was(
     request: pytest.FixtureRequest, tally: Tally, kind: tuple[str, str], intact: bytes

@@ -22,9 +22,10 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from dataservice.app import Service, start_service
-from dataservice.job_setup import index_job
-from dataservice.serving.authority import COMMAND_METADATA, command_token
-from dataservice.spec import ServiceConfig, read_job
+from dataservice.core.authority import COMMAND_METADATA, command_token
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
+from dataservice.operate.config import ServiceConfig
 from tests.decode.files import Kitchen
 from tests.fuzz.campaign import FACTOR, SEED, Tally
 from tests.fuzz.mutate import mutated

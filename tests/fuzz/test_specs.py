@@ -4,7 +4,7 @@ import pytest
 
 from dataservice.core.errors import SpecError
 from dataservice.engine.jobs import cost_model
-from dataservice.job_pipeline import decoder_of, reader_of
+from dataservice.jobs.sample_pipeline import decoder_of, reader_of
 from tests.fuzz.campaign import FACTOR, SEED, Tally, campaign
 
 

@@ -154,13 +154,18 @@ def test_lost_workers_are_blamed_before_more_are_asked_for():
     fleet = replace(FLEET, workers=1, slots=2)
     sources = (a_source("captions", decode_s=4.0, usual_s=0.4),)
     found = the_sentence(a_starved_job(sources=sources, share_slots=2.0), fleet)
-    assert "3 of 4 workers are down" in found.text
+    assert "3 of 4 workers are down, see their logs" in found.text
+    short = replace(fleet, shortfall="3 of 4 workers are missing: no room")
+    found = the_sentence(a_starved_job(sources=sources, share_slots=2.0), short)
+    assert found.text.endswith("; 3 of 4 workers are missing: no room")
 
 
 def test_without_any_worker_nothing_moves():
     fleet = replace(FLEET, workers=0, slots=0)
     found = the_sentence(a_starved_job(share_slots=0.0), fleet)
     assert (found.severity, "no worker of 4 is alive" in found.text) == ("stalled", True)
+    found = the_sentence(a_starved_job(share_slots=0.0), replace(fleet, shortfall="no room"))
+    assert found.text.endswith("no worker of 4 is alive; no room")
 
 
 def test_a_team_at_its_share_is_told_who_has_the_rest():
@@ -237,3 +242,107 @@ def test_a_job_without_workers_says_so_before_its_first_step():
 def test_a_job_that_has_only_begun_is_not_blamed(steps):
     found = the_sentence(a_starved_job(steps=steps, sources=(), share_slots=8.0))
     assert "its first steps are being decoded" in found.text
+
+
+# ---- what decoding waits for ----------------------------------------------------------------
+
+
+def said_where_ranks_wait_for(**seconds: float) -> str:
+    """What is said of a source with these seconds, none of which is known as usual."""
+    source = a_source("captions", usual_s=0.0, **seconds)
+    return the_sentence(a_starved_job(sources=(source,))).text
+
+
+def test_a_source_that_waits_for_its_storage_asks_for_slots_and_not_for_workers():
+    assert said_where_ranks_wait_for(
+        samples=100.0, read_s=12.0, read_cpu_s=0.4, decode_s=4.0, decode_cpu_s=3.8
+    ) == (
+        "ranks 0-3 wait 0.6 s a step: source `captions` is read at 0.5 of need, 0.16 s a sample, "
+        "0.042 s of it on a CPU; the rest it waits for its storage: look there, or raise "
+        "slots_per_worker to 5, for a slot that waits takes no CPU"
+    )
+
+
+def test_samples_that_wait_for_a_cpu_do_not_ask_for_workers():
+    """0.063 s a sample, of which 0.022 is CPU."""
+    assert said_where_ranks_wait_for(
+        samples=300.0, read_s=0.3, read_cpu_s=0.3, decode_s=18.6, decode_cpu_s=6.3
+    ) == (
+        "ranks 0-3 wait 0.6 s a step: source `captions` decodes at 0.42 of need, 0.063 s a sample, "
+        "0.022 s of it on a CPU; the rest it waits for a CPU, or for what its processor calls: "
+        "look at what else runs on the workers' hosts, and give them a CPU for each slot"
+    )
+
+
+def test_samples_that_keep_cpus_busy_ask_for_workers():
+    said = said_where_ranks_wait_for(
+        samples=300.0, read_s=0.3, read_cpu_s=0.2, decode_s=18.6, decode_cpu_s=17.0
+    )
+    assert said.endswith("decodes at 0.42 of need, 0.063 s a sample; add 7 workers")
+
+
+def test_a_source_whose_storage_grew_slow_is_told_from_one_whose_cpus_are_taken():
+    grown = {"samples": 10.0, "usual_s": 0.05}
+    far = a_source("far", read_s=11.0, read_cpu_s=0.1, decode_s=1.0, decode_cpu_s=0.9, **grown)
+    found = the_sentence(a_starved_job(sources=(far,)))
+    assert "s of it on a CPU, where 0.05 s is usual; look at its storage" in found.text
+    robbed = a_source("near", read_s=0.1, read_cpu_s=0.1, decode_s=12.0, decode_cpu_s=0.9, **grown)
+    found = the_sentence(a_starved_job(sources=(robbed,)))
+    assert "where 0.05 s is usual; the rest it waits for a CPU" in found.text
+
+
+def test_workers_whose_memory_is_full_are_not_asked_for_a_longer_window():
+    sources = (a_source("captions", decode_s=1.9, usual_s=0.0),)
+    found = the_sentence(a_starved_job(sources=sources, room_s=0.8))
+    assert found.text == (
+        "ranks 0-3 wait 0.6 s a step: the workers' memory is full, and a pack waits 0.8 s for room "
+        "before it is decoded; raise held_bytes_per_worker, or add workers"
+    )
+
+
+def test_a_team_that_holds_all_the_bytes_it_may_is_told_so():
+    sources = (a_source("captions", decode_s=1.9, usual_s=0.0),)
+    found = the_sentence(a_starved_job(sources=sources, bytes_full=True))
+    assert "its team holds all the decoded bytes that it may" in found.text
+    assert found.text.endswith("raise the team's max_ready_bytes")
+
+
+def test_full_memory_is_no_cause_while_decoding_itself_is_short():
+    sources = (a_source("captions", decode_s=20.0, usual_s=0.0),)
+    found = the_sentence(a_starved_job(sources=sources, room_s=0.8, bytes_full=True))
+    assert "source `captions` decodes at 0.4 of need" in found.text
+
+
+# ---- clients that do not train --------------------------------------------------------------
+
+
+def test_a_client_that_only_reads_is_not_decoding_its_first_steps():
+    ranks = (a_rank(0, untrained_steps=57, wait_s=0.2), a_rank(1, untrained_steps=56))
+    found = the_sentence(a_starved_job(ranks=ranks, steps=0, step_s=0.0, ready_steps=0))
+    assert (found.severity, found.text) == (
+        "info",
+        "ranks 0-1 only read: 57 steps begun, none committed, and waited 0.2 s a step for data; a "
+        "trainer commits each step that it has trained",
+    )
+
+
+@pytest.mark.parametrize(("step_s", "reads"), [(0.0, True), (0.009, True), (0.05, False)])
+def test_a_loop_that_computes_nothing_between_steps_is_told_so(step_s, reads):
+    found = the_sentence(a_starved_job(step_s=step_s))
+    assert found.severity == ("info" if reads else "slow")
+    assert reads == found.text.startswith(
+        "ranks 0-3 only read: each step is asked for as soon as the one before is there, and "
+        "waited 0.6 s a step for data; a trainer computes between steps"
+    )
+
+
+def test_a_trainer_in_its_first_steps_is_not_said_to_read_only():
+    ranks = (a_rank(0, untrained_steps=2, wait_s=0.2), a_rank(1, untrained_steps=1))
+    found = the_sentence(a_starved_job(ranks=ranks, steps=0, sources=()))
+    assert "its first steps are being decoded" in found.text
+
+
+def test_without_any_worker_a_client_that_only_reads_is_told_of_that_first():
+    ranks = (a_rank(0, untrained_steps=57, wait_s=0.2),)
+    found = the_sentence(a_starved_job(ranks=ranks, steps=0), replace(FLEET, workers=0, slots=0))
+    assert "no worker of 4 is alive" in found.text

@@ -7,7 +7,8 @@ import pytest
 from dataservice.core.errors import SpecError
 from dataservice.observability.endpoint import serve_metrics
 from dataservice.observability.metrics import PrometheusMetrics
-from dataservice.spec import read_config
+from dataservice.operate.config import read_config
+from tests.ipv6 import needs_ipv6
 
 
 def scrape(address: str) -> str:
@@ -24,6 +25,24 @@ def test_series_are_scraped_until_the_endpoint_stops():
     assert not endpoint.thread.is_alive()
     with pytest.raises(urllib.error.URLError):
         scrape(endpoint.address)
+
+
+@needs_ipv6
+@pytest.mark.parametrize(
+    ("listen", "hosts"),
+    [
+        ("[::1]:0", ["[::1]"]),
+        ("[::]:0", ["[::1]", "127.0.0.1"]),
+        ("0.0.0.0:0", ["[::1]", "127.0.0.1"]),
+    ],
+)
+def test_series_are_scraped_over_ipv6(listen, hosts):
+    endpoint = serve_metrics(PrometheusMetrics().registry, listen)
+    assert endpoint.address.startswith(listen[:-1])
+    port = endpoint.address.rpartition(":")[2]
+    for host in hosts:
+        assert "dataservice_" in scrape(f"{host}:{port}")
+    endpoint.stop()
 
 
 def test_two_services_in_one_process_keep_their_series_apart():
@@ -61,3 +80,13 @@ def test_a_range_gives_the_first_port_that_is_free():
 def test_an_address_without_a_port_is_refused_with_the_config(listen):
     with pytest.raises(SpecError, match=r"metrics_listen: .*host:port, such as"):
         read_config(None, {"metrics_listen": listen})
+
+
+def test_who_connects_and_asks_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr("dataservice.observability.endpoint.REQUEST_S", 0.2)
+    endpoint = serve_metrics(PrometheusMetrics().registry, "127.0.0.1:0")
+    host, _, port = endpoint.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as silent:
+        assert silent.recv(1) == b""
+    assert "dataservice_" in scrape(endpoint.address)
+    endpoint.stop()

@@ -12,8 +12,8 @@ from dataservice.core.orders import BadSample, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
 from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
+from tests.engine.sessions import open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all, open_rank, shard_of, train
 
 
 class PickyBooks(Books):

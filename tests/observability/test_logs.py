@@ -69,3 +69,32 @@ def test_configuring_again_replaces_and_debug_records_are_left_out(capsys):
     assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == [
         "once"
     ]
+
+
+ACTING = "\x1b]0;owned\x07\x1b[2J\u202eevil\x9b31m\x00"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_record_is_bounded_whatever_it_quotes_and_says_what_was_cut(capsys, as_json):
+    configure_logging(json=as_json)
+    try:
+        raise ValueError("x" * 5_000_000)
+    except ValueError as error:
+        log.exception("planning failed: %s", error, extra={"job": "y" * 5_000_000})
+    written = capsys.readouterr().err
+    assert len(written) < 40_000
+    assert "cut, of 5,000," in written
+    assert written.rstrip('"}\n').endswith("xxx")  # the end of the traceback, with the error
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nothing_that_a_record_quotes_acts_on_a_terminal(capsys, as_json):
+    configure_logging(json=as_json)
+    try:
+        raise ValueError(ACTING)
+    except ValueError as error:
+        log.exception("key %s", error, extra={"job": ACTING})
+    written = capsys.readouterr().err
+    assert all(char.isprintable() or char == "\n" for char in written)
+    assert "evil" in written
+    assert ("\\\\x1b[2J" if as_json else "\\x1b[2J") in written

@@ -10,9 +10,8 @@ from dataservice.core.ports import Metrics, NoMetrics
 from dataservice.engine.planner import plan_step
 from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.support import Books, make_coordinator, make_setup
-from tests.engine.test_coordinator import open_all, train
-from tests.engine.test_planner import all_plans
+from tests.engine.sessions import open_all, train
+from tests.engine.support import Books, all_plans, make_coordinator, make_setup
 
 
 @pytest.fixture(params=[NoMetrics, PrometheusMetrics])

@@ -13,9 +13,31 @@ from dataservice.observability.worker_metrics import worker_registry
 README = Path(dataservice.observability.__file__).parent / "README.md"
 # https://prometheus.io/docs/practices/naming: base units, or what is counted, in the plural.
 UNITS = ("seconds", "bytes", "tokens", "ratio")
-COUNTED = ("steps", "samples", "packs", "groups", "ranks", "slots", "workers", "weight", "rank")
+COUNTED = (
+    "steps",
+    "samples",
+    "packs",
+    "groups",
+    "ranks",
+    "slots",
+    "workers",
+    "weight",
+    "rank",
+    "tickets",
+)
 # Few values each, known before the run: none that grows with steps, ranks or samples.
-LABELS = {"job", "team", "source", "stage", "phase", "degree", "worker", "state", "over_replicas"}
+LABELS = {
+    "job",
+    "team",
+    "source",
+    "stage",
+    "phase",
+    "degree",
+    "worker",
+    "state",
+    "over_replicas",
+    "fault",
+}
 
 
 def known() -> list[Series]:

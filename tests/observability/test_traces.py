@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError
@@ -27,18 +31,28 @@ def plan_of(step: int):
     return plan_step(setup, Cursor(step=step, position=0), setup.topology(2)).plan
 
 
+def provider_of_a_trainer(collector: Collector) -> TracerProvider:
+    """What a trainer's own code sets up of OpenTelemetry."""
+    provider = TracerProvider(resource=Resource.create({"service.instance.id": "trainer"}))
+    exporter = OTLPSpanExporter(f"{collector.endpoint}/v1/traces")
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider
+
+
 def test_plan_packs_and_ranks_of_a_step_are_one_trace_of_the_plan_s_digest(collector, monkeypatch):
-    coordinator, worker, trainer = (
+    coordinator, worker = (
         open_traces(collector.endpoint, ratio=1.0, process=name)
-        for name in ("coordinator", "worker-0.1", "trainer")
+        for name in ("coordinator", "worker-0.1")
     )
+    trainer = provider_of_a_trainer(collector)
     plan = plan_of(0)
     TracedMetrics(coordinator).step_planned("job", plan, plan_s=0.5)
     worker.part("prepare pack", plan.digest, began_s=time.time() - 0.25, job="job", pack=3)
-    monkeypatch.setattr(trace, "get_tracer", trainer._provider.get_tracer)  # the trainer's own
+    monkeypatch.setattr(trace, "get_tracer", trainer.get_tracer)
     note("receive", plan.digest, began_s=time.time() - 0.125, job="job", step=0, rank=1)
-    for each in (coordinator, worker, trainer):
+    for each in (coordinator, worker):
         each.close()
+    trainer.shutdown()
     spans = {span.name: (process, span) for process, span in collector.spans}
     assert {name: process for name, (process, _) in spans.items()} == {
         "plan": "coordinator",
@@ -79,7 +93,7 @@ def test_a_collector_that_is_away_holds_nobody_up():
 
 def test_without_opentelemetry_the_config_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(SpecError, match=r"OpenTelemetry is not installed.*dataservice\[traces\]"):
+    with pytest.raises(SpecError, match=r"OpenTelemetry is not installed.*\[service,traces\]"):
         open_traces("http://otel:4318", ratio=1.0, process="worker")
 
 

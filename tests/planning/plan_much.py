@@ -12,11 +12,11 @@ from numba.core.dispatcher import Dispatcher
 
 from dataservice import planning
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.loads.partition import ALGORITHMS, partition
-from dataservice.planning.options import STRATEGIES, PlanOptions
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.warm import warm_up
 

@@ -8,44 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.plan import StepPlan
-from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.plan_options import STRATEGIES, CostModel, PlanOptions
+from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.cost import PhaseCost
-from dataservice.planning.dispatch import dispatch_items, encoder_items
-from dataservice.planning.options import STRATEGIES, CostModel, PlanOptions
-from dataservice.planning.pipeline.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.stages.dispatch import dispatch_items, encoder_items
 from dataservice.planning.validate import validate_plan
-
-MEMORY = 2048
-
-
-def step_samples(n: int, seed: int, longest: int) -> StepSamples:
-    """Samples of up to three images or recordings each, some far longer than others."""
-    rng = np.random.default_rng(seed)
-    items = rng.integers(0, 4, n)
-    m = int(items.sum())
-    rows = rng.integers(1, 120, m)
-    offsets = np.concatenate([[0], np.cumsum(items)])
-    nth = np.arange(m) - np.repeat(offsets[:-1], items)
-    before = np.concatenate([[0], np.cumsum(rows)])
-    position = before[:-1] - before[np.repeat(offsets[:-1], items)] + 3 * (nth + 1)
-    text = np.minimum(rng.lognormal(5, 1.3, n).astype(int), longest) + 16
-    tokens = text + before[offsets[1:]] - before[offsets[:-1]]
-    return StepSamples(
-        sample_ids=rng.permutation(10 * n)[:n].astype(np.int64),
-        epoch=np.zeros(n, np.int32),
-        lengths=LengthTable(
-            llm_tokens=tokens.astype(np.int32),
-            loss_tokens=(text // 2).astype(np.int32),
-            item_offsets=offsets.astype(np.int64),
-            item_modality=rng.integers(0, 2, m).astype(np.int8),
-            item_encoder_tokens=(4 * rows).astype(np.int32),
-            item_llm_tokens=rows.astype(np.int32),
-            item_position=position.astype(np.int32),
-        ),
-    )
+from tests.planning.step_samples import MEMORY, step_samples
 
 
 def plan(samples: StepSamples, replicas: int, node: int | None, **options: object) -> StepPlan:
@@ -83,6 +55,24 @@ def test_every_plan_keeps_every_invariant(n, replicas, node, seed, options):
     assert made.digest == plan(samples, replicas, node, **options).digest
     for report in made.stages:
         assert report.after >= report.lower_bound * (1 - 1e-9) or report.stage == "group"
+
+
+def test_a_static_ring_that_crosses_nodes_is_timed_as_one():
+    samples = step_samples(60, 5, longest=5000)
+    samples.lengths.llm_tokens[0] = 3 * MEMORY - 100
+    costs = [
+        ContextCost(attention_s_per_token2=1e-9, linear_s_per_token=1e-5, ring_inter_s_per_token=s)
+        for s in (0.0, 1e-2)
+    ]
+    for node, crossing in ((4, {1, 2}), (3, set())):  # four groups of 3 among nodes
+        fast, slow = (
+            plan(samples, 12, node, strategy="packing", static_degree=3, cost=CostModel(llm=cost))
+            for cost in costs
+        )
+        assert set(fast.pack_degree.tolist()) == {3}
+        pairs = zip(fast.groups(0), slow.groups(0), strict=True)
+        slower = {g.replicas[0] // 3 for before, g in pairs if g.seconds > before.seconds}
+        assert slower == crossing
 
 
 @pytest.mark.parametrize("node", [None, 8])
@@ -140,7 +130,7 @@ def test_a_digest_tells_any_two_plans_apart():
 
 
 def shortest_order(seconds: np.ndarray, *, stages: int, virtual_stages: int) -> float:
-    """Makespan of the best of all orders of waves, whose chunks take alike long."""
+    """Makespan of the best of all orders of waves, whose chunks take equally long."""
     chunks = stages * virtual_stages
     forward = np.repeat(seconds[:, None] / 3 / chunks, chunks, axis=1)
     return min(

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
 from dataservice.planning.context.groups import (
@@ -12,9 +13,25 @@ from dataservice.planning.context.groups import (
     plan_context_waves,
     plan_static_context,
 )
-from dataservice.planning.cost import ContextCost
 
 COST = ContextCost.flexsp_7b()
+# A ring across nodes is slower than doing without: units leave groups that had to cross.
+SLOW_BETWEEN_NODES = [
+    ContextCost(
+        attention_s_per_token2=1e-6,
+        linear_s_per_token=1e-4,
+        ring_intra_s_per_token=1e-6,
+        ring_inter_s_per_token=1e-2,
+    ),
+    ContextCost(
+        attention_s_per_token2=5e-9,
+        linear_s_per_token=1.84e-4,
+        group_s=0.629,
+        ring_intra_s_per_token=5e-6,
+        ring_inter_s_per_token=1e-3,
+        ring_hop_s=2e-5,
+    ),
+]
 FREE_RING = ContextCost(attention_s_per_token2=5e-9, linear_s_per_token=2e-4, group_s=0.5)
 
 
@@ -94,6 +111,31 @@ def test_waves_hold_every_sample_once_within_memory_and_ranks(
     if tokens:
         assert visited(plan.waves) == list(range(len(tokens)))
         assert plan.makespan_s >= plan.lower_bound_s * (1 - 1e-9)
+
+
+def test_a_group_that_all_its_samples_left_has_no_ranks_and_no_time():
+    tokens = np.array([241, 229, 62, 40, 297])
+    machine = {"ranks": 7, "memory_tokens": 256, "cost": SLOW_BETWEEN_NODES[0]}
+    plan = plan_context_groups(tokens, ranks_per_node=3, **machine)
+    check_wave(plan, tokens, ranks=7, memory=256, cost=SLOW_BETWEEN_NODES[0], node=3)
+    assert visited([plan]) == [0, 1, 2, 3, 4]
+    assert plan.degrees.sum() < 7, "the ranks of the empty group are idle"
+
+
+@pytest.mark.parametrize("cost", SLOW_BETWEEN_NODES)
+@pytest.mark.parametrize("node", [4, 8])
+def test_steps_of_long_samples_and_slow_networks_hold_every_promise(cost, node):
+    memory = 1024
+    for seed in range(129):  # the 36 and the 480 steps, over both costs and nodes
+        rng = np.random.default_rng(seed)
+        tokens = (memory * rng.uniform(0.5, 4, int(rng.integers(3, 48)))).astype(np.int64)
+        ranks = int(rng.integers(5, 33))
+        plan = plan_context_waves(
+            tokens, ranks=ranks, memory_tokens=memory, cost=cost, ranks_per_node=node
+        )
+        for wave in plan.waves:
+            check_wave(wave, tokens, ranks=ranks, memory=memory, cost=cost, node=node)
+        assert visited(plan.waves) == list(range(len(tokens)))
 
 
 def partitions(items):

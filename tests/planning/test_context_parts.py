@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataservice.core.cost import ContextCost
 from dataservice.core.layout import padded_tokens
-from dataservice.planning.context.bfd import group_by_memory
 from dataservice.planning.context.cut import cut_waves
+from dataservice.planning.context.memory_fit import group_by_memory
 from dataservice.planning.context.place import place_groups
 from dataservice.planning.context.units import least_degrees, make_setting, make_units
-from dataservice.planning.cost import ContextCost
 
 COST = ContextCost.flexsp_7b()
 

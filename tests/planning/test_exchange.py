@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.nodes.exchange import compose_exchange
+from dataservice.planning.standalone.node_exchange import compose_exchange
 
 
 @settings(max_examples=80, deadline=None)

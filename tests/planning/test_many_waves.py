@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context.groups import ContextWaves
-from dataservice.planning.context.many import plan_many_waves
-from dataservice.planning.cost import ContextCost
+from dataservice.planning.context.groups import ContextWaves, plan_context_waves
+from dataservice.planning.context.many import find_many_waves
 
 COST = ContextCost.flexsp_7b()
 
@@ -20,6 +20,11 @@ def mixture(n: int, seed: int, long_share: float) -> np.ndarray:
     tokens += np.maximum(rng.lognormal(5.4, 0.6, n).astype(int), 8)
     document = np.minimum(np.exp(rng.normal(8.5, 1.2, n)).astype(int) + 1, 200_000)
     return np.where(rng.random(n) < long_share, document, tokens)
+
+
+def planned(tokens, **machine) -> ContextWaves:
+    """As the group stage plans many samples."""
+    return find_many_waves(tokens, **machine) or plan_context_waves(tokens, **machine)
 
 
 def check(made: ContextWaves, tokens: np.ndarray, ranks: int, memory: int, node: int) -> None:
@@ -56,7 +61,7 @@ def test_every_sample_is_in_one_group_within_memory(
 ):
     held = memory * (ranks if degrees == "any" else 1 << (ranks.bit_length() - 1))
     tokens = np.minimum(mixture(n, seed, long_share), max(held - 2 * ranks, 1))
-    made = plan_many_waves(
+    made = planned(
         tokens,
         ranks=ranks,
         memory_tokens=memory,
@@ -73,14 +78,14 @@ def test_every_sample_is_in_one_group_within_memory(
 )
 def test_many_samples_end_near_the_bound(long_share, memory, most_gap):
     tokens = mixture(60 * 160, 0, long_share)
-    made = plan_many_waves(tokens, ranks=160, memory_tokens=memory, cost=COST, ranks_per_node=8)
+    made = planned(tokens, ranks=160, memory_tokens=memory, cost=COST, ranks_per_node=8)
     check(made, tokens, 160, memory, 8)
     assert made.makespan_s <= made.lower_bound_s * (1 + most_gap)
 
 
 def test_groups_that_a_node_holds_do_not_cross_nodes():
     tokens = mixture(60 * 160, 1, 0.05)
-    made = plan_many_waves(tokens, ranks=160, memory_tokens=32_768, cost=COST, ranks_per_node=8)
+    made = planned(tokens, ranks=160, memory_tokens=32_768, cost=COST, ranks_per_node=8)
     for wave in made.waves:
         for group in wave.groups:
             nodes = {rank // 8 for rank in group.ranks}
@@ -90,14 +95,14 @@ def test_groups_that_a_node_holds_do_not_cross_nodes():
 def test_tight_memory_is_met_by_first_fit_rather_than_by_a_wave_more():
     tokens = np.full(1000, 333)
     tokens[::2] = 667
-    made = plan_many_waves(tokens, ranks=50, memory_tokens=1000, cost=COST)
+    made = planned(tokens, ranks=50, memory_tokens=1000, cost=COST)
     assert len(made.waves) == 10
 
 
 def test_the_same_samples_give_the_same_waves():
     tokens = mixture(3000, 2, 0.05)
     first, second = (
-        plan_many_waves(tokens, ranks=48, memory_tokens=32_768, cost=COST, ranks_per_node=8)
+        planned(tokens, ranks=48, memory_tokens=32_768, cost=COST, ranks_per_node=8)
         for _ in range(2)
     )
     for one, other in zip(first.waves, second.waves, strict=True):
@@ -107,8 +112,8 @@ def test_the_same_samples_give_the_same_waves():
 
 def test_a_sample_that_nothing_holds_is_named():
     with pytest.raises(PlanningError, match="has 9000 tokens; 2 replicas of 4096 tokens"):
-        plan_many_waves([9000, 10], ranks=2, memory_tokens=4096, cost=COST)
+        planned([9000, 10], ranks=2, memory_tokens=4096, cost=COST)
 
 
 def test_no_samples_make_no_waves():
-    assert plan_many_waves([], ranks=2, memory_tokens=10, cost=COST).waves == ()
+    assert planned([], ranks=2, memory_tokens=10, cost=COST).waves == ()

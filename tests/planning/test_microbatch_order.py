@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.pipeline.order import order_microbatches
-from dataservice.planning.pipeline.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
+from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 
 
 def makespan(forward, backward, order, chunks=1):

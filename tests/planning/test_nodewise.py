@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.nodes.balance import balance_nodewise
-from dataservice.planning.nodes.rearrange import rearrange_nodewise
+from dataservice.planning.standalone.node_balance import balance_nodewise
+from dataservice.planning.standalone.node_rearrange import rearrange_nodewise
 
 
 def traffic(volume, permutation, ranks_per_node):

@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.packs.waves import assign_packs_to_waves, bound_wave_cost, total_wave_cost
+from dataservice.planning.packs.wave_assignment import (
+    assign_packs_to_waves,
+    bound_wave_cost,
+    total_wave_cost,
+)
 
 
 @settings(max_examples=80, deadline=None)

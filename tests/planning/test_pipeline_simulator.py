@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.pipeline.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 
 
 def lists_of_a_device(device, microbatches, stages, chunks, warm_up):

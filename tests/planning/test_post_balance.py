@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.loads.conv import balance_conv
-from dataservice.planning.loads.padded import balance_padded
-from dataservice.planning.loads.quadratic import balance_quadratic
+from dataservice.planning.standalone.conv_loads import balance_conv
+from dataservice.planning.standalone.padded_loads import balance_padded
+from dataservice.planning.standalone.quadratic_loads import balance_quadratic
 
 
 def optimum(lengths, ranks, cost):

@@ -1,14 +1,17 @@
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from filelock import FileLock
 
-from dataservice.job_setup import index_job
-from dataservice.spec import read_job
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer
+from tests.cli.support import CommandLine, command_line
+from tests.service.support import ServiceProcess, serving
 
 DEMO_JOB = Path(__file__).resolve().parents[2] / "demo" / "job.yaml"
 
@@ -32,3 +35,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             index_job(spec, custom_processors={})
             (home / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     return home
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[CommandLine]:
+    """The command, which knows no service yet."""
+    with command_line() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A service as it is without a configuration, for all tests of a file."""
+    with serving(tmp_path_factory.mktemp("service")) as running:
+        yield running

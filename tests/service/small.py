@@ -9,14 +9,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import webdataset
 import yaml
 
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.setup import index_job
 from demo.media import draw_scene, encode_image, encode_video
 from demo.tokenizer import train_tokenizer
 
 IMAGES, CLIPS, TEXTS = 8, 3, 12
 SAMPLES = IMAGES + CLIPS + TEXTS
 LONG_TEXT = "long"
+# Chat templates that never end, and that want 3 GB.
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LARGE = "{% set a = 'a' * 3000000000 %}{{ a }}"
 Change = Callable[[bytes], bytes]
 
 
@@ -66,12 +72,10 @@ def talk(shown: str) -> dict[str, Any]:
 def write_tar(path: Path, images: dict[str, bytes]) -> None:
     """A WebDataset tar: each image by its file name, and KEY.json."""
     record = json.dumps(talk("<image>")).encode()
-    with tarfile.open(path, "w") as tar:
-        for image_name, image in images.items():
-            for name, data in ((image_name, image), (f"{image_name[:-4]}.json", record)):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    with webdataset.TarWriter(str(path), encoder=False) as tar:
+        for name, image in images.items():
+            key, _, suffix = name.partition(".")
+            tar.write({"__key__": key, suffix: image, "json": record})
 
 
 def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
@@ -92,12 +96,20 @@ def write_job(home: Path, *, job: str = "job", **changes: Any) -> Path:
         "pipeline": {
             "tokenizer": "tokenizer",
             "vision": {"kind": "qwen2_vl", "video_min_pixels": 3136},
+            "positions": "sequence",  # of the tests' models
         },
         "batch": {"samples": 6},
         "plan": {"memory_tokens": 512},
     }
     path = home / f"{job}.yaml"
     path.write_text(yaml.safe_dump({**plain, **changes}))
+    return path
+
+
+def indexed_job(home: Path, *, processors: dict[str, str] | None = None, **changes: Any) -> Path:
+    """The same, and its index."""
+    path = write_job(home, **changes)
+    index_job(read_job(path.read_text(), home), custom_processors=processors or {})
     return path
 
 

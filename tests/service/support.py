@@ -5,7 +5,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from soak.audit import Dataset, bytes_wrong, step_wrong
+from soak.rank import row_of
 from soak.service import ServiceProcess, dataservice
+from tests.waiting import wait_for
 from trainer_client import Shard, ShardDataset, Tls
 from trainer_client.parts import EVERYTHING
 
@@ -23,6 +26,7 @@ __all__ = [
     "Ranks",
     "ServiceProcess",
     "dataservice",
+    "differing_bytes",
     "explained",
     "job_file",
     "metrics_addresses",
@@ -162,22 +166,32 @@ class Ranks:
     @property
     def visits(self) -> Counter[int]:
         """How often each sample was trained: counted where a group's first member holds it."""
+        return self.visits_in({shard.step for got in self.shards.values() for shard in got})
+
+    def visits_in(self, steps: Collection[int]) -> Counter[int]:
+        """The same of these steps alone."""
         return Counter(
             sample
             for got in self.shards.values()
             for shard in got
+            if shard.step in steps
             for microbatch in shard.microbatches
             if microbatch.cp_rank == 0
             for sample in microbatch.sample_ids.tolist()
         )
 
 
-def wait_for(condition: Any, limit_s: float = 30.0) -> None:
-    """Poll until true."""
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.02)
+def differing_bytes(ranks: Ranks, job_file: Path) -> list[str]:
+    """What ranks received that is not what a decode past the service gives: token ids, labels,
+    positions, pixels and sound of every sample; and ranks whose plans differ."""
+    rows = defaultdict(list)
+    for shard in (shard for shards in ranks.shards.values() for shard in shards):
+        rows[shard.step].append(row_of(shard, launch=0, world_size=ranks.world_size))
+    dataset = Dataset(job_file)
+    found = [
+        step_wrong(step, each) + bytes_wrong(step, each, dataset) for step, each in rows.items()
+    ]
+    return [line for lines in found for line in lines]
 
 
 def explained(service: ServiceProcess, step: int, job: str = "job") -> Any:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from tests.cli.support import CommandLine, Done, command_line
+from tests.cli.support import CommandLine, Done, says
 from tests.service.small import (
     CLIPS,
     IMAGES,
@@ -47,6 +46,8 @@ from trainer_client import (
     UnknownJob,
     WrongWorldSize,
 )
+
+pytestmark = pytest.mark.long
 
 
 @dataclass
@@ -92,20 +93,8 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def cli() -> Iterator[CommandLine]:
-    with command_line() as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("pristine") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with serving(tmp_path_factory.mktemp("service")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -115,12 +104,6 @@ def job(tmp_path: Path, pristine: Path, cli: CommandLine, service: ServiceProces
     made = Job(home=home, name=tmp_path.name, cli=cli, service=service)
     made.write()
     return made
-
-
-def says(text: object, *parts: object) -> None:
-    """The message holds each of these."""
-    missing = [str(part) for part in parts if str(part) not in str(text)]
-    assert not missing, f"{missing} not in: {text}"
 
 
 # ---- sources ------------------------------------------------------------------------------
@@ -155,6 +138,28 @@ def test_an_unreadable_source_is_named_and_finished_files_are_kept(job):
     job.visits_each_once()
 
 
+def test_all_damaged_files_of_all_sources_are_named_in_one_run_and_can_be_left_out(job):
+    cut_off(job.home / "images" / "images-1.tar")
+    write_jsonl(job.home / "texts" / "more.jsonl", [{"id": "more", "text": "more"}])
+    (job.home / "texts" / "array.jsonl").write_text('[{"text": "one"}]')
+    said = job.refused("index")
+    says(said, "source 'images': 1 of its 2 files are damaged", "images-1.tar: ", "truncated")
+    says(said, "source 'texts': 1 of its 3 files are damaged", "array.jsonl: ", "one JSON array")
+    says(said, "clips", "--leave-out-damaged")  # the table has the source that is whole
+    says(job.refused("job", "submit"), "no complete index")
+    done = job.cli.ok("index", job.file, "--leave-out-damaged", "--processes", "1")
+    says(done.said, "images: left out the file images-1.tar: ", "texts: left out the file array.js")
+    listed = json.loads(
+        job.cli.ok("index", job.file, "--leave-out-damaged", "--json", "--processes", "1").out
+    )
+    assert [len(each["left_out"]) for each in listed] == [1, 0, 1]
+    assert [each["media"]["images"] for each in listed] == [IMAGES // 2, 0, 0]
+    assert listed[1]["media"] == {"images": 0, "clips": CLIPS, "recordings": 0}
+    assert all(each["tokens"]["p50"] <= each["tokens"]["longest"] for each in listed)
+    job.cli.ok("job", "submit", job.file)
+    job.visits_each_once(SAMPLES + 1 - IMAGES // 2)
+
+
 def test_a_source_of_another_format_is_named(job):
     job.write(sources=[{"name": "texts", "format": "parquet", "url": "texts/texts.jsonl"}])
     says(job.refused("index"), "texts.jsonl is not a Parquet file", "correct the source's format")
@@ -182,7 +187,7 @@ def remove_a_file(home: Path) -> int:
 @pytest.mark.parametrize(
     ("change", "what", "which"),
     [
-        (add_a_line, "1 file changed", "texts.jsonl"),
+        (add_a_line, "1 file of another size", "texts.jsonl"),
         (add_a_file, "1 file added", "zz.jsonl"),
         (remove_a_file, "1 file removed", "images-1.tar"),
     ],
@@ -221,7 +226,7 @@ def test_trainers_are_refused_when_data_changed_after_the_job_was_registered(job
     shutil.copy2(texts, kept)
     add_a_line(job.home)
     for error in job.refuses():
-        says(error, "stale", "1 file changed", texts, "dataservice index")
+        says(error, "stale", "1 file of another size: texts.jsonl", "its checkpoints no longer fit")
     kept.replace(texts)  # with its time of change: the file that was indexed
     job.visits_each_once()
 
@@ -231,7 +236,7 @@ def test_a_job_registered_over_an_older_index_is_submitted_anew(job):
     samples = add_a_line(job.home)
     job.index()
     for said in (*job.refuses(), job.refused("job", "submit")):
-        says(said, "written again", "Delete the job and submit it again")
+        says(said, "its checkpoints fit. Or delete", "its checkpoints no longer fit")
     job.cli.ok("job", "delete", job.name)
     job.register()
     job.visits_each_once(samples)
@@ -244,7 +249,7 @@ def test_a_job_registered_over_an_older_index_is_submitted_anew(job):
 def test_an_unknown_processor_is_refused_with_those_that_are_known(job, command):
     job.write(pipeline={"tokenizer": "tokenizer", "vision": {"kind": "clip_l"}})
     said = job.refused(*command.split())
-    says(said, "pipeline.vision", "clip_l", "'qwen2_vl', 'internvl', 'llava'")
+    says(said, "pipeline.vision.kind", "'clip_l'", "qwen2_vl", "internvl", "llava", "gemma3")
     assert job.name not in job.cli.ok("job", "list").out
 
 
@@ -273,7 +278,12 @@ def test_a_source_whose_weight_gives_no_sample_is_refused_with_the_least_that_do
 def test_max_sample_tokens_leaves_long_samples_out_by_name(job):
     vision = {"kind": "qwen2_vl", "video_min_pixels": 3136}
     job.write(pipeline={"tokenizer": "tokenizer", "vision": vision, "max_sample_tokens": 512})
-    says(job.index().said, f"left out texts/{LONG_TEXT}", "max_sample_tokens is 512")
+    says(
+        job.index().said,
+        "texts: left out 1 ×",
+        f"First: texts/{LONG_TEXT}",
+        "max_sample_tokens is 512",
+    )
     job.register()
     assert job.train(world_size=1).visits == dict.fromkeys(range(SAMPLES - 1), 1)
 
@@ -291,9 +301,9 @@ def test_samples_that_are_bad_when_indexed_are_left_out_by_name(job):
     with (job.home / "texts" / "bad.jsonl").open("a") as stream:
         stream.write("{broken\n")
     said = job.index().said
-    says(said, "left out images/image-00: image 'image-00.jpg'", "no header of a known format")
-    says(said, "left out clips/clip-1: video 'clip-1.mp4'", "damaged or truncated; replace it")
-    says(said, "left out texts/no-text", "left out texts/no-turns", "is not valid JSON")
+    says(said, "images: left out 1 × image 'image-00.jpg'", "no header of a known format")
+    says(said, "clips: left out 1 × video 'clip-1.mp4'", "damaged or truncated; replace it")
+    says(said, "texts: left out 1 × ", "is not valid JSON")
     listed = json.loads(job.cli.ok("index", job.file, "--json").out)
     assert [(each["rows"], len(each["skipped"])) for each in listed] == [
         (IMAGES - 1, 1),
@@ -308,14 +318,16 @@ def test_all_bad_samples_of_a_source_are_in_the_manifest_that_is_named(job):
     records = [{"id": f"empty-{k}", "text": ""} for k in range(8)]
     write_jsonl(job.home / "texts" / "bad.jsonl", records)
     said = job.index().said
-    (manifest,) = re.findall(r"and 3 more of texts; .* in (\S+/manifest\.json)", said)
+    says(said, "texts: left out 8 × the sample is empty")
+    (manifest,) = re.findall(r"texts: all are listed .* in (\S+/manifest\.json)", said)
     skipped = json.loads(Path(manifest).read_text())["skipped"]
     assert [each["key"] for each in skipped] == [f"empty-{k}" for k in range(8)]
 
 
 def test_a_source_without_one_usable_sample_is_refused(job):
     write_jsonl(job.home / "texts" / "texts.jsonl", [{"id": "empty", "text": ""}])
-    says(job.refused("index"), "source 'texts': not one of its 1 samples", "empty:", "Correct")
+    said = job.refused("index")
+    says(said, "source 'texts': not one of its 1 samples", "1 × ", "First: texts/empty", "Mend")
     write_jsonl(job.home / "texts" / "texts.jsonl", [])
     says(job.refused("index"), "source 'texts' is empty", "hold no jsonl sample", "Correct")
 
@@ -362,7 +374,12 @@ def test_limits_of_the_operators_config_hold_when_indexing_and_when_serving(job,
         submit = ("job", "submit", job.file, "--service", service.address)
         says(job.cli.refused(*submit), "differs", "dataservice index")
         said = job.cli.ok("index", job.file, "--processes", "1", *limited).said
-        says(said, f"left out texts/{LONG_TEXT}", "the limit max_text_bytes is 1,500")
+        says(
+            said,
+            "texts: left out 1 ×",
+            f"First: texts/{LONG_TEXT}",
+            "the limit max_text_bytes is 1,500",
+        )
         job.cli.ok(*submit)
         os.truncate(job.home / "clips" / "clip-0.mp4", 300_001)
         mine.visits_each_once(SAMPLES - 1)
@@ -510,7 +527,7 @@ def test_what_broke_while_the_service_was_down_is_mended_while_it_runs(job, tmp_
         add_a_line(job.home)
         service.start()
         for error in mine.refuses():
-            says(error, "stale", texts)
+            says(error, "stale", texts.name)
         says(job.cli.ok("job", "list", "--service", service.address).said, job.name)
         kept.replace(texts)
         second = Ranks(service.address, 2, job=job.name).start(state=first.state).join()

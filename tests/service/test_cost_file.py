@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import SpecError
-from dataservice.cost_file import (
+from dataservice.core.plan_options import CostModel
+from dataservice.jobs.cost_file import (
     Coefficients,
     CostFile,
     HeldOut,
@@ -15,9 +17,7 @@ from dataservice.cost_file import (
     read_cost_file,
     write_cost_file,
 )
-from dataservice.planning.cost import ContextCost, PhaseCost
-from dataservice.planning.options import CostModel
-from dataservice.spec import job_from_json, read_job
+from dataservice.jobs.job_file import job_from_json, read_job
 
 LLM = ContextCost(
     attention_s_per_token2=1 / 3 * 1e-8, linear_s_per_token=1e-05, group_s=0.03, ring_hop_s=1e-3
@@ -82,11 +82,15 @@ def test_a_file_without_a_version_is_taken_as_it_is(path):
     ("text", "said"),
     [
         ("format: 9\ncost: {}", "format 9; this release reads 1"),
-        ("cost: {llm: {attention_s_per_token2: 1}}", "linear_s_per_token"),
+        (
+            "cost: {llm: {attention_s_per_token2: 1}}",
+            "line 1, cost.llm.linear_s_per_token: required",
+        ),
         ("cost: {llm: {attention_s_per_token2: -1, linear_s_per_token: 1}}", "at least 0"),
-        ("costs: {}", "Write it anew"),
-        ("- a\n- b", "is not one"),
-        ("a: [", "not YAML"),
+        ("costs: {}", r"line 1, costs: .*did you mean cost\?"),
+        ("- a\n- b", "holds a list; it must be a mapping"),
+        ("a: [", "not YAML: line 1, .*Close the bracket"),
+        ("a: 1", "`dataservice calibrate` writes a new one"),
     ],
 )
 def test_a_file_that_is_none_is_named_with_what_is_wrong(path, text, said):

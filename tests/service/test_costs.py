@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dataservice.cost_file import Coefficients, CostFile, write_cost_file
-from dataservice.planning.cost import ContextCost
+from dataservice.core.cost import ContextCost
+from dataservice.jobs.cost_file import Coefficients, CostFile, write_cost_file
 from tests.service.support import Ranks, explained, job_file, serving, wait_for
+
+pytestmark = pytest.mark.long
 
 OTHER = Coefficients(
     llm=ContextCost(attention_s_per_token2=1e-6, linear_s_per_token=1e-5, group_s=1e-3)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dataservice.core.layout import member_rows
-from dataservice.decode.pipeline import Pipeline
-from dataservice.job_setup import job_record, open_job
+from dataservice.decode.sample_pipeline import Pipeline
+from dataservice.jobs.setup import job_record, open_job
 from tests.service.support import Ranks, explained, job_file, serving
 
 
@@ -96,7 +96,7 @@ def _print(item):
 
 
 def _decoder(setup):
-    from dataservice.job_pipeline import decoder_of, reader_of
+    from dataservice.jobs.sample_pipeline import decoder_of, reader_of
 
     reader = reader_of(setup.pipeline)
     pipeline: Pipeline = decoder_of({}, setup.pipeline)

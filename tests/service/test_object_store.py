@@ -2,23 +2,21 @@
 a gate that fails as a network does."""
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from soak.gate import Gate, through_gate
+from soak.gate import Gate
+from tests.service.object_store import object_store
 from tests.service.small import SAMPLES, make_corpus, write_job
 from tests.service.support import Ranks, ServiceProcess, dataservice, serving, wait_for
+
+pytestmark = pytest.mark.long
 
 BUCKET = "corpora"
 ROWS = 4
@@ -50,47 +48,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     (corpus / "rows").mkdir()
     rows = [{"id": f"row-{number}", "text": "all of it lies far away"} for number in range(ROWS)]
     pq.write_table(pa.Table.from_pylist(rows), corpus / "rows" / "rows.parquet")
-    with (
-        pytest.MonkeyPatch.context() as environment,
-        Gate() as network,
-        s3_server(corpus.parent / "store.log") as address,
-    ):
-        endpoint = f"http://{through_gate(network.control, address)}"
-        for name, value in (
-            ("AWS_ACCESS_KEY_ID", "a-key"),
-            ("AWS_SECRET_ACCESS_KEY", "its-secret"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-            ("AWS_ENDPOINT_URL", endpoint),
-        ):
-            environment.setenv(name, value)
-        bucket = boto3.client("s3")
-        bucket.create_bucket(Bucket=BUCKET)
-        for file in filter(Path.is_file, corpus.rglob("*")):
-            bucket.upload_file(str(file), BUCKET, str(file.relative_to(corpus)))
-        bucket.close()
+    with object_store(corpus, BUCKET, corpus.parent / "store.log") as network:
         made = Store(corpus=corpus, network=network)
         dataservice("index", str(made.job()))
         yield made
-
-
-@contextmanager
-def s3_server(log: Path) -> Iterator[str]:
-    """A server in a process of its own; gives its address."""
-
-    def told() -> list[str]:
-        return re.findall(r"Running on http://(\S+)", log.read_text())
-
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with (
-        log.open("wb") as sink,
-        subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            wait_for(lambda: bool(told()) or process.poll() is not None)
-            assert told(), log.read_text()
-            yield told()[0]
-        finally:
-            process.kill()
 
 
 def served(store: Store, home: Path) -> tuple[str, ...]:

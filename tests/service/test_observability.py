@@ -6,18 +6,16 @@ from collections import Counter
 import pytest
 import yaml
 
-from dataservice.job_setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.spec import read_job
 from tests.observability.collector import collecting
 from tests.service.small import (
     CLIPS,
     IMAGES,
     TEXTS,
     beheaded_member,
+    indexed_job,
     make_corpus,
     spoil,
-    write_job,
 )
 from tests.service.support import Ranks, metrics_addresses, scraped, serving, wait_for
 
@@ -39,8 +37,7 @@ class Watched:
         ports = f"{first}-{first + 99}"
         plain = {"workers": 2, "worker_metrics_ports": ports, "traces": collector.endpoint}
         config.write_text(yaml.safe_dump(plain))
-        file = write_job(corpus, epochs=2, error_budget={"rate": 1})
-        index_job(read_job(file.read_text(), corpus), custom_processors={})
+        file = indexed_job(corpus, epochs=2, error_budget={"rate": 1})
         spoil(corpus / "images" / "images-0.tar", beheaded_member("image-00.jpg"))
         flags = ("--config", str(config), "--metrics-listen", "127.0.0.1:0", "--log-json")
         with serving(home, "local", *flags) as service:
@@ -161,7 +158,7 @@ def test_no_label_grows_with_the_length_of_the_run(watched):
         labels = {name for _, pairs in series for name, _ in pairs}
         assert labels <= {
             "job", "team", "source", "stage", "phase", "degree", "worker", "state",
-            "over_replicas", "le",
+            "over_replicas", "le", "fault",
         }  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import torch
 
 from tests.service.support import Ranks, job_file, serving
 
+pytestmark = pytest.mark.long
+
 TENSOR, STAGES, REPLICAS = 2, 2, 2
 PER_REPLICA = TENSOR * STAGES
 PARTS = [("inputs",), ("tokens",), ("labels",), ()]  # by stage, then tensor rank

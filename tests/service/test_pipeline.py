@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataservice.core.errors import SpecError
-from dataservice.spec import read_job
+from dataservice.jobs.job_file import read_job
 from demo.chunks import cut_model, sum_tied_gradient
 from demo.model import DemoModel, ModelConfig
 from tests.service.support import job_file, serving
@@ -18,6 +18,8 @@ from trainer_client.runtime import (
     run_pipeline_step,
     run_step,
 )
+
+pytestmark = pytest.mark.long
 
 STEPS, STAGES, REPLICAS = 3, 2, 2
 VIRTUAL_STAGES = {"pipelined": 1, "interleaved": 2}

@@ -4,29 +4,18 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.support import CommandLine, command_line
+from tests.cli.support import CommandLine
 from tests.service.small import CLIPS, IMAGES, SAMPLES, make_corpus, spoil, write_job
-from tests.service.support import Ranks, ServiceProcess, serving, wait_for
+from tests.service.support import Ranks, ServiceProcess, wait_for
 from trainer_client import RequestRefused
 
+pytestmark = pytest.mark.long
+
 BUDGET = {"rate": 0.2, "window_samples": 20, "min_bad_samples": 3}
-
-
-@pytest.fixture(scope="module")
-def cli() -> Iterator[CommandLine]:
-    with command_line() as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with serving(tmp_path_factory.mktemp("service")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -104,7 +93,7 @@ def test_a_higher_budget_is_taken_from_the_same_job_submitted_again(home, cli, s
     masked = json.loads(cli.ok("job", "quarantine", "lenient", "--json").out)
     assert len({e["sample_id"] for e in masked if e["attempt"] == 2}) == IMAGES
     said = cli.refused("job", "submit", write_job(home, job="lenient", seed=7))
-    assert "is registered with another job file" in said
+    assert "it would train other samples" in said
 
 
 def test_a_source_that_goes_away_while_training_stops_the_job_too(home, cli, service):

@@ -4,8 +4,17 @@ from collections import Counter
 
 import pytest
 
-from tests.service.support import Ranks, explained, job_file, serving, wait_for
+from tests.service.support import (
+    Ranks,
+    differing_bytes,
+    explained,
+    job_file,
+    serving,
+    wait_for,
+)
 from trainer_client import Fenced
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +38,7 @@ def test_trainers_go_on_when_the_service_is_stopped_and_started_under_them(
         service.start()
         ranks.join()
         assert (ranks.digests, ranks.visits) == undisturbed
+        assert differing_bytes(ranks, tmp_path / "job.yaml") == []
         assert explained(service, 1)["plan_digest"] == ranks.digests[1]
 
 
@@ -58,6 +68,8 @@ def test_killed_trainers_resume_at_another_world_size_and_visit_each_sample_once
         second = Ranks(service.address, 3).start(state=first.state).join()
         visits += second.visits
         assert visits == undisturbed[1]
+        for ranks in (first, second):
+            assert differing_bytes(ranks, tmp_path / "job.yaml") == []
         assert {shard.attempt for shard in second.shards[0]} == {2}
 
 

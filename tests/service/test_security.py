@@ -1,26 +1,45 @@
 """Two teams at one service: tokens, TLS, roots and the audit log, as an operator sets them up."""
 
+import hmac
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 import yaml
+from dataservice_proto.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
-from dataservice.access import LOOK_S, make_token
 from dataservice.core.errors import NotFoundError, QuotaError, RoleError, SpecError, TokenError
+from dataservice.core.tls import ClientTls
 from dataservice.engine.api import JobStatus
+from dataservice.operate.tokens_file import LOOK_S, make_token
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.serving.tls import ClientTls
-from tests.service.support import Ranks, ServiceProcess, dataservice, job_file, serving, wait_for
+from tests.service.support import (
+    Ranks,
+    ServiceProcess,
+    dataservice,
+    job_file,
+    metrics_addresses,
+    scraped,
+    serving,
+    wait_for,
+)
 from trainer_client import AccessDenied, ServiceUnreachable, Tls, UnknownJob
+from trainer_client.transport import GrpcTransport
 
 RANKS = 3
 HANDOVER_S = 2 * LOOK_S  # calls made with the old token have ended by then
@@ -96,6 +115,7 @@ def teams(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Te
         "allowed_roots": [str(corpus), str(home / "{team}")],
         "audit_log": str(home / "audit.log"),
         "slots_per_worker": 1,
+        "worker_metrics_ports": "24100-24199",  # of this test alone
     }
     (home / "config.yaml").write_text(yaml.safe_dump(config))
     with serving(home, "local", "--config", str(home / "config.yaml")) as service:
@@ -171,6 +191,59 @@ def test_what_is_refused_says_why_and_is_in_the_audit_log_without_a_token(
     }
     told = (teams.home / "audit.log").read_text() + teams.service.log.read_text()
     assert not [token for token in teams.tokens.values() if token in told]
+
+
+@contextmanager
+def rank_zero(teams: Teams, who: str) -> Iterator[tuple[Any, Any]]:
+    """A session of rank 0 by hand, beside the other ranks: (its first event, its first shard)."""
+    others = teams.ranks(who, elsewhere=[0]).start(stop_after=1)
+    transport = GrpcTransport(token=teams.tokens[who], tls=teams.tls)
+    with transport.channel(teams.service.address, authorised=True) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        opened = coordinator_pb2.OpenSessionRequest(job="job", rank=0, world_size=RANKS)
+        stream = stub.OpenSession(opened, timeout=60)
+        event = next(stream)
+        asked = coordinator_pb2.GetShardRequest(session=event.session, step=0, received_step=-1)
+        yield event, stub.GetShard(asked, timeout=60).shard
+        others.join()
+        stream.cancel()
+
+
+def test_a_stolen_ticket_is_of_no_use_and_who_tries_is_logged_and_counted(teams: Teams) -> None:
+    with rank_zero(teams, "vision") as (owner, shard), rank_zero(teams, "audio") as (thief, _):
+        (ticket, *_) = shard.tickets
+        assert owner.session not in str(ticket)
+
+        def fetched(proof: bytes) -> int:
+            """Who has no token, only the ticket, asks its worker; the bytes of the answer."""
+            workers = GrpcTransport(tls=teams.tls)
+            with workers.channel(ticket.address, authorised=False) as channel:
+                request = worker_pb2.FetchRequest(ticket=ticket, proof=proof)
+                chunks = worker_pb2_grpc.WorkerStub(channel).Fetch(request, timeout=60)
+                return sum(len(chunk.data) for chunk in chunks)
+
+        def proof(key: bytes) -> bytes:
+            return hmac.digest(key, ticket.signature, "sha256")
+
+        for stolen in (b"", proof(thief.ticket_key), proof(owner.session.encode())):
+            with pytest.raises(grpc.RpcError, match="given to another session") as refused:
+                fetched(stolen)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        first, again = fetched(proof(owner.ticket_key)), fetched(proof(owner.ticket_key))
+    assert first == again > 0
+    log = teams.service.log.read_text()
+    assert log.count("a ticket from ipv4:127.0.0.1:") == 3
+    assert "is refused: the ticket was given to another session, of rank 0" in log
+    assert owner.session not in log
+    name = "dataservice_worker_refused_tickets_total"
+    refused_of = {
+        labels: value
+        for address in metrics_addresses(teams.service)
+        for (series, labels), value in scraped(address).items()
+        if series == name
+    }
+    by = frozenset({("fault", "holder"), ("worker", ticket.worker)})
+    assert {labels: value for labels, value in refused_of.items() if value} == {by: 3.0}
 
 
 def test_trainers_without_a_right_to_the_job_are_refused(teams: Teams) -> None:

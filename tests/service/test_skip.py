@@ -2,32 +2,13 @@
 
 import json
 import sqlite3
-from collections import Counter
 from contextlib import closing
 
 import pytest
 
-from tests.cli.support import command_line
 from tests.service.support import Ranks, job_file, serving
 
-
-@pytest.fixture(scope="module")
-def cli():
-    with command_line() as run:
-        yield run
-
-
-def samples_of(ranks: Ranks, steps: set[int]) -> Counter[int]:
-    """What was trained in these steps."""
-    return Counter(
-        sample
-        for shards in ranks.shards.values()
-        for shard in shards
-        if shard.step in steps
-        for microbatch in shard.microbatches
-        if microbatch.cp_rank == 0
-        for sample in microbatch.sample_ids.tolist()
-    )
+pytestmark = pytest.mark.long
 
 
 def test_steps_are_skipped_on_the_way_from_a_checkpoint_at_another_world_size(
@@ -47,7 +28,7 @@ def test_steps_are_skipped_on_the_way_from_a_checkpoint_at_another_world_size(
         skipped = {4, 5, 6, last}
         steps = [shard.step for shard in resumed.shards[0]]
         assert steps == [n for n in range(2, last) if n not in skipped]
-        assert kept.visits + resumed.visits + samples_of(spiked, skipped) == spiked.visits
+        assert kept.visits + resumed.visits + spiked.visits_in(skipped) == spiked.visits
 
         assert "skips steps 4 to 6" in cli.ok("job", "show", "job").said
         (shown,) = json.loads(cli.ok("job", "show", "job", "--json").out)

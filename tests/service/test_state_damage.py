@@ -4,15 +4,10 @@ import resource
 
 import pytest
 
-from tests.cli.support import command_line
 from tests.service.support import Ranks, dataservice, job_file, serving, wait_for
 from trainer_client import ServiceFailed
 
-
-@pytest.fixture(scope="module")
-def cli():
-    with command_line() as run:
-        yield run
+pytestmark = pytest.mark.long
 
 
 def limit_files(process: int, size_bytes: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import grpc.aio
 import numpy as np
 import pytest
+from dataservice_proto.v1 import worker_pb2
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -40,6 +41,7 @@ from dataservice.core.orders import (
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.sample import (
+    ByteSpan,
     DecodedSample,
     ItemLengths,
     Modality,
@@ -48,27 +50,39 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.tickets import sign_ticket
+from dataservice.core.tickets import holder_key, holder_of, prove, sign_ticket
 from dataservice.core.topology import Topology
 from dataservice.engine.api import (
     EndOfData,
+    FoundSample,
     JobStatus,
+    NamedPack,
     ReplayedStep,
+    SampleStep,
     SessionOpened,
     SkippedSteps,
     StepExplanation,
     StepFate,
     WorkerStatus,
 )
+from dataservice.serving import wire_packs
 from dataservice.serving.server import serve_coordinator, serve_worker
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 from soak.gate import Gate
 
 SECRET = b"a secret of 32 bytes for testing"
 WORKER = "worker-0.1"
 NEVER_S = 4_000_000_000
+SESSION = "a rank's session"
+HOLDER = holder_of(SESSION)
+
+OTHERWISE = {
+    "content": "differs",
+    "note": "s/b is another",
+    "packs": (NamedPack(pack=1, samples=("s/a", "s/b")),),
+}
 
 
 class TinyPipeline:
@@ -124,9 +138,20 @@ def make_order(*, pack=0, samples=2, degree=1, tokens=8, shapes=((1, 2, 2, 3), (
 
 def make_ticket(*parts, worker=WORKER, secret=SECRET, expires_unix_s=NEVER_S):
     ticket = Ticket(
-        worker=worker, address="", rank=0, expires_unix_s=expires_unix_s, parts=tuple(parts)
+        worker=worker,
+        address="",
+        rank=0,
+        holder=HOLDER,
+        expires_unix_s=expires_unix_s,
+        parts=tuple(parts),
     )
     return sign_ticket(ticket, secret)
+
+
+def make_fetch(ticket, session=SESSION):
+    """What the rank of this session asks for with a ticket."""
+    proof = prove(ticket, holder_key(holder_of(session), SECRET)) if session else b""
+    return worker_pb2.FetchRequest(ticket=wire_packs.ticket_to_proto(ticket), proof=proof)
 
 
 def make_plan(step=5):
@@ -210,6 +235,7 @@ def make_health(jobs):
             busy_slots=5.5,
             waiting_teams=("", OTHERS),
         ),
+        troubles=("the state store has not answered for 12 s",),
     )
 
 
@@ -217,11 +243,11 @@ def make_job_health(job):
     """Every field with a value of its own."""
     rank = RankHealth(
         rank=1, client="host:1", live=True, received_step=44, committed_step=43, quiet_s=1.5,
-        wait_s=0.25,
+        wait_s=0.25, untrained_steps=11,
     )  # fmt: skip
     source = SourceHealth(
         source="ocr", samples=8.0, read_s=0.5, decode_s=2.5, usual_s=0.125, quarantined=3,
-        budget_used=0.75,
+        budget_used=0.75, read_cpu_s=0.125, decode_cpu_s=1.25,
     )  # fmt: skip
     return JobHealth(
         job=job,
@@ -247,6 +273,8 @@ def make_job_health(job):
         steps_per_s=0.5,
         samples_per_s=128.0,
         plan_gap=0.0625,
+        room_s=0.03125,
+        bytes_full=True,
     )
 
 
@@ -256,6 +284,7 @@ class CoordinatorInMemory:
     def __init__(self):
         self.known = {}
         self.claims = {}
+        self.launches = []
         self.closed = []
         self.committed = []
         self.phases = []
@@ -279,6 +308,9 @@ class CoordinatorInMemory:
 
     async def jobs(self):
         return [self.known[name] for name in sorted(self.known)]
+
+    def job_names(self):
+        return sorted(self.known)
 
     async def job(self, name):
         if name not in self.known:
@@ -306,6 +338,19 @@ class CoordinatorInMemory:
             recorded_unix_s=1.0,
         )  # fmt: skip
 
+    async def find_sample(self, job, sample_id, from_step):
+        await self.job(job)
+        spans = (ByteSpan(name="line 3", offset_bytes=2**40, size_bytes=7),)
+        location = SampleLocation(file="memory/a.jsonl", spans=spans, row_group=1, row=2)
+        ref = SampleRef(sample_id=sample_id, source="s", key="b", location=location, crc32=9)
+        if from_step:
+            return FoundSample(ref=replace(ref, crc32=None), steps=(), next_step=None)
+        steps = (
+            SampleStep(step=3, attempt=1, fate="committed", masked="torn"),
+            SampleStep(step=3, attempt=2, fate="planned"),
+        )
+        return FoundSample(ref=ref, steps=steps, next_step=2_000)
+
     async def explain(self, job, step, attempt):
         await self.job(job)
         plan = make_plan(step)
@@ -320,6 +365,7 @@ class CoordinatorInMemory:
             planned_unix_s=1.0,
             committed_unix_s=2.0,
             measured_s=None if attempt == 2 else 0.75,
+            content=None if attempt == 2 else b"\x00what",
         )
         keys = ("s/a", "s/b", "s/c")
         return StepExplanation(
@@ -334,12 +380,16 @@ class CoordinatorInMemory:
             skipped_by=self.skips[0] if attempt == 1 else None,
         )
 
-    async def replay(self, job, first_step, last_step, attempt):
+    async def replay(self, job, first_step, last_step, attempt, *, content=False):
         await self.job(job)
         for step in range(first_step, last_step + 1):
             digest = make_plan(step).digest
             yield ReplayedStep(
-                step=step, attempt=attempt or 7, ledger_digest=digest, plan_digest=digest
+                step=step,
+                attempt=attempt or 7,
+                ledger_digest=digest,
+                plan_digest=digest,
+                **OTHERWISE if content else {},
             )
 
     async def skip(self, job, ranges, action):
@@ -354,7 +404,10 @@ class CoordinatorInMemory:
         self.skips += made
         return made
 
-    async def open_session(self, *, job, rank, world_size, cursor, client, rejoin_attempt):
+    async def open_session(
+        self, *, job, rank, world_size, cursor, client, rejoin_attempt, launch=""
+    ):
+        self.launches.append(launch)
         if job == "explode":
             raise KeyError("a private detail")
         if rank in self.claims:
@@ -418,11 +471,6 @@ class CoordinatorInMemory:
         return make_health(jobs)
 
 
-async def until(condition):
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 def make_host(pipeline):
     factory = PipelineFactory(reader_for=lambda _: pipeline, decoder_for=lambda _: pipeline)
     return DecodingHost(ThreadDecoders(factory, slots=2))
@@ -435,12 +483,12 @@ def make():
     class Builders:
         order = staticmethod(make_order)
         ticket = staticmethod(make_ticket)
+        fetch = staticmethod(make_fetch)
         plan = staticmethod(make_plan)
         shard = staticmethod(make_shard)
         host = staticmethod(make_host)
         health = staticmethod(make_health)
         pipeline = TinyPipeline
-        until = staticmethod(until)
         secret = SECRET
         worker = WORKER
 

@@ -9,11 +9,12 @@ import pytest
 import yaml
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from dataservice.access import TokensFile, make_token
 from dataservice.core.errors import SpecError
+from dataservice.operate.tokens_file import TokensFile, make_token
+from dataservice.serving.access_control import AccessControl
 from dataservice.serving.audit import REFUSALS_PER_S, AuditLog, Event
-from dataservice.serving.border import Border
 from dataservice.serving.server import serve_coordinator
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ async def called(api, tmp_path, channel_to):
     entries = [record.model_dump(mode="json", exclude_none=True) for _, record in made.values()]
     (tmp_path / "tokens").write_text(yaml.safe_dump(entries))
     audit = AuditLog(tmp_path / "audit.log")
-    border = Border(authenticate=TokensFile(tmp_path / "tokens"), audit=audit)
-    handle = await serve_coordinator(api, "127.0.0.1:0", border=border)
+    access = AccessControl(authenticate=TokensFile(tmp_path / "tokens"), audit=audit)
+    handle = await serve_coordinator(api, "127.0.0.1:0", access=access)
     stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address))
 
     async def call(method, name, **fields):
@@ -106,7 +107,7 @@ async def test_sessions_are_told_when_they_open_and_close_and_shards_are_not(
     with pytest.raises(grpc.aio.AioRpcError):
         await called.stub.GetShard(shard, metadata=other)
     call.cancel()
-    await make.until(lambda: lines()[-1]["outcome"] == "closed")
+    await until(lambda: lines()[-1]["outcome"] == "closed")
     told = [(line["token"], line["method"], line["job"], line["outcome"]) for line in lines()]
     assert told[0] == ("vision-1", "OpenSession", "vision/a", "opened")
     assert told[1][:3] == ("audio-1", "GetShard", "vision/a")
@@ -179,3 +180,16 @@ def test_a_log_that_cannot_be_written_costs_no_call(tmp_path, caplog):
     assert "misses a line: Is a directory" in caplog.text
     with pytest.raises(SpecError, match=r"audit log .* cannot be written: Is a directory"):
         AuditLog(tmp_path / "folder.log")
+
+
+def test_a_log_that_is_made_is_its_owner_s_alone_and_one_that_is_there_its_group_s(tmp_path):
+    before = os.umask(0)
+    try:
+        path = tmp_path / "audit.log"
+        AuditLog(path).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.chmod(0o644)
+        AuditLog(path).close()
+        assert path.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)

@@ -7,8 +7,9 @@ import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, SpecError
+from dataservice.engine.api import NamedPack, ReplayedStep
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.serving.errors import ServiceUnreachableError
+from dataservice.serving.status_codes import ServiceUnreachableError
 
 
 @pytest.fixture
@@ -56,6 +57,26 @@ async def test_a_step_is_explained_with_its_whole_plan(client, make):
     assert (explained.cost_version, explained.measured_s) == ("v1", 0.75)
     other = await client.explain("vlm", 3, attempt=2)
     assert (other.attempt, other.measured_s) == (2, None)
+    assert (explained.content, other.content) == (b"\x00what", b"")
+
+
+async def test_a_sample_is_found_with_its_place_and_its_steps(client):
+    await client.submit("name: vlm", "")
+    found = await client.find_sample("vlm", 2**40)
+    assert (found.ref.sample_id, found.ref.source, found.ref.key) == (2**40, "s", "b")
+    location = found.ref.location
+    assert (location.file, location.row_group, location.row) == ("memory/a.jsonl", 1, 2)
+    ((name, offset, size),) = [(s.name, s.offset_bytes, s.size_bytes) for s in location.spans]
+    assert (name, offset, size, found.ref.crc32) == ("line 3", 2**40, 7, 9)
+    assert [(s.step, s.attempt, s.fate, s.masked) for s in found.steps] == [
+        (3, 1, "committed", "torn"),
+        (3, 2, "planned", ""),
+    ]
+    assert found.next_step == 2_000
+    last = await client.find_sample("vlm", 1, found.next_step)
+    assert (last.steps, last.next_step, last.ref.crc32) == ((), None, None)
+    with pytest.raises(NotFoundError, match="there is no job 'x'"):
+        await client.find_sample("x", 1)
 
 
 async def test_a_step_that_was_skipped_is_explained_by_its_record(client):
@@ -76,6 +97,10 @@ async def test_a_range_is_replayed_step_by_step(client, make):
     steps = await client.replay("vlm", 3, 5)
     assert [step.step for step in steps] == [3, 4, 5]
     assert all(s.plan_digest == s.ledger_digest == make.plan(s.step).digest for s in steps)
+    assert {(step.content, step.note, step.packs) for step in steps} == {("", "", ())}
+    (again,) = await client.replay("vlm", 3, 3, content=True)
+    assert (again.content, again.note, again.differs) == ("differs", "s/b is another", True)
+    assert again.packs == (NamedPack(pack=1, samples=("s/a", "s/b")),)
     with pytest.raises(NotFoundError, match="there is no job 'x'"):
         await client.replay("x", 3, 5)
 
@@ -116,3 +141,25 @@ def test_a_service_that_does_not_answer_in_time_is_named_too():
             pytest.raises(ServiceUnreachableError, match=r"within 0.2 s"),
         ):
             client.jobs()
+
+
+async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinator):
+    async def replay(job, first_step, last_step, attempt, content=False):
+        for step in range(first_step, last_step):
+            yield ReplayedStep(step=step, attempt=1, ledger_digest="", plan_digest="")
+        await asyncio.Event().wait()
+
+    api.replay = replay
+
+    def ask():
+        seen = []
+        with CoordinatorClient(coordinator, timeout_s=1.0) as client:
+            try:
+                seen.extend(step.step for step in client.replay("vlm", 0, 3))
+            except ServiceUnreachableError as error:
+                return seen, str(error)
+        raise AssertionError("it ended by itself")
+
+    seen, told = await asyncio.to_thread(ask)
+    assert seen == [0, 1, 2]
+    assert "did not answer within 1 s" in told

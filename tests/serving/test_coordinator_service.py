@@ -17,6 +17,7 @@ from dataservice.serving import wire_health, wire_shards
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
 from soak.gate import through_gate
+from tests.waiting import until
 
 RAISES = grpc.aio.AioRpcError
 
@@ -50,6 +51,22 @@ async def test_an_open_session_names_itself_and_holds_its_claim(stub, api):
     call.cancel()
 
 
+async def test_what_a_client_calls_itself_cannot_act_where_it_is_shown(stub, api):
+    request = opening()
+    request.client = "\x1b]0;owned\x07\u202ehost:1"
+    call = stub.OpenSession(request)
+    await call.read()
+    assert api.claims == {0: r"\x1b]0;owned\x07\u202ehost:1"}
+    call.cancel()
+
+
+async def test_a_session_says_of_which_launch_it_is_and_no_terminal_obeys_it(stub, api):
+    call = stub.OpenSession(opening(launch="torchrun:\x1b[2Jnone@a:1"))
+    await call.read()
+    assert api.launches == [r"torchrun:\x1b[2Jnone@a:1"]
+    call.cancel()
+
+
 async def test_a_session_without_a_cursor_starts_at_the_beginning(stub):
     call = stub.OpenSession(opening())
     assert (await call.read()).start_step == 0
@@ -60,7 +77,7 @@ async def test_cancelling_the_stream_releases_its_claim(stub, api, make):
     call = stub.OpenSession(opening())
     await call.read()
     call.cancel()
-    await make.until(lambda: api.closed == ["vlm/0"])
+    await until(lambda: api.closed == ["vlm/0"])
     again = stub.OpenSession(opening())
     assert (await again.read()).session == "vlm/0"
     again.cancel()
@@ -70,9 +87,9 @@ async def test_cancelling_before_the_world_is_complete_gives_the_claim_up(stub, 
     api.world_complete.clear()
     call = stub.OpenSession(opening())
     reading = asyncio.ensure_future(call.read())
-    await make.until(lambda: api.claims)
+    await until(lambda: api.claims)
     call.cancel()
-    await make.until(lambda: not api.claims)
+    await until(lambda: not api.claims)
     await asyncio.gather(reading, return_exceptions=True)
     assert api.closed == []
 
@@ -99,7 +116,7 @@ async def test_a_killed_client_releases_its_claim(coordinator, api, make):
             assert api.claims == {1: "c:2"}
         finally:
             os.kill(process.pid, signal.SIGKILL)
-    await make.until(lambda: api.closed == ["vlm/1"])
+    await until(lambda: api.closed == ["vlm/1"])
     assert api.claims == {}
 
 
@@ -111,7 +128,7 @@ async def test_a_client_behind_a_dead_network_loses_its_claim(api, make, network
     call = stub.OpenSession(opening())
     await call.read()
     network.silence(lambda to: to == handle.address)
-    await make.until(lambda: api.closed == ["vlm/0"])
+    await until(lambda: api.closed == ["vlm/0"])
     call.cancel()
     await handle.stop(0)
 

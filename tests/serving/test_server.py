@@ -7,6 +7,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dataservice.core.errors import SpecError
 from dataservice.serving.server import serve_coordinator, serve_worker
+from tests.ipv6 import needs_ipv6
 
 COORDINATOR = "dataservice_proto.v1.Coordinator"
 WORKER = "dataservice_proto.v1.Worker"
@@ -24,6 +25,28 @@ async def test_a_server_on_every_interface_reports_a_name_that_others_can_reach(
     await handle.stop(0)
     handle = await serve_coordinator(api, "0.0.0.0:0", advertise_host="node7")
     assert handle.address.startswith("node7:")
+    await handle.stop(0)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("listen", ["[::]:0", "0.0.0.0:0", "*:0", ":0"])
+async def test_a_server_on_every_interface_is_reached_over_both_families(api, channel_to, listen):
+    handle = await serve_coordinator(api, listen)
+    port = handle.listens.rpartition(":")[2]
+    for host in ("127.0.0.1", "[::1]"):
+        stub = health_pb2_grpc.HealthStub(channel_to(f"{host}:{port}"))
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await handle.stop(0)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("advertised", ["::1", "[::1]"])
+async def test_an_ipv6_host_is_reported_in_brackets(api, channel_to, advertised):
+    handle = await serve_coordinator(api, "[::]:0", advertise_host=advertised)
+    assert handle.address.startswith("[::1]:")
+    stub = health_pb2_grpc.HealthStub(channel_to(handle.address))
+    await stub.Check(health_pb2.HealthCheckRequest())
     await handle.stop(0)
 
 

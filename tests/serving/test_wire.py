@@ -15,6 +15,7 @@ from dataservice.core.orders import (
     FeatureRoutes,
     ItemsOfPack,
     Microbatch,
+    PackItems,
     PackKey,
     PackOrder,
     PackReceipt,
@@ -27,13 +28,14 @@ from dataservice.core.orders import (
 from dataservice.core.sample import (
     ByteSpan,
     ItemLengths,
+    ItemNotes,
     Modality,
     SampleLengths,
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.tickets import check_ticket, sign_ticket
-from dataservice.engine.api import JobStatus
+from dataservice.core.tickets import check_ticket, holder_key, prove, sign_ticket
+from dataservice.engine.api import JobStatus, JobVersion
 from dataservice.serving import wire_jobs, wire_packs, wire_shards
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
@@ -91,12 +93,14 @@ receipts = st.builds(
     bad_samples=several(
         st.builds(BadSample, sample_id=int64s, source=words, key=words, reason=words)
     ),
+    sample_digests=st.binary(max_size=32),
 )
 tickets = st.builds(
     Ticket,
     worker=words,
     address=words,
     rank=int32s,
+    holder=words,
     expires_unix_s=int64s,
     parts=several(
         st.builds(
@@ -111,10 +115,43 @@ tickets = st.builds(
 )
 
 
+def columns(dtype, values, rows):
+    return st.lists(values, min_size=rows, max_size=rows).map(lambda of: np.array(of, dtype=dtype))
+
+
+@st.composite
+def item_notes(draw, items):
+    """Each column as it is, or with nothing known of any item."""
+    unknown = ItemNotes.unknown(items)
+    grid = columns(np.int32, counts, 4 * items).map(lambda flat: flat.reshape(-1, 4))
+    return ItemNotes(
+        kind=draw(columns(np.int8, st.integers(-1, 2), items) | st.just(unknown.kind)),
+        grid=draw(grid | st.just(unknown.grid)),
+        seconds_per_patch=draw(
+            columns(float, reals | st.just(np.nan), items) | st.just(unknown.seconds_per_patch)
+        ),
+    )
+
+
+@st.composite
+def pack_items(draw):
+    items = draw(st.integers(0, 4))
+    return PackItems(
+        modality=draw(columns(np.int8, modalities, items)),
+        start=draw(columns(np.int32, counts, items)),
+        tokens=draw(columns(np.int32, counts, items)),
+        notes=draw(item_notes(items)),
+    )
+
+
 @st.composite
 def microbatches(draw):
     present = draw(st.sets(modalities))
     int32_arrays = arrays(np.int32, int32s)
+    encodes = {
+        kind: draw(several(st.builds(ItemsOfPack, pack=counts, items=several(counts))))
+        for kind in present
+    }
     return Microbatch(
         wave=draw(counts),
         pack=draw(st.integers(-1, 9)),
@@ -124,9 +161,10 @@ def microbatches(draw):
         sample_ids=draw(arrays(np.int64, int64s)),
         cu_seqlens=draw(int32_arrays),
         lengths=draw(int32_arrays),
-        encodes={
-            kind: draw(several(st.builds(ItemsOfPack, pack=counts, items=several(counts))))
-            for kind in present
+        items=draw(pack_items()),
+        encodes=encodes,
+        encode_notes={
+            kind: draw(item_notes(sum(len(of.items) for of in encodes[kind]))) for kind in present
         },
         routes={
             kind: FeatureRoutes(
@@ -163,6 +201,7 @@ statuses = st.builds(
         index_fingerprint=words,
         state=st.sampled_from(["active", "draining"]),
         created_unix_s=reals,
+        spec_version=st.integers(1, 2**31 - 1),
     ),
     samples=int64s,
     attempt=int32s,
@@ -170,15 +209,26 @@ statuses = st.builds(
     planned_step=int64s,
     committed_step=int64s,
     quarantined=int64s,
+    attempt_version=int32s,
+    versions=several(
+        st.builds(
+            JobVersion,
+            version=int32s,
+            submitted_unix_s=reals,
+            changes=words,
+            first_attempt=int32s,
+            last_attempt=int32s,
+        )
+    ),
 )
 
 
 def plain(value):
-    """A value whose arrays compare as lists, their types kept."""
+    """A value whose arrays compare by type, shape and text, in which nan equals nan."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.tolist()
+        return value.dtype.str, value.shape, repr(value.tolist())
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -217,7 +267,9 @@ def test_tickets_survive_with_their_signature(value):
     signed = sign_ticket(value, b"secret")
     received = wire_packs.ticket_from_proto(sent(wire_packs.ticket_to_proto(signed)))
     assert received == signed
-    check_ticket(received, b"secret", worker=value.worker, now_unix_s=value.expires_unix_s)
+    proof = prove(signed, holder_key(value.holder, b"secret"))
+    now = {"worker": value.worker, "now_unix_s": value.expires_unix_s}
+    check_ticket(received, proof, b"secret", **now)
 
 
 @given(st.builds(WantedParts, tokens=st.booleans(), media=st.booleans(), labels=st.booleans()))

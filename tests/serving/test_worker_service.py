@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections import Counter
 from dataclasses import replace
 
 import grpc
@@ -22,10 +23,11 @@ from dataservice.core.orders import PartSpec
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire_packs
 from dataservice.serving.channels import Keepalive
-from dataservice.serving.errors import error_of
 from dataservice.serving.server import serve_worker
+from dataservice.serving.status_codes import error_of
 from dataservice.serving.worker_link import GrpcWorkerLink
 from soak.gate import through_gate
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -36,15 +38,14 @@ async def link(make):
 
 
 @pytest.fixture
-def fetch(channel_to):
+def fetch(channel_to, make):
     """Fetch a ticket's parts: [(header, bytes)], with every chunk's size checked."""
 
-    async def fetch(address, ticket):
+    async def fetch(address, ticket, **shown):
         stub = worker_pb2_grpc.WorkerStub(channel_to(address))
-        request = worker_pb2.FetchRequest(ticket=wire_packs.ticket_to_proto(ticket))
         parts = []
         try:
-            async for chunk in stub.Fetch(request):
+            async for chunk in stub.Fetch(make.fetch(ticket, **shown)):
                 assert chunk.ByteSize() <= 4 * 2**20
                 if chunk.HasField("header"):
                     parts.append((chunk.header, bytearray()))
@@ -136,7 +137,7 @@ async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch,
     info, gate, begun = gated
     order = make.order()
     prepare = asyncio.create_task(link.prepare(info, order))
-    await make.until(lambda: begun)
+    await until(lambda: begun)
     fetched = asyncio.create_task(
         fetch(info.address, make.ticket(PartSpec(key=order.key, cp_rank=0)))
     )
@@ -189,6 +190,30 @@ async def test_a_ticket_of_another_time_place_or_service_is_refused(
     receipt = await link.prepare(worker, make.order())
     with pytest.raises(TicketError, match=message):
         await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0), **made))
+
+
+@pytest.mark.parametrize("session", ["another rank's", ""])
+async def test_a_ticket_is_of_no_use_to_another_session_and_refusing_it_is_counted(
+    make, host, session, fetch, caplog
+):
+    refused = Counter()
+    served = await serve_worker(
+        host,
+        worker=make.worker,
+        listen="127.0.0.1:0",
+        secret=make.secret,
+        grace_s=0.0,
+        refused=refused,
+    )
+    await host.prepare(make.order())
+    ticket = make.ticket(PartSpec(key=make.order().key, cp_rank=0))
+    with pytest.raises(TicketError, match="given to another session, of rank 0"):
+        await fetch(served.address, ticket, session=session)
+    assert "a ticket from ipv4:127.0.0.1:" in caplog.text
+    for _ in range(2):  # its own session may try again
+        assert await fetch(served.address, ticket)
+    assert refused == {"holder": 1}
+    await served.stop()
 
 
 async def test_a_ticket_without_parts_is_refused(make, worker, fetch):
@@ -267,7 +292,7 @@ async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, 
     info, gate, begun = gated
     through = replace(info, address=through_gate(network.control, info.address))
     prepare = asyncio.create_task(link.prepare(through, make.order()))
-    await make.until(lambda: len(begun) == 2)
+    await until(lambda: len(begun) == 2)
     network.cut(lambda to: to == info.address)
     network.heal()
     await asyncio.sleep(0.1)
@@ -342,9 +367,7 @@ async def test_stopping_a_worker_lets_its_open_streams_finish(make, host, channe
     )
     order = make.order(samples=1, shapes=((4, 1000, 1000, 3),))
     await host.prepare(order)
-    request = worker_pb2.FetchRequest(
-        ticket=wire_packs.ticket_to_proto(make.ticket(PartSpec(key=order.key, items=(0,))))
-    )
+    request = make.fetch(make.ticket(PartSpec(key=order.key, items=(0,))))
     call = worker_pb2_grpc.WorkerStub(channel_to(served.address)).Fetch(request)
     chunks = aiter(call)
     header = (await anext(chunks)).header
@@ -387,11 +410,7 @@ async def test_a_worker_killed_in_the_middle_of_a_fetch_is_unavailable(make, cha
     ) as process:
         try:
             address = (await asyncio.to_thread(process.stdout.readline)).strip()
-            request = worker_pb2.FetchRequest(
-                ticket=wire_packs.ticket_to_proto(
-                    make.ticket(PartSpec(key=make.order().key, items=(0,)))
-                )
-            )
+            request = make.fetch(make.ticket(PartSpec(key=make.order().key, items=(0,))))
             call = worker_pb2_grpc.WorkerStub(channel_to(address)).Fetch(request)
             chunks = aiter(call)
             assert (await anext(chunks)).header.size_bytes == 256 * 2**20

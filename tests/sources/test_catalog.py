@@ -2,10 +2,12 @@
 
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import LengthTable, Modality, RawSample, SampleLengths, SampleRef
 from dataservice.sources import detail_file
-from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.catalog import IndexedCatalog, open_catalog, require_same_index
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
@@ -89,7 +91,7 @@ def catalog(
                 for source in specs
             }
         )
-    monkeypatch.setattr(detail_file, "_BATCH_ROWS", 4)  # so that rows lie in many batches
+    monkeypatch.setattr(detail_file, "BATCH_ROWS", 4)  # so that rows lie in many batches
     return open_catalog(specs, request.getfixturevalue("index_dir"), "words-1")
 
 
@@ -132,8 +134,8 @@ def test_details_are_given_in_the_order_asked_for(
 def test_details_and_decoded_values_do_not_depend_on_how_rows_are_kept(
     specs: list[SourceSpec], index_dir: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detail_file, "_BATCH_ROWS", 4)
-    monkeypatch.setattr(detail_file, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(detail_file, "BATCH_ROWS", 4)
+    monkeypatch.setattr(detail_file, "BLOCK_ROWS", 3)
     catalog = open_catalog(specs, index_dir, "words-1")
     for size in (0, 1, 60):
         ids = np.random.default_rng(size).integers(0, 23, size=size)
@@ -196,7 +198,7 @@ def refusal(specs: list[SourceSpec], index_dir: str, measurer: str = "words-1") 
     return message
 
 
-def test_changed_files_are_named(
+def test_changed_files_are_named_with_what_each_way_out_costs(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, write_tar: Write
 ) -> None:
     write_tar(tmp_path / "data" / "2.tar", [("x.txt", b"more")])
@@ -204,15 +206,200 @@ def test_changed_files_are_named(
     write_tar(tmp_path / "data" / "1.tar", [("x.txt", b"else")])
     message = refusal(specs, index_dir)
     assert "source 'media' is stale" in message
-    for what, name in (("added", "2.tar"), ("removed", "0.tar"), ("changed", "1.tar")):
-        assert f"1 file {what}: {tmp_path / 'data' / name}" in message
+    assert "1 file added, whose samples would change the order: 2.tar" in message
+    assert "1 file removed or renamed: 0.tar" in message
+    assert "1 file of another size: 1.tar" in message
+    assert "Restore what was indexed, and index, job and checkpoints fit" in message
+    assert "its checkpoints no longer fit" in message
 
 
-def test_a_file_of_the_same_size_but_another_time_is_changed(
+def test_a_renamed_file_is_refused_by_both_names(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str
 ) -> None:
-    os.utime(tmp_path / "data" / "t.jsonl", (1, 1))
-    assert "1 file changed" in refusal(specs, index_dir)
+    (tmp_path / "data" / "0.tar").rename(tmp_path / "data" / "7.tar")
+    message = refusal(specs, index_dir)
+    assert "7.tar" in message
+    assert "removed or renamed: 0.tar" in message
+
+
+# ---- identity by content ------------------------------------------------------------------
+
+
+def touch(folder: Path) -> None:
+    """Other times for all files."""
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+
+
+def test_touched_files_are_current_and_read_once(
+    tmp_path: Path,
+    specs: list[SourceSpec],
+    index_dir: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    before = open_catalog(specs, index_dir, "words-1")
+    assert not caplog.records
+    touch(tmp_path / "data")
+    after = open_catalog(specs, index_dir, "words-1")
+    verified = after.parts.verified
+    assert after.fingerprint == before.fingerprint
+    said = caplog.text
+    assert "2 files compared, the same samples; `dataservice index JOB.yaml` saves" in said
+    caplog.clear()
+    same = require_same_index(specs, index_dir, "words-1", before.identity, verified=verified)
+    assert same == verified
+    assert open_catalog(specs, index_dir, "words-1", verified=verified).parts.verified == verified
+    assert not caplog.records
+    os.utime(tmp_path / "data" / "0.tar", (2, 2))
+    require_same_index(specs, index_dir, "words-1", before.identity, verified=verified)
+    assert "source 'media': 2 files compared" in caplog.text
+    assert "source 'texts'" not in caplog.text
+
+
+def test_indexing_again_after_a_touch_gives_the_same_identity(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
+) -> None:
+    before = open_catalog(specs, index_dir, "words-1")
+    touch(tmp_path / "data")
+    for source in specs:
+        build_index(source, out_dir=index_dir, make_measurer=measurer)
+    require_same_index(specs, index_dir, "words-1", before.identity)
+    assert open_catalog(specs, index_dir, "words-1").identity == before.identity
+
+
+def test_corpus_and_index_under_another_root_are_the_same(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, expected: Expected, spec: Spec
+) -> None:
+    before = open_catalog(specs, index_dir, "words-1")
+    elsewhere = tmp_path / "another" / "mount"
+    shutil.copytree(tmp_path / "data", elsewhere / "corpus")
+    shutil.move(index_dir, elsewhere / "index")
+    touch(elsewhere / "corpus")
+    shutil.rmtree(tmp_path / "data")
+    moved = [
+        replace(s, url=s.url.replace(f"{tmp_path}/data", f"{elsewhere}/corpus")) for s in specs
+    ]
+    after = open_catalog(moved, f"{elsewhere}/index", "words-1")
+    assert after.identity == before.identity
+    reader, ids = SourceReader(moved), np.arange(after.samples)
+    for (ref, lengths), (_, known) in zip(after.details(ids), expected, strict=True):
+        assert ref.location.file.startswith(f"{elsewhere}/corpus/")
+        assert lengths == known
+        reader.read(ref)
+
+
+def test_a_corpus_in_a_bucket_is_the_same_as_in_a_folder(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
+) -> None:
+    before = open_catalog(specs, index_dir, "words-1")
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(tmp_path / "data"), "/bucket/deep/data", recursive=True)
+    bucket.put(index_dir, "/bucket/index", recursive=True)
+    there = [replace(s, url=s.url.replace(str(tmp_path), "memory://bucket/deep")) for s in specs]
+    assert open_catalog(there, "memory://bucket/index", "words-1").identity == before.identity
+    for source in there:
+        build_index(source, out_dir="memory://again", make_measurer=measurer)
+    again = open_catalog(there, "memory://again", "words-1")
+    assert again.identity == before.identity
+    assert {ref.key for ref, _ in again.details(np.arange(23))} == {
+        ref.key for ref, _ in open_catalog(specs, index_dir, "words-1").details(np.arange(23))
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("data", "deep/0.tar"),
+        ("data/", "deep/0.tar"),
+        ("data/deep/*.tar", "0.tar"),
+        ("data/*/0.tar", "deep/0.tar"),
+        ("data/{deep,no}/{0..0}.tar", "deep/0.tar"),
+        ("data/deep/0.tar", "0.tar"),
+    ],
+)
+def test_files_go_by_their_names_below_what_is_fixed_in_the_url(
+    tmp_path: Path, spec: Spec, write_tar: Write, url: str, name: str
+) -> None:
+    write_tar(tmp_path / "data" / "deep" / "0.tar", [("a.txt", b"one")])
+    write_tar(tmp_path / "data" / "no" / "0.tar", [("a.txt", b"one")])
+    assert list_files(spec(f"{tmp_path}/{url}", "webdataset"))[0].name == name
+
+
+def test_other_bytes_of_the_same_size_are_refused_with_the_samples_that_differ(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str
+) -> None:
+    path = tmp_path / "data" / "t.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1], lines[3] = lines[1].replace(b"a b", b"a c"), lines[3].replace(b"a b", b"a c")
+    path.write_bytes(b"".join(lines))
+    os.utime(path, (1, 1))
+    message = refusal(specs, index_dir)
+    assert "t.jsonl: 2 of its 5 samples differ (t.jsonl:2, t.jsonl:4)" in message
+    assert "Restore what was indexed, and index, job and checkpoints fit" in message
+    assert "its checkpoints no longer fit" in message
+
+
+def test_an_index_that_was_written_over_other_content_is_another(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
+) -> None:
+    """Of the same lengths even: only the words differ."""
+    before = open_catalog(specs, index_dir, "words-1")
+    path = tmp_path / "data" / "t.jsonl"
+    path.write_text(path.read_text().replace("a b", "a c"))
+    build_index(specs[1], out_dir=index_dir, make_measurer=measurer)
+    assert open_catalog(specs, index_dir, "words-1").fingerprint != before.fingerprint
+    with pytest.raises(IndexStaleError, match=r"written again .* its checkpoints no longer fit"):
+        require_same_index(specs, index_dir, "words-1", before.identity)
+
+
+def test_samples_that_lie_elsewhere_keep_their_identity_and_need_a_restart(
+    tmp_path: Path, spec: Spec, write_tar: Write, measurer: Measurer
+) -> None:
+    source, index = spec(tmp_path / "a.tar", "webdataset"), str(tmp_path / "index")
+    write_tar(tmp_path / "a.tar", [("0.txt", b"one"), ("0.jpg", b"J")])
+    build_index(source, out_dir=index, make_measurer=measurer)
+    before = open_catalog([source], index, "words-1")
+    write_tar(tmp_path / "a.tar", [("0.jpg", b"J"), ("0.txt", b"one")])
+    build_index(source, out_dir=index, make_measurer=measurer)
+    with pytest.raises(IndexStaleError, match=r"Start the service again.*checkpoints fit"):
+        require_same_index([source], index, "words-1", before.identity)
+    assert open_catalog([source], index, "words-1").fingerprint == before.fingerprint
+
+
+def test_a_part_of_another_run_than_the_manifest_is_refused(
+    tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
+) -> None:
+    """As an interrupted `dataservice index` leaves it: with as many rows, of other content."""
+    manifest = (Path(index_dir) / "texts" / "manifest.json").read_text()
+    path = tmp_path / "data" / "t.jsonl"
+    path.write_text(path.read_text().replace("a b", "a c"))
+    build_index(specs[1], out_dir=index_dir, make_measurer=measurer)
+    (Path(index_dir) / "texts" / "manifest.json").write_text(manifest)
+    assert "holds other samples than its manifest says" in refusal(specs, index_dir)
+
+
+def test_a_media_root_may_move_with_its_corpus(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, measurer: Measurer
+) -> None:
+    def source(root: str) -> SourceSpec:
+        return spec(f"{root}/text/a.jsonl", "jsonl", media_root=f"{root}/media")
+
+    (tmp_path / "one" / "media").mkdir(parents=True)
+    (tmp_path / "one" / "media" / "a.png").write_bytes(b"picture")
+    write_jsonl(tmp_path / "one" / "text" / "a.jsonl", [{"image": "a.png", "text": "x"}])
+    index = str(tmp_path / "index")
+    build_index(source(f"{tmp_path}/one"), out_dir=index, make_measurer=measurer)
+    before = open_catalog([source(f"{tmp_path}/one")], index, "words-1")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    after = open_catalog([source(f"{tmp_path}/two")], index, "words-1")
+    assert after.identity == before.identity
+    other = replace(source(f"{tmp_path}/two"), media_root=f"{tmp_path}/three")
+    shutil.copytree(tmp_path / "two" / "media", tmp_path / "three")
+    assert open_catalog([other], index, "words-1").identity == before.identity
+    (tmp_path / "three" / "a.png").write_bytes(b"Picture")
+    with pytest.raises(IndexStaleError, match=r"1 of its 1 samples differ \(a\.jsonl:1"):
+        open_catalog([other], index, "words-1")
 
 
 def test_another_processor_or_tokenizer_is_named(specs: list[SourceSpec], index_dir: str) -> None:
@@ -223,7 +410,7 @@ def test_another_processor_or_tokenizer_is_named(specs: list[SourceSpec], index_
 
 def test_another_image_column_is_named(spec: Spec, specs: list[SourceSpec], index_dir: str) -> None:
     other = spec(specs[1].url, "jsonl", name="texts", image_column="photo")
-    assert "image_column was 'image', the job says 'photo'" in refusal([other], index_dir)
+    assert "image_column was '', the job says 'photo'" in refusal([other], index_dir)
 
 
 def test_an_index_that_was_never_written_or_interrupted_is_refused(
@@ -234,7 +421,7 @@ def test_an_index_that_was_never_written_or_interrupted_is_refused(
     assert "source 'texts' has no complete index" in refusal(specs, index_dir)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 3}', "{"])
 def test_a_damaged_manifest_is_refused(specs: list[SourceSpec], index_dir: str, text: str) -> None:
     (Path(index_dir) / "texts" / "manifest.json").write_text(text)
     assert "manifest.json is damaged" in refusal(specs, index_dir)
@@ -242,7 +429,9 @@ def test_a_damaged_manifest_is_refused(specs: list[SourceSpec], index_dir: str, 
 
 def test_a_manifest_of_another_version_is_refused(specs: list[SourceSpec], index_dir: str) -> None:
     (Path(index_dir) / "texts" / "manifest.json").write_text('{"version": 7}')
-    assert "has index version 7; this release reads version 2" in refusal(specs, index_dir)
+    message = refusal(specs, index_dir)
+    assert "has index version 7; this release reads version 3" in message
+    assert "and their checkpoints, go on only with the release that made them" in message
 
 
 @pytest.mark.parametrize("keep", [None, 100])

@@ -1,21 +1,29 @@
 """Building an index: resuming, what is skipped, several processes, failure."""
 
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from dataservice.core.errors import SourceError
+from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import RawSample, SampleLengths
+from dataservice.core.sample import ItemKind, RawSample, SampleLengths
 from dataservice.sources import index
 from dataservice.sources.catalog import open_catalog
+from dataservice.sources.checksum import sample_checks
+from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.webdataset_tar import WebDatasetTar
 from dataservice.sources.index import build_index
+from dataservice.sources.manifest import MediaCounts
+from dataservice.sources.reader import SourceReader
+from dataservice.sources.storage import SourceFile
 
 Spec = Callable[..., SourceSpec]
 Write = Callable[..., Path]
@@ -75,7 +83,7 @@ def test_an_index_has_a_row_a_sample_with_its_place_and_lengths(
     assert len(parts) == 3
     rows = [row for part in parts for row in pq.ParquetFile(part).read().to_pylist()]
     row = next(row for row in rows if row["key"] == "13")
-    assert row["file"] == str(tmp_path / "data" / "1.tar")
+    assert row["file"] == "1.tar"
     assert row["span_name"] == ["13.jpg", "13.txt"]
     assert row["span_size_bytes"] == [3, 7]
     assert (row["row_group"], row["row"]) == (-1, -1)
@@ -181,24 +189,153 @@ def test_progress_ends_with_all_rows_and_bytes(
     assert told == sorted(told)
 
 
-def test_a_damaged_file_stops_the_run_and_keeps_finished_parts(
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1500])
+
+
+def test_damaged_files_stop_no_other_and_are_all_named_in_one_run(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, write_tar: Write
+) -> None:
+    cut(tmp_path / "data" / "0.tar")
+    write_tar(tmp_path / "data" / "3.tar", [("x" * 3_000_000, b""), ("a.txt", b"one")])
+    (tmp_path / "data" / "4.tar").write_bytes(b"\x1f\x8b" + bytes(600))
+    with pytest.raises(SourceError) as caught:
+        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    said = str(caught.value)
+    assert "3 of its 5 files are damaged" in said
+    for line in ("0.tar: .*truncated", "3.tar: .*max_header_bytes", "4.tar: .*compressed"):
+        assert re.search(line, said)
+    assert "1.tar" not in said
+    assert "--leave-out-damaged" in said
+    assert len(list((tmp_path / "index" / "shards").glob("part-*"))) == 2
+    assert not (tmp_path / "index" / "shards" / "manifest.json").exists()
+
+
+def test_damaged_files_are_left_out_when_that_is_asked_for(
     tmp_path: Path, shards: SourceSpec, counting: Counting
 ) -> None:
-    path = tmp_path / "data" / "1.tar"
-    path.write_bytes(path.read_bytes()[:1500])
-    with pytest.raises(SourceError, match=r"1\.tar .* truncated"):
-        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
-    assert len(list((tmp_path / "index" / "shards").iterdir())) == 1
+    whole = build_index(shards, out_dir=str(tmp_path / "whole"), make_measurer=lambda: counting)
+    cut(tmp_path / "data" / "0.tar")
+    summary = build_index(
+        shards,
+        out_dir=str(tmp_path / "index"),
+        make_measurer=lambda: counting,
+        leave_out_damaged=True,
+    )
+    (file,) = summary.left_out
+    assert file.name == "0.tar"
+    assert "truncated" in file.reason
+    assert (summary.rows, summary.files) == (7, 2)
+    catalog = open_catalog([shards], str(tmp_path / "index"), counting.fingerprint)
+    assert catalog.samples == 7  # and 0.tar is not taken for a new file
+    manifest = json.loads((tmp_path / "index" / "shards" / "manifest.json").read_text())
+    assert [each["name"] for each in manifest["left_out_files"]] == ["0.tar"]
+    # The choice is part of the identity: without the file altogether it is another.
+    (tmp_path / "data" / "0.tar").unlink()
+    without = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert len({whole.fingerprint, summary.fingerprint, without.fingerprint}) == 3
+
+
+def test_a_false_parquet_footer_is_damage(
+    tmp_path: Path, spec: Spec, write_parquet: Write, counting: Counting
+) -> None:
+    for name in ("a", "b"):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", {"text": ["one"]})
+    (tmp_path / "data" / "b.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    source = spec(tmp_path / "data", "parquet")
+    with pytest.raises(SourceError, match=r"1 of its 2 files are damaged.*\n  b\.parquet: "):
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+
+
+def test_storage_that_is_away_is_no_damage_and_cannot_be_left_out(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_format: object, file: SourceFile) -> Iterator[ScannedSample]:
+        raise ConnectionResetError(104, "reset by peer", file.path)
+        yield
+
+    monkeypatch.setattr(WebDatasetTar, "scan", away)
+    with pytest.raises(StorageAwayError, match=r"0\.tar cannot be read: ConnectionResetError"):
+        build_index(
+            shards,
+            out_dir=str(tmp_path / "index"),
+            make_measurer=lambda: counting,
+            leave_out_damaged=True,
+        )
+
+
+def test_the_summary_counts_media_tokens_and_reasons(
+    tmp_path: Path, spec: Spec, write_tar: Write, counting: Counting
+) -> None:
+    members: list[tuple[str, bytes]] = []
+    for k in range(100):
+        members += [(f"{k:03}.jpg", b"J")] if k % 2 else []
+        members += [(f"{k:03}.mp4", b"V")] if k % 5 == 0 else []
+        members += [(f"{k:03}.wav", b"W")] if k % 10 == 0 else []
+        members += [(f"{k:03}.txt", b"word " * (k + 1))]
+    members += [(f"{k}.json", b"{not json}") for k in range(1000, 1007)] + [("z.txt", b"bad")]
+    source = spec(write_tar(tmp_path / "data" / "a.tar", members), "webdataset")
+    for _ in range(2):  # the second reuses the part, and counts it too
+        found = build_index(source, out_dir=str(tmp_path / "i"), make_measurer=lambda: counting)
+        assert found.media == MediaCounts(images=50, clips=20, recordings=10)
+        lengths = [k + 1 + 4 * (k % 2) + 4 * (k % 5 == 0) + 2 * (k % 10 == 0) for k in range(100)]
+        tokens = found.tokens
+        assert (tokens.total, tokens.longest) == (sum(lengths), max(lengths))
+        assert (tokens.p50, tokens.p99) == (sorted(lengths)[49], sorted(lengths)[98])
+        assert [each.samples for each in found.skipped_reasons] == [7, 1]
+        assert found.skipped_reasons[0].reason.startswith("member … is not valid JSON (Expecting")
+
+
+def test_what_is_known_of_an_item_is_in_the_index_and_in_no_comparison(
+    tmp_path: Path, spec: Spec, write_tar: Write, counting: Counting
+) -> None:
+    class Noting(Counting):
+        def measure(self, raw: RawSample) -> SampleLengths:
+            lengths = super().measure(raw)
+            (item,) = lengths.items
+            noted = replace(
+                item,
+                kind=ItemKind.CLIP,
+                grid=(2, 2, 4, 2),
+                seconds_per_patch=0.5,
+                key_frames_s=(0.0, 1.5),
+            )
+            assert noted == item
+            return replace(lengths, items=(noted,))
+
+    members = [("a.mp4", b"V"), ("a.txt", b"word")]
+    source = spec(write_tar(tmp_path / "a.tar", members), "webdataset")
+    noting = Noting(counting.inner)
+    build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: noting)
+    (part,) = (tmp_path / "index" / "src").glob("part-*")
+    (row,) = pq.read_table(part).to_pylist()
+    assert row["item_kind"] == [1]
+    assert row["item_grid"] == [[2, 2, 4, 2]]
+    assert (row["item_seconds_per_patch"], row["item_key_frames_s"]) == ([0.5], [[0.0, 1.5]])
+    assert row["content"] == sample_checks(SourceReader([source]).read(
+        open_catalog([source], str(tmp_path / "index"), "words-1").details(np.array([0]))[0][0]
+    ))[1]  # fmt: skip
 
 
 def test_a_source_of_which_no_sample_can_be_used_is_refused_with_reasons(
     tmp_path: Path, spec: Spec, write_jsonl: Write, counting: Counting
 ) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "k1", "text": "bad"}, {"text": ""}] * 4)
-    with pytest.raises(SourceError, match=r"not one of its 8 samples.*k1: .*bad.*has 0 tokens"):
+    bad = [{"id": f"k{number}", "text": "bad"} for number in range(1, 8)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*bad, {"text": ""}])
+    with pytest.raises(SourceError) as error:
         build_index(
             spec(path, "jsonl"), out_dir=str(tmp_path / "index"), make_measurer=lambda: counting
         )
+    said, *reasons, remedy = str(error.value).splitlines()
+    assert said == "source 'src': not one of its 8 samples can be used:"
+    assert [line.split(" × ")[0].strip() for line in reasons] == ["7", "1"]
+    assert "bad" in reasons[0]
+    assert reasons[0].endswith(" First: src/k1")
+    assert "has 0 tokens" in reasons[1]
+    assert (
+        remedy
+        == "Mend what the reasons name, or correct the source's format or the job's pipeline."
+    )
     assert not (tmp_path / "index" / "src" / "manifest.json").exists()
 
 
@@ -249,7 +386,7 @@ def spawnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], S
 
 @pytest.fixture
 def pool_for_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_SMALLEST_POOLED_BYTES", 0)
+    monkeypatch.setattr(index, "SMALLEST_POOLED_BYTES", 0)
 
 
 @pytest.mark.usefixtures("pool_for_any_size")

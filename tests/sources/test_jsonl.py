@@ -10,16 +10,11 @@ from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import RawSample
-from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
+from tests.sources.support import scan
 
 Spec = Callable[..., SourceSpec]
 Write = Callable[..., Path]
-
-
-def scan(spec: SourceSpec) -> list[ScannedSample]:
-    opened = open_format(spec)
-    return [sample for file in list_files(spec) for sample in opened.scan(file)]
 
 
 def test_a_line_is_a_sample_and_reads_the_same_by_its_span(
@@ -56,6 +51,28 @@ def test_media_are_images_then_videos_then_audio_from_either_key(
     ]  # fmt: skip
 
 
+def test_a_second_image_under_a_key_of_its_own_is_refused(
+    tmp_path: Path, spec: Spec, write_jsonl: Write
+) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"A")
+    record = {"image": "a.jpg", "image_2": "b.jpg", "image_path": "old/a.jpg", "text": "t"}
+    path = write_jsonl(tmp_path / "a.jsonl", [record])
+    (sample,) = scan(spec(path, "jsonl"))
+    assert "key 'image_2' names image 'b.jpg'" in str(sample.raw)
+    source = spec(path, "jsonl", ignore=("image_2",), placeholders="text")
+    (sample,) = scan(source)
+    assert isinstance(sample.raw, RawSample)
+    assert set(sample.raw.record) == {"image", "image_path", "text"}
+    assert sample.raw.placeholders == "text"
+    assert open_format(source).read(sample.key, sample.location) == sample.raw
+
+
+def test_an_ignored_key_is_not_read(tmp_path: Path, spec: Spec, write_jsonl: Write) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"image": "gone.jpg", "text": "t"}])
+    (sample,) = scan(spec(path, "jsonl", ignore=("image",)))
+    assert sample.raw == RawSample(key="a.jsonl:1", record={"text": "t"})
+
+
 @pytest.mark.parametrize(
     "path",
     ["../secret.jpg", "/etc/passwd", "m/../../secret.jpg", "..", ".", "", "..\\secret.jpg",
@@ -84,6 +101,11 @@ def test_a_path_out_of_the_folder_is_refused(
         (b'{"image": "gone.jpg"}', "no file 'gone.jpg'"),
         (b'{"image": "."}', "inside the folder"),
         (b'{"image": 3}', "key 'image' holds 3"),
+        (b'{"image": {"path": "a.jpg"}}', "key 'image' holds {'path'"),
+        (b'{"image": "%s"}' % (b"A" * 5000), "key 'image' holds 5,000 characters.*no path"),
+        (b'{"image": "%s.jpg"}' % (b"a/" * 5000), "holds 10,004 characters.*no path"),
+        (b'{"image_path": "gone.jpg", "text": "t"}', "key 'image_path' names image 'gone.jpg'"),
+        (b'{"audio_filepath": "a.wav", "text": "t"}', "key 'audio_filepath' names audio"),
         (b'{"images": ["a", {}]}', "key 'images' holds {}|no file 'a'"),
     ],
 )
@@ -111,9 +133,9 @@ def test_a_compressed_file_is_refused(tmp_path: Path, spec: Spec) -> None:
         scan(spec(tmp_path / "a.jsonl.gz", "jsonl"))
 
 
-def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path: Path, spec: Spec) -> None:
+def test_a_json_array_is_refused_with_its_format(tmp_path: Path, spec: Spec) -> None:
     (tmp_path / "a.json").write_text('\n[{"text": "a"}]')
-    with pytest.raises(SourceError, match="jq -c"):
+    with pytest.raises(SourceError, match="format: json"):
         scan(spec(tmp_path / "a.json", "jsonl"))
 
 

@@ -119,6 +119,7 @@ def test_every_file_that_arrow_writes_is_read_as_arrow_reads_it(seed: int) -> No
 def some_index_row(rng: random.Random) -> dict[str, Any]:
     spans, items_ = rng.choice((0, 1, 3)), rng.choice((0, 0, 1, 5))
     modalities = [rng.choice(tuple(Modality)) for _ in range(items_)]
+    tokens = [rng.randrange(1, 99) for _ in range(items_)]
     return {
         "key": "k" * rng.choice((1, 30, 3000)),
         "file": rng.choice(("a.tar", "b" * 200)),
@@ -131,13 +132,18 @@ def some_index_row(rng: random.Random) -> dict[str, Any]:
         "llm_tokens": 1 + 9 * items_ + rng.randrange(5),
         "loss_tokens": rng.randrange(2),
         "item_modality": list(map(int, modalities)),
-        "item_encoder_tokens": [rng.randrange(1, 99) for _ in range(items_)],
+        "item_encoder_tokens": tokens,
         "item_llm_tokens": [rng.randrange(1, 9) for _ in range(items_)],
         "item_position": [9 * k for k in range(items_)],
         "item_shape": [
             [1, 28, 28, 3] if each is Modality.VISION else [rng.randrange(999)]
             for each in modalities
         ],
+        "content": rng.randbytes(16),
+        "item_kind": [rng.choice((None, int(each) * 2)) for each in modalities],
+        "item_grid": [rng.choice((None, [1, each, 1, 2])) for each in tokens],
+        "item_seconds_per_patch": [rng.choice((None, 0.5)) for _ in modalities],
+        "item_key_frames_s": [rng.choice((None, [], [0.0, 2.5])) for _ in modalities],
     }
 
 

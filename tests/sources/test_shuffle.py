@@ -1,37 +1,129 @@
-"""The hash and the orders made from it; these values may never change."""
+"""Orders computed by position: permutations, as random as true shuffles, and pinned for ever."""
+
+import itertools
+import math
+from collections import Counter
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from dataservice.sources.shuffle import _mix, keys, permutation
+from dataservice.sources.shuffle import permuted, split_mix
+
+
+def order(size: int, *names: int) -> NDArray[np.int64]:
+    return permuted(np.arange(size), size, *names)
+
+
+def is_permutation(places: NDArray[np.int64], size: int) -> bool:
+    return len(places) == size and bool((np.bincount(places, minlength=size) == 1).all())
 
 
 def test_orders_are_pinned() -> None:
-    assert permutation(10, 1, 2, 3).tolist() == [7, 6, 9, 4, 1, 3, 2, 0, 5, 8]
-    assert keys(np.arange(2), 5).tolist() == [17286874536754031684, 6221399531979976949]
+    assert order(10, 1, 2, 3).tolist() == [9, 0, 4, 3, 7, 1, 6, 8, 2, 5]
+    assert permuted(np.array([0, 1, 10**9 - 1]), 10**9, 5).tolist() == [
+        123384270,
+        916988367,
+        969483178,
+    ]
 
 
-def test_a_permutation_holds_every_place_once() -> None:
-    for size in (0, 1, 2, 1000):
-        assert sorted(permutation(size, 7).tolist()) == list(range(size))
+def test_every_size_up_to_2000_is_permuted() -> None:
+    assert order(0, 7).tolist() == []
+    assert all(is_permutation(order(size, 7), size) for size in range(1, 2001))
+
+
+@pytest.mark.parametrize("power", range(11, 21))
+def test_sizes_around_powers_of_two_are_permuted(power: int) -> None:
+    for size in (2**power - 1, 2**power, 2**power + 1):
+        assert is_permutation(order(size, power, 3), size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2001, 600_000), st.integers(-(2**70), 2**70), st.integers(0, 1000))
+def test_any_size_seed_and_epoch_gives_a_permutation(size: int, seed: int, epoch: int) -> None:
+    assert is_permutation(order(size, seed, epoch), size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 2**62), st.integers(0, 2**62))
+def test_no_two_places_of_huge_orders_meet(size: int, start: int) -> None:
+    places = np.arange(start % size, min(start % size + 5000, size))
+    found = permuted(places, size, 1)
+    assert found.min() >= 0
+    assert found.max() < size
+    assert len(set(found.tolist())) == len(places)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 999_999), max_size=50))
+def test_a_place_does_not_depend_on_what_is_asked_with_it(places: list[int]) -> None:
+    alone = [int(permuted(np.array([place]), 10**6, 4)[0]) for place in places]
+    assert permuted(np.array(places, dtype=np.int64), 10**6, 4).tolist() == alone
 
 
 def test_other_names_give_other_orders() -> None:
-    orders = {tuple(permutation(20, *names)) for names in ((0,), (1,), (0, 0), (0, 1), (1, 0), ())}
-    assert len(orders) == 6
+    names = [(0,), (1,), (0, 0), (0, 1), (1, 0), (), (2**64 - 1,)]
+    assert len({tuple(order(20, *each).tolist()) for each in names}) == len(names)
+    assert order(20, -1).tolist() == order(20, 2**64 - 1).tolist()
 
 
-def test_negative_and_huge_names_are_allowed() -> None:
-    assert permutation(5, -1).tolist() == permutation(5, 2**64 - 1).tolist()
+# ---- as random as a true shuffle ----------------------------------------------------------
+# Each bound is at least 5 standard deviations from what a true shuffle gives; nothing here is
+# drawn anew, so the figures are the same in every run.
 
 
-def test_keys_are_spread_evenly() -> None:
-    buckets = np.bincount((keys(np.arange(100_000), 3) >> np.uint64(60)).astype(int), minlength=16)
-    assert buckets.max() - buckets.min() < 600  # the standard deviation of one is 77
-    order = permutation(20_000, 3)
-    assert abs(np.corrcoef(order, np.arange(20_000))[0, 1]) < 0.03
-    assert abs(np.corrcoef(order, permutation(20_000, 4))[0, 1]) < 0.03
+def test_all_orders_of_a_few_samples_are_as_frequent() -> None:
+    for size in (3, 4, 5):
+        seen = Counter(tuple(order(size, seed, 7).tolist()) for seed in range(1200))
+        expected = 1200 / math.factorial(size)
+        squares = sum(
+            (seen[each] - expected) ** 2 / expected for each in itertools.permutations(range(size))
+        )
+        freedom = math.factorial(size) - 1
+        assert squares < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("size", [100, 243, 1000, 4096, 10_000])
+def test_samples_fall_everywhere_as_often(size: int) -> None:
+    """Chi-square over 20 × 20 cells of (place, sample), in 300 orders."""
+    cells = np.zeros((20, 20))
+    for seed in range(300):
+        np.add.at(cells, (np.arange(size) * 20 // size, order(size, seed, 1) * 20 // size), 1)
+    before = np.bincount(np.arange(size) * 20 // size)
+    expected = 300 * np.outer(before, before) / size
+    squares = ((cells - expected) ** 2 / expected).sum()
+    assert abs(squares - 361) < 5 * math.sqrt(2 * 361)
+
+
+@pytest.mark.parametrize("size", [100, 243, 1000, 4096, 10_000])
+def test_neighbours_are_apart_as_in_a_true_shuffle(size: int) -> None:
+    shuffle = np.random.default_rng(0).permutation
+    ours = [order(size, seed, 2) for seed in range(300)]
+    true = [shuffle(size) for _ in range(300)]
+    for lag in (1, 2, 16):
+        for far in (1, 2, size // 10):
+            counts = [sum((np.abs(p[lag:] - p[:-lag]) == far).sum() for p in each)
+                      for each in (ours, true)]  # fmt: skip
+            assert abs(counts[0] - counts[1]) < 5 * math.sqrt(sum(counts))
+
+
+@pytest.mark.parametrize("size", [1000, 20_011])
+def test_displacement_and_correlations_are_those_of_a_true_shuffle(size: int) -> None:
+    ours = [order(size, 0, epoch) for epoch in range(40)]
+    deviation = 1 / math.sqrt(size)
+    for first, second in itertools.pairwise(ours):
+        assert abs(np.corrcoef(first, np.arange(size))[0, 1]) < 5 * deviation
+        assert abs(np.corrcoef(first, second)[0, 1]) < 5 * deviation
+        assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 5 * deviation
+        assert (first == second).sum() < 12  # 1 is to be expected, of Poisson
+        displaced = np.sort(np.abs(first - np.arange(size))) / size
+        expected = 1 - np.sqrt(1 - (np.arange(size) + 0.5) / size)  # of |x - y|, both uniform
+        assert np.abs(displaced - expected).max() < 4 * deviation  # Kolmogorov and Smirnov's
 
 
 def test_the_hash_is_splitmix64() -> None:
-    first = _mix(np.array([0], dtype=np.uint64))
+    first = split_mix(np.array([0], dtype=np.uint64))
     assert first.tolist() == [0xE220A8397B1DCDAF]  # the published first output of seed 0

@@ -87,7 +87,7 @@ def test_a_protocol_without_its_package_names_the_package(
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(SourceError, match=r"needs a package .*dataservice\[s3\]"):
+    with pytest.raises(SourceError, match=r"needs a package .*service,s3\]"):
         list_files(spec("s3://bucket/a.tar", "webdataset"))
 
 
@@ -170,7 +170,7 @@ def test_storage_that_stays_away_is_given_up(far: Storage, monkeypatch: pytest.M
 def test_spans_are_read_in_any_order_and_across_gaps(
     tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_BRIDGED_GAP_BYTES", 16)
+    monkeypatch.setattr(storage, "BRIDGED_GAP_BYTES", 16)
     data = bytes(range(256)) * 4
     (tmp_path / "a.tar").write_bytes(data)
     opened = Storage(spec(tmp_path / "a.tar", "webdataset"))

@@ -2,34 +2,29 @@
 
 import gzip
 import io
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import webdataset
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
-from dataservice.core.sample import RawSample
-from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.sample import MediaBlob
+from dataservice.decode.image import image_size
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.formats.webdataset_tar import split_name
+from tests.decode.files import Files
+from tests.sources.support import good, scan
 
 Spec = Callable[..., SourceSpec]
 WriteTar = Callable[..., Path]
-
-
-def scan(spec: SourceSpec) -> list[ScannedSample]:
-    opened = open_format(spec)
-    return [sample for file in list_files(spec) for sample in opened.scan(file)]
-
-
-def good(sample: ScannedSample) -> RawSample:
-    assert isinstance(sample.raw, RawSample), sample.raw
-    return sample.raw
 
 
 def test_members_of_one_key_are_one_sample(tmp_path: Path, spec: Spec, write_tar: WriteTar) -> None:
@@ -40,7 +35,7 @@ def test_members_of_one_key_are_one_sample(tmp_path: Path, spec: Spec, write_tar
             ("000.json", b'{"messages": []}'),
             ("001.txt", "grün".encode()),
             ("001.WAV", b"W"),
-            ("001.npy", b"ignored"),
+            ("001.cls", b"7"),
         ],
     )
     first, second = scan(spec(path, "webdataset"))
@@ -140,6 +135,97 @@ def test_names_that_climb_are_only_names(tmp_path: Path, spec: Spec, write_tar: 
     assert [good(s).record["text"] for s in scan(spec(path, "webdataset"))] == ["hi", "ho"]
 
 
+MEMBERS = {
+    **{f: ("image", Files.image(16, 8, p)) for f, p in (
+        ("bmp", "BMP"), ("tiff", "TIFF"), ("tif", "TIFF"), ("avif", "AVIF"), ("jp2", "JPEG2000"),
+        ("image", "JPEG"), ("img", "PNG"), ("input", "PNG"), ("bin", "WEBP"), ("0", "GIF"),
+    )},
+    **{f: ("video", Files.video(3, container=c, codec=k, rate=25)) for f, c, k in (
+        ("mov", "mov", "libx264"), ("m4v", "mp4", "libx264"), ("avi", "avi", "libx264"),
+        ("mpg", "mpeg", "mpeg1video"), ("video", "mp4", "libx264"), ("x", "matroska", "libx264"),
+    )},
+    **{f: ("audio", Files.audio(0.2, container=c, codec=k, rate=48_000)) for f, c, k in (
+        ("m4a", "ipod", "aac"), ("opus", "ogg", "libopus"), ("aac", "adts", "aac"),
+        ("audio", "wav", "pcm_s16le"), ("snd", "flac", "flac"),
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", MEMBERS)
+def test_media_are_known_by_their_suffix_or_by_their_first_bytes(
+    tmp_path: Path, spec: Spec, suffix: str
+) -> None:
+    kind, data = MEMBERS[suffix]
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as tar:
+        tar.write({"__key__": "000", "txt": b"a cat", f"a.{suffix}": data})
+    source = spec(tmp_path / "a.tar", "webdataset")
+    (sample,) = scan(source)
+    assert good(sample).record == {"text": "a cat"}
+    assert [(b.kind, b.data) for b in good(sample).media] == [(kind, data)]
+    assert open_format(source).read(sample.key, sample.location) == sample.raw
+
+
+def test_what_an_image_cannot_be_decoded_from_is_refused_by_name_and_not_trained_as_text() -> None:
+    for suffix, heic in (("heic", b"\0\0\0\x18ftypheic" + bytes(99)), ("jp2", MEMBERS["jp2"][1])):
+        blob = MediaBlob(kind="image", name=f"000.{suffix}", data=heic)
+        with pytest.raises(SampleError, match=rf"000.{suffix}.*readable are JPEG"):
+            image_size(blob, DEFAULT_LIMITS)
+
+
+def test_members_that_nobody_reads_are_said_once_a_source(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        members = [(f"{k}.{s}", b"x") for k in range(3) for s in ("txt", "npy", "cls", "a.pth")]
+        write_tar(tmp_path / f"{number}.tar", members)
+    assert len(scan(spec(tmp_path / "*.tar", "webdataset"))) == 6
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" are not")[0].rpartition("/")[2] for text in said] == [
+        "0.tar: 3 members ending in .npy",
+        "0.tar: 3 members ending in .pth",
+    ]
+    assert "ignore: [npy]" in said[0]
+    caplog.clear()
+    scan(spec(tmp_path / "*.tar", "webdataset", ignore=("npy", ".pth")))
+    assert not caplog.records
+
+
+def test_ignored_suffixes_are_no_part_of_a_sample(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar
+) -> None:
+    members = [("0.jpg", b"J"), ("0.seg.png", b"S"), ("0.depth.PNG", b"D"), ("0.alt.txt", b"a")]
+    path = write_tar(tmp_path / "a.tar", [*members, ("0.txt", b"t"), ("0.json", b'{"image": "x"}')])
+    source = spec(path, "webdataset", ignore=("seg.png", "depth.png", "alt.txt", "image"))
+    (sample,) = scan(source)
+    assert (good(sample).record, [b.name for b in good(sample).media]) == ({"text": "t"}, ["0.jpg"])
+    assert open_format(source).read(sample.key, sample.location) == sample.raw
+    (sample,) = scan(spec(path, "webdataset"))
+    assert "has 2 texts, ['0.alt.txt', '0.txt']" in str(sample.raw)
+
+
+def test_a_record_that_names_an_image_which_is_not_there_is_refused(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar
+) -> None:
+    record = b'{"image": "a.jpg", "url": "https://e.org/a.jpg", "width": 3, "text": "t"}'
+    path = write_tar(tmp_path / "a.tar", [("0.json", record), ("1.json", record), ("1.jpg", b"J")])
+    first, second = scan(spec(path, "webdataset"))
+    assert "key 'image' names image 'a.jpg'" in str(first.raw)
+    assert good(second).media[0].data == b"J"
+
+
+def test_media_that_belong_to_no_sample_are_refused_by_name(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar
+) -> None:
+    picture = Files.image(8, 8, "PNG")
+    members = [("0.jpg", b"J"), ("picture", picture), ("README", b"read"), ("0.txt", b"t")]
+    lost, hidden, whole = scan(
+        spec(write_tar(tmp_path / "a.tar", [*members, ("d/.1.png", picture)]), "webdataset")
+    )
+    assert "member 'picture' is image by its first bytes" in str(lost.raw)
+    assert (good(whole).record, len(good(whole).media)) == ({"text": "t"}, 1)
+    assert "'d/.1.png'" in str(hidden.raw)
+
+
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
@@ -222,3 +308,59 @@ def test_a_tar_that_shrank_after_indexing_is_reported(
     (tmp_path / "a.tar").unlink()
     with pytest.raises(SourceError, match="no such file"):
         open_format(source).read(sample.key, sample.location)
+
+
+# ---- folders that Energon prepared --------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, write_tar: WriteTar) -> Path:
+    """Six shards, the last two of them in other splits."""
+    folder = tmp_path / "prepared"
+    for k in range(6):
+        write_tar(folder / "shards" / f"{k:03}.tar", [(f"{k}.txt", b"word")])
+        (folder / "shards" / f"{k:03}.tar.idx").write_bytes(bytes(16))
+    (folder / ".nv-meta").mkdir()
+    parts = {"train": ["shards/{000..003}.tar"], "val": ["shards/004.tar"], "test": []}
+    (folder / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts}))
+    (folder / ".nv-meta" / ".info.json").write_text('{"shard_counts": {"shards/000.tar": 1}}')
+    return folder
+
+
+def keys(source: SourceSpec) -> list[str]:
+    return [sample.key for sample in scan(source)]
+
+
+def test_of_a_prepared_folder_the_split_train_is_read(
+    prepared: Path, spec: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert keys(spec(prepared, "webdataset")) == ["0", "1", "2", "3"]
+    assert "2 of its files are not read, such as" in caplog.text
+    assert keys(spec(prepared / "shards" / "{004,005}.tar", "webdataset")) == ["4", "5"]
+    split = prepared / ".nv-meta" / "split.yaml"
+    stated = yaml.safe_load(split.read_text()) | {"exclude": ["shards/{001,002,004}.tar"]}
+    split.unlink()
+    (prepared / ".nv-meta" / "split.json").write_text(json.dumps(stated))
+    assert keys(spec(prepared, "webdataset")) == ["0", "3"]
+
+
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ({"split_parts": {"val": ["shards/000.tar"]}}, r"split\.yaml is no list.*train"),
+        ({"split_parts": {"train": [{"a": 1}]}}, r"split\.yaml is no list.*a shard's name"),
+        ({"split_parts": {"train": ["{0..99999}"] * 11}}, "more than 1,000,000 shards"),
+        ({"split_parts": {"train": ["shards/009.tar"]}}, r"lacks 1 of the 1 files.*009\.tar"),
+        ({"split_parts": {"train": []}}, r"none of its 6 files, such as .*000\.tar, is data"),
+        (
+            {"split_parts": {"train": ["shards/000.tar"]}, "exclude": ["shards/000.tar/7"]},
+            r"excludes single samples, such as 'shards/000\.tar/7'",
+        ),
+    ],
+)
+def test_a_split_that_cannot_be_had_is_refused(
+    prepared: Path, spec: Spec, split: object, reason: str
+) -> None:
+    (prepared / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(split))
+    with pytest.raises(SourceError, match=reason):
+        list_files(spec(prepared, "webdataset"))

@@ -80,11 +80,11 @@ def refused(home: Path) -> str:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, connections: list[sqlite3.Connection]) -> Path:
     """A store of some size that was started twice, so that there is a backup."""
     for number in (1, 2):
         store = SqliteStateStore(tmp_path)
-        store._connection.execute("PRAGMA synchronous = OFF")
+        connections[-1].execute("PRAGMA synchronous = OFF")
         store.put_job(JOB)
         for step in range(100):
             store.put_ledger(entry(step, number))
@@ -309,27 +309,32 @@ def test_a_disk_that_is_full_or_read_only_at_the_start_is_named(tmp_path: Path) 
 # ---- size and speed -----------------------------------------------------------------------
 
 
-def test_the_ledger_grows_by_a_bounded_number_of_bytes_a_step(tmp_path: Path) -> None:
+def test_the_ledger_grows_by_a_bounded_number_of_bytes_a_step(
+    tmp_path: Path, connections: list[sqlite3.Connection]
+) -> None:
     store = SqliteStateStore(tmp_path)
     store.put_job(JOB)
-    store._connection.execute("PRAGMA synchronous = OFF")
-    store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connections[-1].execute("PRAGMA synchronous = OFF")
+    connections[-1].execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before = (tmp_path / "state.db").stat().st_size
     for step in range(2000):
         store.put_ledger(entry(step))
+        store.put_content("job", 1, step, hashlib.sha1(str(step).encode()).digest())
         store.commit_step("job", 1, step, 1.7e9 + step, 0.5)
     store.close()
     assert ((tmp_path / "state.db").stat().st_size - before) / 2000 <= BYTES_A_STEP
 
 
-def test_no_question_of_a_restart_or_a_page_of_explain_scans_the_ledger(tmp_path: Path) -> None:
+def test_no_question_of_a_restart_or_a_page_of_explain_scans_the_ledger(
+    tmp_path: Path, connections: list[sqlite3.Connection]
+) -> None:
     store = SqliteStateStore(tmp_path)
     store.put_job(JOB)
     for attempt in (1, 2):
         for step in range(50):
             store.put_ledger(entry(step, attempt))
     asked: list[str] = []
-    store._connection.set_trace_callback(asked.append)
+    connections[-1].set_trace_callback(asked.append)
     store.last_attempt("job")
     last = store.last_entry("job", 2)
     assert last is not None
@@ -341,10 +346,10 @@ def test_no_question_of_a_restart_or_a_page_of_explain_scans_the_ledger(tmp_path
     store.ledger_of_step("job", 7)
     store.quarantine_of_step("job", 1, 7)
     store.skips("job")
-    store._connection.set_trace_callback(None)
+    connections[-1].set_trace_callback(None)
     assert len(asked) == 9
     for query in asked:
-        plan = store._connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
+        plan = connections[-1].execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
         steps = " ".join(row[3] for row in plan)
         assert "SEARCH" in steps, (query, steps)
         assert "SCAN ledger" not in steps, (query, steps)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from dataservice.core.job import AttemptRecord, CostRecord, LedgerEntry, QuarantineEntry
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    SkipRecord,
+    SpecRecord,
+)
 from dataservice.state.directory import BACKUP
 from dataservice.state.schema import MIGRATIONS
 from dataservice.state.sqlite import SqliteStateStore
@@ -28,10 +36,17 @@ def test_there_is_a_file_of_every_version_but_the_newest() -> None:
 
 @pytest.mark.parametrize("script", VERSIONS, ids=lambda path: path.stem)
 def test_an_older_file_keeps_every_row_and_takes_new_ones(script: Path, tmp_path: Path) -> None:
-    has_costs = script.stem != "v1"
+    has_costs, has_skips = script.stem != "v1", script.stem not in ("v1", "v2")
     store = SqliteStateStore(written(script, tmp_path))
     (job,) = store.jobs()
-    assert (job.name, job.spec_json, job.index_fingerprint) == ("vlm-sft", '{"seed": 1}', "f1")
+    assert job == JobRecord(
+        name="vlm-sft", spec_json='{"seed": 1}', index_fingerprint="f1", created_unix_s=10.25
+    )
+    assert store.specs("vlm-sft") == [
+        SpecRecord(
+            job="vlm-sft", version=1, spec_json=job.spec_json, submitted_unix_s=job.created_unix_s
+        )
+    ]
     assert store.last_attempt("vlm-sft") == AttemptRecord(
         job="vlm-sft", attempt=2, world_size=6, start_cursor='{"step": 3}', opened_unix_s=21.5
     )
@@ -60,9 +75,14 @@ def test_an_older_file_keeps_every_row_and_takes_new_ones(script: Path, tmp_path
             reason="corrupt",
         )
     ]  # fmt: skip
-    assert store.skips("vlm-sft") == []
+    known = SkipRecord(
+        job="vlm-sft", number=1, first_step=7, last_step=8, action="skip", from_attempt=2,
+        recorded_unix_s=20.5,
+    )  # fmt: skip
+    before = [known] if has_skips else []
+    assert store.skips("vlm-sft") == before
     (skip,) = store.add_skips("vlm-sft", [(3, 5)], "skip", 30.5)
-    assert (skip.from_attempt, store.skips("vlm-sft")) == (3, [skip])
+    assert (skip.from_attempt, store.skips("vlm-sft")) == (3, [*before, skip])
     store.commit_step("vlm-sft", 1, 1, 31.5, 0.5)
     store.put_cost(cost)
     store.close()

@@ -39,10 +39,12 @@ def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_the_file_is_in_wal_mode_and_fully_synchronous(tmp_path: Path) -> None:
+def test_the_file_is_in_wal_mode_and_fully_synchronous(
+    tmp_path: Path, connections: list[sqlite3.Connection]
+) -> None:
     store = SqliteStateStore(tmp_path)
-    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert connections[-1].execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert connections[-1].execute("PRAGMA synchronous").fetchone() == (2,)
     store.close()
 
 
@@ -95,12 +97,12 @@ def test_a_file_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as connection:
         connection.execute("INSERT INTO migrations VALUES (99, 0.0)")
     connection.close()
-    with pytest.raises(StateError, match=r"schema version 99.*knows up to 3"):
+    with pytest.raises(StateError, match=r"schema version 99.*knows up to 4"):
         SqliteStateStore(tmp_path)
 
 
 def test_an_older_file_is_migrated_and_keeps_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: list[sqlite3.Connection]
 ) -> None:
     store = SqliteStateStore(tmp_path)
     store.put_job(JOB)
@@ -109,20 +111,20 @@ def test_an_older_file_is_migrated_and_keeps_its_rows(
     monkeypatch.setattr(schema, "MIGRATIONS", newer)
     store = SqliteStateStore(tmp_path)
     assert store.jobs() == [JOB]
-    assert store._connection.execute("SELECT COUNT(*) FROM notes").fetchone() == (0,)
-    version = store._connection.execute("SELECT MAX(version) FROM migrations").fetchone()
+    assert connections[-1].execute("SELECT COUNT(*) FROM notes").fetchone() == (0,)
+    version = connections[-1].execute("SELECT MAX(version) FROM migrations").fetchone()
     assert version == (len(newer),)
     store.close()
 
 
 def test_a_ledger_of_the_first_release_goes_on_without_its_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: list[sqlite3.Connection]
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
         store = SqliteStateStore(tmp_path)
-        store.put_job(JOB)
-        store._connection.execute(
+        connections[-1].execute("INSERT INTO jobs VALUES ('job', '{}', 'f', 'active', 0.0)")
+        connections[-1].execute(
             "INSERT INTO ledger VALUES ('job', 1, 4, '{}', 'digest', 8, 'v1', 1.0, NULL)"
         )
         store.close()
@@ -136,7 +138,7 @@ def test_a_ledger_of_the_first_release_goes_on_without_its_seconds(
 
 
 def test_a_migration_that_fails_leaves_the_older_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: list[sqlite3.Connection]
 ) -> None:
     SqliteStateStore(tmp_path).close()
     with monkeypatch.context() as patch:
@@ -146,28 +148,32 @@ def test_a_migration_that_fails_leaves_the_older_version(
             SqliteStateStore(tmp_path)
     store = SqliteStateStore(tmp_path)
     store.put_job(JOB)
-    tables = store._connection.execute("SELECT name FROM sqlite_master").fetchall()
+    tables = connections[-1].execute("SELECT name FROM sqlite_master").fetchall()
     assert ("notes",) not in tables
     store.close()
 
 
-def test_a_full_disk_keeps_what_was_safe_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_safe_and_says_what_to_do(
+    tmp_path: Path, connections: list[sqlite3.Connection]
+) -> None:
     store = SqliteStateStore(tmp_path)
     store.put_job(JOB)
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    (pages,) = connections[-1].execute("PRAGMA page_count").fetchone()
+    connections[-1].execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(StateError, match=r"state\.db: .*full.*Free space"):
         store.put_job(JobRecord(name="big", spec_json="x" * 100_000, index_fingerprint="f"))
     assert store.jobs() == [JOB]
-    store._connection.execute("PRAGMA max_page_count = 100000")
+    connections[-1].execute("PRAGMA max_page_count = 100000")
     store.put_job(JobRecord(name="later", spec_json="{}", index_fingerprint="f"))
     assert [job.name for job in store.jobs()] == ["job", "later"]
     store.close()
 
 
-def test_a_store_that_turned_read_only_says_so(tmp_path: Path) -> None:
+def test_a_store_that_turned_read_only_says_so(
+    tmp_path: Path, connections: list[sqlite3.Connection]
+) -> None:
     store = SqliteStateStore(tmp_path)
-    store._connection.execute("PRAGMA query_only = 1")
+    connections[-1].execute("PRAGMA query_only = 1")
     with pytest.raises(StateError, match="writable for this user"):
         store.put_job(JOB)
     store.close()

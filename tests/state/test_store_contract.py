@@ -100,6 +100,51 @@ def test_replacing_a_job_keeps_its_attempts_and_ledger(store: StateStore) -> Non
     assert store.quarantine("vlm-sft") == [bad(3)]
 
 
+def test_every_version_of_a_job_file_is_kept_and_the_newest_is_the_jobs(
+    store: StateStore,
+) -> None:
+    store.put_job(job(order="o1"))
+    store.put_job(job(state="draining", order="o1"))
+    newest = job(state="draining", order="o1", spec_json='{"seed": 1, "epochs": 2}', spec_version=2)
+    store.put_job(newest)
+    assert store.job("vlm-sft") == newest
+    specs = store.specs("vlm-sft")
+    assert [(spec.job, spec.version, spec.spec_json) for spec in specs] == [
+        ("vlm-sft", 1, '{"seed": 1}'),
+        ("vlm-sft", 2, newest.spec_json),
+    ]
+    assert 0 < specs[0].submitted_unix_s <= specs[1].submitted_unix_s
+    assert store.specs("other") == []
+
+
+def test_a_version_once_kept_is_never_changed(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_job(job(spec_json="{}"))
+    assert [spec.spec_json for spec in store.specs("vlm-sft")] == ['{"seed": 1}']
+
+
+def test_versions_go_with_their_job(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_job(job(spec_version=2))
+    store.delete_job("vlm-sft")
+    store.put_job(job())
+    assert [spec.version for spec in store.specs("vlm-sft")] == [1]
+
+
+def test_an_attempt_keeps_its_launch_and_its_version_of_the_job_file(store: StateStore) -> None:
+    store.put_job(job())
+    begun = replace(attempt(1), spec_version=2, launch="torchrun:none@a:1")
+    store.put_attempt(begun)
+    assert store.last_attempt("vlm-sft") == begun
+    assert store.attempts("vlm-sft") == [begun]
+
+
+def test_a_cost_keeps_the_version_that_it_was_recorded_under(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_cost(replace(cost(5), spec_version=3))
+    assert store.costs("vlm-sft") == [replace(cost(5), spec_version=3)]
+
+
 def test_deleting_a_job_removes_all_of_it_and_nothing_of_another(store: StateStore) -> None:
     for name in ("vlm-sft", "other"):
         store.put_job(job(name))
@@ -185,6 +230,23 @@ def test_costs_are_listed_by_step_and_replace_those_that_begin_later(store: Stat
 def test_costs_need_their_job(store: StateStore) -> None:
     with pytest.raises(NotFoundError, match="no job 'vlm-sft'"):
         store.put_cost(cost(0))
+
+
+def test_what_a_step_delivered_is_kept_when_it_is_committed(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(4))
+    store.put_ledger(entry(4, 2))
+    store.put_content("vlm-sft", 1, 4, b"\x00what\xff")
+    store.commit_step("vlm-sft", 1, 4, 99.5, 1.75)
+    first, second = store.ledger_of_step("vlm-sft", 4)
+    assert first == entry(4, committed_unix_s=99.5, measured_s=1.75, content=b"\x00what\xff")
+    assert second.content is None
+    store.put_content("vlm-sft", 1, 4, b"else")
+    assert store.ledger_entry("vlm-sft", 4, 1).content == b"else"
+    with pytest.raises(NotFoundError, match="never planned"):
+        store.put_content("vlm-sft", 1, 5, b"what")
+    with pytest.raises(NotFoundError, match="never planned"):
+        store.put_content("other", 1, 4, b"what")
 
 
 def test_a_step_that_was_never_planned_cannot_be_committed(store: StateStore) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_client.device import DeviceCopier, moved, resolve_device
+from trainer_client.device import DeviceCopier, resolve_device
 
 
 def moving_tensors(shard):
@@ -51,7 +51,7 @@ def test_what_a_rank_did_not_ask_for_stays_absent(service):
 
 def test_moving_changes_neither_values_nor_types(service):
     shard = next(iter(service.dataset()))
-    copied = moved(shard, torch.clone)
+    copied = shard.mapped(torch.clone)
     pairs = list(zip(moving_tensors(shard), moving_tensors(copied), strict=True))
     assert pairs
     for before, after in pairs:

@@ -4,14 +4,8 @@ import time
 
 import pytest
 
+from tests.waiting import wait_for
 from trainer_client.heartbeat import DataWait, Waited
-
-
-def until(condition, limit_s=10.0):
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_the_wait_for_the_first_step_is_not_counted():
@@ -54,7 +48,7 @@ def test_a_rank_reports_from_its_opening_until_it_is_closed(service):
         next(steps)
         service.coordinator.planned.clear()
         reports = service.coordinator.reports
-        until(lambda: reports and reports[-1].steps == 1)
+        wait_for(lambda: reports and reports[-1].steps == 1)
         assert reports[0].session == "session-1"
         assert (reports[-1].step, reports[-1].waiting_s) == (0, 0.0)
         service.coordinator.planned.set()
@@ -72,7 +66,7 @@ def test_reports_that_fail_are_forgotten(service):
     with service.dataset() as dataset:
         steps = iter(dataset)
         next(steps)
-        until(lambda: service.coordinator.reports)
+        wait_for(lambda: service.coordinator.reports)
         assert 1 + len(list(steps)) == service.coordinator.steps
 
 

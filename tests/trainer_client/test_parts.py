@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from trainer_client import BadArgument, MisuseError, NotFetched, ShardDataset
-from trainer_client.assemble import _positions
-from trainer_client.device import moved
 from trainer_client.parts import EVERYTHING, WantedParts
 
 SEQUENCE_BYTES = 4 * (8 + 5)  # one int32 tensor of rank 0: 8 tokens of pack 0, 5 of pack 1
@@ -60,7 +57,7 @@ def test_a_part_that_was_not_asked_for_says_so_when_it_is_read(service):
     other = replace(microbatch, labels=None, input_ids=torch.zeros(8))
     assert other.input_ids.sum() == 0
     assert not hasattr(other, "labels")
-    on_device = moved(shard, torch.Tensor.clone).microbatches[0]
+    on_device = shard.mapped(torch.Tensor.clone).microbatches[0]
     assert on_device.input_ids.equal(microbatch.input_ids)
     assert not hasattr(on_device, "labels")
     assert not hasattr(on_device.vision, "items")
@@ -71,17 +68,3 @@ def test_a_part_that_was_not_asked_for_says_so_when_it_is_read(service):
 def test_an_unknown_part_is_refused(parts):
     with pytest.raises(BadArgument, match="'inputs', 'tokens', 'media', 'labels', or"):
         ShardDataset("host:1", job="x", rank=0, world_size=1, parts=parts)
-
-
-@pytest.mark.parametrize("degree", [1, 2, 3, 5])
-def test_positions_follow_from_the_plan(degree, service):
-    padded = padded_tokens(np.array([7, 1, 40, 12]), degree)
-    starts = sample_starts(padded)
-    whole = np.arange(starts[-1]) - np.repeat(starts[:-1], padded)
-    microbatch = service.rank_shard(0, 0).microbatches[0]
-    microbatch.cu_seqlens[:] = starts.tolist()
-    microbatch.cp_group[:] = range(degree)
-    for cp_rank in range(degree):
-        microbatch.cp_rank = cp_rank
-        expected = whole[member_rows(padded, degree, cp_rank)]
-        np.testing.assert_array_equal(_positions(microbatch), expected)

@@ -10,7 +10,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.sample import Modality
 from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.thread_decoders import ThreadDecoders
-from tests.workers.trouble import FACTORY, a_sample, pipeline_in
+from tests.workers.trouble import FACTORY, a_sample, decode, pipeline_in
 
 
 @pytest.fixture(scope="module", params=[ThreadDecoders, ProcessDecoders])
@@ -25,11 +25,6 @@ def decoders(request):
 @pytest.fixture
 def pipeline(tmp_path):
     return pipeline_in(tmp_path)
-
-
-def decode(decoders, pipeline, *keys, **shape):
-    samples = [a_sample(number, key, **shape) for number, key in enumerate(keys, 1)]
-    return decoders.decode(pipeline, samples)
 
 
 @pytest.mark.parametrize(

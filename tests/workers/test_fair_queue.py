@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataservice.core.fair_share import FairShare, Run
 from dataservice.core.orders import PackKey, PackOrder, PackSample
 from dataservice.core.sample import SampleLengths, SampleLocation, SampleRef
 from dataservice.core.team import TeamShare, team_of
 from dataservice.workers.fair_queue import BURST_S, FIRST_GUESS_S, FairQueue
-from dataservice.workers.fair_share import FairShare, Run
 
 REF = SampleRef(sample_id=0, source="s", key="k", location=SampleLocation(file="f"))
 

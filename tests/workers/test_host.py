@@ -19,7 +19,7 @@ from dataservice.core.sample import (
 )
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.pack import planned_bytes
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 
 PAD = 9
@@ -252,7 +252,7 @@ def size_of(*keys):
 async def test_packs_beyond_the_limit_of_bytes_wait_until_others_are_released(library):
     host = DecodingHost(threads(library), held_bytes=2 * size_of("a"))
     now, next_one, later = (order("a", step=step, pack=step) for step in range(3))
-    await host.prepare(now)
+    had_room = await host.prepare(now)
     await host.prepare(next_one)
     waiting = asyncio.create_task(host.prepare(later))
     await asyncio.sleep(0.05)
@@ -260,7 +260,8 @@ async def test_packs_beyond_the_limit_of_bytes_wait_until_others_are_released(li
     assert (host.stats().packs_pending, host.stats().packs_waiting) == (1, 1)
     assert later.key in host.held()
     host.release([now.key])
-    await waiting
+    had_none = await waiting
+    assert had_room.room_s < 0.04 < had_none.room_s
     assert host.stats().packs_waiting == 0
     host.close()
 
@@ -318,3 +319,14 @@ async def test_stats_count_what_is_held_and_what_was_done(host):
 def test_a_worker_without_slots_is_refused():
     with pytest.raises(SpecError, match="0 decoding slots"):
         threads(None, slots=0)
+
+
+async def test_a_receipt_tells_what_is_delivered_of_each_sample_masked_or_not(host, library):
+    first = await host.prepare(order("a", "corrupt", "c"))
+    digests = [first.sample_digests[i : i + 8] for i in range(0, 24, 8)]
+    assert len(set(digests)) == 3
+    again = await host.prepare(order("a", "corrupt", "c", step=4))
+    assert again.sample_digests == first.sample_digests
+    good = await host.prepare(order("a", "b", "c", step=5))
+    assert (good.sample_digests[:8], good.sample_digests[16:]) == (digests[0], digests[2])
+    assert good.sample_digests[8:16] != digests[1]

@@ -116,3 +116,36 @@ def test_a_masked_sample_keeps_its_planned_shape_and_teaches_nothing():
 def test_a_sample_that_misses_its_planned_shape_is_refused(wrong, message):
     with pytest.raises(SampleError, match=message):
         check_planned_shape(wrong, SampleLengths(llm_tokens=5, loss_tokens=5, items=(IMAGE,)))
+
+
+def digests(pack):
+    return [pack.sample_digests[i : i + 8] for i in range(0, len(pack.sample_digests), 8)]
+
+
+def test_a_sample_has_one_digest_whatever_pack_it_is_in():
+    pixels = np.arange(12, dtype=np.uint8).reshape(IMAGE.shape)
+    first, second = decoded(3, items=(pixels,)), decoded(2, 200)
+    lengths = [sample(3, (IMAGE,)), sample(2)]
+    one, other = digests(assemble(lengths, [first, second], degree=1, pad_token_id=PAD))
+    assert len(one) == len(other) == 8
+    assert one != other
+    for degree in (1, 2, 3):
+        pack = assemble(lengths[::-1], [second, first], degree=degree, pad_token_id=PAD)
+        assert digests(pack) == [other, one]
+    strided = decoded(3, items=(np.asfortranarray(pixels),))
+    assert digests(assemble(lengths[:1], [strided], degree=1, pad_token_id=PAD)) == [one]
+
+
+def test_every_token_and_every_byte_counts():
+    pixels = np.arange(12, dtype=np.uint8).reshape(IMAGE.shape)
+    sound = np.linspace(-1, 1, 16, dtype=np.float32)
+    lengths = [sample(3, (IMAGE, SOUND))]
+    wrong = [decoded(3, items=(pixels, sound)) for _ in range(5)]
+    wrong[1].input_ids[2] += 1
+    wrong[2].labels[0] = -100
+    wrong[3] = decoded(3, items=(pixels.copy(), sound))
+    wrong[3].items[0][0, 1, 1, 2] ^= 1
+    wrong[4] = decoded(3, items=(pixels, np.nextafter(sound, np.float32(2))))
+    found = {assemble(lengths, [each], degree=1, pad_token_id=PAD).sample_digests for each in wrong}
+    padded = assemble(lengths, [wrong[0]], degree=1, pad_token_id=PAD + 1).sample_digests
+    assert len({*found, padded}) == 6

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,16 +28,20 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.tickets import sign_ticket
+from dataservice.core.tickets import holder_key, prove, sign_ticket
 from dataservice.serving.server import serve_worker
 from dataservice.serving.wire_packs import ticket_to_proto
 from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
-from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
+from tests.waiting import until
+from tests.workers.served import ask, serve
+
+pytestmark = pytest.mark.long
 
 # A test module cannot be imported by Ray's workers: send what it defines by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -44,26 +49,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 QUICK = {"slots_per_worker": 3, "health_interval_s": 0.1, "health_timeout_s": 1.5}
 
 
-class Served:
-    """A real server that tells its worker's name and process, and how it was stopped."""
+class Occupant:
+    """Takes a CPU."""
 
-    def __init__(self, server):
-        self.server = server
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    async def stop(self):
-        self.server.close()
-        await self.server.wait_closed()
-
-
-async def serve(worker):
-    async def answer(reader, writer):
-        writer.write(f"{worker} {os.getpid()}".encode())
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    return Served(await asyncio.start_server(answer, "127.0.0.1", 0))
+    def here(self):
+        pass
 
 
 async def serve_but_not_the_second(worker):
@@ -78,21 +68,6 @@ async def serve_with_a_surprise(worker):
 
 async def serve_never(worker):
     await asyncio.sleep(3600)
-
-
-async def ask(address):
-    """(worker, process id) of whoever answers there."""
-    host, _, port = address.partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    answer = (await reader.read()).decode().split()
-    writer.close()
-    await writer.wait_closed()
-    return answer[0], int(answer[1])
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +94,7 @@ def local_pool(serve, **config):
 
 
 def ray_pool(serve, **config):
-    config = RayPoolConfig(**{**QUICK, **config}, cpus_per_worker=0.5)
+    config = RayPoolConfig(**{"cpus_per_worker": 0.5, **QUICK, **config})
     return RayWorkerPool(serve=serve, config=config)
 
 
@@ -184,11 +159,77 @@ async def test_a_replaced_worker_is_gone_and_its_successor_has_a_new_name(make_p
     assert pool.workers() == (new,)
 
 
-async def test_a_worker_that_cannot_start_fails_the_pool_with_its_own_error(make_pool):
-    pool = make_pool(serve_but_not_the_second, workers=2)
-    with pytest.raises(SpecError, match="99999"):
+async def test_a_pool_serves_with_the_workers_that_start_and_says_which_do_not(make_pool, caplog):
+    pool = make_pool(serve_but_not_the_second, workers=3)
+    await pool.start()
+    assert states(pool) == {"worker-0.1": "serving", "worker-2.1": "serving"}
+    said = pool.shortfall()
+    assert said.startswith("1 of 3 workers are missing and tried again every ")
+    assert said.endswith("port 99999 is not a port")
+    assert "serving with fewer workers than wanted: 1 of 3" in caplog.text
+
+
+async def test_a_worker_that_cannot_start_fails_a_pool_that_needs_it_with_its_own_error(make_pool):
+    pool = make_pool(serve_but_not_the_second, workers=2, min_workers=2)
+    with pytest.raises(SpecError, match=r"1 of 2 workers serve, and min_workers is 2: .*99999"):
         await pool.start()
     assert pool.workers() == ()
+
+
+async def test_workers_that_start_do_not_wait_long_for_one_that_hangs():
+    hangs = asyncio.Event()
+
+    async def serve_the_first_at_once(worker):
+        if not worker.startswith("worker-0."):
+            await hangs.wait()
+        return await serve(worker)
+
+    pool = local_pool(serve_the_first_at_once, workers=2, others_timeout_s=0.2)
+    await pool.start()
+    assert states(pool) == {"worker-0.1": "serving"}
+    assert pool.shortfall() == "1 of 2 workers are being started"
+    hangs.set()
+    await until(lambda: len(pool.workers()) == 2)
+    assert pool.shortfall() == ""
+    await pool.stop()
+
+
+async def test_a_worker_that_ray_has_no_room_for_is_waited_for_without_the_others(make_ray_pool):
+    """Each takes one of two CPUs, and a third actor of somebody else's has one of them."""
+    other = ray.remote(num_cpus=1)(Occupant).remote()
+    await other.here.remote()
+    pool = make_ray_pool(serve, workers=2, start_timeout_s=20.0, cpus_per_worker=1.0)
+    await pool.start()
+    (placed,) = pool.workers()
+    assert (await ask(placed.address))[0] == placed.worker
+    assert re.match(
+        r"1 of 2 workers are missing and tried again every .* s: worker-[01]\.\d+ did not start "
+        r"within 20 s: it takes 1 CPUs, and of 2 in the cluster 0 are free\.",
+        pool.shortfall(),
+    )
+    ray.kill(other)
+    await until(lambda: len(pool.workers()) == 2)
+    assert placed in pool.workers()
+    assert pool.shortfall() == ""
+
+
+async def test_workers_of_larger_settings_serve_as_far_as_there_is_room(make_ray_pool):
+    former = kept_pool(serve, workers=3)
+    await former.start()
+    assert len(former.workers()) == 3
+    await former.stop()
+    # In two CPUs there is no room for three of one each.
+    larger = make_ray_pool(
+        serve,
+        workers=3,
+        namespace="service-a",
+        settings="larger",
+        cpus_per_worker=1.0,
+        start_timeout_s=20.0,
+    )
+    await larger.start()
+    assert len(larger.workers()) == 2
+    assert larger.shortfall().startswith("1 of 3 workers are missing")
 
 
 async def test_an_unexpected_error_at_start_names_the_worker(make_pool):
@@ -320,17 +361,18 @@ async def test_a_worker_that_is_silent_for_a_while_is_told_apart_and_kept(make_r
     assert await ask(info.address) == ("worker-0.1", process_id)
 
 
-def kept_pool(serve, namespace="service-a", settings="today", **config):
+def kept_pool(serve, namespace="service-a", settings="today", outlive=True, **config):
     """A pool whose workers outlive it."""
-    return ray_pool(serve, namespace=namespace, settings=settings, outlive=True, **config)
+    return ray_pool(serve, namespace=namespace, settings=settings, outlive=outlive, **config)
 
 
-async def end_workers(pool):
-    """End what outlives a pool."""
-    for name in [each.worker for each in pool.workers()]:
-        seat = next(seat for seat in pool._seats if seat.holds(name))
-        await pool._empty(seat, gracefully=False)
+async def end_workers(pool, **config):
+    """Stop a pool that was made from `config`, and end what outlives it: a pool that keeps nothing
+    takes over and stops too."""
     await pool.stop()
+    last = kept_pool(serve, **config, outlive=False)
+    await last.start()
+    await last.stop()
 
 
 async def test_workers_outlive_their_pool_and_the_next_one_takes_them_over(small_ray):
@@ -347,7 +389,7 @@ async def test_workers_outlive_their_pool_and_the_next_one_takes_them_over(small
     await stranger.start()
     assert states(stranger) == {"worker-0.1": "serving"}
     assert stranger.workers()[0].address not in {each.address for each in serving}
-    await end_workers(stranger)
+    await end_workers(stranger, workers=1, namespace="service-b")
 
     # The next one needs fewer.
     successor = kept_pool(serve, workers=1)
@@ -358,7 +400,7 @@ async def test_workers_outlive_their_pool_and_the_next_one_takes_them_over(small
         await ask(serving[1].address)
     await successor.replace("worker-0.1")  # it can be ended, and is watched, as one's own
     assert states(successor) == {"worker-0.2": "serving"}
-    await end_workers(successor)
+    await end_workers(successor, workers=1)
 
 
 async def test_workers_of_other_settings_or_that_do_not_answer_are_replaced(small_ray, monkeypatch):
@@ -377,7 +419,7 @@ async def test_workers_of_other_settings_or_that_do_not_answer_are_replaced(smal
     await other.start()
     assert [each.worker for each in other.workers()] == ["worker-0.3", "worker-1.2"]
     await until(lambda: not Path(f"/proc/{stopped}").exists())
-    await end_workers(other)
+    await end_workers(other, workers=2, settings="tomorrow")
 
 
 async def test_a_worker_that_nobody_asks_after_ends_itself(small_ray):
@@ -391,7 +433,7 @@ async def test_a_worker_that_nobody_asks_after_ends_itself(small_ray):
     successor = kept_pool(serve, workers=1)
     await successor.start()
     assert states(successor) == {"worker-0.1": "serving"}
-    await end_workers(successor)
+    await end_workers(successor, workers=1)
 
 
 async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
@@ -399,7 +441,7 @@ async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
     await former.start()
     (info,) = former.workers()
     await former.stop()
-    last = ray_pool(serve, namespace="service-a", settings="today", workers=1)
+    last = kept_pool(serve, workers=1, outlive=False)
     await last.start()
     assert last.workers() == (info,)
     await last.stop()
@@ -446,10 +488,14 @@ async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
             worker=info.worker,
             address=info.address,
             rank=0,
+            holder="h",
             expires_unix_s=2**40,
             parts=(PartSpec(key=key, cp_rank=0),),
         )
-        request = worker_pb2.FetchRequest(ticket=ticket_to_proto(sign_ticket(ticket, b"s")))
+        signed = sign_ticket(ticket, b"s")
+        request = worker_pb2.FetchRequest(
+            ticket=ticket_to_proto(signed), proof=prove(signed, holder_key("h", b"s"))
+        )
         async with grpc.aio.insecure_channel(info.address) as channel:
             header, data = [c async for c in worker_pb2_grpc.WorkerStub(channel).Fetch(request)]
         assert header.header.tensors[0].name == "input_ids"
@@ -458,7 +504,7 @@ async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
 
 
 OWN_RAY = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, stat
 from pathlib import Path
 import grpc, ray
 from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
@@ -473,12 +519,14 @@ async def serve(worker):
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     mine = signal.getsignal(signal.SIGTERM)
-    config = RayPoolConfig(workers=3, temp_dir=Path(sys.argv[1]), log_to_driver=False)
+    config = RayPoolConfig(workers=3, log_to_driver=False)
     pool = RayWorkerPool(serve=serve, config=config)
     await pool.start()
     assert len(pool.workers()) == 3, "more workers than this machine may have CPUs"
     assert signal.getsignal(signal.SIGTERM) is mine, "Ray took SIGTERM"
-    assert any(Path(sys.argv[1]).iterdir())
+    (private,) = Path(os.environ["TMPDIR"]).glob("dataservice-*")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700, "others may reach Ray's sockets"
+    assert list(private.glob("ray/session_*/sockets/raylet"))
     address = ray.get_runtime_context().gcs_address
     nodes = grpc.insecure_channel(address).unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
     token = os.environ["RAY_AUTH_TOKEN"]
@@ -492,6 +540,7 @@ async def main():
             raise AssertionError("a stranger is let into our Ray")
     await pool.stop()
     assert not ray.is_initialized(), "the pool left its Ray running"
+    assert not private.exists()
 
 asyncio.run(main())
 """
@@ -500,7 +549,11 @@ asyncio.run(main())
 def test_a_pool_without_an_address_runs_a_ray_that_no_stranger_gets_into_and_ends_it():
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         done = subprocess.run(
-            [sys.executable, "-c", OWN_RAY, directory], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", OWN_RAY],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "TMPDIR": directory},
         )
         assert done.returncode == 0, done.stderr
 
@@ -510,6 +563,7 @@ def test_a_pool_without_an_address_runs_a_ray_that_no_stranger_gets_into_and_end
     [
         ({"workers": 0}, "workers is 0"),
         ({"workers": 1, "slots_per_worker": 0}, "slots_per_worker is 0"),
+        ({"workers": 1, "min_workers": 2}, "min_workers is 2, and there are 1 workers"),
         ({"workers": 1, "cpus_per_worker": -1}, "cpus_per_worker is -1"),
         ({"workers": 1, "outlive": True}, "need a namespace"),
         ({"workers": 1, "temp_dir": Path("/" + "x" * 60)}, "at most 45"),

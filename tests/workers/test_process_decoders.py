@@ -15,9 +15,10 @@ import pytest
 
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.pipelines import PipelineFactory
 from dataservice.workers.process_decoders import ProcessDecoders
-from tests.workers.trouble import FACTORY, a_sample, an_order, pipeline_in
+from dataservice.workers.sample_pipelines import PipelineFactory
+from tests.waiting import wait_for
+from tests.workers.trouble import FACTORY, an_order, decode, pipeline_in
 
 LIMIT_S = 20.0
 
@@ -46,14 +47,6 @@ def pipeline(tmp_path):
     return pipeline_in(tmp_path)
 
 
-def wait_for(condition):
-    deadline_s = time.monotonic() + LIMIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)
-    return found
-
-
 def process_that_is_at(folder, key):
     """The process that has begun to decode this sample."""
     (mark,) = wait_for(lambda: [*folder.glob(f"{key}.[0-9]*")])
@@ -66,11 +59,6 @@ def lives(process_id):
     except OSError:
         return False
     return state != "Z"
-
-
-def decode(decoders, pipeline, *keys, **shape):
-    samples = [a_sample(number, key, **shape) for number, key in enumerate(keys, 1)]
-    return decoders.decode(pipeline, samples)
 
 
 # ---- what dies and hangs ------------------------------------------------------------------
@@ -275,7 +263,7 @@ def test_closing_ends_every_process_and_whoever_waits(tmp_path):
 
 def test_the_nursery_has_one_thread_and_loads_neither_grpc_nor_ray(tmp_path):
     """Forking is sound only where no other thread may hold a lock."""
-    from dataservice.job_pipeline import decoder_of, reader_of
+    from dataservice.jobs.sample_pipeline import decoder_of, reader_of
 
     factory = PipelineFactory(reader_for=reader_of, decoder_for=decoder_of)
     with decoding(factory=factory) as decoders:
@@ -286,7 +274,7 @@ def test_the_nursery_has_one_thread_and_loads_neither_grpc_nor_ray(tmp_path):
         loaded = Path(f"/proc/{nursery}/maps").read_text()
     assert set(threads) <= {"nursery", "jemalloc_bg_thd"}
     assert "av" in loaded
-    assert not any(library in loaded for library in ("cygrpc", "_raylet", "numba"))
+    assert not any(library in loaded for library in ("cygrpc", "_raylet"))
 
 
 STOPPED = """
@@ -337,3 +325,16 @@ def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, monkeypa
         decoders.close()
         with pytest.raises(WorkerLostError, match="cannot start"):
             call.result(LIMIT_S)
+
+
+# ---- what the seconds go to -----------------------------------------------------------------
+
+
+def test_waiting_for_storage_and_for_a_cpu_is_told_from_work(one, pipeline):
+    far, idle, busy = decode(one, pipeline, "far-0.4", "take-0.4", "work-0.4")
+    assert far.read_s > 0.35 > far.read_cpu_s + 0.1
+    assert far.read_cpu_s <= far.cpu_s < 0.25
+    assert idle.seconds - idle.read_s > 0.35 > idle.cpu_s + 0.1
+    assert busy.cpu_s - busy.read_cpu_s > 0.35
+    for each in (far, idle, busy):
+        assert 0 <= each.read_cpu_s <= each.cpu_s <= each.seconds

@@ -1,6 +1,5 @@
 """Workers on several Ray nodes: real ones, on this machine, that die as machines do."""
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -13,9 +12,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
-from tests.workers.test_pools import ask, serve, until
+from tests.waiting import until
+from tests.workers.served import ask, serve
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def cluster():
     if ray.is_initialized():
         ray.shutdown()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray keeps an address there, whatever `temp_dir` is
     made = Cluster()
     options = {"object_store_memory": SMALLEST_OBJECT_STORE_BYTES, "include_dashboard": False}
     made.add_node(num_cpus=0, temp_dir=directory, **options)
@@ -70,8 +71,9 @@ async def test_workers_of_a_node_that_dies_go_on_at_another(cluster, monkeypatch
     gone = [each for each in before if at[each.worker] in victims]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(90):
-        await until(lambda: len(pool.workers()) == 2 and not set(gone) & set(pool.workers()))
+    await until(
+        lambda: len(pool.workers()) == 2 and not set(gone) & set(pool.workers()), limit_s=90
+    )
     left = next(node for node in nodes if node is not lost)
     after = [(await ask(each.address))[1] for each in pool.workers()]
     assert set(after) <= processes_of(left)

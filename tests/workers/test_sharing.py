@@ -10,7 +10,7 @@ import pytest
 from dataservice.core.sample import DecodedSample, RawSample
 from dataservice.core.team import TeamShare
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 from tests.workers.trouble import an_order
 

@@ -25,7 +25,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.team import TeamShare
-from dataservice.workers.pipelines import PipelineFactory
+from dataservice.workers.sample_pipelines import PipelineFactory
 
 PAD = 9
 IMAGE = (2, 224, 224, 3)
@@ -35,6 +35,8 @@ class Reader:
     def read(self, ref):
         if ref.key == "gone":
             raise SourceError("the source has vanished")
+        if ref.key.startswith("far"):
+            time.sleep(float(ref.key.split("-")[1]))
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
 
@@ -97,6 +99,13 @@ def take_s(decoder, raw):
     time.sleep(float(raw.key.split("-")[1]))
 
 
+def work_s(decoder, raw):
+    """Keep a CPU busy, however many others want it."""
+    until_s = time.process_time() + float(raw.key.split("-")[1])
+    while time.process_time() < until_s:
+        pass
+
+
 def meet(decoder, raw):
     """Wait until the other of a pair is being decoded too."""
     other = {"meet-a": "meet-b", "meet-b": "meet-a"}[raw.key]
@@ -119,6 +128,7 @@ ACTS = {
     "once": die_once,
     "hog": hog,
     "take": take_s,
+    "work": work_s,
 }
 
 
@@ -156,6 +166,11 @@ def a_sample(number, key, *, tokens=4, images=0, sounds=0):
         ),
         lengths=SampleLengths(llm_tokens=tokens, loss_tokens=tokens, items=items),
     )
+
+
+def decode(decoders, pipeline, *keys, **shape):
+    samples = [a_sample(number, key, **shape) for number, key in enumerate(keys, 1)]
+    return decoders.decode(pipeline, samples)
 
 
 def an_order(folder, keys, *, pack=0, step=0, job="j", share=None, first=1, **shape):

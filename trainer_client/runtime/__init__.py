@@ -1,6 +1,8 @@
-"""The in-rank runtime: executes a rank shard with the gradients of the unbalanced run."""
+"""The runtime inside a rank: trains a rank shard, with the gradients of the unbalanced run."""
 
-from trainer_client.runtime.errors import (
+from trainer_client.notices import SlowAttention
+from trainer_client.runtime.exchange import exchange_features, scatter_rows
+from trainer_client.runtime.faults import (
     GroupFormationError,
     GroupPoolError,
     LayoutError,
@@ -8,18 +10,17 @@ from trainer_client.runtime.errors import (
     PlanMismatchError,
     RuntimeFault,
 )
-from trainer_client.runtime.exchange import exchange_features, scatter_rows
 from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
 from trainer_client.runtime.peers import PeerGroup
-from trainer_client.runtime.pipeline import (
+from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
+from trainer_client.runtime.pipeline_parallel import (
     HiddenStates,
     LaterChunk,
     PipelineResult,
     run_pipeline_step,
 )
-from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
 from trainer_client.runtime.pipeline_schedule import (
     Action,
     PipelineSchedule,
@@ -56,6 +57,7 @@ __all__ = [
     "PipelineSchedule",
     "PlanMismatchError",
     "RuntimeFault",
+    "SlowAttention",
     "StepResult",
     "Timeline",
     "check_same_plan",

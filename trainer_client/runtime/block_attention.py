@@ -1,9 +1,9 @@
 """Attention of one block: packed queries against packed keys, with its log-sum-exp.
 
-The seam between the ring and the hardware. A kernel gives for every query row and head the
-attention over the block's keys alone and the log of the sum of its exponentials, from which
-the ring merges blocks exactly; and, given the *merged* output and log-sum-exp, the block's
-part of the gradients (FlashAttention's backward needs no more than that).
+The interface between the ring and the hardware. For every query row and head, a kernel gives the
+attention over the block's keys alone and the log-sum-exp of its scores, from which the ring merges
+blocks exactly. Given the *merged* output and log-sum-exp, it also gives the block's part of the
+gradients (FlashAttention's backward needs no more than that).
 
 Shapes: q [query rows, heads, head_dim]; k, v [key rows, kv heads, head_dim], with ``heads`` a
 multiple of ``kv heads`` (grouped queries: query head h uses kv head h // (heads // kv heads));
@@ -12,19 +12,26 @@ causal block has equal numbers of both.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trainer_client.notices import SlowAttention, tell
 from trainer_client.runtime.ring_layout import Block
 
-TILE_ROWS = 128  # query rows a plain tile scores at once: the scores should stay in cache
+TILE_ROWS = 128  # query rows in a tile of the plain kernel, whose scores should stay in cache
+
+# Largest head_dim of torch's FlashAttention-2.
+FLASH_HEAD_DIM = 256
+FLASH_MULTIPLE = 8
+FLASH_CAPABILITY = (8, 0)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type in which outputs and gradients of blocks are merged."""
+    """The type in which outputs and gradients of blocks are merged."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -50,18 +57,81 @@ class BlockKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelChoice:
+    """Whether flash attention computes a block; if not on a GPU, the reason and the remedy."""
+
+    flash: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+def kernel_for(
+    *, device_type: str, dtype: torch.dtype, head_dim: int, lacking: str = ""
+) -> KernelChoice:
+    """The kernel for queries of this kind. ``lacking``: why this torch has no flash attention on
+    this GPU, empty where it has. On the host the plain kernel is used."""
+    if device_type != "cuda":
+        return KernelChoice(flash=False)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return KernelChoice(
+            flash=False,
+            reason=f"queries are {dtype}, and flash attention takes float16 and bfloat16",
+            remedy="train in bfloat16, or cast q, k and v to it before attention",
+        )
+    if head_dim > FLASH_HEAD_DIM or head_dim % FLASH_MULTIPLE:
+        return KernelChoice(
+            flash=False,
+            reason=f"head_dim is {head_dim}, and flash attention takes multiples of "
+            f"{FLASH_MULTIPLE} up to {FLASH_HEAD_DIM}",
+            remedy="pad the heads of q, k and v with zeros to such a width, cut the output, and "
+            "give scale= of the true one",
+        )
+    if lacking:
+        return KernelChoice(
+            flash=False,
+            reason=lacking,
+            remedy="take a torch built with FlashAttention-2 and a GPU of compute capability 8.0 "
+            "or higher",
+        )
+    return KernelChoice(flash=True)
+
+
 def choose_kernel(q: Tensor) -> BlockKernel:
-    """Flash attention where torch has it for this device and type, else the plain kernel."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-    return FlashKernel() if q.is_cuda and fits and _has_flash(q.device) else PlainKernel()
+    """Flash attention where torch has it for this device and type, else the plain kernel; on a GPU
+    the plain kernel comes with a SlowAttention warning, once for each reason."""
+    choice = kernel_for(
+        device_type=q.device.type,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        lacking=lacking_flash(q.device) if q.is_cuda else "",
+    )
+    if choice.reason:
+        tell_slow(choice.reason, choice.remedy)
+    return FlashKernel() if choice.flash else PlainKernel()
 
 
 @lru_cache
-def _has_flash(device: torch.device) -> bool:
-    """Whether this torch was built with FlashAttention-2 and the GPU can run it (sm80 and on)."""
-    built = torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+def lacking_flash(device: torch.device) -> str:
+    """Why this torch has no FlashAttention-2 on this GPU; empty where it has."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without flash attention"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}"
+    return ""
+
+
+@lru_cache
+def tell_slow(reason: str, remedy: str) -> None:
+    """Warn that the plain kernel is in use on a GPU. Because of the cache, a process warns once
+    for each reason."""
+    tell(
+        SlowAttention,
+        f"attention on the GPU is computed by the plain kernel, a Python loop over {TILE_ROWS} "
+        f"queries at a time, which is many times slower than flash attention: {reason}. "
+        f"To have it fast, {remedy}.",
+    )
 
 
 class PlainKernel:
@@ -97,7 +167,7 @@ class PlainKernel:
         grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
         grad_k = torch.zeros(k.shape, dtype=dtype, device=q.device)
         grad_v = torch.zeros(v.shape, dtype=dtype, device=q.device)
-        # delta [rows, heads, 1]: what the softmax's normalisation takes from every score
+        # delta [rows, heads, 1]: subtracted from every score's gradient by softmax's normalisation
         delta = (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)
         for query, key, visible in _tiles(block):
             tile_grad = _group(grad_out[query], kv_heads)
@@ -116,8 +186,8 @@ class PlainKernel:
 class FlashKernel:
     """Torch's own variable-length FlashAttention, as torch.nn.attention.varlen calls it.
 
-    The operators below it are used because its public form recomputes nothing from a merged
-    log-sum-exp, which the ring's backward needs.
+    It calls the operators below that function, because the ring's backward needs gradients from a
+    merged log-sum-exp, which the public function does not offer.
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""Moments of a step, as the device that computes sees them, and which phase each second went to.
+"""Times of a step on the device that computes, and the seconds of each phase.
 
 A step is always in one phase, so the seconds of its phases add up to the step's. ``switch_phase``
 costs a clock reading on a CPU and an event on a GPU's stream; nothing waits for the device until
@@ -18,19 +18,19 @@ OTHER = "other"
 
 
 class Clock(Protocol):
-    """Marks moments of a step; read afterwards, in seconds since the clock was made."""
+    """Notes moments of a step, which are read afterwards in seconds since the clock was made."""
 
     def mark(self) -> int:
         """Note this moment; returns its number."""
         ...
 
     def read(self) -> list[float]:
-        """Every moment noted."""
+        """All moments that were noted, in seconds since the clock was made."""
         ...
 
 
 def start_clock(device: torch.device) -> Clock:
-    """Of the device that computes: the host for CPU, its current stream for CUDA."""
+    """A clock of the device that computes: the host's for CPU, the current stream's for CUDA."""
     return _StreamClock(device) if device.type == "cuda" else _HostClock()
 
 
@@ -70,14 +70,14 @@ class _StreamClock:
 
 
 class PhaseClock:
-    """Seconds by phase, from when it was made. Begins in ``other``."""
+    """Counts seconds by phase since it was made. It begins in phase ``other``."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = start_clock(device)
         self._begun = [(OTHER, self._clock.mark())]
 
     def switch(self, phase: str) -> None:
-        """What comes now belongs to this phase."""
+        """Begin this phase."""
         self._begun.append((phase, self._clock.mark()))
 
     def seconds(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ def switch_phase(phase: str) -> None:
 
 
 def switch_in_backward(tensor: Tensor, phase: str) -> Tensor:
-    """The same tensor; when its gradient arrives, the phase begins."""
+    """Returns the same tensor; the phase begins when its gradient arrives."""
     clock = _running.get()
     if clock is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -121,7 +121,7 @@ def switch_in_backward(tensor: Tensor, phase: str) -> Tensor:
 
 
 class _SwitchInBackward(torch.autograd.Function):
-    # Backward may run in a thread of the device, so the clock is handed on.
+    # Backward may run in another thread, one of the device's, so the clock is passed on.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, phase: str, clock: PhaseClock) -> Tensor:
         ctx.phase, ctx.clock = phase, clock

@@ -1,14 +1,13 @@
-"""Encoded feature rows travel from the replica that encoded them to the one that needs them.
+"""Sends encoded feature rows from the replica that encoded them to the one that needs them.
 
-One all-to-all per modality and wave, whose splits the plan has composed already; its backward
-is the same exchange the other way round.
+There is one all-to-all per modality and wave, with the plan's splits; its backward is the same
+exchange in the other direction.
 
-Every replica of the group takes part in every exchange and in its backward, rows or no rows:
-the exchange is part of the graph even where nothing was encoded (an anchor stands for the
-missing gradient) and even where nothing arrives (an empty tensor still links it to the
-loss). Otherwise one replica's backward would wait for another that never comes. Where a wave
-has several exchanges, ``after=`` chains them, so that their backward order is the same on all
-replicas and not left to the engine.
+Every replica of the group takes part in every exchange and in its backward, even without rows.
+The exchange is part of the graph where nothing was encoded (an anchor stands for the missing
+gradient) and where nothing arrives (an empty tensor still links it to the loss). Otherwise one
+replica's backward would wait for another that never comes. Where a wave has several exchanges,
+``after=`` chains them, so that autograd runs their backward in the same order on all replicas.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.peers import PeerGroup
 
 FEATURES_CHANNEL = 3
@@ -34,7 +33,7 @@ def exchange_features(
     after: Tensor | None = None,
     differentiable: bool = True,
 ) -> Tensor:
-    """Send rows to every member and take theirs.
+    """Send rows to every member and receive rows from every member.
 
     Parameters
     ----------
@@ -66,10 +65,10 @@ def exchange_features(
 def scatter_rows(embeddings: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """A copy of ``embeddings`` [tokens, width] with ``rows`` [R, width] at ``positions`` [R].
 
-    With no rows the result is still linked to ``rows`` in the graph, which the exchange
-    behind them needs.
+    Even without rows the result is linked to ``rows`` in the graph, as the exchange that gave them
+    needs it.
 
-    Raises LayoutError when rows and positions differ in number.
+    Raises LayoutError where the numbers of rows and positions differ.
     """
     if rows.shape[0] != positions.shape[0]:
         raise LayoutError(
@@ -123,10 +122,10 @@ def _all_to_all(
     group: PeerGroup,
     direction: str,
 ) -> Tensor:
-    """Pairwise sends and receives; pairs with nothing to say do not speak.
+    """Sends and receives between pairs of members; a pair without rows sends nothing.
 
-    Used instead of the backends' own all-to-all because most pairs are empty when placement is
-    good, because a failure then names the peer, and because gloo's lacks types such as bf16.
+    Used instead of the backends' own all-to-all for three reasons: most pairs are empty when
+    placement is good, a failure names the peer, and gloo's all-to-all lacks types such as bf16.
     """
     rows = rows.contiguous()
     received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))

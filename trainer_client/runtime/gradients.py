@@ -1,10 +1,10 @@
-"""How gradients become sums over replicas: by this package, by DDP, or by FSDP2.
+"""Sums gradients over replicas: with this package's own sum, DDP, or FSDP2.
 
-Whatever reduces them, three things hold for a step. The reduction happens once, in the
-backward pass of the last microbatch or after it. It gives sums, not averages: DDP and FSDP
-divide by the number of replicas, so the loss is multiplied by it. And every replica runs the
-same modules in every wave (``forward_microbatch`` sees to it), because a sharded module
-gathers its weights, and a wrapped one starts its reduction, when it runs.
+With each of them, three things hold for a step. The reduction happens once, in the backward pass
+of the last microbatch or after it. It gives sums, not averages: DDP and FSDP divide by the number
+of replicas, so the loss is multiplied by it. And every replica runs the same modules in every wave
+(``forward_microbatch`` ensures it), because a sharded module gathers its weights, and a wrapped
+one starts its reduction, when it runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.loss import sum_gradients
 from trainer_client.runtime.peers import PeerGroup
 
 
 class GradientReduction(Protocol):
-    """What ``run_step`` asks of whoever reduces the gradients.
+    """What ``run_step`` needs from the reduction of gradients.
 
-    ``averaged_over``: by how many replicas the reduction divides; 1 when it sums.
+    ``averaged_over``: the number of replicas by which the reduction divides; 1 if it sums.
     """
 
     averaged_over: int
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a microbatch, ``last`` for the step's last one."""
+        """Context of a microbatch's forward and backward; ``last`` for the step's last one."""
         ...
 
     def finish(self) -> None:
@@ -39,10 +39,10 @@ class GradientReduction(Protocol):
 
 
 def reduction_of(model: Module, everyone: PeerGroup) -> GradientReduction:
-    """The reduction that a model is wrapped for.
+    """The reduction that fits the model's wrapper.
 
-    Raises LayoutError for a model that is wrapped in part, without a forward of its own, or
-    over other ranks than the replicas.
+    Raises LayoutError where the model is wrapped in part, without a forward of its own, or over
+    other ranks than the replicas.
     """
     if isinstance(model, DistributedDataParallel):
         return DdpReduction(model, everyone)
@@ -59,7 +59,7 @@ def reduction_of(model: Module, everyone: PeerGroup) -> GradientReduction:
 
 
 class SumReduction:
-    """For a model that nobody wrapped: one sum after the last backward."""
+    """For a model that is not wrapped: one sum after the last backward."""
 
     averaged_over = 1
 
@@ -98,8 +98,8 @@ class DdpReduction:
 class FsdpReduction:
     """For FSDP2's ``fully_shard``, on a mesh of all replicas; also sharded in nodes (HSDP).
 
-    ``every_microbatch``: reduce after each microbatch. It costs a reduction each but keeps no
-    unsharded gradients between microbatches, which large models have no room for.
+    ``every_microbatch``: reduce after each microbatch. This costs one reduction per microbatch,
+    but keeps no unsharded gradients between them, for which large models have no memory.
     """
 
     def __init__(

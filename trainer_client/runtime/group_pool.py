@@ -21,10 +21,8 @@ is the same everywhere, so members that wait for one another cannot form a cycle
 ``close``; all of its members must do the same.
 """
 
-import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -36,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from trainer_client.runtime.errors import GroupFormationError, GroupPoolError, PeerError
+from trainer_client.runtime.faults import GroupFormationError, GroupPoolError, PeerError
+from trainer_client.runtime.group_ledger import GroupLedger, Members
 from trainer_client.runtime.peers import (
     POLL_S,
     FaultBoard,
@@ -46,8 +45,6 @@ from trainer_client.runtime.peers import (
     grace_s,
     is_transport_error,
 )
-
-Members = tuple[int, ...]
 
 
 class GroupPool:
@@ -97,10 +94,15 @@ class GroupPool:
             self._store = None
         self._background_store: Store | None = None
         self._closed_at = math.inf  # of the monotonic clock
-        self._ledger = _Ledger(max_groups)
+        self._ledger = GroupLedger(max_groups)
         self._planned: dict[Members, Future[PeerGroup]] = {}
         self._unplanned: dict[Members, PeerGroup] = {}
-        self._connector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cp-groups")
+        self._connector = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="cp-groups",
+            initializer=_compute_on,
+            initargs=(self._device,),
+        )
 
     @property
     def everyone(self) -> PeerGroup:
@@ -151,9 +153,9 @@ class GroupPool:
 
     @contextmanager
     def naming_lost(self, action: str) -> Iterator[None]:
-        """Say which replica is behind an error of DDP's or FSDP's collectives in between.
+        """Name the replica that caused an error of DDP's or FSDP's collectives in the body.
 
-        Only errors of communication are looked at, and only once ``everyone`` was used. Raises
+        Only errors of communication are examined, and only once ``everyone`` was used. Raises
         PeerError in their place.
         """
         try:
@@ -166,8 +168,8 @@ class GroupPool:
     def close(self) -> None:
         """Drop every group. Call it on all replicas after their last use of the pool.
 
-        Groups that are still being connected are finished, since their other members wait for
-        this one, but not waited for longer than the grace.
+        Groups that are still being connected are finished, because their other members wait for
+        this one, but no longer than the grace period.
         """
         self._closed_at = time.monotonic()
         self._connector.shutdown(wait=False)
@@ -187,7 +189,8 @@ class GroupPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; an error of communication on the way out names the lost replica too."""
+        """Close. An error of communication that leaves the body is raised as a PeerError that
+        names the lost replica."""
         blamed = self._blamed(error, "work between steps")
         self.close()
         if blamed is not None:
@@ -226,7 +229,9 @@ class GroupPool:
         try:
             store.set(f"arrived/{self.replica}", "1")
             self._await_members(members, store, limit_s)
-            transport = _make_transport(self._backend_name, store, index, len(members), limit_s)
+            transport = _make_transport(
+                self._backend_name, store, index, len(members), limit_s, self._device
+            )
         except RuntimeError as error:
             raise self._formation_error(members, _missing(store, members), error) from error
         board = FaultBoard(self._store or pool_store, replica=self.replica)
@@ -240,8 +245,8 @@ class GroupPool:
         )
 
     def _await_members(self, members: Members, store: Store, limit_s: float) -> None:
-        """Wait until all members want this group. NCCL would wait for them as long as the store's
-        own timeout. Raises RuntimeError."""
+        """Wait until all members request this group. NCCL alone would wait for the store's own
+        timeout. Raises RuntimeError."""
         deadline = time.monotonic() + limit_s
         arrivals = [f"arrived/{member}" for member in members]
         while not store.check(arrivals):
@@ -263,71 +268,35 @@ class GroupPool:
         )
 
 
-class _Ledger:
-    """Who keeps which group, worked out alike on every replica.
-
-    Groups are ordered by the last list that named them. When some replica keeps more than
-    ``max_groups``, the oldest groups with such a member go, save those of the last two lists.
-    An admission number is never used twice, so neither is a group's place in the store.
-    """
-
-    def __init__(self, max_groups: int) -> None:
-        self._max_groups = max_groups
-        self._kept: OrderedDict[Members, int] = OrderedDict()
-        self._load: dict[int, int] = {}
-        self._admissions = itertools.count()
-        self._previous: frozenset[Members] = frozenset()
-
-    def groups(self) -> tuple[Members, ...]:
-        return tuple(self._kept)
-
-    def admit(self, step_groups: Iterable[Members]) -> tuple[dict[Members, int], list[Members]]:
-        """New groups with their admission numbers, and the groups to drop. O(kept groups)."""
-        current = dict.fromkeys(group for group in step_groups if len(group) > 1)
-        admitted: dict[Members, int] = {}
-        for group in current:
-            if group not in self._kept:
-                admitted[group] = self._kept[group] = next(self._admissions)
-                self._shift_load(group, 1)
-            self._kept.move_to_end(group)
-        named_now = frozenset(current)
-        dropped = self._drop_oldest(protected=self._previous | named_now)
-        self._previous = named_now
-        return admitted, dropped
-
-    def _drop_oldest(self, protected: frozenset[Members]) -> list[Members]:
-        dropped = []
-        for group in tuple(self._kept):
-            if not any(load > self._max_groups for load in self._load.values()):
-                break
-            crowded = any(self._load[member] > self._max_groups for member in group)
-            if crowded and group not in protected:
-                del self._kept[group]
-                self._shift_load(group, -1)
-                dropped.append(group)
-        return dropped
-
-    def _shift_load(self, group: Members, change: int) -> None:
-        for member in group:
-            self._load[member] = self._load.get(member, 0) + change
-
-
 def _close_made(future: Future[PeerGroup]) -> None:
-    """Close a group once it is connected. Its connecting is not cancelled: its other members
-    are waiting for this one, and would wait until their timeout."""
+    """Close a group once it is connected. Connecting is not cancelled, because the other members
+    would then wait until their timeout."""
     if not future.cancelled() and future.exception() is None:
         future.result().close()
 
 
 def _default_backend() -> str:
-    """The default group's backend; where it has one per device, the accelerator's."""
+    """The default group's backend; the accelerator's where there is one backend per device."""
     name = dist.get_backend() if dist.is_initialized() else "gloo"
     if name in ("gloo", "nccl"):
         return name
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _make_transport(name: str, store: Store, index: int, size: int, timeout_s: float) -> Transport:
+def _compute_on(device: torch.device | None) -> None:
+    """Set CUDA's current device, which each thread has for itself and which is 0 in a new one."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _make_transport(
+    name: str,
+    store: Store,
+    index: int,
+    size: int,
+    timeout_s: float,
+    device: torch.device | None,
+) -> Transport:
     timeout = as_timedelta(timeout_s)
     if name == "gloo":
         return cast(Transport, dist.ProcessGroupGloo(store, index, size, timeout))
@@ -336,7 +305,7 @@ def _make_transport(name: str, store: Store, index: int, size: int, timeout_s: f
         options._timeout = timeout
         backend = dist.ProcessGroupNCCL(store, index, size, options)
         # Connect now, in the background, rather than inside the first ring.
-        backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        backend.eager_connect_single_device(device)
         return cast(Transport, backend)
     raise GroupPoolError(
         f"backend {name!r} is not supported by the group pool; start torch.distributed with "

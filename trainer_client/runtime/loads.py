@@ -1,7 +1,4 @@
-"""What is measured of a model: groups of replicas, and packs and items of many lengths.
-
-See measure.py, which measures it.
-"""
+"""The loads that measure.py runs: groups of replicas, with packs and items of many lengths."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,27 +16,27 @@ from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel
 from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
 
-PACKED = 4  # sequences of a pack, items of a batch: what tells linear and square terms apart
+PACKED = 4  # sequences in a pack or items in a batch; separates linear from quadratic cost
 CLIP_FRAMES = 8
-TOKEN_IDS = 251  # ids used; vocabularies are larger, and one id alone would make a slow gradient
+TOKEN_IDS = 251  # number of different ids; with a single one the embedding's gradient is slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """A partition of the replicas: groups of `degree`, and a rest that computes alone."""
+    """A partition of the replicas into groups of `degree`; those left over compute alone."""
 
     degree: int
     crosses_node: bool
     members: tuple[tuple[int, ...], ...]
 
     def of(self, replica: int) -> tuple[int, ...]:
-        """The group of a replica; itself if it is in none."""
+        """The group of a replica; the replica alone if it is in none."""
         return next((group for group in self.members if replica in group), (replica,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one measurement is of: sequences or items of these tokens, and how they are run."""
+    """What one measurement runs: sequences or items with these numbers of tokens, and `run`."""
 
     phase: str
     tokens: tuple[int, ...]
@@ -49,12 +46,12 @@ class Load:
 
     @property
     def in_words(self) -> str:
-        """For progress."""
+        """A description for the progress output."""
         what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
         return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """As the file of measurements has it."""
+        """The measurement as a row of the file of measurements."""
         found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
         if self.phase == "llm":
             found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
@@ -72,7 +69,7 @@ class EncodedAs:
 
     @classmethod
     def parse(cls, text: str) -> "EncodedAs":
-        """From NAME:TOKENS_PER_ROW:GROWS. Raises BadArgument."""
+        """Parse NAME:TOKENS_PER_ROW:GROWS. Raises BadArgument."""
         name, _, rest = text.partition(":")
         tokens, _, grows = rest.partition(":")
         try:
@@ -88,7 +85,8 @@ class EncodedAs:
 
 
 def partitions(degrees: Sequence[int], replicas: int, per_node: int) -> Iterator[Groups]:
-    """One of each degree that fits a node, and one across nodes where there are several."""
+    """One partition for each degree that fits into a node, and with several nodes one for each
+    degree across them."""
     order = list(range(replicas))
     nodes = replicas // per_node
     spread = sorted(order, key=lambda r: (r % per_node, r // per_node))
@@ -111,14 +109,14 @@ def partitions(degrees: Sequence[int], replicas: int, per_node: int) -> Iterator
 def decoder_loads(
     model: MultimodalModel, pool: GroupPool, groups: Groups, lengths: Sequence[int]
 ) -> Iterator[Load]:
-    """Each length as one sequence and as a pack of four, and on several replicas as much again
-    as those hold together."""
+    """Each length as one sequence and as a pack of `PACKED` sequences; for groups also each length
+    times the degree, where that is longer than all given lengths."""
     longer = [n * groups.degree for n in lengths if n * groups.degree > max(lengths)]
     packs: list[tuple[int, ...]] = [(n,) for n in [*lengths, *longer]]
     packs += [(n // PACKED,) * PACKED for n in lengths if n >= 16 * PACKED * groups.degree]
     members = groups.of(pool.replica)
     for tokens in packs:
-        # A rank beside the groups holds as many tokens as their members do.
+        # A rank outside the groups gets the token count of one member.
         own = tokens if len(members) == groups.degree else _shared(tokens, groups.degree)
         microbatch = make_microbatch(own, members, members.index(pool.replica), device_of(model))
 
@@ -138,8 +136,8 @@ def decoder_loads(
 def encoder_loads(
     model: MultimodalModel, encoded: EncodedAs, item_tokens: Sequence[int], groups: Groups
 ) -> Iterator[Load]:
-    """Each length as one item and as a batch of four; and for encoders of pictures of any size
-    clips, whose frames they may hold apart."""
+    """Each length as one item and as a batch of `PACKED` items; for vision encoders that take
+    images of any size also as a clip, whose frames they may treat separately."""
     dummy = model.dummy_item(encoded.name)
     dummy_tokens = len(_encode(model, encoded.name, [dummy])) * encoded.tokens_per_row
     seen = set()
@@ -151,7 +149,7 @@ def encoder_loads(
             batches.append([quarter.repeat(CLIP_FRAMES, 1, 1, 1)])
         for batch in batches:
             clip = encoded.grows == "area" and batch[0].ndim == 4 and len(batch[0]) > len(dummy)
-            # The encoder says itself how many frames it joins, and what it drops.
+            # Ask the encoder itself for its rows: it may join frames or drop some.
             with torch.no_grad():
                 rows = len(_encode(model, encoded.name, batch[:1]))
             load = (max(1, round(rows * encoded.tokens_per_row)),) * len(batch)
@@ -220,5 +218,5 @@ def _shared(tokens: Sequence[int], degree: int) -> tuple[int, ...]:
 
 
 def device_of(model: MultimodalModel) -> torch.device:
-    """Where its weights are."""
+    """The device of the model's weights."""
     return next(cast(Module, model).parameters()).device

@@ -1,8 +1,8 @@
 """Loss weighted by tokens over the whole global batch, and gradients summed over replicas.
 
 Every replica divides its own sum of cross-entropies by the number of loss tokens of *all*
-replicas, and gradients are added, not averaged. So the result is the mean over the global
-batch's tokens, however they were packed, cut or spread.
+replicas, and gradients are added, not averaged. So the result is the mean over the global batch's
+tokens, independent of how they were packed and divided among replicas.
 
 A trainer that lets DDP or FSDP reduce gradients gets their average: ``gradients.py`` multiplies
 the loss by the number of replicas to make that a sum.
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import cross_entropy
 
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.peers import PeerGroup, Transfer
 
 IGNORED = -100
-BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce; DDP's default
+BUCKET_BYTES = 25 * 2**20  # bytes of gradients in one all-reduce; DDP's default
 
 
 def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) -> Tensor:
@@ -32,7 +32,7 @@ def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) 
     total_loss_tokens: labels other than -100 in the step, over all replicas and microbatches.
         A step without any (all its samples quarantined) gives 0 and zero gradients.
 
-    Raises LayoutError when logits and labels differ in shape.
+    Raises LayoutError where logits and labels differ in shape.
     """
     if logits.shape[:-1] != labels.shape:
         raise LayoutError(
@@ -49,7 +49,7 @@ def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) 
 def count_loss_tokens(labels: Iterable[Tensor]) -> int:
     """Labels other than -100."""
     counts = [(tensor != IGNORED).sum() for tensor in labels]
-    return int(torch.stack(counts).sum()) if counts else 0  # asks the device once
+    return int(torch.stack(counts).sum()) if counts else 0  # waits for the device once
 
 
 def global_loss_tokens(local_count: int, group: PeerGroup | None = None) -> int:
@@ -68,7 +68,7 @@ def sum_gradients(module: Module, group: PeerGroup) -> None:
     parameter without one on *every* replica keeps None, as it would in a single process, so
     that the optimizer skips it there too.
 
-    Raises PeerError when a replica died or hung. Collective over ``group``.
+    Raises PeerError where a replica died or hung. Collective over ``group``.
     """
     if group.size == 1:
         return

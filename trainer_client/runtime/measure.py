@@ -5,11 +5,12 @@
 
 `dataservice calibrate` runs this on one host and fits what it finds; on a cluster run it under
 your own torchrun and give the file to `dataservice calibrate --measurements`. `build()` returns
-a `MultimodalModel` that is not wrapped. It is measured as a step runs it: all replicas at work
-at once, CP groups side by side, a rank that no group needs computing alone as much as a member.
+a `MultimodalModel` that is not wrapped. It is measured as it runs in a step: all replicas compute
+at the same time, in CP groups side by side; a rank outside the groups computes alone, with the
+number of tokens that a member has.
 
-Ring groups are measured inside nodes, and across them where there are several. A group's seconds
-are those of its slowest member; of all repeats and groups a low quantile is kept.
+Groups are measured inside nodes, and with several nodes also across them. A group's seconds are
+those of its slowest member; a low quantile over all repeats and groups is kept.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,11 +53,11 @@ LOW_QUANTILE = 0.1
 
 
 class Stopwatch:
-    """Seconds of work on a device, the host's other programs left out as far as can be.
+    """Seconds of work on a device, as far as possible without the host's other programs.
 
-    CUDA: the device is drained before and behind. CPU with one thread a rank: seconds that this
-    process computed, so that neither other programs nor a slower peer count. CPU with more: time
-    that passed, since threads that wait for one another burn seconds too.
+    CUDA: waits for the device before and after the work. CPU with one thread per rank: CPU seconds
+    of this process, so that neither other programs nor a slower peer count. CPU with more threads:
+    wall-clock seconds, because threads that wait for one another use CPU too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,12 +89,12 @@ def measure(
     """All measurements by phase, the same on every rank. Collective.
 
     All loads run once to warm up, and then in rounds, each in another order, so that a disturbance
-    falls on a round of many loads and not on all repeats of one.
+    affects one repeat of many loads and not all repeats of one load.
     """
     loads = list(all_loads(model, pool, options))
     watch = Stopwatch(device_of(model))
     spent = np.zeros((options.repeats + 1, len(loads)))
-    for number in range(options.repeats + 1):  # the first connects groups, compiles and allocates
+    for number in range(options.repeats + 1):  # round 0 connects groups, compiles and allocates
         order = list(range(len(loads)))
         random.Random(number).shuffle(order)
         for done, index in enumerate(order, start=1):
@@ -117,8 +118,8 @@ def measure(
 def undisturbed_s(load: Load, seconds: npt.NDArray[np.float64]) -> float:
     """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats].
 
-    Low, because whatever else runs on a machine only adds time; not the least, because clocks
-    and caches have lucky moments too.
+    Low, because other programs on the machine only add time; not the minimum, because clock speed
+    and caches can also make a repeat exceptionally fast.
     """
     slowest = [seconds[list(group)].max(axis=0) for group in load.groups.members]
     return float(np.quantile(np.concatenate(slowest), LOW_QUANTILE))
@@ -127,7 +128,7 @@ def undisturbed_s(load: Load, seconds: npt.NDArray[np.float64]) -> float:
 def all_loads(
     model: MultimodalModel, pool: GroupPool, options: argparse.Namespace
 ) -> Iterator[Load]:
-    """What is measured, in one order on all ranks."""
+    """All loads to measure, in the same order on all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", pool.replicas))
     degrees = options.degrees or range(1, pool.replicas + 1)
     for way in partitions(degrees, pool.replicas, per_node):
@@ -138,7 +139,7 @@ def all_loads(
 
 
 def _together(pool: GroupPool) -> None:
-    """No rank starts before all have come."""
+    """A barrier: no rank goes on before all have arrived."""
     here = torch.zeros(1, device=pool.everyone.device)
     pool.everyone.gather(here, action="starting together")[0].cpu()
 
@@ -166,13 +167,15 @@ def build_model(path: str, device: torch.device, dtype: torch.dtype | None) -> M
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; `dataservice calibrate` passes the same options on."""
+    """The command line; `dataservice calibrate` passes on the same options."""
     made = argparse.ArgumentParser(
         prog="trainer_client.runtime.measure", description="Measure a model for a cost model."
     )
     made.add_argument("--model", required=True, help="package.module:build")
     made.add_argument("--out", type=Path, required=True, help="JSON file that rank 0 writes")
-    made.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="decoder tokens")
+    made.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="decoder lengths, tokens"
+    )
     made.add_argument("--item-tokens", type=int, nargs="+", default=ITEM_TOKENS)
     made.add_argument("--degrees", type=int, nargs="*", default=(), help="default: all that fit")
     made.add_argument(
@@ -188,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One rank."""
+    """Run one rank."""
     options = parser().parse_args(arguments)
     device = _device(options.device)
     ranked = "RANK" in os.environ
@@ -232,7 +235,7 @@ def _report(
     on_gpu = device.type == "cuda"
     return {
         "format": FORMAT,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": options.model,
         "hardware": torch.cuda.get_device_name(device) if on_gpu else f"{os.cpu_count()} CPUs",
         "ranks": pool.replicas,

@@ -5,11 +5,11 @@ Contract
 Success: ``post`` starts sends and receives and returns at once; ``Transfer.wait`` returns
 when all of them are done (gloo) or ordered before later work on the current stream (NCCL).
 Failure: the first transport error or timeout is turned into a ``PeerError``. The rank that
-notices writes to the store whom it was waiting for, drops its connections so that those who
-wait for *it* notice too, and follows the others' notes to the replica that wrote none: that
-one is named. The whole takes at most ``timeout_s``.
-Failure elsewhere: DDP's and FSDP's own collectives name nobody. ``blame`` turns such an error
-into a ``PeerError`` by looking which connections of this group have gone dead.
+notices it writes to the store which peer it was waiting for, and drops its connections so that
+peers which wait for *it* notice too. Then it follows the notes of the others to the replica that
+wrote none, and names that one. All this takes at most ``timeout_s``.
+Failure elsewhere: errors of DDP's and FSDP's own collectives do not name a replica. ``blame`` turns
+such an error into a ``PeerError`` by finding which connections of this group are dead.
 Cancellation: none; a group is not usable after a failure.
 
 With NCCL the host does not wait for transfers, so a silent peer is noticed by NCCL's own
@@ -26,17 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from trainer_client.runtime.errors import GroupPoolError, PeerError, RuntimeFault
+from trainer_client.runtime.faults import GroupPoolError, PeerError, RuntimeFault
 
 UNKNOWN = "?"
 TRANSPORT_MARKS = ("gloo", "NCCL", "Connection closed by peer")
 POLL_S = 0.02
 PROBE_S = 0.1
-PROBE_CHANNEL = 9  # of receives that only ask whether a peer is there
+PROBE_CHANNEL = 9  # channel of receives that only test whether a peer is alive
 
 
 def grace_s(timeout_s: float) -> float:
-    """Part of a timeout kept for asking the other survivors whom they waited for, seconds."""
+    """Part of a timeout, in seconds, that is kept for reading the other survivors' notes."""
     return min(2.0, timeout_s / 4)
 
 
@@ -75,8 +75,8 @@ class FaultBoard:
         return tuple(m for m in members if m != self._replica and self._note(m) is None)
 
     def _follow(self, awaited: int) -> tuple[int, ...] | None:
-        """Who wrote no note; nobody when replicas waited in a circle, None when one of them
-        knows nobody."""
+        """The replicas that wrote no note; empty if replicas waited in a circle, None if a note
+        names no replica."""
         seen = {self._replica}
         while awaited not in seen:
             seen.add(awaited)
@@ -121,7 +121,7 @@ class Transfer:
         self._kept.extend(tensors)
 
     def wait(self) -> None:
-        """Raises PeerError when a peer fails or stays silent."""
+        """Wait until all are done. Raises PeerError where a peer fails or stays silent."""
         for work, peer in self._works:
             try:
                 self._group.wait_for(work, peer)
@@ -173,8 +173,8 @@ class PeerGroup:
         return self.members[self.index]
 
     def home_of_sums(self, computing: torch.device) -> torch.device:
-        """Where to add up what ``post_sum`` will take: where the transport wants it, and without
-        one on the device that computes, which the host then need not wait for."""
+        """The device for a tensor that ``post_sum`` will take: the transport's, or without a
+        transport the one that computes, so that the host need not wait for it."""
         return self.device if self.size > 1 else computing
 
     def __repr__(self) -> str:
@@ -254,10 +254,10 @@ class PeerGroup:
                 raise RuntimeError("another member of the group reported a failure")
 
     def failure(self, action: str, peer: int | None, error: Exception) -> PeerError:
-        """Report a failure, let go of the peers, and say who is behind it."""
+        """Report a failure, drop the connections, and return the error with its culprits."""
         awaited = None if peer is None else self.members[peer]
         if peer is None:
-            # Letting go of a collective that still runs would wait for its threads.
+            # Freeing a collective that still runs would wait for its threads.
             self._abandoned, self._transport = self._transport, None
         else:
             self.close()
@@ -272,10 +272,10 @@ class PeerGroup:
         )
 
     def blame(self, error: Exception, *, action: str) -> PeerError:
-        """What an error of somebody else's collective among these members comes from.
+        """The PeerError for an error of another library's collective among these members.
 
-        Named are members whose process is gone and that reported no failure themselves; if
-        there are none within the grace, those that reported none.
+        It names the members whose process is gone and that reported no failure themselves; if
+        there are none within the grace period, those that reported none.
         """
         return PeerError(
             action=action,
@@ -305,8 +305,8 @@ class PeerGroup:
             return ()
 
     def _is_gone(self, member: int) -> bool:
-        """Whether the connection to a member is known to be dead. Posting a receive tells, which
-        nobody will ever answer; with NCCL nothing does."""
+        """Whether the connection to a member is known to be dead. A receive that is never answered
+        is posted to find out; with NCCL there is no way to know."""
         if self._transport is None or self._on_stream:
             return False
         try:
@@ -364,12 +364,12 @@ class PeerGroup:
 
 
 def is_transport_error(error: RuntimeError) -> bool:
-    """Whether torch says that ranks could not talk, rather than that a model is wrong."""
+    """Whether torch reports a failed communication rather than an error in the model."""
     if isinstance(error, RuntimeFault):
         return False
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in TRANSPORT_MARKS)
 
 
 def as_timedelta(seconds: float) -> timedelta:
-    """At least a millisecond: torch takes zero for no limit at all."""
+    """At least a millisecond, because torch treats zero as no limit at all."""
     return timedelta(milliseconds=max(1, round(seconds * 1000)))

@@ -1,4 +1,4 @@
-"""Where a rank stands in a pipeline, and how it talks to the stages before and after it.
+"""A rank's place in a pipeline, and its messages to the stages before and after it.
 
     rank = (replica · stages + stage) · tensor_ranks + tensor rank
 
@@ -17,13 +17,13 @@ gradients. Both sides walk through the same schedule, which was checked to take 
 channel in the order in which they are sent.
 Deadlock: a send never blocks the sender; its buffer is kept until the receiver is known to
 have taken it, because something it sent afterwards has arrived. A receive is posted one
-action ahead and awaited just before its own. All replicas walk through the same schedule, so
-a column meets in the same collectives in the same order. So, going through the actions in the
-order in which the schedule was found runnable, each one can begin when those before it are
-done: its own stage is free, its message was sent, and its column has arrived.
-Failure: a rank that dies or hangs ends every other one with a PeerError within the timeout and
-a grace. Its numbers are those of one row or column, which may be of a rank that only waited; a
-note says which rank went silent first, found by following whom each rank waited for.
+action ahead and awaited just before its own. All replicas walk through the same schedule, so the
+ranks of a column meet in the same collectives in the same order. Take the actions in the order in
+which the schedule was found runnable: each one can begin when those before it are done, because
+its own stage is free, its message was sent, and its column has arrived.
+Failure: if a rank dies or hangs, every other rank ends with a PeerError within the timeout and a
+grace period. The replicas or stages that the error names may be ranks that only waited; a note in
+it says which rank went silent first, found by following which peer each rank waited for.
 
 Channels are groups of two made by their members alone, ordered (sender, receiver): with NCCL
 each has its own communicator and stream, so messages that cross cannot block one another.
@@ -33,14 +33,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from trainer_client.runtime.errors import LayoutError, PeerError
+from trainer_client.runtime.faults import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.peers import FaultBoard, PeerGroup, Transfer, grace_s
 from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
@@ -53,8 +52,8 @@ def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int
 
 
 class _OneClient(PrefixStore):
-    """The job's store for a pool that connects in the calling thread alone: where the pool asks
-    for a second client for its background, it gets this one, which is a connection less a rank."""
+    """The job's store for a pool that only connects in the calling thread. The pool asks for a
+    second client for its background thread and gets this one, which saves a connection per rank."""
 
     def clone(self) -> Store:
         return self
@@ -74,8 +73,8 @@ class PipelineMesh:
     Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``;
     ``groups``: CP groups among this stage of all replicas; ``row``: the replica's stages.
 
-    Raises LayoutError when the world cannot be divided, GroupFormationError when a stage does
-    not come.
+    Raises LayoutError where the world cannot be divided, and GroupFormationError where a stage
+    does not come.
     """
 
     def __init__(
@@ -133,12 +132,12 @@ class PipelineMesh:
         return self._pools[kind].get((sender, receiver))
 
     def rank_at(self, replica: int, stage: int) -> int:
-        """The rank that stands there, of this rank's tensor rank."""
+        """The rank at this replica and stage that has this rank's tensor rank."""
         return (replica * self.stages + stage) * self.tensor_ranks + self.tensor_rank
 
     @contextmanager
     def naming_stages(self) -> Iterator[None]:
-        """Say of errors in between that their numbers are stages of one replica."""
+        """Add to errors of the body that their numbers are stages of one replica."""
         try:
             yield
         except PeerError as error:
@@ -149,7 +148,7 @@ class PipelineMesh:
 
     @contextmanager
     def naming_ranks(self) -> Iterator[None]:
-        """Say of errors in between which rank of the whole mesh went silent first."""
+        """Add to errors of the body which rank of the whole mesh went silent first."""
         try:
             yield
         except PeerError as error:
@@ -164,7 +163,7 @@ class PipelineMesh:
             raise
 
     def _follow(self, suspects: list[int], timeout_s: float) -> Sequence[int]:
-        """From the ranks that this one waited for to those that waited for nobody."""
+        """Follow the notes from the ranks that this one waited for to those that wrote none."""
         awaited = suspects[0] if suspects else None
         if self._board is None:
             return suspects
@@ -198,7 +197,7 @@ class PipelineMesh:
         for pool in (self.groups, *self._pools.values()):
             pool.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "PipelineMesh":
         return self
 
     def __exit__(
@@ -210,8 +209,8 @@ class PipelineMesh:
         self.close()
 
     def _channels(self) -> list[tuple[str, int, int]]:
-        """The channels that this stage is in, in an order that all stages share: connecting
-        them one after the other cannot go round in a circle."""
+        """The channels that this stage is in, in an order that all stages share, so that
+        connecting them one after the other cannot deadlock."""
         last = self.stages if self.virtual_stages > 1 else self.stages - 1
         pairs = [(stage, (stage + 1) % self.stages) for stage in range(last)]
         every = [(FORWARD, *pair) for pair in pairs] + [(BACKWARD, b, a) for a, b in pairs]
@@ -241,7 +240,7 @@ class StageLinks:
         self._sent: dict[tuple[int, str], deque[tuple[int, Transfer]]] = {}
 
     def post_receive(self, action: Action) -> tuple[Tensor, Transfer] | None:
-        """Start the receive that this action takes in; None when it takes in nothing."""
+        """Start receiving the message that this action takes in; None if it takes in none."""
         source = self._schedule.source(self._mesh.stage, action)
         if source is None:
             return None
@@ -263,7 +262,7 @@ class StageLinks:
         return arriving
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start the send of what this action gave; nothing where no other stage needs it."""
+        """Start sending this action's output, if another stage needs it."""
         target = self._schedule.target(self._mesh.stage, action)
         if target is None:
             return
@@ -280,7 +279,7 @@ class StageLinks:
             self._free(stage, len(self._place[stage]))
 
     def _free(self, stage: int, done: int) -> None:
-        """Let go of messages that a stage took before its action number ``done`` ended."""
+        """Free the messages that a stage took before its action number ``done`` ended."""
         for kind in (FORWARD, BACKWARD):
             queue = self._sent.get((stage, kind), deque())
             with self._mesh.naming_stages():
@@ -289,5 +288,5 @@ class StageLinks:
 
 
 def empty_message(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What ``StageLinks`` reads width, type and device from."""
+    """An empty tensor, from which ``StageLinks`` reads width, type and device."""
     return torch.empty(0, width, dtype=dtype, device=device)

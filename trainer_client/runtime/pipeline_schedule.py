@@ -8,8 +8,8 @@ execution, and ``F3.1`` the stage's second model chunk (virtual stage 1; ``.0`` 
 With v virtual stages, stage s of p holds model chunks s, s+p, ..., and every chunk hands its
 output to the next stage, the last stage to the first.
 
-A schedule that exists can be run: making one checks that no stage waits for ever, and that
-messages between two stages are taken in the order in which they are sent.
+Every schedule can be run: its constructor checks that no stage waits for ever, and that messages
+between two stages are received in the order in which they are sent.
 """
 
 import re
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 
 FORWARD, BACKWARD = "F", "B"
 
@@ -50,8 +50,8 @@ class PipelineSchedule:
     """``actions[s]`` is what stage s runs, in order: every microbatch forward and backward
     through each of its ``virtual_stages`` model chunks.
 
-    Raises LayoutError when an action is missing or double, or the stages would wait for one
-    another for ever. Making one costs O(actions).
+    Raises LayoutError where an action is missing or double, or the stages would wait for one
+    another for ever. Construction costs O(actions).
     """
 
     virtual_stages: int
@@ -171,9 +171,9 @@ def one_forward_one_backward(
     Each stage runs warm-up forwards, then one forward and one backward in turn, then the
     backwards left; microbatches go in rounds of ``stages`` through a stage's first chunk, then
     through its second. A last round that is not whole can leave stages waiting for one
-    another; a longer warm-up resolves that. (Narayanan et al., 2021, sections 2.2.)
+    another; a longer warm-up resolves that. (Narayanan et al., 2021, section 2.2.)
 
-    Raises LayoutError for fewer than one stage or virtual stage. O(actions) a try.
+    Raises LayoutError where there is less than one stage or virtual stage. O(actions) per try.
     """
     if stages < 1 or virtual_stages < 1 or microbatches < 0:
         raise LayoutError(
@@ -203,7 +203,7 @@ def one_forward_one_backward(
 
 
 def _warm_up(stage: int, stages: int, virtual_stages: int) -> int:
-    """Forwards a stage runs before its first backward, one more being in turn with it."""
+    """Number of forwards that a stage runs before it alternates one forward and one backward."""
     ahead = stages - 1 - stage
     return ahead if virtual_stages == 1 else 2 * ahead + (virtual_stages - 1) * stages
 
@@ -234,7 +234,7 @@ def _place(index: int, stages: int, virtual_stages: int, microbatches: int) -> t
 
 
 def _stuck(schedule: PipelineSchedule) -> list[str] | None:
-    """What each stage waits at when none can go on; None when all come to their end."""
+    """The action that each stage waits at if none can go on; None if all stages finish."""
     done: set[tuple[int, Action]] = set()
     at = [0] * schedule.stages
     moved = True

@@ -1,8 +1,8 @@
 """When each action of a pipeline step ran: measured here, simulated by the planner, overlaid.
 
 Axes are those of the planner's simulator: ``[microbatch, model chunk, 2]``, forward at 0 and
-backward at 1, seconds; chunk c runs on stage c mod p. So its arrays make a ``Timeline`` too,
-and a measured one gives back the durations that it simulates with.
+backward at 1, seconds; chunk c runs on stage c mod p. So the simulator's arrays make a ``Timeline``
+too, and the durations of a measured one can be given to the simulator.
 """
 
 from collections.abc import Mapping
@@ -30,22 +30,22 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return float(self.end_s.max() - self.start_s.min()) if self.end_s.size else 0.0
 
     @property
     def forward_s(self) -> Floats:
-        """Durations [microbatch, chunk], as the simulator takes them."""
+        """Seconds of each forward [microbatch, chunk], as the simulator takes them."""
         return self.end_s[..., 0] - self.start_s[..., 0]
 
     @property
     def backward_s(self) -> Floats:
-        """Durations [microbatch, chunk]."""
+        """Seconds of each backward [microbatch, chunk]."""
         return self.end_s[..., 1] - self.start_s[..., 1]
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the stages' time in which they ran nothing."""
+        """Fraction of the stages' time in which they ran nothing."""
         busy_s = float(self.forward_s.sum() + self.backward_s.sum())
         whole_s = self.stages * self.makespan_s
         return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0

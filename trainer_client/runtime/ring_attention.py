@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer_client.runtime.block_attention import BlockKernel, accumulation_dtype, choose_kernel
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.ring_layout import Block, RingLayout, build_ring_layout
 
@@ -64,7 +64,7 @@ class PackedAttention:
 
         Raises
         ------
-        LayoutError: shapes contradict the pack or one another.
+        LayoutError: shapes contradict the pack or one another, or q, k and v differ in type.
         PeerError: a member of the group died or hung.
         """
         layout = self._layout(causal, q.device)
@@ -122,6 +122,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: RingLayout) -> None:
         raise LayoutError(
             f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; "
             "the first must be a multiple of the second"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        half = next((t.dtype for t in (v, k, q) if t.dtype.itemsize == 2), v.dtype)
+        raise LayoutError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but attention takes one type; cast "
+            f"them before it, such as q.to({half}), k.to({half}), v.to({half}). Rotary embeddings "
+            "in float32 under autocast leave q and k wider than v"
         )
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer_client.runtime.errors import LayoutError
+from trainer_client.runtime.faults import LayoutError
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,7 +46,7 @@ class Rows:
         return max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
     def cover(self, rows: int) -> bool:
-        """Whether these are all of so many local rows, in order."""
+        """Whether these are all local rows, in order; ``rows`` is their number."""
         return isinstance(self.index, slice) and self.index == slice(0, rows)
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""One optimizer step of one replica, as its rank shard says.
+"""Trains one optimizer step of one replica, as its rank shard says.
 
 For every microbatch, in the plan's order: encode the items this replica was given, exchange
 the features, run the decoder with the pack's attention, take the loss, go backward. The
@@ -19,8 +19,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.clock import OTHER, phase_clock, switch_in_backward, switch_phase
-from trainer_client.runtime.errors import LayoutError, PlanMismatchError
 from trainer_client.runtime.exchange import exchange_features
+from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import (
@@ -49,7 +49,7 @@ class Features:
 
 
 class MultimodalModel(Protocol):
-    """What ``run_step`` asks of a model, which is a ``torch.nn.Module``.
+    """What ``run_step`` needs from a model, which is a ``torch.nn.Module``.
 
     To be wrapped in DDP or FSDP2 it also needs a ``forward(microbatch, groups)`` that returns
     ``forward_microbatch(self, microbatch, groups)``, since both hook into ``forward``.
@@ -62,8 +62,8 @@ class MultimodalModel(Protocol):
     def dummy_item(self, modality: str) -> Tensor:
         """Any small item that this encoder takes, on the device where items arrive.
 
-        It is encoded where the plan gives this replica no item of a modality that others
-        encode, and none of its rows are used: see ``forward_microbatch``.
+        It is encoded if the plan gives this replica no item of a modality that other replicas
+        encode; its rows are not used. See ``forward_microbatch``.
         """
         ...
 
@@ -85,10 +85,10 @@ class MultimodalModel(Protocol):
 class StepResult:
     """``loss``: mean over the global batch's loss tokens. Seconds are this replica's own.
 
-    ``phase_s``: what they went to: ``vision_forward``, ``vision_backward``, ``audio_...``,
-    ``llm_...`` (rings included), ``exchange`` of features both ways (waiting for slower replicas
-    included), ``gradients`` (their sum, as far as it is not hidden behind the last backward) and
-    ``other``. They add up to the step.
+    ``phase_s``: seconds by phase: ``vision_forward``, ``vision_backward``, ``audio_...``,
+    ``llm_...`` (rings included), ``exchange`` of features in both directions (waiting for slower
+    replicas included), ``gradients`` (the part of their sum that does not overlap with the last
+    backward) and ``other``. They add up to ``seconds``.
     """
 
     loss: float
@@ -111,7 +111,7 @@ def run_step(
     ----------
     model: a ``MultimodalModel``, plain, in ``DistributedDataParallel``, or sharded by
         ``fully_shard``.
-    gradients: how gradients are summed over replicas; by default what the model is wrapped for.
+    gradients: how gradients are summed over replicas; by default as the model's wrapper does it.
     upcoming: the next step's shard where it has arrived (``dataset.peek(wait=False)``). Once
         all replicas have it, its groups are connected while this step computes.
 
@@ -138,7 +138,7 @@ def run_step(
         phases.switch("gradients")
         reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
-        mean_loss = float(loss_sum)  # on a GPU the step ends here, not where the host has queued it
+        mean_loss = float(loss_sum)  # waits for a GPU, so that the step's seconds are all counted
         phase_s = phases.seconds()
     return StepResult(
         loss=mean_loss,
@@ -161,7 +161,7 @@ def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
 
 
 def _prewarm(shard: Shard, upcoming: Shard | None, groups: GroupPool) -> None:
-    """Connect this step's groups, and the next one's if every replica can name them."""
+    """Connect this step's groups, and the next step's if every replica has its shard."""
     following = upcoming.plan.digest if upcoming is not None else ""
     agreed = check_same_plan(shard.plan.digest, groups.everyone, upcoming=following)
     for step in (shard, upcoming if agreed else None):
@@ -172,9 +172,9 @@ def _prewarm(shard: Shard, upcoming: Shard | None, groups: GroupPool) -> None:
 def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: GroupPool) -> Tensor:
     """Encode, exchange, decode; logits [local rows, vocabulary]. Collective over all replicas.
 
-    Every replica runs the same modules: an encoder that others need runs on a dummy item here,
-    and the decoder of an idle replica on one token, neither of which the loss sees. So the
-    collectives of sharded modules, forward and backward, are the same everywhere.
+    Every replica runs the same modules. An encoder for which this replica has no item, but others
+    have one, runs on a dummy item; the decoder of an idle replica runs on one token. The loss sees
+    neither. So the collectives of sharded modules, forward and backward, are the same everywhere.
     """
     features: dict[str, Features] = {}
     previous: Tensor | None = None
@@ -214,7 +214,7 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
 
 
 def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tensor:
-    """Feature rows of the batch's items; of a dummy item, none."""
+    """Feature rows of the batch's items; no rows where a dummy item was encoded."""
     if not batch.items:
         return model.encode(modality, replace(batch, items=[model.dummy_item(modality)]))[:0]
     encoded = model.encode(modality, batch)
@@ -236,6 +236,7 @@ def _one_token(idle: Microbatch) -> Microbatch:
         input_ids=token,
         labels=torch.full_like(token, IGNORED),
         position_ids=token,
+        mrope=None if idle.mrope is None else token.expand(3, 1),
         cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
         lengths=idle.cu_seqlens.new_tensor([1]),
     )

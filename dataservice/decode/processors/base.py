@@ -1,21 +1,26 @@
-"""What every vision processor is: pure rules from a header's numbers to tokens and geometry.
+"""The contract of vision processors: pure rules from a header's numbers to tokens and geometry.
 
-A processor never touches pixels. It says how many tokens an item costs and how to cut it
-from its source (`View`); `image.py` and `video.py` then do the same resize and cut for all.
+A processor never touches pixels. It gives the number of tokens of an item, and how to cut the item
+from its source (`View`); `image.py` and `video.py` then resize and cut for all processors.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dataservice.core.errors import SampleError
+
+Filter = Literal["bicubic", "bilinear", "lanczos"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
     """Resize the whole picture to `width` × `height`, then cut tiles out of it.
 
-    Each origin (left, top) gives one tile of `tile_width` × `tile_height`; what lies outside
-    the resized picture is filled with the colour `fill`.
+    Each origin (left, top) gives one tile of `tile_width` × `tile_height`; the area outside the
+    resized picture is filled with the colour `fill`. With `square`, the picture is first centred on
+    a square of that colour, and the whole square is resized. `filter` is the one that the family's
+    own processor resizes with, antialiased; one that resizes several times has the earlier sizes
+    (width, height) in `via`.
     """
 
     width: int
@@ -24,30 +29,49 @@ class View:
     tile_height: int
     origins: tuple[tuple[int, int], ...] = ((0, 0),)
     fill: tuple[int, int, int] = (0, 0, 0)
+    square: bool = False
+    filter: Filter = "bicubic"
+    via: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of each resize, in turn."""
+        return (*self.via, (self.width, self.height))
 
     @staticmethod
-    def whole(width: int, height: int) -> "View":
+    def whole(width: int, height: int, filter: Filter = "bicubic") -> "View":
         """Resize only: one tile that is the whole picture."""
-        return View(width=width, height=height, tile_width=width, tile_height=height)
+        return View(width=width, height=height, tile_width=width, tile_height=height, filter=filter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionPlan:
-    """One image or clip: what it costs, and how its pixels are made.
+    """One image or clip: its cost, and how its pixels are made.
 
-    An image gives the tiles of all its `views`, in order, as frames. A clip gives the frames
-    at `frame_indices` (in presentation order, repeats allowed), each through the one tile of
-    its one view. All tiles have the same size. SampleError when made otherwise.
+    An image gives the tiles of all its `views`, in order, as frames. A clip gives the frames at
+    `frame_indices` (in presentation order, repeats allowed), each through the one tile of its one
+    view. All tiles have the same size. Raises SampleError when these rules are broken.
+
+    Between the `texts` lie the medium's runs of tokens, one fewer than texts, each written as the
+    placeholder tokens `start pad end`. All runs are alike: each is an encoder item of its own, with
+    an equal share of the frames and tokens. A medium without texts is one run.
+
+    If the model places tokens by a grid, `grid` is [t, h, w, merge] of each run: the number of
+    patches in time, height and width, and the number of patches per side that merge into one
+    token; `seconds_per_patch` is the time that a patch of a clip spans.
     """
 
     encoder_tokens: int
     llm_tokens: int
     views: tuple[View, ...]
     frame_indices: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ("", "")
+    grid: tuple[int, int, int, int] | None = None
+    seconds_per_patch: float | None = None
 
     def __post_init__(self) -> None:
         tiles = {(view.tile_width, view.tile_height) for view in self.views}
-        sizes = [side for view in self.views for side in (view.width, view.height)]
+        sizes = [side for view in self.views for size in view.sizes for side in size]
         sizes += [side for tile in tiles for side in tile]
         if self.frame_indices and (len(self.views) != 1 or len(self.views[0].origins) != 1):
             problem = f"{len(self.views)} views of a clip; a clip has one view of one tile"
@@ -57,6 +81,12 @@ class VisionPlan:
             problem = (
                 f"{self.encoder_tokens} encoder and {self.llm_tokens} LLM tokens; both must be "
                 "at least 1"
+            )
+        elif self.runs < 1 or any(n % self.runs for n in self._shared):
+            problem = (
+                f"{len(self.texts)} texts around {self.shape[0]} frames, {self.encoder_tokens} "
+                f"encoder and {self.llm_tokens} LLM tokens; the runs between them must have equal "
+                "shares"
             )
         else:
             return
@@ -68,10 +98,19 @@ class VisionPlan:
         frames = len(self.frame_indices) or sum(len(view.origins) for view in self.views)
         return (frames, self.views[0].tile_height, self.views[0].tile_width, 3)
 
+    @property
+    def runs(self) -> int:
+        """Number of runs of tokens, which is the number of encoder items."""
+        return len(self.texts) - 1
+
+    @property
+    def _shared(self) -> tuple[int, int, int]:
+        return (self.shape[0], self.encoder_tokens, self.llm_tokens)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoHeader:
-    """What a clip's container says of it. Rotation flags are ignored, here and in decoding."""
+    """A clip as its container describes it. Rotation flags are ignored, here and in decoding."""
 
     width: int
     height: int
@@ -79,12 +118,20 @@ class VideoHeader:
     frames_per_s: float
 
 
-class VisionProcessor(Protocol):
-    """The contract of a vision processor; a user's own class meets it too.
+def no_clips(processor: str) -> SampleError:
+    """The error of a family whose own processor takes pictures only."""
+    return SampleError(
+        f"the sample has a clip, and {processor} takes pictures only: its own processor has no "
+        "rule for clips. Cut the clip into pictures, or leave the sample out."
+    )
 
-    A custom class is made with the job's `options` as keyword arguments, is used from many
-    threads, and must be pure: the same numbers in give the same plan, always and everywhere.
-    Either method raises SampleError for an item that it cannot take.
+
+class VisionProcessor(Protocol):
+    """The contract of a vision processor, which a user's own class must meet too.
+
+    A custom class is made with the job's `options` as keyword arguments, is used from many threads,
+    and must be pure: the same numbers always give the same plan. Both methods raise SampleError
+    when they cannot take an item.
     """
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:

@@ -1,4 +1,4 @@
-"""Which frames of a clip are looked at."""
+"""Rules that choose the frames of a clip."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ MOST_FRAMES = 65_536
 
 
 def require_frames(processor: str, video_frames: int) -> None:
-    """Raises SpecError for a number of frames that no model takes: each gets tokens, before any
-    clip is looked at."""
+    """Raises SpecError when no model takes this number of frames: every frame gets tokens, whatever
+    the clip."""
     if not 1 <= video_frames <= MOST_FRAMES:
         raise SpecError(
             f"{processor} video_frames is {video_frames}; it must be in 1..{MOST_FRAMES:,}."

@@ -5,7 +5,7 @@ A 448 × 448 tile has 32 × 32 patches of 14 pixels: 1,024 ViT tokens (its class
 counted), which pixel shuffle turns into 256 LLM tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -56,7 +56,7 @@ class InternVLProcessor:
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
-    kind: Literal["internvl"] = "internvl"
+    kind: Literal["internvl", "internvl2", "internvl2_5", "internvl3"] = "internvl"
     """Chooses this processor."""
     min_tiles: int = 1
     """Fewest tiles of an image, its thumbnail not counted (`min_num`)."""
@@ -90,19 +90,20 @@ class InternVLProcessor:
         return _plan(columns * rows + has_thumbnail, views)
 
     def plan_video(self, header: VideoHeader) -> VisionPlan:
-        """The middle frames of equal segments, one tile each.
-
-        InternVL writes "Frame1: " between the frames of a clip; here a clip is one item, and
-        its tokens lie together.
-        """
+        """The middle frames of equal segments, one tile and one item each, on lines of their own:
+        `Frame1: `, its tokens, and so on."""
         indices = segment_midpoints(header.frames, self.video_frames)
-        return _plan(len(indices), (View.whole(TILE, TILE),), frame_indices=indices)
+        names = [f"Frame{number + 1}: " for number in range(len(indices))]
+        return replace(
+            _plan(len(indices), (View.whole(TILE, TILE),)),
+            frame_indices=indices,
+            texts=(names[0], *(f"\n{name}" for name in names[1:]), ""),
+        )
 
 
-def _plan(tiles: int, views: tuple[View, ...], frame_indices: tuple[int, ...] = ()) -> VisionPlan:
+def _plan(tiles: int, views: tuple[View, ...]) -> VisionPlan:
     return VisionPlan(
         encoder_tokens=tiles * ENCODER_TOKENS_PER_TILE,
         llm_tokens=tiles * LLM_TOKENS_PER_TILE,
         views=views,
-        frame_indices=frame_indices,
     )

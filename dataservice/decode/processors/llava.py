@@ -25,11 +25,11 @@ class LlavaProcessor:
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
-    kind: Literal["llava"] = "llava"
+    kind: Literal["llava", "llava1_5"] = "llava"
     """Chooses this processor."""
     aspect: Literal["crop", "pad"] = "crop"
-    """crop: shortest side to 336, then the centre, as CLIP does. pad: longest side to 336,
-    then a border of CLIP's mean colour (LLaVA-1.5's `image_aspect_ratio: pad`)."""
+    """crop: shortest side to 336, then the centre, as CLIP does. pad: first centred on a square
+    of CLIP's mean colour, which is then resized (LLaVA-1.5's `image_aspect_ratio: pad`)."""
     video_frames: int = 8
     """Frames sampled from a clip; each is one square."""
 
@@ -56,28 +56,29 @@ class LlavaProcessor:
 
 
 def square_view(width: int, height: int, aspect: Literal["crop", "pad"]) -> View:
-    """Scale one side to 336 (the shorter to crop, the longer to pad; the other rounds down),
-    then centre a 336 × 336 tile on the result.
+    """crop: scale the shorter side to 336 (the longer rounds down) and take a centred tile of
+    336 × 336. pad: see `View.square`.
 
     Raises:
         SampleError: a picture to crop is more than 200 times longer than wide; nearly all of
             it would be enlarged only to be thrown away.
     """
-    ratio = max(width, height) / min(width, height)
-    if aspect == "crop" and ratio > MAX_ASPECT_RATIO:
+    if aspect == "pad":
+        return View(
+            width=SIDE, height=SIDE, tile_width=SIDE, tile_height=SIDE, fill=CLIP_MEAN, square=True
+        )
+    shorter, longer = sorted((width, height))
+    ratio = longer / shorter
+    if ratio > MAX_ASPECT_RATIO:
         raise SampleError(
             f"{width}×{height} pixels has an aspect ratio of {ratio:.0f}; llava crops at most "
             f"{MAX_ASPECT_RATIO}. Use aspect: pad, or leave the picture out."
         )
-    fitted = min(width, height) if aspect == "crop" else max(width, height)
-    resized_width = max(1, width * SIDE // fitted)
-    resized_height = max(1, height * SIDE // fitted)
+    resized_width, resized_height = width * SIDE // shorter, height * SIDE // shorter
     return View(
         width=resized_width,
         height=resized_height,
         tile_width=SIDE,
         tile_height=SIDE,
-        # Floor division centres a border too: (100 − 336) // 2 leaves 118 above and below.
         origins=(((resized_width - SIDE) // 2, (resized_height - SIDE) // 2),),
-        fill=CLIP_MEAN,
     )

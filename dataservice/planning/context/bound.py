@@ -3,15 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.seconds import ATTENTION, GROUP, RING_INTER, RING_INTRA
 from dataservice.planning.context.units import (
     Setting,
     Units,
+    degree_after,
     fastest_seconds,
-    ring_floor,
     unit_seconds,
 )
-from dataservice.planning.cost import ATTENTION, GROUP, RING_INTER, RING_INTRA
+from dataservice.planning.kernels.compile import kernel
 
 _BISECTIONS = 30
 
@@ -85,9 +85,9 @@ def _ranks_suffice(
             continue
         degree = max(least[unit], int(units.work[unit] / (tau - base) * (1 - 1e-12)))
         while degree <= setting.ranks and unit_seconds(units, unit, degree, setting) > tau:
-            if ring_floor(units, unit, degree, setting) > tau:
-                return False
-            degree += 1
+            degree = degree_after(units, unit, degree, tau, setting)
+        if degree > setting.ranks:
+            return False
         rate = setting.coefficients[RING_INTRA]
         if degree > setting.ranks_per_node:
             rate = setting.coefficients[RING_INTER]

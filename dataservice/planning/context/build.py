@@ -12,6 +12,9 @@ ones leave:
 
 Several τ just above the fluid bound are tried and the best grouping is kept: which units anchor,
 and how wide, changes only at a few of them.
+
+Shapes: u units, N ranks, G groups in use. `least` int64[u] is each unit's least degree, `order`
+int64[u] lists the units by falling work; tokens are padded, squares are Σ(1+η)s² in tokens².
 """
 
 from typing import NamedTuple
@@ -19,16 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.seconds import GROUP
 from dataservice.planning.context.units import (
     Setting,
     Units,
+    degree_after,
     degree_seconds,
-    next_degree,
     padded_sums,
-    ring_floor,
 )
-from dataservice.planning.cost import GROUP
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 
 # Steps above the fluid bound that are tried, as shares of it.
@@ -38,9 +40,10 @@ _BISECTIONS = 24
 
 
 class Grouping(NamedTuple):
-    """Groups under construction: `group_of` int64[u]; per group [N] `degree`, padded `tokens` and
-    `squares`, `seconds`, and whether it `crosses` nodes though it is narrower than one; `used`
-    int64[1] groups in use. Kernels write into it."""
+    """Groups under construction: `group_of` int64[u], −1 for a unit without a group; for each group
+    [N] its `degree`, padded `tokens` and `squares`, `seconds`, and whether it `crosses` nodes where
+    it was placed (False before); `used` int64[1], the number G of groups in use, which are the
+    first of each array. Groups that are placed come as arrays of [G]. Kernels write into it."""
 
     group_of: NDArray[np.int64]
     degree: NDArray[np.int64]
@@ -53,29 +56,33 @@ class Grouping(NamedTuple):
 
 @kernel
 def empty_grouping(units: int, ranks: int) -> Grouping:
+    # Every group has a rank at least, so there are never more than N.
     return Grouping(
-        np.zeros(units, np.int64),
-        np.ones(ranks, np.int64),
-        np.zeros(ranks, np.int64),
-        np.zeros(ranks, np.float64),
-        np.zeros(ranks, np.float64),
-        np.zeros(ranks, np.bool_),
-        np.zeros(1, np.int64),
+        np.zeros(units, np.int64),  # group_of int64[u]
+        np.ones(ranks, np.int64),  # degree int64[N]
+        np.zeros(ranks, np.int64),  # tokens int64[N]
+        np.zeros(ranks, np.float64),  # squares float64[N]
+        np.zeros(ranks, np.float64),  # seconds float64[N]
+        np.zeros(ranks, np.bool_),  # crosses bool[N]
+        np.zeros(1, np.int64),  # used int64[1]
     )
 
 
 @kernel
 def copy_grouping(source: Grouping, target: Grouping) -> None:
+    """Both have the same u and N."""
     target.group_of[:] = source.group_of
     target.degree[:] = source.degree
     target.tokens[:] = source.tokens
     target.squares[:] = source.squares
     target.seconds[:] = source.seconds
+    target.crosses[:] = source.crosses
     target.used[:] = source.used
 
 
 @kernel
 def makespan(grouping: Grouping) -> float:
+    """Seconds of the slowest of the G groups in use; 0 where there are none."""
     slowest = 0.0
     for g in range(grouping.used[0]):
         slowest = max(slowest, grouping.seconds[g])
@@ -90,6 +97,7 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
         return setting.ranks + 1
     degree = least
     if not setting.power_of_two:
+        # With fewer ranks the unit is too slow even without padding and ring.
         degree = max(least, int(units.work[unit] / budget * (1 - 1e-12)))
     while degree <= setting.ranks:
         if units.work[unit] <= budget * degree * (1 + 1e-12):
@@ -99,9 +107,10 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
                 and tokens <= setting.memory_tokens * degree
             ):
                 return degree
-            if ring_floor(units, unit, degree, setting) > target_s:
-                break
-        degree = next_degree(degree, setting)
+        if setting.power_of_two:
+            degree *= 2
+        else:
+            degree = degree_after(units, unit, degree, target_s, setting)
     return setting.ranks + 1
 
 
@@ -116,7 +125,7 @@ def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting
         if least[unit] == 1 and units.work[unit] + base <= target_s:
             rest_work += units.work[unit]
             continue
-        ranks += degree_within(units, unit, least[unit], target_s, setting)
+        ranks += degree_within(units, unit, least[unit], target_s, setting)  # N + 1 if none will do
         anchored_work += units.work[unit]
         if ranks > setting.ranks:
             return False
@@ -135,6 +144,7 @@ def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting
         high *= 2
         if high > 1e9 * (bound_s + 1):
             return high
+    # From here on the fluid fits at `high` and does not at `low`.
     for _ in range(_BISECTIONS):
         if high - low <= 1e-4 * high:
             break
@@ -148,6 +158,7 @@ def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting
 
 @kernel
 def add_unit(units: Units, unit: int, group: int, into: Grouping, setting: Setting) -> None:
+    """One more unit in the group, padded for its degree; memory is not looked at."""
     tokens, squares = padded_sums(units, unit, into.degree[group])
     into.group_of[unit] = group
     into.tokens[group] += tokens
@@ -166,7 +177,8 @@ def build_groups(
     setting: Setting,
     into: Grouping,
 ) -> float:
-    """Fill `into` for the target; the makespan, or infinity when memory or ranks run out."""
+    """Fill `into` for the target; the makespan, or infinity when memory or ranks run out, and then
+    `into` is half filled."""
     base = setting.coefficients[GROUP]
     into.used[0] = 0
     used = 0
@@ -176,7 +188,7 @@ def build_groups(
     into.seconds[:] = 0.0
     for unit in order:
         if least[unit] == 1 and units.work[unit] + base <= target_s:
-            into.group_of[unit] = -1
+            into.group_of[unit] = -1  # for `_spread_small`
             small += 1
             continue
         degree = degree_within(units, unit, least[unit], target_s, setting)
@@ -186,6 +198,7 @@ def build_groups(
         into.degree[into.used[0]] = degree
         add_unit(units, unit, into.used[0], into, setting)
         into.used[0] += 1
+    # Groups so far hold one anchor each, on `used` ranks. Empty ones on the ranks left over follow.
     for _ in range(min(setting.ranks - used, small)):
         into.degree[into.used[0]] = 1
         into.used[0] += 1
@@ -195,7 +208,8 @@ def build_groups(
 
 
 class Heap(NamedTuple):
-    """A min-heap of groups: `keys` float64 and `ids` int64 [N], and its `size` int64[1]."""
+    """A min-heap of groups: `keys` float64[G], `ids` int64[G], and `size` int64[1], how many of the
+    G it holds. The least key is keys[0]; of equal keys the lower id comes first."""
 
     keys: NDArray[np.float64]
     ids: NDArray[np.int64]
@@ -229,6 +243,7 @@ def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into
     A group found without room waits, ordered by room, until a unit comes that could fit it.
     """
     count = into.used[0]
+    # Every group is in one of the two, each of [G]: ready by seconds, waiting by −room in tokens.
     ready = Heap(into.seconds[:count].copy(), np.arange(count), np.full(1, count))
     waiting = Heap(np.empty(count), np.empty(count, np.int64), np.zeros(1, np.int64))
     for start in range(count // 2 - 1, -1, -1):
@@ -236,6 +251,7 @@ def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into
     for unit in order:
         if into.group_of[unit] >= 0:
             continue
+        # Afterwards no waiting group has room for the unit.
         while waiting.size[0] > 0 and -waiting.keys[0] >= units.total[unit]:
             group = _pop(waiting)
             _push(ready, into.seconds[group], group)
@@ -250,6 +266,8 @@ def _spread_small(units: Units, order: NDArray[np.int64], setting: Setting, into
                 heap_sift_down(ready.keys, ready.ids, ready.size[0], 0)
                 placed = True
             else:
+                if into.degree[group] > 1:  # only whole chunks of padding count
+                    room -= room % (2 * into.degree[group])
                 _push(waiting, -float(room), _pop(ready))
         if not placed:
             return False
@@ -266,7 +284,9 @@ def best_groups(
     setting: Setting,
     best: Grouping,
 ) -> float:
-    """Build at each step above the fluid target; keep the best in `best`, stop at `enough`."""
+    """Build at each step above the fluid target; keep the best in `best`, unless what it holds
+    already is faster, and stop at `enough` times the bound. Gives the seconds of `best`; infinity
+    where it stays empty."""
     trial = empty_grouping(units.work.size, setting.ranks)
     found = makespan(best) if best.used[0] else np.inf
     target = fluid_target(units, least, bound_s, setting)
@@ -290,7 +310,8 @@ def best_groups(
 def best_static_groups(
     units: Units, order: NDArray[np.int64], below_s: float, setting: Setting, best: Grouping
 ) -> float:
-    """The best grouping of one degree into `best`, if it is faster than `below_s`."""
+    """The best grouping of one degree into `best`, if it is faster than `below_s`; its seconds, or
+    else `below_s`."""
     trial = empty_grouping(units.work.size, setting.ranks)
     found = below_s
     left = _PLACEMENTS
@@ -331,7 +352,7 @@ def regroup(
     setting: Setting,
     into: Grouping,
 ) -> None:
-    """Fill `into` with given groups, as they are."""
+    """Fill `into` with given groups, as they are: `group_of` int64[u], `degree` int64[G]."""
     into.used[0] = degree.size
     into.degree[: degree.size] = degree
     into.tokens[:] = 0

@@ -1,4 +1,4 @@
-"""Cut a step into waves of alike times.
+"""Cut a step into waves whose units take about the same time.
 
 Every unit has a natural time: its work over the least ranks that hold it. In a wave of time τ a
 unit that is slower than τ is widened (work/τ ranks), one that is faster leaves its ranks waiting,
@@ -14,7 +14,7 @@ minimises the sum of the waves' times, each taken from the least τ with
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.kernels.compile import kernel
 
 _CUTS_A_WAVE = 32  # candidate cuts among one wave's ranks; bounds the programme's size
 _BISECTIONS = 10
@@ -82,7 +82,7 @@ def cut_waves(
     U thinned to cut points.
     """
     count = natural.size
-    slots = np.zeros(count + 1, np.int64)
+    slots = np.zeros(count + 1, np.int64)  # int64[U + 1]: prefix sums, as the next three
     summed = np.zeros(count + 1, np.float64)
     wide = np.zeros(count + 1, np.int64)
     wide_work = np.zeros(count + 1, np.float64)
@@ -91,9 +91,9 @@ def cut_waves(
         summed[i + 1] = summed[i] + work[i]
         wide[i + 1] = wide[i] + (1 if least[i] > 1 else 0)
         wide_work[i + 1] = wide_work[i] + (work[i] if least[i] > 1 else 0.0)
-    cuts = _cut_points(slots, ranks)
-    best = np.full(cuts.size, np.inf)
-    origin = np.zeros(cuts.size, np.int64)
+    cuts = _cut_points(slots, ranks)  # int64[cuts]
+    best = np.full(cuts.size, np.inf)  # float64[cuts]: least seconds of all waves up to it
+    origin = np.zeros(cuts.size, np.int64)  # int64[cuts]: where its last wave starts
     best[0] = 0.0
     for at in range(1, cuts.size):
         end = cuts[at]

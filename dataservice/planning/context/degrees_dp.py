@@ -7,8 +7,8 @@ at most j ranks. Kept as the paper's own method and as the reference of the thre
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dataservice.planning.context.degrees_threshold import check_times
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.degrees_threshold import check_times, checked_degrees
+from dataservice.planning.kernels.compile import kernel
 
 
 def degrees_by_dp(times_s: ArrayLike, *, ranks: int) -> NDArray[np.int64]:
@@ -17,7 +17,8 @@ def degrees_by_dp(times_s: ArrayLike, *, ranks: int) -> NDArray[np.int64]:
 
     Raises PlanningError if even the least degrees do not fit. O(G·N²).
     """
-    return np.asarray(solve_dp(check_times(times_s, ranks), ranks), dtype=np.int64)
+    times = check_times(times_s, ranks)
+    return checked_degrees(solve_dp(times, ranks), times, ranks)
 
 
 @kernel

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context.kernels import kernel
 from dataservice.planning.context.units import (
     Setting,
     Units,
@@ -18,6 +17,8 @@ from dataservice.planning.context.units import (
     next_degree,
     padded_sums,
 )
+from dataservice.planning.invariants import require
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down
 
 
@@ -28,7 +29,18 @@ def degrees_by_threshold(times_s: ArrayLike, *, ranks: int) -> NDArray[np.int64]
     Raises PlanningError if even the least degrees do not fit. O(G·N), less when few are raised.
     """
     times = check_times(times_s, ranks)
-    return np.asarray(_raise_from_table(times, ranks), dtype=np.int64)
+    return checked_degrees(_raise_from_table(times, ranks), times, ranks)
+
+
+def checked_degrees(
+    degrees: NDArray[np.int64], times: NDArray[np.float64], ranks: int
+) -> NDArray[np.int64]:
+    """`degrees` int64[G], if they fit the ranks and the table [G, N] allows each."""
+    fit = int(degrees.sum()) <= ranks and int(degrees.min(initial=1)) >= 1
+    require(fit, f"degrees of {int(degrees.sum())} are not within {ranks} ranks")
+    chosen = times[np.arange(degrees.size), degrees - 1]
+    require(bool(np.isfinite(chosen).all()), "a group has a degree that its times forbid")
+    return degrees
 
 
 def check_times(times_s: ArrayLike, ranks: int) -> NDArray[np.float64]:

@@ -5,18 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import Solver, require_name
 from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.check import check_waves
 from dataservice.planning.context.plan import ContextGroup, ContextPlan
-from dataservice.planning.context.units import (
-    Degrees,
-    fitting_degrees,
-    make_setting,
-    make_units,
-    select_units,
-)
-from dataservice.planning.context.wave import Solver, solve_wave, static_wave
-from dataservice.planning.context.waves import (
+from dataservice.planning.context.step_waves import (
     cut_static,
     pack_one_wave,
     pack_static,
@@ -24,7 +19,16 @@ from dataservice.planning.context.waves import (
     wave_units,
     waves_bound,
 )
-from dataservice.planning.cost import ContextCost
+from dataservice.planning.context.units import (
+    Degrees,
+    Setting,
+    Units,
+    fitting_degrees,
+    make_setting,
+    make_units,
+    select_units,
+)
+from dataservice.planning.context.wave import SOLVERS, solve_wave, static_wave
 
 __all__ = [
     "ContextGroup",
@@ -79,7 +83,7 @@ def plan_context_groups(
         ranks_per_node=ranks_per_node,
         degrees=degrees,
     )
-    _check_solver(solver)
+    require_name(solver, SOLVERS, "solver")
     units = make_units(tokens, full_attention, cost)
     least = fitting_degrees(units, setting)
     packed = pack_one_wave(units, least, setting)
@@ -91,7 +95,9 @@ def plan_context_groups(
             f"{-(-int(packed[1].sum()) * memory_tokens // ranks)}, or plan several waves "
             "(plan_context_waves)"
         )
-    return solve_wave(units, least, packed, setting, solver, False)
+    plan = solve_wave(units, least, packed, setting, solver, False)
+    _check((plan,), units, setting)
+    return plan
 
 
 def plan_context_waves(
@@ -122,13 +128,14 @@ def plan_context_waves(
         ranks_per_node=ranks_per_node,
         degrees=degrees,
     )
-    _check_solver(solver)
+    require_name(solver, SOLVERS, "solver")
     units = make_units(tokens, full_attention, cost, packs)
     if units.total.size == 0:
         return ContextWaves(waves=(), lower_bound_s=0.0)
     least = fitting_degrees(units, setting)
     bound_s = waves_bound(units, least, setting)
     waves = solve_waves(units, least, bound_s, setting, solver, packs is not None)
+    _check(waves, units, setting)
     return ContextWaves(waves=waves, lower_bound_s=bound_s)
 
 
@@ -144,8 +151,8 @@ def plan_static_context(
 ) -> ContextWaves:
     """The static baseline: every group of every wave has `degree` replicas, which divides `ranks`.
 
-    It is given best-fit packing, waves of alike times and greedy balance inside each wave, so what
-    it loses is due to its fixed degree alone. Raises PlanningError as the others do.
+    It is given best-fit packing, waves of about equal times and greedy balance inside each wave, so
+    that what it loses is due to its fixed degree alone. Raises PlanningError as the others do.
     """
     setting = make_setting(
         ranks=ranks,
@@ -176,9 +183,12 @@ def plan_static_context(
         wave = select_units(units, chosen)
         bound_s = wave_bound(wave, least[chosen], setting)
         waves.append(static_wave(wave, packed, degree, bound_s, setting))
+    _check(tuple(waves), units, setting)
     return ContextWaves(waves=tuple(waves), lower_bound_s=waves_bound(units, least, setting))
 
 
-def _check_solver(solver: str) -> None:
-    if solver not in ("threshold", "dp"):
-        raise PlanningError(f"solver is {solver!r}; choose 'threshold' or 'dp'")
+def _check(waves: tuple[ContextPlan, ...], units: Units, setting: Setting) -> None:
+    """Every plan is checked before it leaves, in the caller's numbering of samples."""
+    tokens, weights = np.empty_like(units.tokens), np.empty_like(units.weights)
+    tokens[units.samples], weights[units.samples] = units.tokens, units.weights
+    check_waves(waves, tokens, weights, setting)

@@ -7,13 +7,15 @@ groups it touches:
     swap    a unit of g for one of h         merge   g and h become one group on both their ranks
 
 Every accepted change leaves both groups faster than g was, so the makespan never grows.
+
+Shapes: u units and N groups at most, of which the first G are in use, as in `build.Grouping`;
+`sizes` int64[N] is the number of units in each group.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.build import Grouping
-from dataservice.planning.context.kernels import kernel
 from dataservice.planning.context.moves import (
     MERGE,
     NONE,
@@ -30,6 +32,7 @@ from dataservice.planning.context.moves import (
     unlink,
 )
 from dataservice.planning.context.units import Setting, Units, next_degree
+from dataservice.planning.kernels.compile import kernel
 
 _PARTNERS = 16  # fast groups looked at as partners of the slowest
 _SWAP_PAIRS = 1024  # larger products of members are moved or merged, not swapped
@@ -41,15 +44,16 @@ ROUNDS = 192  # changes made in one improvement
 
 @kernel
 def _partners(grouping: Grouping, slowest: int) -> NDArray[np.int64]:
-    """The fastest groups but the slowest, fastest first: an insertion into a short list."""
-    chosen = np.empty(_PARTNERS, np.int64)
+    """The fastest groups but the slowest, fastest first, int64[partners], at most `_PARTNERS`: an
+    insertion into a short list. O(G · partners)."""
+    chosen = np.empty(_PARTNERS, np.int64)  # int64[_PARTNERS]: chosen[:held] rise by seconds
     held = 0
     for group in range(grouping.used[0]):
         seconds = grouping.seconds[group]
         full = held == _PARTNERS
         if group == slowest or (full and seconds >= grouping.seconds[chosen[held - 1]]):
             continue
-        place = held - 1 if full else held
+        place = held - 1 if full else held  # a full list loses its last
         while place > 0 and grouping.seconds[chosen[place - 1]] > seconds:
             chosen[place] = chosen[place - 1]
             place -= 1
@@ -62,6 +66,7 @@ def _partners(grouping: Grouping, slowest: int) -> NDArray[np.int64]:
 def _seconds_at(
     units: Units, grouping: Grouping, members: Members, group: int, degree: int, setting: Setting
 ) -> float:
+    """Time of the group on `degree` ranks inside a node if they fit one; infinity without room."""
     tokens, squares = sums_at(units, members, group, degree)
     return time_of(tokens, squares, degree, False, setting)
 
@@ -70,10 +75,13 @@ def _seconds_at(
 def _merged_seconds(
     units: Units, grouping: Grouping, members: Members, g: int, h: int, setting: Setting
 ) -> float:
-    """Time of one group of g and h on both their ranks."""
+    """Time of one group of g and h on both their ranks; infinity where it has no room or its degree
+    is not allowed."""
     degree = grouping.degree[g] + grouping.degree[h]
     if setting.power_of_two and degree & (degree - 1):
         return np.inf
+    # A first look spares the sums. These tokens are padded for the degrees that the two have now,
+    # which may be more than at `degree`: 2 tokens a rank beyond memory are let pass here.
     if grouping.tokens[g] + grouping.tokens[h] > (setting.memory_tokens + 2) * degree:
         return np.inf
     tokens_g, squares_g = sums_at(units, members, g, degree)
@@ -90,6 +98,7 @@ def _resize(
     degree: int,
     setting: Setting,
 ) -> None:
+    """Give the group `degree` ranks, and the sums and seconds of the units that it has now."""
     grouping.degree[group] = degree
     tokens, squares = sums_at(units, members, group, degree)
     grouping.tokens[group] = tokens
@@ -109,6 +118,7 @@ def _absorb(
         link(members, unit, g)
         grouping.group_of[unit] = g
     _resize(units, grouping, members, g, degree, setting)
+    # Group h is empty. Groups in use must stay the first ones.
     last = grouping.used[0] - 1
     grouping.used[0] = last
     if h == last:
@@ -130,6 +140,7 @@ def _shift(
     target: int,
     setting: Setting,
 ) -> None:
+    """Move the unit to the group `target`; both groups get their new sums and seconds."""
     source = grouping.group_of[unit]
     unlink(members, unit, source)
     link(members, unit, target)
@@ -150,7 +161,7 @@ def _find_change(
     scratch: Scratch,
 ) -> Change:
     """The change of the slowest group g that leaves the least maximum, or the first that is enough;
-    kind 0 when none helps."""
+    kind NONE when none helps."""
     best = grouping.seconds[g] * (1 - _LEAST_GAIN)
     kind = NONE
     partner = g
@@ -186,11 +197,11 @@ def _try_ranks(
     setting: Setting,
 ) -> Change:
     """`found`, or a wider g where that is better: on spare ranks, or on some that h can give."""
-    spare = setting.ranks
+    spare = setting.ranks  # ranks of no group, once those of all groups are taken off
     for h in range(grouping.used[0]):
         spare -= grouping.degree[h]
     wider = next_degree(grouping.degree[g], setting)
-    missing = wider - grouping.degree[g] - spare
+    missing = wider - grouping.degree[g] - spare  # ranks that another group would have to give
     if missing <= 0:
         value = _seconds_at(units, grouping, members, g, wider, setting)
         return Change(value, RANK, g, g, g) if value < found.value else found
@@ -213,6 +224,7 @@ def _try_ranks(
 
 @kernel
 def _narrower(degree: int, setting: Setting) -> int:
+    """The next lower degree that is allowed; 0 where there is none."""
     return degree // 2 if setting.power_of_two else degree - 1
 
 
@@ -226,10 +238,11 @@ def _apply_change(
     change: Change,
     setting: Setting,
 ) -> None:
+    """Carry out the change of g. Afterwards the grouping, `members` and `sizes` agree again."""
     h = change.partner
     if change.kind == MERGE:
         sizes[g] += sizes[h]
-        sizes[h] = sizes[grouping.used[0] - 1]
+        sizes[h] = sizes[grouping.used[0] - 1]  # the last group will take h's place
         _absorb(units, grouping, members, g, h, setting)
     elif change.kind == RANK:
         if h != g:
@@ -263,17 +276,18 @@ def improve_groups(
     if grouping.used[0] == 0:
         return 0
     members = list_members(grouping)
-    sizes = np.zeros(grouping.degree.size, np.int64)
+    sizes = np.zeros(grouping.degree.size, np.int64)  # int64[N]
     for unit in range(grouping.group_of.size):
         sizes[grouping.group_of[unit]] += 1
+    # Groups swap only where the product of their sizes is at most _SWAP_PAIRS, so width suffices.
     width = min(grouping.group_of.size, _SWAP_PAIRS)
     scratch = Scratch(
-        np.empty(width, np.int64),
-        np.empty(width, np.int64),
-        np.empty(width, np.int64),
-        np.empty(width, np.float64),
-        np.empty(width, np.float64),
-        np.full(1, _PAIR_BUDGET),
+        np.empty(width, np.int64),  # unit int64[width]
+        np.empty(width, np.int64),  # tokens_g int64[width]
+        np.empty(width, np.int64),  # tokens_h int64[width]
+        np.empty(width, np.float64),  # squares_g float64[width]
+        np.empty(width, np.float64),  # squares_h float64[width]
+        np.full(1, _PAIR_BUDGET),  # budget int64[1]
     )
     for done in range(rounds):
         g = _slowest(grouping)

@@ -7,7 +7,10 @@ in the first k waves:
     Σ need(τ₀) ≤ k·N     and     Σ work + exposed ring ≤ N·(k·(τ₀ − β₁) + (W − k)·(τ₁ − β₁))
 
 One level for all waves (k = W) is the simplest. Two serve where a ring makes samples slow however
-wide they are, and where memory ends before a replica of short samples has worked for so long.
+wide they are, and where a replica of short samples runs out of memory before it has worked for τ₀.
+
+Shapes: W waves of N ranks; u units are `long`, by falling work; `least` int64[u] are their least
+degrees. `work_s` is that of all samples, short ones too, in replica-seconds at degree 1.
 """
 
 from typing import NamedTuple
@@ -16,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.build import degree_within
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.context.seconds import ATTENTION, GROUP, ring_seconds
 from dataservice.planning.context.units import Setting, Units, padded_sums
-from dataservice.planning.cost import ATTENTION, GROUP, ring_seconds
+from dataservice.planning.kernels.compile import kernel
 
 _BISECTIONS = 24
 _CLOSE = 2e-4
@@ -27,7 +30,7 @@ _LEVELS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 1
 
 
 class Target(NamedTuple):
-    """The first `slow_waves` last `slow_s`, the others `fast_s`; `degree` int64[k] of each long
+    """The first `slow_waves` last `slow_s`, the others `fast_s`; `degree` int64[u] of each long
     unit; whether it all `fits` the ranks."""
 
     slow_s: float
@@ -44,7 +47,7 @@ def one_level(
     """The least τ, to within its bisection, at which `waves` equal waves hold `work_s` of work.
 
     `long` holds at least every unit that is slower than β₁ + work_s/(waves·N) or needs more than
-    one rank, longest first; `least` int64[k] their least degrees. O(k · bisections).
+    one rank, longest first; `least` int64[u] their least degrees. O(u · bisections).
     """
     low = setting.coefficients[GROUP] + work_s / (waves * setting.ranks)
     target = _level(long, least, work_s, waves, low, setting)
@@ -53,6 +56,7 @@ def one_level(
         low = high
         high *= 1.25
         target = _level(long, least, work_s, waves, high, setting)
+    # From here on `target` is that of `high`; `low` does not fit, unless the two are the same.
     for _ in range(_BISECTIONS):
         if high - low <= _CLOSE * high:
             break
@@ -79,13 +83,14 @@ def two_levels(
     those of the lower upper level."""
     base = setting.coefficients[GROUP]
     even_s = base + work_s / (waves * setting.ranks)
+    # Nothing found yet: infinite levels, and a degree int64[u] that nothing reads.
     best = Target(np.inf, np.inf, waves, np.ones(least.size, np.int64), False)
     best_s = np.inf
     for share in _LEVELS:
         slow_s = share * even_s
         degree, slots, exposed_s = widths(long, least, slow_s, setting)
-        all_s = (work_s + exposed_s) / setting.ranks
-        alone = 0
+        all_s = (work_s + exposed_s) / setting.ranks  # of each rank over all waves, without β₁
+        alone = 0  # units of one rank that the fast waves have no time for
         for slow_waves in range(max(1, -(-slots // setting.ranks)), waves):
             fast_s = base + (all_s - slow_waves * (slow_s - base)) / (waves - slow_waves)
             if fast_s > min(most_fast_s, slow_s):
@@ -98,7 +103,7 @@ def two_levels(
             if enough and total_s < best_s * (1 - 1e-3):
                 best = Target(slow_s, fast_s, slow_waves, degree, True)
                 best_s = total_s
-            break
+            break  # only the fewest slow waves whose lower level is low enough are tried
     return best
 
 
@@ -111,6 +116,7 @@ def _level(
     level_s: float,
     setting: Setting,
 ) -> Target:
+    """All waves at `level_s`, and whether ranks and time are enough."""
     degree, slots, exposed_s = widths(long, least, level_s, setting)
     room_s = waves * (level_s - setting.coefficients[GROUP]) * setting.ranks
     fits = slots <= waves * setting.ranks and work_s + exposed_s <= room_s * (1 + 1e-12)
@@ -121,15 +127,16 @@ def _level(
 def widths(
     long: Units, least: NDArray[np.int64], level_s: float, setting: Setting
 ) -> tuple[NDArray[np.int64], int, float]:
-    """Least degree of each long unit that meets the level int64[k], their sum over those that do
-    not meet it alone, and the rank-seconds that their rings expose."""
+    """Least degree of each long unit that meets the level int64[u], their sum over those that do
+    not meet it alone, and the rank-seconds that their rings expose. The sum is 2⁴⁰,
+    more than any number of ranks, where no degree meets the level."""
     base = setting.coefficients[GROUP]
-    degree = np.ones(least.size, np.int64)
+    degree = np.ones(least.size, np.int64)  # int64[u]
     slots = 0
     exposed_s = 0.0
     for unit in range(least.size):
         if least[unit] == 1 and long.work[unit] + base <= level_s:
-            break  # units fall by work
+            break  # units fall by work: all that follow meet the level on one rank
         degree[unit] = degree_within(long, unit, least[unit], level_s, setting)
         slots += degree[unit]
         if degree[unit] > setting.ranks:

@@ -1,4 +1,8 @@
-"""Two groups at a time: whose unit should move to the other, or be swapped for one of it."""
+"""Two groups at a time: whose unit should move to the other, or be swapped for one of it.
+
+Shapes: u units and N groups at most, as in `build.Grouping`; m units of one group. Tokens are
+padded for the degree at hand, squares are Σ(1+η)s² in tokens².
+"""
 
 from typing import NamedTuple
 
@@ -6,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.build import Grouping
-from dataservice.planning.context.kernels import kernel
-from dataservice.planning.context.units import Setting, Units, padded_sums
-from dataservice.planning.cost import (
+from dataservice.planning.context.seconds import (
     ATTENTION,
     GROUP,
     LINEAR,
@@ -17,12 +19,15 @@ from dataservice.planning.cost import (
     RING_INTRA,
     group_seconds,
 )
+from dataservice.planning.context.units import Setting, Units, padded_sums
+from dataservice.planning.kernels.compile import kernel
 
 NONE, MOVE, SWAP, RANK, MERGE = range(5)
 
 
 class Members(NamedTuple):
-    """Units of each group as doubly linked lists: `first` int64[N], `after`, `before` int64[u]."""
+    """Units of each group as doubly linked lists: `first` int64[N], the first unit of a group;
+    `after` and `before` int64[u], a unit's neighbours in its group. −1 where there is none."""
 
     first: NDArray[np.int64]
     after: NDArray[np.int64]
@@ -30,8 +35,8 @@ class Members(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change of group g with `partner`: the maximum of the two after it, its kind, and the units
-    that move."""
+    """A change of group g with `partner`: `value`, the seconds of the slower of the two after it,
+    its kind, and the units that move: `unit_g` is read for MOVE and SWAP, `unit_h` for SWAP."""
 
     value: float
     kind: int
@@ -41,8 +46,8 @@ class Change(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """A group's time, linear in its sums: seconds a token, a token², a token on the ring, and
-    fixed; `room` is what its ranks hold."""
+    """A group's time, linear in its sums: seconds a token (`linear`), a token² (`attention`) and a
+    token on the `ring`; `hops` and `fixed` in seconds; `room`, the tokens that its ranks hold."""
 
     linear: float
     attention: float
@@ -53,8 +58,9 @@ class Rates(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Units of the partner and their sums at both degrees, [members] each; `budget` int64[1], the
-    swaps that may still be looked at."""
+    """The m units of the partner h at the front of five arrays: `unit` int64, and the tokens int64
+    and squares float64 of each, padded for the degree of g and for that of h. `budget` int64[1],
+    the swaps that may still be looked at."""
 
     unit: NDArray[np.int64]
     tokens_g: NDArray[np.int64]
@@ -66,6 +72,7 @@ class Scratch(NamedTuple):
 
 @kernel
 def link(members: Members, unit: int, group: int) -> None:
+    """Make a unit that is in no list the first of the group."""
     old = members.first[group]
     members.after[unit] = old
     members.before[unit] = -1
@@ -76,6 +83,7 @@ def link(members: Members, unit: int, group: int) -> None:
 
 @kernel
 def unlink(members: Members, unit: int, group: int) -> None:
+    """Take a unit out of its group's list. Its own `after` and `before` stay as they were."""
     after = members.after[unit]
     before = members.before[unit]
     if before >= 0:
@@ -88,11 +96,12 @@ def unlink(members: Members, unit: int, group: int) -> None:
 
 @kernel
 def list_members(grouping: Grouping) -> Members:
+    """Every unit must have a group. The units of each group come out rising."""
     units = grouping.group_of.size
     members = Members(
-        np.full(grouping.degree.size, -1, np.int64),
-        np.empty(units, np.int64),
-        np.empty(units, np.int64),
+        np.full(grouping.degree.size, -1, np.int64),  # first int64[N]
+        np.empty(units, np.int64),  # after int64[u]
+        np.empty(units, np.int64),  # before int64[u]
     )
     for unit in range(units - 1, -1, -1):
         link(members, unit, grouping.group_of[unit])
@@ -101,6 +110,7 @@ def list_members(grouping: Grouping) -> Members:
 
 @kernel
 def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[int, float]:
+    """Tokens and squares of the group's units, were they padded for `degree`. O(m)."""
     tokens = 0
     squares = 0.0
     unit = members.first[group]
@@ -187,6 +197,7 @@ def try_moves(
     others = 0
     if swaps:
         others = _read_group(units, members, h, dg, dh, scratch)
+    # The first `others` places of the scratch hold h's units; none where only moves are tried.
     i = members.first[g]
     while i >= 0 and best > enough_s:
         tokens, squares = padded_sums(units, i, dg)
@@ -195,6 +206,7 @@ def try_moves(
         tokens, squares = padded_sums(units, i, dh)
         tokens_h = grouping.tokens[h] + tokens
         squares_h = grouping.squares[h] + squares
+        # Unit i has left g, padded for dg, and has come to h, padded for dh.
         value = max(_timed(rates_g, tokens_g, squares_g), _timed(rates_h, tokens_h, squares_h))
         if value < best:
             best, kind, unit_g = value, MOVE, i
@@ -203,7 +215,7 @@ def try_moves(
                 rates_g, tokens_g + scratch.tokens_g[k], squares_g + scratch.squares_g[k]
             )
             if value >= best:
-                continue
+                continue  # g alone is too slow already
             tokens = tokens_h - scratch.tokens_h[k]
             value = max(value, _timed(rates_h, tokens, squares_h - scratch.squares_h[k]))
             if value < best:

@@ -10,7 +10,7 @@ waits until the others are placed and then takes what is left, crossing nodes.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.kernels import kernel
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import group_stable
 
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.layout import sample_starts
 from dataservice.planning.context.build import Grouping
 from dataservice.planning.context.degrees_threshold import member_sums
 from dataservice.planning.context.improve import ROUNDS, improve_groups
-from dataservice.planning.context.kernels import kernel
 from dataservice.planning.context.place import place_groups
+from dataservice.planning.context.seconds import group_seconds
 from dataservice.planning.context.units import Setting, Units, list_groups
-from dataservice.planning.cost import group_seconds
+from dataservice.planning.kernels.compile import kernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,8 @@ def place_plan(
 ) -> ContextPlan:
     """Put groups members[offsets[g]:offsets[g+1]] of `degrees` on replicas and time them there.
 
-    Where a ring had to cross nodes and is now the slowest, `movable` units leave it.
+    Where a ring had to cross nodes and is now the slowest, `movable` units leave it. The ranks of
+    a group that all of its units have left are idle.
     """
     tokens, squares, inside_s, outside_s = _group_times(units, members, offsets, degrees, setting)
     order = np.lexsort((np.arange(degrees.size), -inside_s, -degrees))
@@ -107,6 +109,10 @@ def place_plan(
         )
         improve_groups(units, grouping, bound_s, ROUNDS, setting._replace(placed=True))
         members, offsets = list_groups(grouping.group_of, degrees.size)
+        held = np.bincount(grouping.group_of, minlength=degrees.size) > 0
+        ranks, degrees = ranks[np.repeat(held, degrees)], degrees[held]
+        rank_offsets = sample_starts(degrees)
+        seconds, tokens = seconds[held], tokens[held]
     samples, sample_offsets = _samples_of(units, members, offsets)
     return ContextPlan(
         samples=samples,

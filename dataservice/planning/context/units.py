@@ -8,19 +8,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dataservice.core.cost import ContextCost, sequences
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context.kernels import kernel
-from dataservice.planning.cost import (
+from dataservice.planning.context.seconds import (
     ATTENTION,
     GROUP,
     LINEAR,
-    ContextCost,
     group_seconds,
     ring_seconds,
-    sequences,
 )
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.registry import algorithm_named
 
 Degrees = Literal["any", "power_of_two"]
+POWER_OF_TWO: dict[Degrees, bool] = {"any": False, "power_of_two": True}
 
 
 class Units(NamedTuple):
@@ -42,7 +44,7 @@ class Units(NamedTuple):
 
 class Setting(NamedTuple):
     """N ranks (replicas), the tokens one of them holds, ranks a node, and the cost model. Once
-    groups are `placed`, their ranks are theirs."""
+    groups are `placed`, their ranks no longer change."""
 
     ranks: int
     memory_tokens: int
@@ -57,11 +59,10 @@ def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
     """Σs and Σ(1+η)s² of a unit once each sequence is padded to a multiple of 2d."""
     if degree == 1:
         return units.total[unit], units.squares[unit]
-    chunk = 2 * degree
     tokens = 0
     squares = 0.0
     for i in range(units.offsets[unit], units.offsets[unit + 1]):
-        padded = (units.tokens[i] + chunk - 1) // chunk * chunk
+        padded = padded_length(units.tokens[i], degree)
         tokens += padded
         squares += units.weights[i] * float(padded) * float(padded)
     return tokens, squares
@@ -111,12 +112,25 @@ def least_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
 
 @kernel
 def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
-    """A time that no degree from `degree` on beats, 0 while the ring may still get no slower: one
-    that crosses nodes only slows down as it widens."""
-    if degree <= setting.ranks_per_node:
-        return 0.0
-    ring = ring_seconds(float(units.total[unit]), degree, True, setting.coefficients)
+    """A time that no degree from `degree` on beats: a ring only slows down as it widens."""
+    crosses = degree > setting.ranks_per_node
+    ring = ring_seconds(float(units.total[unit]), degree, crosses, setting.coefficients)
     return float(setting.coefficients[GROUP] + ring)
+
+
+@kernel
+def degree_after(units: Units, unit: int, degree: int, target_s: float, setting: Setting) -> int:
+    """The next degree after `degree` at which the unit alone may meet the target; ranks+1 if none.
+
+    From there on the ring takes at least what it takes at the next one, so what is left of the
+    target must hold the linear work: degrees between have no time for it.
+    """
+    wider = degree + 1
+    left_s = target_s - ring_floor(units, unit, wider, setting)
+    if left_s <= 0:
+        return setting.ranks + 1
+    linear_s = setting.coefficients[LINEAR] * units.total[unit]
+    return max(wider, int(min(linear_s / left_s * (1 - 1e-9), setting.ranks + 1.0)))
 
 
 @kernel
@@ -171,18 +185,18 @@ def list_groups(
     group_of: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Members int64[u] of every non-empty group end to end, by index, and offsets int64[G+1]."""
-    sizes = np.zeros(groups, np.int64)
+    sizes = np.zeros(groups, np.int64)  # int64[groups]
     for group in group_of:
         sizes[group] += 1
-    start = np.zeros(groups, np.int64)
-    offsets = np.zeros(groups + 1, np.int64)
+    start = np.zeros(groups, np.int64)  # int64[groups]
+    offsets = np.zeros(groups + 1, np.int64)  # int64[groups + 1]
     kept = 0
     for group in range(groups):
         if sizes[group] > 0:
             start[group] = offsets[kept]
             offsets[kept + 1] = offsets[kept] + sizes[group]
             kept += 1
-    members = np.empty(group_of.size, np.int64)
+    members = np.empty(group_of.size, np.int64)  # int64[u]
     for unit in range(group_of.size):
         members[start[group_of[unit]]] = unit
         start[group_of[unit]] += 1
@@ -295,12 +309,9 @@ def make_setting(
         )
     if ranks_per_node is not None and ranks_per_node < 1:
         raise PlanningError(f"ranks_per_node is {ranks_per_node}; give at least 1, or None")
-    if degrees not in ("any", "power_of_two"):
-        raise PlanningError(f"degrees is {degrees!r}; choose 'any' or 'power_of_two'")
+    power_of_two = algorithm_named(POWER_OF_TWO, degrees, "degrees")
     node = int(ranks) if ranks_per_node is None else int(ranks_per_node)
-    return Setting(
-        int(ranks), int(memory_tokens), node, degrees == "power_of_two", cost.coefficients
-    )
+    return Setting(int(ranks), int(memory_tokens), node, power_of_two, cost.coefficients)
 
 
 def fitting_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:

@@ -1,10 +1,11 @@
 """One wave solved: group, improve, set degrees, place."""
 
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.plan_options import Solver
 from dataservice.planning.context.bound import wave_bound
 from dataservice.planning.context.build import (
     best_groups,
@@ -17,16 +18,17 @@ from dataservice.planning.context.build import (
 from dataservice.planning.context.degrees_dp import solve_dp
 from dataservice.planning.context.degrees_threshold import raise_degrees, time_table
 from dataservice.planning.context.improve import ROUNDS, improve_groups
-from dataservice.planning.context.kernels import kernel
 from dataservice.planning.context.plan import ContextPlan, place_plan
 from dataservice.planning.context.units import Setting, Units, list_groups
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending
-
-Solver = Literal["threshold", "dp"]
+from dataservice.planning.registry import algorithm_named
 
 # Groupings this close to the bound are not improved further.
 ENOUGH = 1.001
 NEAR = 1.002  # and beyond this, fixed degrees are tried as another start
+# Choices that the dynamic programme may look at; beyond, the threshold solver finds its makespan.
+_DP_CELLS = 1 << 27
 
 
 def solve_wave(
@@ -65,11 +67,22 @@ def _finish(
 ) -> ContextPlan:
     """Degrees by the chosen solver, then placement."""
     members, offsets = list_groups(group_of, groups)
-    if solver == "dp":
-        degrees = solve_dp(time_table(units, members, offsets, setting), setting.ranks)
-    else:
-        degrees = raise_degrees(units, members, offsets, setting)
+    set_degrees = algorithm_named(SOLVERS, solver, "solver")
+    degrees = set_degrees(units, members, offsets, setting)
     return place_plan(units, members, offsets, degrees, bound_s, setting, movable=movable)
+
+
+def _dp_degrees(
+    units: Units, members: NDArray[np.int64], offsets: NDArray[np.int64], setting: Setting
+) -> NDArray[np.int64]:
+    if (offsets.size - 1) * setting.ranks**2 > _DP_CELLS:
+        return raise_degrees(units, members, offsets, setting)
+    return solve_dp(time_table(units, members, offsets, setting), setting.ranks)
+
+
+SOLVERS: dict[
+    Solver, Callable[[Units, NDArray[np.int64], NDArray[np.int64], Setting], NDArray[np.int64]]
+] = {"threshold": raise_degrees, "dp": _dp_degrees}
 
 
 def static_wave(

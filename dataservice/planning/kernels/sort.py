@@ -4,25 +4,26 @@ numpy's fast argsort breaks ties by whatever vector instructions the processor h
 must be the same wherever it is made; numpy's stable argsort is several times slower than this.
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from dataservice.planning.kernels.compile import kernel
 
 _DIGIT_BITS = 11
 _BUCKETS = 1 << _DIGIT_BITS
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Ascending stable argsort; digits that all keys share cost one counting pass only."""
     n = keys.size
-    order = np.arange(n)
+    order = np.arange(n)  # int64[n]
     spare = np.empty(n, np.int64)
     ones = np.uint64(_BUCKETS - 1)
     differing = np.uint64(0)
     for i in range(n):
         differing |= keys[i] ^ keys[0]
-    counts = np.empty(_BUCKETS, np.int64)
+    counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
     for shift in range(0, 64, _DIGIT_BITS):
         step = np.uint64(shift)
         if (differing >> step) & ones == 0:
@@ -54,13 +55,13 @@ def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     return radix_argsort(~bits)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def argsort_rising(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Stable argsort for use inside kernels; one function, so that it is compiled once."""
     return np.argsort(values, kind="mergesort")
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def group_stable(
     keys: NDArray[np.int64], order: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -69,13 +70,13 @@ def group_stable(
     Returns (order, begins int64[groups + 1]): group g is order[begins[g] : begins[g + 1]].
     Counting sort, O(m + groups); applied twice it sorts by two keys.
     """
-    begins = np.zeros(groups + 1, np.int64)
+    begins = np.zeros(groups + 1, np.int64)  # int64[groups + 1]
     for k in range(order.size):
         begins[keys[order[k]] + 1] += 1
     for group in range(groups):
         begins[group + 1] += begins[group]
     next_place = begins.copy()
-    grouped = np.empty_like(order)
+    grouped = np.empty_like(order)  # int64[m]
     for k in range(order.size):
         key = keys[order[k]]
         grouped[next_place[key]] = order[k]

@@ -1,16 +1,16 @@
 """Branch and bound for a handful of items: the optimum, or the best found within a node budget."""
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.loads.problem import PartitionProblem, max_load
 
 MOST_ITEMS = 14
 _NODE_BUDGET = 200_000
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _branch_and_bound(
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -22,17 +22,17 @@ def _branch_and_bound(
     incumbent: float,
     node_budget: int,
 ) -> tuple[NDArray[np.int64], bool, bool]:
-    """Depth first over falling costs. Ranks that look alike are tried once.
+    """Depth first over falling costs. Of ranks with equal loads, sizes and counts one is tried.
 
     Returns (assignment, whether it beats the incumbent, whether the search was complete).
     """
     n = costs.size
     best = incumbent
     best_at = np.full(n, -1)
-    rank_at = np.full(n, -1)
-    loads = np.zeros(ranks)
-    held = np.zeros(ranks)
-    count_of = np.zeros(ranks, np.int64)
+    rank_at = np.full(n, -1)  # int64[n]
+    loads = np.zeros(ranks)  # float64[ranks]
+    held = np.zeros(ranks)  # float64[ranks]: summed sizes
+    count_of = np.zeros(ranks, np.int64)  # int64[ranks]
     full = 0
     improved = False
     place = 0

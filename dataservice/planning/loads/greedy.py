@@ -4,18 +4,21 @@ OrchMLLM Alg. 1 and MMScale Alg. 2; the latter sorts ascending, but the 4/3 boun
 the falling order used here (Graham 1969: (4 − 1/ranks)/3).
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 from dataservice.planning.kernels.sort import radix_argsort
 from dataservice.planning.loads.problem import PartitionProblem
 
 _QUANTA = 2.0**22 - 1.0
+# Ranks without room that may be passed over for all items together, before the costs are given up
+# and the sizes alone are looked at: seconds of work otherwise, where most ranks are full.
+PASSED_OVER = 1 << 23
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
     """Stable, in place. Insertion for a few loads; else by 22 bits of where a load lies between
     the extremes, insertion for what that leaves, and by all bits where an outlier crowds the
@@ -49,7 +52,7 @@ def sort_rising(loads: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
         ids[j + 1] = rank
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
     """Unlimited case, in batches instead of a heap: several times faster with many ranks.
 
@@ -58,11 +61,11 @@ def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.in
     heap would find. The ranks of the batch are then sorted again and merged with the others.
     """
     n = costs.size
-    loads = np.zeros(ranks)
-    ids = np.arange(ranks)
-    spare_loads = np.empty(ranks)
-    spare_ids = np.empty(ranks, np.int64)
-    rank_at = np.empty(n, np.int64)
+    loads = np.zeros(ranks)  # float64[ranks], rising
+    ids = np.arange(ranks)  # int64[ranks]: rank of each load
+    spare_loads = np.empty(ranks)  # float64[ranks]
+    spare_ids = np.empty(ranks, np.int64)  # int64[ranks]
+    rank_at = np.empty(n, np.int64)  # int64[n]
     place = 0
     while place < n:
         least_after = np.inf
@@ -90,7 +93,7 @@ def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.in
     return rank_at
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _least_loaded_limited(
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -99,18 +102,20 @@ def _least_loaded_limited(
     max_count: int,
     full_ranks: int,
 ) -> tuple[NDArray[np.int64], bool]:
-    """Least-loaded rank that still has room; ranks passed over for this item are put back."""
+    """Least-loaded rank that still has room; ranks passed over for this item are put back. False
+    too where most ranks are full and too many had to be passed over."""
     n = costs.size
-    loads = np.zeros(ranks)
-    ids = np.arange(ranks)
-    rank_at = np.full(n, -1)
-    size_of = np.zeros(ranks)
-    count_of = np.zeros(ranks, np.int64)
+    loads = np.zeros(ranks)  # float64[ranks], a heap
+    ids = np.arange(ranks)  # int64[ranks]: rank of each load
+    rank_at = np.full(n, -1)  # int64[n]
+    size_of = np.zeros(ranks)  # float64[ranks]
+    count_of = np.zeros(ranks, np.int64)  # int64[ranks]
     aside_load = np.empty(ranks)
     aside_id = np.empty(ranks, np.int64)
     open_ranks = ranks
     limit = max_count
     full = 0
+    left = PASSED_OVER
     for place in range(n):
         aside = 0
         while open_ranks > 0 and rank_at[place] < 0:
@@ -135,12 +140,13 @@ def _least_loaded_limited(
                 ids[0] = ids[open_ranks]
             if open_ranks > 0:
                 heap_sift_down(loads, ids, open_ranks, 0)
+        left -= aside
         for k in range(aside):
             loads[open_ranks] = aside_load[k]
             ids[open_ranks] = aside_id[k]
             heap_sift_up(loads, ids, open_ranks)
             open_ranks += 1
-        if rank_at[place] < 0:
+        if rank_at[place] < 0 or left < 0:
             return rank_at, False
     return rank_at, True
 

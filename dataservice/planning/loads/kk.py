@@ -9,16 +9,16 @@ States are kept sparse: only ranks above zero are stored, so all live states tog
 most one entry an item and memory is O(items), not O(items · ranks).
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import PartitionProblem
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sort_falling(loads: NDArray[np.float64], heads: NDArray[np.int64], size: int) -> None:
     """Stable, in place. Most merges only append, and insertion then takes one pass."""
     if size > 48:
@@ -40,7 +40,7 @@ def _sort_falling(loads: NDArray[np.float64], heads: NDArray[np.int64], size: in
         heads[j + 1] = head
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _merge_states(
     load_a: NDArray[np.float64],
     head_a: NDArray[np.int64],
@@ -75,7 +75,7 @@ def _merge_states(
     return size_a + size_b - shared
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _labels_from_lists(
     heads: NDArray[np.int64], next_item: NDArray[np.int64], n: int
 ) -> NDArray[np.int64]:
@@ -89,20 +89,20 @@ def _labels_from_lists(
     return rank_at
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _karmarkar_karp(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
     """Full differencing; a live state of s entries lies at pool[start : start + s]."""
     n = costs.size
-    next_item = np.full(n, -1)
-    tail_of = np.arange(n)
+    next_item = np.full(n, -1)  # int64[n]: items of a rank, as lists
+    tail_of = np.arange(n)  # int64[n]: last item of the list of each head
     room = 4 * n + 4 * ranks
-    pool_load = np.empty(room)
-    pool_head = np.empty(room, np.int64)
+    pool_load = np.empty(room)  # float64[room]: loads of all states
+    pool_head = np.empty(room, np.int64)  # int64[room]: first item of each
     pool_load[:n] = costs
     pool_head[:n] = np.arange(n)
-    start = np.arange(n)
-    length = np.ones(n, np.int64)
-    keys = -costs.copy()
+    start = np.arange(n)  # int64[states]
+    length = np.ones(n, np.int64)  # int64[states]
+    keys = -costs.copy()  # float64[states], a heap
     states = np.arange(n)  # costs fall, so the keys already rise: a valid heap
     live = n
     used = n
@@ -144,7 +144,7 @@ def _karmarkar_karp(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]
     return _labels_from_lists(pool_head[last : last + length[states[0]]], next_item, n)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _compact(
     pool_load: NDArray[np.float64],
     pool_head: NDArray[np.int64],
@@ -172,7 +172,7 @@ def _compact(
     return used
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _balanced_differencing(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
     """Equal counts: start from states that already hold one item a rank (BLDM, Michiels 2003).
 
@@ -180,11 +180,11 @@ def _balanced_differencing(costs: NDArray[np.float64], ranks: int) -> NDArray[np
     """
     n = costs.size
     blocks = n // ranks
-    loads = costs.copy().reshape(blocks, ranks)
-    heads = np.arange(n).reshape(blocks, ranks)
-    next_item = np.full(n, -1)
+    loads = costs.copy().reshape(blocks, ranks)  # float64[blocks, ranks]
+    heads = np.arange(n).reshape(blocks, ranks)  # int64[blocks, ranks]
+    next_item = np.full(n, -1)  # int64[n]
     tail_of = np.arange(n)
-    keys = np.empty(blocks)
+    keys = np.empty(blocks)  # float64[blocks], a heap
     states = np.empty(blocks, np.int64)
     for block in range(blocks):
         keys[block] = loads[block, ranks - 1] - loads[block, 0]

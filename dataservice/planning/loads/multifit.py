@@ -3,17 +3,17 @@
 The same first-fit kernel, given sizes instead of costs, decides whether a capacity can be met.
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.loads.greedy import greedy
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.loads.greedy import PASSED_OVER, greedy
 from dataservice.planning.loads.problem import ROUNDING, PartitionProblem, max_load
 
 _BISECTIONS = 24
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _next_fit_leaf(tree: NDArray[np.float64], leaves: int, start: int, need: float) -> int:
     """First leaf at or after `start` with at least `need` left, or −1. O(log leaves)."""
     if start >= leaves:
@@ -33,7 +33,7 @@ def _next_fit_leaf(tree: NDArray[np.float64], leaves: int, start: int, need: flo
     return node - leaves
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def first_fit_decreasing(
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -48,20 +48,22 @@ def first_fit_decreasing(
     leaves = 1
     while leaves < ranks:
         leaves *= 2
-    tree = np.full(2 * leaves, -np.inf)
+    tree = np.full(2 * leaves, -np.inf)  # float64[2·leaves]: most room below each node
     tree[leaves : leaves + ranks] = bound
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
-    size_of = np.zeros(ranks)
-    count_of = np.zeros(ranks, np.int64)
-    rank_at = np.full(costs.size, -1)
+    size_of = np.zeros(ranks)  # float64[ranks]
+    count_of = np.zeros(ranks, np.int64)  # int64[ranks]
+    rank_at = np.full(costs.size, -1)  # int64[n]
     limit = max_count
     full = 0
+    left = PASSED_OVER
     for place in range(costs.size):
         rank = _next_fit_leaf(tree, leaves, 0, costs[place])
         while rank >= 0 and (count_of[rank] >= limit or size_of[rank] + sizes[place] > capacity):
             rank = _next_fit_leaf(tree, leaves, rank + 1, costs[place])
-        if rank < 0:
+            left -= 1
+        if rank < 0 or left < 0:
             return rank_at, False
         rank_at[place] = rank
         size_of[rank] += sizes[place]
@@ -70,9 +72,14 @@ def first_fit_decreasing(
             full += 1
             if full == full_ranks:
                 limit = max_count - 1
+                for other in range(ranks):  # their room is no room any more
+                    if count_of[other] >= limit:
+                        tree[other + leaves] = -np.inf
+                for node in range(leaves - 1, 0, -1):
+                    tree[node] = max(tree[2 * node], tree[2 * node + 1])
         node = rank + leaves
         tree[node] -= costs[place]
-        if count_of[rank] >= max_count:
+        if count_of[rank] >= limit:
             tree[node] = -np.inf
         node >>= 1
         while node >= 1:

@@ -7,6 +7,7 @@ that they can be compared.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +25,9 @@ from dataservice.planning.loads.problem import (
     to_partition,
 )
 from dataservice.planning.loads.refine import refine
+from dataservice.planning.registry import algorithm_named
+
+PartitionAlgorithm = Literal["auto", "greedy", "kk", "multifit"]
 
 # Certified gap at which `auto` stops. With many items a plan has to be quick, and a gap of a
 # hundredth of a percent is far below the error of any cost model.
@@ -39,7 +43,7 @@ def partition(
     costs: ArrayLike,
     ranks: int,
     *,
-    algorithm: str = "auto",
+    algorithm: PartitionAlgorithm = "auto",
     equal_count: bool = False,
     capacity: float | None = None,
     sizes: ArrayLike | None = None,
@@ -56,11 +60,7 @@ def partition(
     capacity is found; the message then names a number of ranks that suffices.
     Complexity: `auto` O(n log ranks) to place, then bounded work in O(n).
     """
-    solve = ALGORITHMS.get(algorithm)
-    if solve is None:
-        raise PlanningError(
-            f"unknown partition algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}"
-        )
+    solve = algorithm_named(ALGORITHMS, algorithm, "algorithm")
     problem = build_problem(costs, ranks, equal_count=equal_count, capacity=capacity, sizes=sizes)
     if problem.costs.size == 0:
         return to_partition(problem, np.empty(0, np.int64))
@@ -88,7 +88,7 @@ def _auto(problem: PartitionProblem, tolerance: float) -> Answer:
     return best, False
 
 
-ALGORITHMS: dict[str, Callable[[PartitionProblem, float], Answer]] = {
+ALGORITHMS: dict[PartitionAlgorithm, Callable[[PartitionProblem, float], Answer]] = {
     "auto": _auto,
     "greedy": lambda problem, _tolerance: (greedy(problem), False),
     "kk": lambda problem, _tolerance: (karmarkar_karp(problem), False),

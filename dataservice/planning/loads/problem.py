@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.invariants import check_assignment, require
 from dataservice.planning.kernels.sort import argsort_descending
 
 # Sums of the same costs in another order differ by this much, relatively; a cap is not that sharp.
@@ -148,6 +149,8 @@ def to_partition(problem: PartitionProblem, rank_at: NDArray[np.int64]) -> Parti
     """From the rank of every sorted place to the answer in the caller's item order."""
     rank_of = np.empty(rank_at.size, np.int32)
     rank_of[problem.order] = rank_at
+    check_assignment(rank_of, problem.ranks, "rank of an item")
+    _check_limits(problem, rank_at)
     loads = np.bincount(rank_at, weights=problem.costs, minlength=problem.ranks)
     return Partition(
         rank_of=rank_of,
@@ -155,6 +158,15 @@ def to_partition(problem: PartitionProblem, rank_at: NDArray[np.int64]) -> Parti
         # Summing in another order may land a hair under the bound: never claim so.
         lower_bound=min(problem.lower_bound, float(loads.max())),
     )
+
+
+def _check_limits(problem: PartitionProblem, rank_at: NDArray[np.int64]) -> None:
+    if np.isfinite(problem.capacity):
+        held = float(np.bincount(rank_at, weights=problem.sizes).max(initial=0.0))
+        require(held <= problem.capacity, f"a rank holds {held:g} of {problem.capacity:g}")
+    if problem.equal_count:
+        most = int(np.bincount(rank_at).max(initial=0))
+        require(most <= problem.max_count, f"a rank holds {most} items of {problem.max_count}")
 
 
 def max_load(problem: PartitionProblem, rank_at: NDArray[np.int64]) -> float:

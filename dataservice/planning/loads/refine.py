@@ -8,10 +8,10 @@ rank alone trades with the others, lightest first, until it meets the target.
     lightest  [■■■ ■■ ■ ▪]          half the difference: one merge over sorted subset sums
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import PartitionProblem
 
@@ -24,7 +24,7 @@ _PAIRS_UP_TO = 40  # items in a rank beyond which pairs are too many to enumerat
 _RANKS_WITH_PAIRS = 4096  # beyond, kept pair sums would take too much memory
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _gather(
     rank: int, head: NDArray[np.int64], next_at: NDArray[np.int64], out: NDArray[np.int64]
 ) -> int:
@@ -38,7 +38,7 @@ def _gather(
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _unlink(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.int64]) -> None:
     at = head[rank]
     if at == place:
@@ -49,7 +49,7 @@ def _unlink(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.
     next_at[at] = next_at[place]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _link(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.int64]) -> None:
     at = head[rank]
     if at < 0 or at > place:
@@ -62,7 +62,7 @@ def _link(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.in
     next_at[at] = place
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill_pairs(
     places: NDArray[np.int64],
     count: int,
@@ -85,7 +85,7 @@ def _fill_pairs(
         codes[m] = old_codes[rising[m]]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _rising_costs(
     places: NDArray[np.int64], costs: NDArray[np.float64], out: NDArray[np.float64]
 ) -> NDArray[np.float64]:
@@ -96,7 +96,7 @@ def _rising_costs(
     return out[:count]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _closest(
     give: NDArray[np.float64], take: NDArray[np.float64], wanted: float
 ) -> tuple[float, int, int]:
@@ -116,7 +116,7 @@ def _closest(
     return best, best_i, best_j
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _best_trade(
     level: int,
     wanted: float,
@@ -173,7 +173,7 @@ def _best_trade(
     return best if helps else np.inf, work
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fits(
     a: int,
     b: int,
@@ -189,7 +189,7 @@ def _fits(
     return bool(held[a] - net <= capacity and held[b] + net <= capacity)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _apply(
     a: int,
     b: int,
@@ -216,7 +216,7 @@ def _apply(
         held[target] += sizes[place]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _pairing_rounds(
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -257,7 +257,7 @@ def _pairing_rounds(
             return
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _lighten_heaviest(
     costs: NDArray[np.float64],
     sizes: NDArray[np.float64],
@@ -282,8 +282,8 @@ def _lighten_heaviest(
     most_pairs = _PAIRS_UP_TO * (_PAIRS_UP_TO - 1) // 2
     levels = 2 if ranks <= _RANKS_WITH_PAIRS else 1
     kept = ranks if levels == 2 else 1
-    sums = np.empty((kept, most_pairs))
-    codes = np.empty((kept, most_pairs), np.int64)
+    sums = np.empty((kept, most_pairs))  # float64[kept, pairs]
+    codes = np.empty((kept, most_pairs), np.int64)  # int64[kept, pairs]
     pairs_of = np.full(ranks, -1)  # how many pair sums are kept, −1: none yet
     moved = np.empty(4, np.int64)
     chosen = np.empty(4, np.int64)
@@ -341,7 +341,7 @@ def _lighten_heaviest(
                 return
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def refine_in_place(
     rank_at: NDArray[np.int64],
     costs: NDArray[np.float64],
@@ -353,10 +353,10 @@ def refine_in_place(
     work_limit: int,
 ) -> None:
     """Lower the largest load in place until it is at most `target`, stuck, or out of work."""
-    head = np.full(ranks, -1)
-    next_at = np.full(costs.size, -1)
-    loads = np.zeros(ranks)
-    held = np.zeros(ranks)
+    head = np.full(ranks, -1)  # int64[ranks]: first place of each rank
+    next_at = np.full(costs.size, -1)  # int64[n]: places of a rank, as lists
+    loads = np.zeros(ranks)  # float64[ranks]
+    held = np.zeros(ranks)  # float64[ranks]: summed sizes
     for place in range(costs.size - 1, -1, -1):  # lists come out costliest first
         rank = rank_at[place]
         next_at[place] = head[rank]

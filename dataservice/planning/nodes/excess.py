@@ -5,15 +5,15 @@ to the node with the most room, then the one that covers the rest at least volum
 volume, not proven least.
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_rising
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _give(
     item: int,
     cost: float,
@@ -38,7 +38,7 @@ def _give(
     heap_sift_down(rooms, takers, rooms.size, 0)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _lighten(
     node: int,
     items: NDArray[np.int64],
@@ -76,7 +76,7 @@ def _lighten(
         _give(cover, costs[cover], node, over, rooms, takers, node_of)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def move_excess(
     costs: NDArray[np.float64],
     volume: NDArray[np.float64],
@@ -91,14 +91,14 @@ def move_excess(
     limit is limits[k], holds order[begins[k] : begins[k + 1]], by falling cost. O(n + moved·log n).
     """
     nodes = limits.size
-    over = np.empty(nodes)
+    over = np.empty(nodes)  # float64[nodes]: load − limit
     for node in range(nodes):
         load = 0.0
         for k in range(begins[node], begins[node + 1]):
             load += costs[order[k]]
         over[node] = load - limits[node]
-    takers = np.flatnonzero(over <= 0.0)
-    rooms = over[takers]
+    takers = np.flatnonzero(over <= 0.0)  # int64[nodes with room]
+    rooms = over[takers]  # float64[takers], a heap
     for start in range(rooms.size // 2 - 1, -1, -1):
         heap_sift_down(rooms, takers, rooms.size, start)
     for node in argsort_rising(-over):

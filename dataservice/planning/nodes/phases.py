@@ -1,16 +1,16 @@
 """Every phase of a step at once: each wave's items of one encoder, node by node.
 
-Phases are many, their nodes more, and the items of one node few, so that a call for each would
-cost more than the work. Items are sorted once by cost; two counting sorts list them by phase and
-node, before and after the excess of full nodes has moved, and each node is then filled rank by
-rank, costliest item first.
+There are many phases and, in each of their nodes, few items, so that a call for each node would
+cost more than the work itself. Items are sorted once by cost; two counting sorts list them by
+phase and node, before and after the excess of full nodes has moved, and each node is then filled
+rank by rank, costliest item first.
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import group_stable, radix_argsort
 from dataservice.planning.loads.greedy import assign_least_loaded
 from dataservice.planning.loads.refine import refine_in_place
@@ -18,7 +18,7 @@ from dataservice.planning.nodes.excess import move_excess
 
 # Part of the tolerance kept for the imbalance that remains inside a node.
 _INSIDE_SHARE = 0.05
-_FEW_RANKS = 32  # the least loaded of so few is found by looking at all
+_FEW_RANKS = 32  # up to this many ranks, the least loaded is found by looking at each
 _WORK_PER_ITEM = 60
 
 
@@ -57,7 +57,7 @@ def spread_phases(
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _spread(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
@@ -71,15 +71,15 @@ def _spread(
     refined: bool,
 ) -> NDArray[np.int32]:
     nodes = -(-ranks // ranks_per_node)
-    bounds = _bounds(phase, costs, phases, ranks)
-    node_of = np.empty(costs.size, np.int64)
-    segment_of = np.empty(costs.size, np.int64)
+    bounds = _bounds(phase, costs, phases, ranks)  # float64[phases]
+    node_of = np.empty(costs.size, np.int64)  # int64[m]
+    segment_of = np.empty(costs.size, np.int64)  # int64[m]: phase · nodes + node
     for item in range(costs.size):
         node_of[item] = home[item] // ranks_per_node
         segment_of[item] = phase[item] * nodes + node_of[item]
     listed, begins = group_stable(segment_of, order, phases * nodes)
     if nodes > 1:
-        in_node = np.full(nodes, ranks_per_node)
+        in_node = np.full(nodes, ranks_per_node)  # int64[nodes]: ranks of each
         in_node[nodes - 1] = ranks - (nodes - 1) * ranks_per_node
         over_mean = 1.0 + tolerance * (1.0 - _INSIDE_SHARE)
         for p in range(phases):
@@ -88,7 +88,7 @@ def _spread(
         for item in range(costs.size):
             segment_of[item] = phase[item] * nodes + node_of[item]
         listed, begins = group_stable(segment_of, order, phases * nodes)
-    rank_of = np.empty(costs.size, np.int32)
+    rank_of = np.empty(costs.size, np.int32)  # int32[m]
     for segment in range(phases * nodes):
         items = listed[begins[segment] : begins[segment + 1]]
         first = segment % nodes * ranks_per_node
@@ -99,7 +99,7 @@ def _spread(
     return rank_of
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _bounds(
     phase: NDArray[np.int64], costs: NDArray[np.float64], phases: int, ranks: int
 ) -> NDArray[np.float64]:
@@ -112,7 +112,7 @@ def _bounds(
     return np.maximum(total / ranks, largest)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill_node(
     costs: NDArray[np.float64],
     items: NDArray[np.int64],
@@ -145,7 +145,7 @@ def _fill_node(
     return rank_at
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def phase_loads(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
@@ -160,7 +160,7 @@ def phase_loads(
     return loads
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def name_parts(
     part_of: NDArray[np.int32],
     home: NDArray[np.int32],
@@ -172,20 +172,20 @@ def name_parts(
 
     Loads stay as they are; fewer features travel. Greedy over (items in common), O(m).
     """
-    keys = np.empty(part_of.size, np.uint64)
+    keys = np.empty(part_of.size, np.uint64)  # uint64[m]: phase, part and home of each item
     for item in range(part_of.size):
         keys[item] = np.uint64((phase[item] * ranks + part_of[item]) * ranks + home[item])
     order = radix_argsort(keys)
-    pairs = np.empty(part_of.size, np.uint64)
-    count = np.zeros(part_of.size, np.uint64)
+    pairs = np.empty(part_of.size, np.uint64)  # uint64[m]: the distinct keys
+    count = np.zeros(part_of.size, np.uint64)  # uint64[m]: items of each
     distinct = 0
     for item in order:
         if distinct == 0 or pairs[distinct - 1] != keys[item]:
             pairs[distinct] = keys[item]
             distinct += 1
         count[distinct - 1] += np.uint64(1)
-    name = np.full((phases, ranks), -1, np.int32)
-    taken = np.zeros((phases, ranks), np.bool_)
+    name = np.full((phases, ranks), -1, np.int32)  # int32[phases, parts]
+    taken = np.zeros((phases, ranks), np.bool_)  # bool[phases, ranks]
     for pair in radix_argsort(~count[:distinct]):
         row = np.int64(pairs[pair]) // ranks
         of_phase, part, rank = row // ranks, row % ranks, np.int64(pairs[pair]) % ranks

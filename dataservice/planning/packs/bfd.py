@@ -8,31 +8,21 @@ The tightest pack in a row is the first set bit at or right of the sample's need
     vision room ↓      · · · · · ■ · ·      two look-ups a row, whatever the number of packs
 """
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dataservice.planning.kernels.bits import lowest_bit
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 
 _MOST_ROWS = 64
 _MOST_WORDS = 64  # of 64 columns each; one summary word a row has a bit for every word
 _LOOKS = 8  # packs tried in a border cell, where room is only known to the cell
+_MISSES = 256  # cells of the border row without one that fits, after which it is left
 
 
-@numba.njit(cache=True, nogil=True)
-def _lowest_bit(mask: np.uint64) -> int:
-    position = 0
-    width = 32
-    while width > 0:
-        if mask & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)) == 0:
-            mask >>= np.uint64(width)
-            position += width
-        width >>= 1
-    return position
-
-
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _next_column(
     words: NDArray[np.uint64], summary: NDArray[np.uint64], row: int, start: int
 ) -> int:
@@ -42,17 +32,17 @@ def _next_column(
         return -1
     rest = words[row, word] >> np.uint64(start & 63)
     if rest != 0:
-        return start + _lowest_bit(rest)
+        return start + lowest_bit(rest)
     if word == 63:
         return -1
     later = summary[row] >> np.uint64(word + 1)
     if later == 0:
         return -1
-    word += 1 + _lowest_bit(later)
-    return (word << 6) + _lowest_bit(words[row, word])
+    word += 1 + lowest_bit(later)
+    return (word << 6) + lowest_bit(words[row, word])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _file(
     pack: int,
     row: int,
@@ -73,7 +63,7 @@ def _file(
     summary[row] |= np.uint64(1) << np.uint64(column >> 6)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _take_out(
     pack: int,
     row: int,
@@ -96,7 +86,7 @@ def _take_out(
             summary[row] &= ~(np.uint64(1) << np.uint64(column >> 6))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _best_fit(
     order: NDArray[np.int64],
     text: NDArray[np.int64],
@@ -108,17 +98,17 @@ def _best_fit(
     pack_of: NDArray[np.int64],
 ) -> int:
     n = order.size
-    room_text = np.empty(n, np.int64)
-    room_vision = np.empty(n, np.int64)
-    after = np.empty(n, np.int32)
+    room_text = np.empty(n, np.int64)  # int64[packs], at most one a sample
+    room_vision = np.empty(n, np.int64)  # int64[packs]
+    after = np.empty(n, np.int32)  # int32[packs]: packs of a cell, as lists
     before = np.empty(n, np.int32)
     row_width = grain if max_vision // grain < _MOST_ROWS else max_vision // _MOST_ROWS + 1
     row_count = max_vision // row_width + 1
     word_count = min(_MOST_WORDS, max(4, n // 64))
     column_width = max_text // (64 * word_count) + 1
-    head = np.full((row_count, 64 * word_count), -1, np.int32)
-    words = np.zeros((row_count, word_count), np.uint64)
-    summary = np.zeros(row_count, np.uint64)
+    head = np.full((row_count, 64 * word_count), -1, np.int32)  # int32[rows, columns]
+    words = np.zeros((row_count, word_count), np.uint64)  # uint64[rows, words]: a bit a column
+    summary = np.zeros(row_count, np.uint64)  # uint64[rows]: a bit a word
     text_share = column_width / max_text
     vision_share = row_width / max(max_vision, 1)
     opened = 0
@@ -133,7 +123,9 @@ def _best_fit(
             if (row - row_from) * vision_share >= least:
                 break
             column = _next_column(words, summary, row, column_from)
-            while column >= 0:
+            misses = 0
+            while column >= 0 and misses < _MISSES:
+                misses += 1
                 waste = (row - row_from) * vision_share + (column - column_from) * text_share
                 if waste >= least:
                     break

@@ -10,11 +10,11 @@ sample beyond a limit becomes a pack of its own, marked oversize; what is left a
 is packed by two-dimensional best-fit decreasing and marked by the same minimum.
 """
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.packs.bfd import by_falling_need, pack_by_best_fit
 from dataservice.planning.packs.level import level_text
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
@@ -22,7 +22,7 @@ from dataservice.planning.packs.packing import Packing, check_limit, check_pair,
 _PAPER_TEXT_SLACK_TOKENS = 128
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shuffle(left: NDArray[np.int64], state: np.uint64) -> np.uint64:
     """Fisher–Yates in place with splitmix64 (Steele 2014); returns the generator's next state.
 
@@ -38,7 +38,7 @@ def _shuffle(left: NDArray[np.int64], state: np.uint64) -> np.uint64:
     return state
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sample_and_filter(
     left: NDArray[np.int64],
     text: NDArray[np.int64],

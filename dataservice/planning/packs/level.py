@@ -8,10 +8,10 @@ the lightest, the next with the next, and the spread of text falls round by roun
     text 3.2k   tiles 3 1 5                against one 3-tile sample with a single answer
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending
 
 _ROUNDS = 3
@@ -19,7 +19,7 @@ _MOST_MEMBERS = 64  # packs of more samples are even enough by the law of large 
 _ENOUGH = 0.001  # mean distance from the mean text of a pack at which to stop
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _gather_sorted(
     pack: int,
     head: NDArray[np.int64],
@@ -45,7 +45,7 @@ def _gather_sorted(
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _best_group(
     many: NDArray[np.int64],
     one: NDArray[np.int64],
@@ -83,7 +83,7 @@ def _best_group(
     return best, best_first, best_k, best_one
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _relink(
     pack: int,
     other: int,
@@ -102,7 +102,7 @@ def _relink(
             head[pack_of[sample]] = sample
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _trade_mirrored(
     falling: NDArray[np.int64],
     totals: NDArray[np.float64],
@@ -145,12 +145,12 @@ def _trade_mirrored(
     return exchanges
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _linked_members(
     pack_of: NDArray[np.int64], packs: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    head = np.full(packs, -1)
-    next_of = np.empty(pack_of.size, np.int64)
+    head = np.full(packs, -1)  # int64[packs]: last member of each
+    next_of = np.empty(pack_of.size, np.int64)  # int64[n]: members of a pack, as lists
     for sample in range(pack_of.size):
         next_of[sample] = head[pack_of[sample]]
         head[pack_of[sample]] = sample

@@ -6,16 +6,22 @@ some slack, the other binds nearly always and packs come out alike. How much sla
 on the spread of the data, so the search packs a sample of it under each candidate and looks.
 """
 
-from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import IsfLimits
 from dataservice.planning.metrics import dist_ratio
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.packing import check_limit, check_pair
-from dataservice.planning.packs.waves import assign_packs_to_waves
+from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
+from dataservice.planning.registry import algorithm_named
+
+LimitMethod = Literal["search", "paper"]
+# Whether a search goes on from the paper's limits.
+METHODS: dict[LimitMethod, bool] = {"search": True, "paper": False}
 
 _SAMPLES = 12_288
 _TEXT_SLACKS = (1.0, 1.1, 1.15, 1.18, 1.21, 1.24, 1.27, 1.3, 1.4, 1.5)
@@ -29,21 +35,11 @@ _GOAL_VISION = 0.02
 _PAPER_TEXT_SLACK_TOKENS = 128
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IsfLimits:
-    """Most and least tokens of a pack: Q_t, Q_v and Q'_t, Q'_v in OmniBal's words."""
-
-    max_text: int
-    max_vision: int
-    min_text: int
-    min_vision: int
-
-
 def isf_limits(
     text_tokens: ArrayLike,
     vision_tokens: ArrayLike,
     *,
-    method: str = "search",
+    method: LimitMethod = "search",
     cap_text: int | None = None,
     cap_vision: int | None = None,
 ) -> IsfLimits:
@@ -58,8 +54,7 @@ def isf_limits(
     Raises PlanningError on bad input. Under a second; once a job, not once a step.
     """
     text, vision = check_pair(text_tokens, vision_tokens)
-    if method not in ("search", "paper"):
-        raise PlanningError(f"unknown method {method!r}; use 'search' or 'paper'")
+    searched = algorithm_named(METHODS, method, "method")
     if text.size == 0 or text.max() == 0:
         raise PlanningError(
             f"{text.size} samples hold no text tokens; give lengths with some text to set limits by"
@@ -67,7 +62,7 @@ def isf_limits(
     top_text = int(text.max()) if cap_text is None else check_limit(cap_text, "cap_text", least=1)
     top_vision = None if cap_vision is None else check_limit(cap_vision, "cap_vision", least=0)
     paper = _paper_limits(text, vision, top_text, top_vision)
-    if method == "paper" or paper.max_vision == 0:
+    if not searched or paper.max_vision == 0:
         return paper
     fits = (text <= top_text) & (vision <= (paper.max_vision if top_vision is None else top_vision))
     if not bool(fits.any()):

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.invariants import check_assignment, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +97,15 @@ def to_packing(
 ) -> Packing:
     """Total the packs and mark which ones meet the limits. O(n)."""
     packs = int(pack_of.max()) + 1 if pack_of.size else 0
+    check_assignment(pack_of, packs, "pack of a sample")
     total_text = np.zeros(packs, np.int64)
     total_vision = np.zeros(packs, np.int64)
     np.add.at(total_text, pack_of, text)
     np.add.at(total_vision, pack_of, vision)
     over = (total_text > max_text) | (total_vision > max_vision)
+    count = np.bincount(pack_of, minlength=packs)
+    require(bool((count > 0).all()), "a pack has no samples")
+    require(bool((count[over] == 1).all()), "a pack of several samples exceeds its limits")
     enough = (total_text >= min_text) | (total_vision >= min_vision)
     return Packing(
         pack_of=pack_of.astype(np.int32),

@@ -5,10 +5,10 @@ length grouped    [ 9 8 7 | 3 2 1 ... ]   the same, sorted first: less padding, 
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
+from dataservice.planning.kernels.compile import kernel
 
 
 def pack_padded(
@@ -27,7 +27,7 @@ def pack_padded(
     return pack_of
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _cut(
     tokens: NDArray[np.int64],
     order: NDArray[np.int64],
@@ -50,7 +50,7 @@ def padded_to_longest(tokens: NDArray[np.int64], pack_of: NDArray[np.int32]) -> 
     return longest[pack_of]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def padded_sum(tokens: IntArray, max_tokens: int) -> int:
     """All tokens of the microbatches that `pack_padded` cuts in drawn order, padding counted."""
     total, count, longest = 0, 0, 0

@@ -1,4 +1,4 @@
-"""What the formats share: kinds of media by extension, order of names, JSON records."""
+"""Code that the formats share: order of names, JSON records, and samples made of both."""
 
 import json
 import re
@@ -6,28 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from dataservice.core.errors import SampleError
-from dataservice.core.sample import MediaBlob, MediaKind
+from dataservice.core.quoting import quoted
+from dataservice.core.sample import MediaBlob
+from dataservice.sources.formats.media_names import KINDS
 
-KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
-
-_EXTENSIONS: Mapping[MediaKind, tuple[str, ...]] = {
-    "image": ("jpg", "jpeg", "png", "webp", "gif"),
-    "video": ("mp4", "webm", "mkv"),
-    "audio": ("wav", "flac", "mp3", "ogg"),
-}
-_KIND_OF = {name: kind for kind, names in _EXTENSIONS.items() for name in names}
 _KEY_FIELDS = ("id", "key", "__key__")
 _LONGEST_KEY = 512
-
-
-def media_kind(name: str) -> MediaKind | None:
-    """Kind of a media file by its extension, or None when it is no media file we read."""
-    return _KIND_OF.get(extension(name))
-
-
-def extension(name: str) -> str:
-    """The part behind the last dot, in lower case."""
-    return name.rpartition(".")[2].lower()
+_LONGEST_FILE_NAME = 255  # bytes; file systems refuse more
+_LONGEST_PATH = 4096
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:
@@ -42,7 +28,7 @@ def in_reference_order(media: Iterable[MediaBlob]) -> tuple[MediaBlob, ...]:
 
 
 def parse_json(data: bytes | str, what: str) -> object:
-    """Any JSON value. Raises SampleError."""
+    """Any JSON value. Raises SampleError when `data` is not JSON."""
     try:
         return cast(object, json.loads(data))
     except (ValueError, RecursionError) as error:
@@ -50,13 +36,30 @@ def parse_json(data: bytes | str, what: str) -> object:
 
 
 def parse_record(data: bytes | str, what: str) -> dict[str, object]:
-    """A JSON object. Raises SampleError saying what `what` is instead."""
+    """A JSON object. Raises SampleError when `data` is something else; `what` names it in the
+    message."""
     record = parse_json(data, what)
     if not isinstance(record, dict):
         raise SampleError(
             f"{what} holds a JSON {type(record).__name__}; a sample must be one JSON object."
         )
     return record
+
+
+def require_path(value: object, what: str) -> str:
+    """A path that a record names. Raises SampleError when the value cannot be a path."""
+    if not isinstance(value, str):
+        raise SampleError(
+            f"{what} holds {quoted(value, 80)}; it must be a relative path or a list of them. "
+            "Store the file beside and its path here."
+        )
+    parts = value.split("/") if len(value) <= _LONGEST_PATH else [value]
+    if any(len(part.encode(errors="replace")) > _LONGEST_FILE_NAME for part in parts):
+        raise SampleError(
+            f"{what} holds {len(value):,} characters, {quoted(value, 40)}, which is no path. "
+            "Store the file beside and its path here."
+        )
+    return value
 
 
 def is_text(value: str) -> bool:
@@ -68,8 +71,17 @@ def is_text(value: str) -> bool:
     return True
 
 
+def utf8_text(data: bytes, what: str) -> str:
+    """A text's bytes as text. Raises SampleError when they are not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise SampleError(f"{what} is not UTF-8 text ({error}). Write it in UTF-8.") from error
+
+
 def record_key(record: Mapping[str, object], fallback: str) -> str:
-    """The record's own id where it has one that can be written and is not a text in itself."""
+    """The record's own id, if it has one that can be written as UTF-8 and is not a long text; else
+    `fallback`."""
     for field in _KEY_FIELDS:
         value = record.get(field)
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":

@@ -1,4 +1,4 @@
-"""One open Parquet file whose row groups are looked at before they are unfolded."""
+"""One open Parquet file, whose row groups are checked before they are decompressed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,28 @@ from dataservice.sources.formats.parquet_pages import (
     column_pages,
     require_allowed,
 )
+from dataservice.sources.formats.table_columns import Columns
 
 KEPT_BYTES = 64 * 2**20
 FEW_ROWS = 32
 _READ_BUFFER_BYTES = 256 * 1024
 
 Holding = Literal["whole", "few rows", "one row"]
-"""How much of a row group may be in memory at once."""
+"""The part of a row group that may be in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParquetFile:
-    """`columns` are the ones that are read; `columns_of` chooses them from the schema. With
-    `looks_at_pages` every page's header is read first, which over a network costs a request."""
+    """`columns` says what each column of the schema is for; `names` are the columns that are read.
+    With `looks_at_pages`, every page's header is read first, which over a network costs a request
+    per page."""
 
     owner: str
     stream: IO[bytes]
     opened: pq.ParquetFile
     groups: tuple[RowGroup, ...]
-    columns: list[str]
+    columns: Columns
+    names: list[str]
     limits: DecodeLimits
     looks_at_pages: bool
 
@@ -42,16 +45,23 @@ class ParquetFile:
         stream: IO[bytes],
         *,
         owner: str,
-        columns_of: Callable[[pa.Schema], list[str]],
+        columns_of: Callable[[pa.Schema], Columns],
         limits: DecodeLimits,
         looks_at_pages: bool,
+        with_unknown: bool,
     ) -> "ParquetFile":
-        """Raises SourceError when it is no Parquet file; `owner` opens its text."""
+        """Open a file. `columns_of` chooses columns from the schema; columns of unknown use are
+        read only on request.
+
+        Raises:
+            SourceError: the file is not Parquet or lacks the columns; the message begins with
+                `owner`.
+        """
         try:
             groups = read_footer(stream)
             opened = pq.ParquetFile(
                 stream,
-                # Shared values stay shared: as plain ones, a page may unfold a million times.
+                # Shared values stay shared: as plain values, a page may grow a million times.
                 read_dictionary=_shared_columns(groups),
                 pre_buffer=False,
                 buffer_size=_READ_BUFFER_BYTES,
@@ -62,12 +72,14 @@ class ParquetFile:
                 f"{owner} is not a Parquet file, or a truncated one: {error}. Copy the file again, "
                 "or correct the source's format."
             ) from error
+        columns = columns_of(opened.schema_arrow)
         return ParquetFile(
             owner=owner,
             stream=stream,
             opened=opened,
             groups=groups,
-            columns=columns_of(opened.schema_arrow),
+            columns=columns,
+            names=[*columns.read, *(columns.unknown if with_unknown else ())],
             limits=limits,
             looks_at_pages=looks_at_pages,
         )
@@ -78,11 +90,11 @@ class ParquetFile:
         self.stream.close()
 
     def holding(self, group: int) -> Holding:
-        """How much of a row group to hold. Raises SourceError when even one row takes more than
-        the limits allow, ValueError when its pages are damaged."""
+        """The part of a row group to hold. Raises SourceError when even one row takes more than the
+        limits allow, ValueError when its pages are damaged."""
         claimed_bytes, found_bytes, shares_prefixes = 0, 0, False
         for column in self.groups[group].columns:
-            if column.leaf.names[0] not in self.columns:
+            if column.leaf.names[0] not in self.names:
                 continue
             what = f"{self.owner}: column {column.leaf.path!r} of row group {group}"
             pages = self._pages(column)
@@ -102,7 +114,7 @@ class ParquetFile:
         return "whole" if max(claimed_bytes, found_bytes) <= KEPT_BYTES else "few rows"
 
     def _pages(self, column: ColumnChunk) -> ColumnPages:
-        """What its headers say, or as much of it as the footer does."""
+        """The figures of a column's page headers, or those that the footer has of them."""
         if self.looks_at_pages:
             return column_pages(self.stream, column)
         return ColumnPages(values=column.values)
@@ -112,13 +124,13 @@ class ParquetFile:
         return self.opened.iter_batches(
             batch_size=1 if holding == "one row" else FEW_ROWS,
             row_groups=[group],
-            columns=self.columns,
+            columns=self.names,
             use_threads=False,
         )
 
     def table(self, group: int) -> pa.Table:
         """A whole row group."""
-        return self.opened.read_row_group(group, columns=self.columns, use_threads=False)
+        return self.opened.read_row_group(group, columns=self.names, use_threads=False)
 
 
 def _shared_columns(groups: Sequence[RowGroup]) -> list[str]:

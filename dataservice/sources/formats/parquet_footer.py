@@ -1,7 +1,7 @@
-"""What a Parquet file's footer says: row groups, and where their columns lie.
+"""Reads a Parquet file's footer: its row groups, and the positions of their columns.
 
-Everything is taken from where Arrow takes it: a column's name and type from the schema, since
-what a row group says of them is a copy that nobody reads.
+Every value is read from the place where Arrow reads it: a column's name and type from the schema,
+since the copies in a row group are never read.
 
 Source: parquet-format, `FileMetaData` in parquet.thrift.
 """
@@ -22,8 +22,8 @@ from dataservice.sources.formats.thrift import (
 )
 
 MAGIC = b"PAR1"
-# Most of a large footer is one text: an index keeps there what it left out. Thrift's own limit
-# bounds the rest.
+# The largest part of a large footer is one string: an index stores there which samples it left out.
+# The limit on Thrift values bounds the rest.
 MOST_FOOTER_BYTES = 64 * 2**20
 _DEEPEST_COLUMN = 200
 _DICTIONARIES = frozenset({2, 8})  # PLAIN_DICTIONARY, RLE_DICTIONARY
@@ -32,7 +32,7 @@ _BYTE_ARRAY = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """A column of plain values: its names from the top of the schema down to it."""
+    """A column of plain values: the names on the path from the schema's root to it."""
 
     names: tuple[str, ...]
     holds_texts: bool
@@ -40,13 +40,14 @@ class Leaf:
 
     @property
     def path(self) -> str:
-        """Its names with dots between, as Arrow writes it."""
+        """Its names joined by dots, as Arrow writes them."""
         return ".".join(self.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnChunk:
-    """One column in one row group. Sizes and `values`, with the items of lists, are claims."""
+    """One column in one row group. Sizes and `values`, which include the items of lists, are
+    unchecked claims of the file."""
 
     leaf: Leaf
     offset_bytes: int
@@ -65,12 +66,12 @@ class RowGroup:
 
     @property
     def stored_bytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file."""
         return sum(column.stored_bytes for column in self.columns)
 
 
 def read_footer(stream: IO[bytes]) -> tuple[RowGroup, ...]:
-    """The row groups of a file. Raises ValueError when it is no Parquet file."""
+    """The row groups of a file. Raises ValueError when it is not a Parquet file."""
     size_bytes = stream.seek(0, 2)
     stream.seek(max(0, size_bytes - 8))
     tail = stream.read(8)
@@ -91,14 +92,14 @@ def read_footer(stream: IO[bytes]) -> tuple[RowGroup, ...]:
 
 
 def _leaves(elements: Iterator[Struct], above: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """The columns below the next element of a schema, which lists its tree depth first."""
+    """The columns below the next element of a schema, which lists its tree in depth-first order."""
     element = next(elements, {})
     name = element[4, BINARY]
     names = (*above, name.decode() if isinstance(name, bytes) else "")
     if len(names) > _DEEPEST_COLUMN:
         raise ValueError(f"its columns are nested more than {_DEEPEST_COLUMN} deep")
     children = integer(element, 5, I32)
-    if not children and (1, I32) in element:  # else a group, perhaps one without fields
+    if not children and (1, I32) in element:  # otherwise a group, perhaps without fields
         yield Leaf(names=names[1:], holds_texts=element[1, I32] == _BYTE_ARRAY)
     for _ in range(children):
         yield from _leaves(elements, names)
@@ -112,7 +113,8 @@ def _row_group(fields: Struct, leaves: Sequence[Leaf]) -> RowGroup:
         rows=integer(fields, 3, I64),
         columns=tuple(map(_column, columns, leaves)),
     )
-    # Arrow makes room for the rows that are stated; each has a value, if an empty one.
+    # Arrow allocates memory for the stated rows; each row has at least one value, perhaps an empty
+    # one.
     least = min((column.values for column in group.columns), default=group.rows)
     if group.rows > least:
         raise ValueError(f"a row group states {group.rows:,} rows and {least:,} values")
@@ -126,7 +128,7 @@ def _column(chunk: Struct, leaf: Leaf) -> ColumnChunk:
     pages, dictionary = integer(fields, 9, I64), integer(fields, 11, I64)
     return ColumnChunk(
         leaf=leaf,
-        # 0 stands for none: a column without rows may have a dictionary, and no page of data.
+        # 0 means none: a column without rows may have a dictionary and no data page.
         offset_bytes=dictionary if 0 < dictionary < pages else pages,
         stored_bytes=integer(fields, 7, I64),
         unfolded_bytes=integer(fields, 6, I64),

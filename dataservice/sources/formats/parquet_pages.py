@@ -1,8 +1,8 @@
-"""What the pages of a Parquet column unfold to, before Arrow unfolds them.
+"""The size that a Parquet column's pages decompress to, known before Arrow decompresses them.
 
-The footer's sizes are what a writer says of itself and Arrow does not hold pages to them: a
-page of a kilobyte may state, and decompress to, two gigabytes. The true numbers stand in the
-header of each page, so they are read first, and the pages skipped.
+The sizes in the footer are a writer's claims, and Arrow does not compare pages with them: a page of
+a kilobyte may decompress to two gigabytes. The true sizes are in the header of each page, so all
+headers are read first, and the pages themselves are skipped.
 
 Source: parquet-format, `PageHeader` in parquet.thrift.
 """
@@ -18,8 +18,8 @@ from dataservice.sources.formats.thrift import I32, STRUCT, Struct, integer, rea
 
 _HEADER_BYTES = 4096
 _LONGEST_HEADER_BYTES = 2**24  # statistics may hold whole values
-# Fields of PageHeader, and those that tell of a page of data, by its type: its own header, and
-# the field `encoding` in that.
+# Fields of PageHeader; and for each type of data page, the field of its own header and the field
+# `encoding` within that.
 _TYPE, _UNCOMPRESSED, _COMPRESSED = 1, 2, 3
 _DATA_PAGES = {0: (5, 2), 3: (8, 4)}
 _DICTIONARY_PAGE = 2
@@ -28,9 +28,10 @@ _DELTA_BYTE_ARRAY = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnPages:
-    """One column in one row group: its pages' sizes together and at most, all uncompressed, and
-    its values with the items of lists. `shares_prefixes`: each value repeats a part of the last
-    (DELTA_BYTE_ARRAY), so that pages unfold to more than their size."""
+    """One column in one row group: the sum and the maximum of its pages' uncompressed sizes, and
+    the number of its values, items of lists included. `shares_prefixes`: each value repeats a part
+    of the one before (DELTA_BYTE_ARRAY), so that decoded pages are larger than their uncompressed
+    size."""
 
     size_bytes: int = 0
     largest_bytes: int = 0
@@ -43,7 +44,7 @@ def column_pages(stream: IO[bytes], column: ColumnChunk) -> ColumnPages:
     """Read the page headers of a column. Raises ValueError when they are damaged."""
     size_bytes = largest_bytes = values = dictionary_bytes = 0
     shares_prefixes = False
-    if not column.values:  # nothing is read of it, whatever it has
+    if not column.values:  # nothing of it is read, whatever pages it has
         return ColumnPages()
     for header in _headers(stream, column.offset_bytes, column.stored_bytes):
         page_bytes = integer(header, _UNCOMPRESSED, I32)

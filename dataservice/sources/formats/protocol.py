@@ -1,8 +1,8 @@
-"""What every format does: walk one file in order, and read one sample anywhere."""
+"""The interface of every format: scan one file in order, and read one sample at any place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from dataservice.core.errors import SampleError
 from dataservice.core.sample import RawSample, SampleLocation
@@ -11,10 +11,10 @@ from dataservice.sources.storage import SourceFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScannedSample:
-    """One sample met while walking a file.
+    """One sample found while scanning a file.
 
-    `raw` is what was read, or why this one sample cannot be; `behind_bytes` is how much of the
-    file lies behind the walk.
+    `raw` is the sample, or the error why it cannot be read; `behind_bytes` is the number of bytes
+    of the file scanned so far.
     """
 
     key: str
@@ -26,12 +26,15 @@ class ScannedSample:
 class Format(Protocol):
     """The files of one source. Safe for use from several threads."""
 
-    suffixes: ClassVar[tuple[str, ...]]
+    def files(self) -> tuple[SourceFile, ...]:
+        """The source's files, sorted by name. Raises SourceError when one is missing."""
+        ...
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All samples of a file, in its order. Raises SourceError when the file is damaged."""
         ...
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
-        """One sample. Raises SampleError for this sample, SourceError for its file."""
+        """One sample. Raises SampleError when the sample cannot be read, SourceError when its file
+        cannot."""
         ...

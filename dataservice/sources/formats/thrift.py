@@ -1,16 +1,16 @@
 """Thrift's compact protocol, as far as Parquet's headers need it.
 
-Arrow's own objects for a footer end the process on some damaged ones: an exception of C++ that
-nothing catches. What is looked at before a file is trusted is therefore read here, and as Arrow
-reads it: a field of another type than the wanted one is passed over, as if it were absent.
+Some damaged footers make Arrow end the process, by a C++ exception that nothing catches. Headers
+are therefore checked here before Arrow reads a file, and parsed as Arrow parses them: a field of an
+unexpected type is skipped, as if it were absent.
 
 Source: Apache Thrift, "Thrift Compact protocol encoding".
 """
 
 from typing import TypeVar, Union, cast
 
-# Objects for a footer, ours and Arrow's, take up to 200 bytes a value. Those of 50,000 columns,
-# counted in each row group anew, have two million.
+# The objects of a footer, ours and Arrow's, take up to 200 bytes per value. A file with 50,000
+# columns in all its row groups together has two million values.
 MOST_VALUES = 2**21
 _DEEPEST = 32
 _LONGEST_NUMBER_BITS = 70  # ten bytes of seven
@@ -19,24 +19,25 @@ _BITS = {_I16: 16, I32: 32, I64: 64}
 
 Value = Union[int, bytes, list["Value"], "Struct"]
 Struct = dict[tuple[int, int], Value]
-"""Values by the number and the type of their field."""
+"""Values by the number and type of their field."""
 
 _Item = TypeVar("_Item", int, Struct)
 
 
 def read_struct(data: bytes) -> tuple[Struct, int]:
-    """The fields, and how many bytes they took. Doubles and maps are passed over.
+    """The fields, and the number of bytes they took. Doubles and maps are skipped.
 
     Raises:
         IndexError: the data ends too early.
-        ValueError: it is no Thrift, or has more than MOST_VALUES.
+        ValueError: the data is not Thrift, or has more than MOST_VALUES values.
     """
     reader = _Reader(data)
     return reader.struct(0), reader.at
 
 
 def integer(struct: Struct, field: int, kind: int) -> int:
-    """A number of type I32 or I64, at least 0; 0 when it is absent. Raises ValueError."""
+    """A number of type I32 or I64, at least 0; 0 when it is absent. Raises ValueError when it is
+    negative."""
     value = struct.get((field, kind), 0)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"a header states {str(value)[:40]} for field {field}")
@@ -44,7 +45,8 @@ def integer(struct: Struct, field: int, kind: int) -> int:
 
 
 def items(struct: Struct, field: int, kind: type[_Item]) -> list[_Item]:
-    """A list of numbers (int) or of structs (dict), empty when it is absent. Raises ValueError."""
+    """A list of numbers (int) or of structs (dict), empty when it is absent. Raises ValueError when
+    its items are of another type."""
     values = struct.get((field, _LIST), [])
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise ValueError(f"a header has a list of another type in field {field}")
@@ -112,7 +114,7 @@ class _Reader:
             self._item(kinds & 0x0F, depth)
 
     def _item(self, kind: int, depth: int) -> Value | None:
-        """Unlike in a field, a truth value inside a list takes a byte."""
+        """One item of a list. Unlike in a field, a boolean in a list takes a byte."""
         if kind in (_TRUE, _FALSE):
             return self._byte()
         if depth >= _DEEPEST:
@@ -120,7 +122,8 @@ class _Reader:
         return self._value(kind, depth + 1)
 
     def _integer(self, bits: int) -> int:
-        """A number with its sign. One of more bits would be another to a reader that cuts it."""
+        """A signed number. Numbers of more bits are refused: a reader that truncates them would
+        read another number."""
         value = self._varint(bits)
         return (value >> 1) ^ -(value & 1)
 

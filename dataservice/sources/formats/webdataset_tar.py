@@ -3,10 +3,16 @@
 The key is the member's name up to the first dot of its last path component; what follows is
 the suffix (`0.jpg`, `json`). Members are read in place and never extracted, so their names
 are only names: links are refused and `../` means nothing.
+
+A member is media by its suffix (`jpg`, `image`) or, under any other suffix, by its first bytes.
+Besides media, text and JSON, a few suffixes are known to be notes (`cls`, `md5`). The contents of
+members with other suffixes are not trained, and one warning per source says so.
 """
 
+import logging
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, ClassVar, cast
@@ -14,20 +20,32 @@ from typing import IO, ClassVar, cast
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import ByteSpan, MediaBlob, RawSample, SampleLocation
+from dataservice.core.quoting import cut, quoted
+from dataservice.core.sample import ByteSpan, MediaBlob, MediaKind, RawSample, SampleLocation
+from dataservice.sources.formats.completeness import require_all_media
 from dataservice.sources.formats.content import (
-    extension,
     in_reference_order,
-    media_kind,
     natural_order,
     parse_record,
+    utf8_text,
 )
+from dataservice.sources.formats.energon import train_shards
+from dataservice.sources.formats.file_format import FileFormat
+from dataservice.sources.formats.layout import laid_out
+from dataservice.sources.formats.listing import listed_files
+from dataservice.sources.formats.media_names import extension, media_kind
 from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.signatures import HEAD_BYTES, signature_kind
 from dataservice.sources.storage import SourceFile, Storage
 
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
-_META = re.compile(r"__[^/]*__/")  # WebDataset keeps its own notes in such folders
-_TEXT_EXTENSIONS = ("txt", "json")
+_META = re.compile(r"__[^/]*__/")  # WebDataset stores its own notes in such folders
+_TEXTS = frozenset({"txt", "text", "transcript"})
+_JSONS = frozenset({"json", "jsn"})
+# Labels, counts and checksums, which WebDataset's own writers put beside a sample.
+_NOTES = frozenset(
+    {"cls", "cls2", "class", "count", "index", "inx", "id", "key", "md5", "sha256", "license"}
+)
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -37,13 +55,17 @@ _COMPRESSED = {
 _TAIL_BYTES = 64 * 1024
 _MOST_GLOBALS = 1024
 _MOST_READS_AT_END = 64
-# tarfile lets these through from damaged headers, besides its own errors.
+_SAID_SUFFIXES = 8
+# Errors other than its own that tarfile raises for damaged headers.
 _DAMAGE = (tarfile.TarError, ValueError, ArithmeticError, LookupError, EOFError, RecursionError)
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Group:
-    """Members of one key, as they come."""
+    """The members of one key, in the order of the file."""
 
     key: str
     spans: list[ByteSpan] = field(default_factory=list)
@@ -54,10 +76,10 @@ class _Group:
 
 
 class _HeaderStream:
-    """A tar as `tarfile` sees it: it reads headers, whose sizes the file itself states.
+    """The stream from which `tarfile` reads headers; the file itself states their sizes.
 
-    A long name may claim to have gigabytes, and some headers are read until they end, which in
-    a cut file they never do.
+    A header may claim a name of gigabytes, and some headers are read until their end, which a
+    truncated file does not have.
     """
 
     def __init__(self, stream: IO[bytes], limits: DecodeLimits) -> None:
@@ -68,7 +90,8 @@ class _HeaderStream:
         self.tell = stream.tell
 
     def read(self, size: int = -1) -> bytes:
-        """Raises tarfile.ReadError for a header above the limit, or behind the file's end."""
+        """Raises tarfile.ReadError when a header is above the limit, or reaches beyond the file's
+        end."""
         if not 0 <= size <= self._most_bytes + tarfile.BLOCKSIZE:
             raise tarfile.ReadError(
                 f"a header of {size:,} bytes; the limit max_header_bytes is {self._most_bytes:,}"
@@ -80,48 +103,64 @@ class _HeaderStream:
         return data
 
 
-class WebDatasetTar:
+class WebDatasetTar(FileFormat):
     """Uncompressed tars; compressed ones have no random access and are refused."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".tar",)
 
     def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
-        self._owner = f"source {spec.name!r}"
-        self._storage = storage
-        self._limits = limits
+        super().__init__(spec, storage, limits)
+        self._ignored = {suffix.lower().lstrip(".") for suffix in spec.ignore}
+        self._said: set[str] = set()
+
+    def files(self) -> tuple[SourceFile, ...]:
+        """The tars at the source's URL. Of a folder that Energon prepared, those of its split
+        train."""
+        return listed_files(
+            self._storage,
+            self._storage.files(self.suffixes),
+            self._owner,
+            list_names=(".nv-meta/split.yaml", ".nv-meta/split.json"),
+            names_in=train_shards,
+        )
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
-        """All samples of a tar. Raises SourceError when it is compressed, cut or damaged."""
+        """All samples of a tar. Raises SourceError when it is compressed, truncated or damaged."""
         with self._storage.open(file.path) as stream:
             self._refuse_compressed(stream, file)
             group: _Group | None = None
+            unread: Counter[str] = Counter()
             behind_bytes = 0
             for member in self._members(stream, file):
                 name = split_name(member.name)
                 if name is None:
+                    if (lost := self._without_key(member, stream)) is not None:
+                        yield self._scanned(lost, file, behind_bytes)
                     continue
                 if group is None or group.key != name[0]:
                     if group is not None and (group.spans or group.problem):
                         yield self._scanned(group, file, behind_bytes)
                     group = _Group(key=name[0])
-                self._add(group, member, stream)
+                if self._is_wanted(member, name[1], stream, unread):
+                    self._add(group, member, stream)
                 behind_bytes = member.offset_data + member.size
             if group is not None and (group.spans or group.problem):
                 yield self._scanned(group, file, behind_bytes)
+            self._say_unread(unread, file)
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample from its members' byte ranges."""
         size_bytes = sum(span.size_bytes for span in location.spans)
         self._check_sample_size(len(location.spans), size_bytes)
         blobs = self._storage.read_spans(location.file, location.spans)
-        return _assemble(key, location.spans, blobs)
+        return self._assemble(key, location.file, location.spans, blobs)
 
     def _scanned(self, group: _Group, file: SourceFile, behind_bytes: int) -> ScannedSample:
         raw: RawSample | SampleError
         try:
             if group.problem:
                 raise SampleError(group.problem)
-            raw = _assemble(group.key, group.spans, group.blobs)
+            raw = self._assemble(group.key, file.path, group.spans, group.blobs)
         except SampleError as error:
             raw = error
         return ScannedSample(
@@ -131,20 +170,94 @@ class WebDatasetTar:
             behind_bytes=behind_bytes,
         )
 
+    def _assemble(
+        self, key: str, file: str, spans: Sequence[ByteSpan], blobs: Sequence[bytes]
+    ) -> RawSample:
+        """Makes a sample of members: JSON objects merged over a text, media in natural order."""
+        members = sorted(
+            ((span.name, blob) for span, blob in zip(spans, blobs, strict=True)),
+            key=lambda member: natural_order(member[0]),
+        )
+        texts: dict[str, str] = {}
+        record: dict[str, object] = {}
+        media: list[MediaBlob] = []
+        for name, blob in members:
+            kind = media_kind(name)
+            if kind is None and extension(name) in _JSONS:
+                record |= parse_record(blob, f"member {quoted(name)}")
+            elif kind is None and extension(name) in _TEXTS:
+                texts[name] = utf8_text(blob, f"member {quoted(name)}")
+            elif (kind := kind or signature_kind(blob[:HEAD_BYTES])) is not None:
+                media.append(MediaBlob(kind=kind, name=cut(name), data=blob))
+        if len(texts) > 1:
+            raise SampleError(
+                f"the sample has {len(texts)} texts, {quoted(sorted(texts))}, and trains one. Name "
+                "the suffixes of the others under ignore in the source."
+            )
+        for ignored in self._spec.ignore:
+            record.pop(ignored, None)
+        for text in texts.values():
+            record.setdefault("text", text)
+        require_all_media(self._spec, record, media, file=file, unnamed=True)
+        return RawSample(
+            key=key,
+            record=laid_out(record, self._spec),
+            media=in_reference_order(media),
+            placeholders=self._spec.placeholders,
+        )
+
+    # ---- which members are part of a sample ------------------------------------------------
+
+    def _is_wanted(
+        self, member: tarfile.TarInfo, suffix: str, stream: IO[bytes], unread: Counter[str]
+    ) -> bool:
+        """Whether a member is read; members of unknown suffixes are counted in `unread`."""
+        last = extension(member.name)
+        if suffix.lower() in self._ignored or last in self._ignored:
+            return False
+        if media_kind(member.name) is not None or last in _TEXTS | _JSONS:
+            return True
+        if last in _NOTES:
+            return False
+        if _head_kind(member, stream) is not None:
+            return True
+        unread[last] += 1
+        return False
+
+    def _without_key(self, member: tarfile.TarInfo, stream: IO[bytes]) -> _Group | None:
+        """A group with an error when a member is media but belongs to no sample; otherwise None."""
+        if _META.match(member.name) or (kind := _head_kind(member, stream)) is None:
+            return None
+        problem = (
+            f"member {quoted(member.name)} is {kind} by its first bytes and belongs to no sample: "
+            "its name has no suffix, or begins with a dot. Name it as KEY.jpg or the like."
+        )
+        return _Group(key=cut(member.name), problem=problem)
+
+    def _say_unread(self, unread: Counter[str], file: SourceFile) -> None:
+        new = [suffix for suffix in sorted(unread) if suffix not in self._said]
+        self._said.update(new)
+        for suffix in new[:_SAID_SUFFIXES]:
+            log.warning(
+                "%s: %s: %s members ending in .%s are not read: they are no media, text or JSON. "
+                "If that is right, write ignore: [%s] in the source",
+                *(self._owner, file.path, f"{unread[suffix]:,}", cut(suffix, 40), cut(suffix, 40)),
+            )
+        if len(new) > _SAID_SUFFIXES:
+            log.warning("%s: and %s other suffixes", self._owner, f"{len(new) - _SAID_SUFFIXES:,}")
+
     def _add(self, group: _Group, member: tarfile.TarInfo, stream: IO[bytes]) -> None:
-        if media_kind(member.name) is None and extension(member.name) not in _TEXT_EXTENSIONS:
-            return
         if group.problem:
             return
         if not member.isreg() or member.issparse():
             group.problem = (
-                f"member {member.name!r} is a link, a sparse file or a special file; only plain "
-                "files are read. Write the tar again with `tar --dereference`."
+                f"member {quoted(member.name)} is a link, a sparse file or a special file; only "
+                "plain files are read. Write the tar again with `tar --dereference`."
             )
             return
         if member.name in group.names:
             group.problem = (
-                f"member {member.name!r} occurs twice in its sample. Keep one of the two."
+                f"member {quoted(member.name)} occurs twice in its sample. Keep one of the two."
             )
             return
         span = ByteSpan(name=member.name, offset_bytes=member.offset_data, size_bytes=member.size)
@@ -166,14 +279,16 @@ class WebDatasetTar:
         self._limits.check("max_sample_bytes", size_bytes, "the sample: bytes")
 
     def _check_member_size(self, span: ByteSpan) -> None:
-        named = "max_media_bytes" if media_kind(span.name) else "max_record_bytes"
-        self._limits.check(named, span.size_bytes, f"member {span.name!r}: bytes")
+        is_record = extension(span.name) in _TEXTS | _JSONS
+        named = "max_record_bytes" if is_record else "max_media_bytes"
+        self._limits.check(named, span.size_bytes, f"member {quoted(span.name)}: bytes")
 
     def _members(self, stream: IO[bytes], file: SourceFile) -> Iterator[tarfile.TarInfo]:
-        """Members that lie wholly in the file; checks that the archive ends as it should."""
+        """Members that lie wholly in the file. Raises SourceError when the archive does not end as
+        a tar must."""
         try:
             headers = cast(IO[bytes], _HeaderStream(stream, self._limits))
-            # Names that are no UTF-8 stay readable, and can be written down.
+            # Names that are not UTF-8 stay readable, and can be written to the index.
             with tarfile.open(
                 fileobj=headers, mode="r:", encoding="utf-8", errors="backslashreplace"
             ) as tar:
@@ -235,37 +350,17 @@ class WebDatasetTar:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, suffix) of a member's name under WebDataset's rule; None for names without a
-    suffix, dot files and WebDataset's own notes."""
+    """(key, suffix) of a member's name by WebDataset's rule; None for names without a suffix, dot
+    files and WebDataset's own notes."""
     match = _NAME.fullmatch(name)
     if match is None or _META.match(name):
         return None
     return match.group(1), match.group(2)
 
 
-def _assemble(key: str, spans: Sequence[ByteSpan], blobs: Sequence[bytes]) -> RawSample:
-    """Members to a sample: JSON objects merged over a `text` member, media by natural order."""
-    members = sorted(
-        ((span.name, blob) for span, blob in zip(spans, blobs, strict=True)),
-        key=lambda member: natural_order(member[0]),
-    )
-    record: dict[str, object] = {}
-    media: list[MediaBlob] = []
-    for name, blob in members:
-        kind = media_kind(name)
-        if kind is not None:
-            media.append(MediaBlob(kind=kind, name=name, data=blob))
-        elif extension(name) == "json":
-            record |= parse_record(blob, f"member {name!r}")
-        else:
-            record.setdefault("text", _text(name, blob))
-    return RawSample(key=key, record=record, media=in_reference_order(media))
-
-
-def _text(name: str, blob: bytes) -> str:
-    try:
-        return blob.decode()
-    except UnicodeDecodeError as error:
-        raise SampleError(
-            f"member {name!r} is not UTF-8 text ({error}). Write it in UTF-8."
-        ) from error
+def _head_kind(member: tarfile.TarInfo, stream: IO[bytes]) -> MediaKind | None:
+    """Kind of a plain member by its first bytes."""
+    if not member.isreg() or member.issparse():
+        return None
+    stream.seek(member.offset_data)
+    return signature_kind(stream.read(min(HEAD_BYTES, member.size)))

@@ -77,6 +77,9 @@ class JobInfo(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    SPEC_VERSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_VERSION_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -92,9 +95,17 @@ class JobInfo(_message.Message):
     created_unix_s: _builtins.float
     failure: _builtins.str
     """why its last attempt ended; empty while it runs"""
+    spec_version: _builtins.int
+    """of the job file: the newest, as in spec_json"""
+    attempt_version: _builtins.int
+    """the version that the attempt began with; 0 without one"""
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___SkippedRange]:
         """by number; of those that name a step the last counts"""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobVersion]:
+        """where there is more than one"""
 
     def __init__(
         self,
@@ -112,14 +123,52 @@ class JobInfo(_message.Message):
         created_unix_s: _builtins.float = ...,
         skips: _abc.Iterable[Global___SkippedRange] | None = ...,
         failure: _builtins.str = ...,
+        spec_version: _builtins.int = ...,
+        attempt_version: _builtins.int = ...,
+        versions: _abc.Iterable[Global___JobVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobInfo: _TypeAlias = JobInfo  # noqa: Y015
+
+@_typing.final
+class JobVersion(_message.Message):
+    """A version of a job's file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SUBMITTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    FIRST_ATTEMPT_FIELD_NUMBER: _builtins.int
+    LAST_ATTEMPT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    submitted_unix_s: _builtins.float
+    changes: _builtins.str
+    """against the version before, in words"""
+    first_attempt: _builtins.int
+    """that began with it; 0: none yet"""
+    last_attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        submitted_unix_s: _builtins.float = ...,
+        changes: _builtins.str = ...,
+        first_attempt: _builtins.int = ...,
+        last_attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "first_attempt", b"first_attempt", "last_attempt", b"last_attempt", "submitted_unix_s", b"submitted_unix_s", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobVersion: _TypeAlias = JobVersion  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
@@ -318,6 +367,7 @@ class ExplainStepResponse(_message.Message):
     MEASURED_S_FIELD_NUMBER: _builtins.int
     RANKS_PER_REPLICA_FIELD_NUMBER: _builtins.int
     FATES_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     SKIPPED_BY_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     plan_json: _builtins.str
@@ -333,6 +383,8 @@ class ExplainStepResponse(_message.Message):
     measured_s: _builtins.float
     """absent: no rank has told"""
     ranks_per_replica: _builtins.int
+    content: _builtins.bytes
+    """what was delivered, as recorded; empty: it was not"""
     @_builtins.property
     def sample_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """source/key, aligned with the plan's samples"""
@@ -365,11 +417,12 @@ class ExplainStepResponse(_message.Message):
         measured_s: _builtins.float | None = ...,
         ranks_per_replica: _builtins.int = ...,
         fates: _abc.Iterable[Global___StepFate] | None = ...,
+        content: _builtins.bytes = ...,
         skipped_by: Global___SkippedRange | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "skipped_by", b"skipped_by"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "attempt", b"attempt", "committed", b"committed", "cost_version", b"cost_version", "cursor", b"cursor", "fates", b"fates", "ledger_plan_digest", b"ledger_plan_digest", "measured_s", b"measured_s", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "ranks_per_replica", b"ranks_per_replica", "sample_keys", b"sample_keys", "skipped_by", b"skipped_by", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "attempt", b"attempt", "committed", b"committed", "content", b"content", "cost_version", b"cost_version", "cursor", b"cursor", "fates", b"fates", "ledger_plan_digest", b"ledger_plan_digest", "measured_s", b"measured_s", "plan_digest", b"plan_digest", "plan_json", b"plan_json", "quarantined", b"quarantined", "ranks_per_replica", b"ranks_per_replica", "sample_keys", b"sample_keys", "skipped_by", b"skipped_by", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
     _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
@@ -401,6 +454,107 @@ class StepFate(_message.Message):
 Global___StepFate: _TypeAlias = StepFate  # noqa: Y015
 
 @_typing.final
+class FindSampleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    sample_id: _builtins.int
+    from_step: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        sample_id: _builtins.int = ...,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "job", b"job", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSampleRequest: _TypeAlias = FindSampleRequest  # noqa: Y015
+
+@_typing.final
+class FindSampleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    LOCATION_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    key: _builtins.str
+    crc32: _builtins.int
+    next_step: _builtins.int
+    """ask again from here; absent at the ledger's end"""
+    @_builtins.property
+    def location(self) -> _worker_pb2.SampleLocation: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleStep]:
+        """by step and attempt"""
+
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        key: _builtins.str = ...,
+        location: _worker_pb2.SampleLocation | None = ...,
+        crc32: _builtins.int | None = ...,
+        steps: _abc.Iterable[Global___SampleStep] | None = ...,
+        next_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_next_step", b"_next_step", "crc32", b"crc32", "location", b"location", "next_step", b"next_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "_next_step", b"_next_step", "crc32", b"crc32", "key", b"key", "location", b"location", "next_step", b"next_step", "source", b"source", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
+    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
+    _WhichOneofReturnType__next_step: _TypeAlias = _typing.Literal["next_step"]  # noqa: Y015
+    _WhichOneofArgType__next_step: _TypeAlias = _typing.Literal["_next_step", b"_next_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_step) -> _WhichOneofReturnType__next_step | None: ...
+
+Global___FindSampleResponse: _TypeAlias = FindSampleResponse  # noqa: Y015
+
+@_typing.final
+class SampleStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    attempt: _builtins.int
+    fate: _builtins.str
+    """planned or committed"""
+    masked: _builtins.str
+    """why its labels were masked; empty where it was learnt"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        fate: _builtins.str = ...,
+        masked: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fate", b"fate", "masked", b"masked", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleStep: _TypeAlias = SampleStep  # noqa: Y015
+
+@_typing.final
 class ReplayStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -408,12 +562,15 @@ class ReplayStepsRequest(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     first_step: _builtins.int
     last_step: _builtins.int
     """included"""
     attempt: _builtins.int
     """0: the newest attempt that has each step"""
+    content: _builtins.bool
+    """have workers decode them again too"""
     def __init__(
         self,
         *,
@@ -421,10 +578,11 @@ class ReplayStepsRequest(_message.Message):
         first_step: _builtins.int = ...,
         last_step: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        content: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_step", b"first_step", "job", b"job", "last_step", b"last_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "content", b"content", "first_step", b"first_step", "job", b"job", "last_step", b"last_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +597,9 @@ class ReplayedStep(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     LEDGER_PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
     skipped: _builtins.bool
@@ -446,6 +607,14 @@ class ReplayedStep(_message.Message):
     ledger_plan_digest: _builtins.str
     plan_digest: _builtins.str
     """of the plan made again"""
+    content: _builtins.str
+    """same, differs, unknown; empty where it was not decoded again"""
+    note: _builtins.str
+    """what differs, or why it is unknown"""
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedPack]:
+        """where to look"""
+
     def __init__(
         self,
         *,
@@ -454,14 +623,42 @@ class ReplayedStep(_message.Message):
         skipped: _builtins.bool = ...,
         ledger_plan_digest: _builtins.str = ...,
         plan_digest: _builtins.str = ...,
+        content: _builtins.str = ...,
+        note: _builtins.str = ...,
+        packs: _abc.Iterable[Global___NamedPack] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ledger_plan_digest", b"ledger_plan_digest", "plan_digest", b"plan_digest", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "content", b"content", "ledger_plan_digest", b"ledger_plan_digest", "note", b"note", "packs", b"packs", "plan_digest", b"plan_digest", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplayedStep: _TypeAlias = ReplayedStep  # noqa: Y015
+
+@_typing.final
+class NamedPack(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    pack: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """source/key, the first of them"""
+
+    def __init__(
+        self,
+        *,
+        pack: _builtins.int = ...,
+        samples: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack", b"pack", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedPack: _TypeAlias = NamedPack  # noqa: Y015
 
 @_typing.final
 class StepRange(_message.Message):
@@ -698,6 +895,7 @@ class OpenSessionRequest(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     REJOIN_ATTEMPT_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -707,6 +905,8 @@ class OpenSessionRequest(_message.Message):
     """host:pid, for error messages"""
     rejoin_attempt: _builtins.int
     """0: a new start; else come back to this attempt after a broken stream"""
+    launch: _builtins.str
+    """one start of all ranks: alike on all of them; empty: it has no name"""
     def __init__(
         self,
         *,
@@ -716,10 +916,11 @@ class OpenSessionRequest(_message.Message):
         cursor: _builtins.str = ...,
         client: _builtins.str = ...,
         rejoin_attempt: _builtins.int = ...,
+        launch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cursor", b"cursor", "job", b"job", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cursor", b"cursor", "job", b"job", "launch", b"launch", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,12 +934,15 @@ class SessionEvent(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     START_STEP_FIELD_NUMBER: _builtins.int
     REPORT_EVERY_S_FIELD_NUMBER: _builtins.int
+    TICKET_KEY_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     session: _builtins.str
     """names this claim in GetShard and CommitStep"""
     start_step: _builtins.int
     report_every_s: _builtins.float
     """0: do not"""
+    ticket_key: _builtins.bytes
+    """proves to workers that a ticket was given to this session"""
     def __init__(
         self,
         *,
@@ -746,10 +950,11 @@ class SessionEvent(_message.Message):
         session: _builtins.str = ...,
         start_step: _builtins.int = ...,
         report_every_s: _builtins.float = ...,
+        ticket_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "report_every_s", b"report_every_s", "session", b"session", "start_step", b"start_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "report_every_s", b"report_every_s", "session", b"session", "start_step", b"start_step", "ticket_key", b"ticket_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -916,6 +1121,7 @@ class RankShard(_message.Message):
     MICROBATCHES_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     step: _builtins.int
@@ -931,6 +1137,8 @@ class RankShard(_message.Message):
     def tickets(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Ticket]: ...
     @_builtins.property
     def summary(self) -> Global___StepSummary: ...
+    @_builtins.property
+    def positions(self) -> Global___PositionRule: ...
     def __init__(
         self,
         *,
@@ -945,14 +1153,45 @@ class RankShard(_message.Message):
         microbatches: _abc.Iterable[Global___Microbatch] | None = ...,
         tickets: _abc.Iterable[_worker_pb2.Ticket] | None = ...,
         summary: Global___StepSummary | None = ...,
+        positions: Global___PositionRule | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "microbatches", b"microbatches", "plan_digest", b"plan_digest", "rank", b"rank", "replica", b"replica", "step", b"step", "summary", b"summary", "tickets", b"tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "microbatches", b"microbatches", "plan_digest", b"plan_digest", "positions", b"positions", "rank", b"rank", "replica", b"replica", "step", b"step", "summary", b"summary", "tickets", b"tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankShard: _TypeAlias = RankShard  # noqa: Y015
+
+@_typing.final
+class PositionRule(_message.Message):
+    """How the model counts the positions of its tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEME_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PAST_TIME_FIELD_NUMBER: _builtins.int
+    scheme: _builtins.str
+    """sequence, or mrope; empty: sequence"""
+    tokens_per_second: _builtins.float
+    """of mrope: the time of clips is counted in seconds; 0: in patches"""
+    past_time: _builtins.bool
+    """of mrope: the text behind a clip begins past its last time"""
+    def __init__(
+        self,
+        *,
+        scheme: _builtins.str = ...,
+        tokens_per_second: _builtins.float = ...,
+        past_time: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["past_time", b"past_time", "scheme", b"scheme", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PositionRule: _TypeAlias = PositionRule  # noqa: Y015
 
 @_typing.final
 class StepSummary(_message.Message):
@@ -1057,6 +1296,7 @@ class Microbatch(_message.Message):
     CU_SEQLENS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
     wave: _builtins.int
     pack: _builtins.int
     """-1: this replica is idle in the wave"""
@@ -1072,6 +1312,8 @@ class Microbatch(_message.Message):
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderPhase]: ...
+    @_builtins.property
+    def items(self) -> Global___PackItems: ...
     def __init__(
         self,
         *,
@@ -1084,14 +1326,87 @@ class Microbatch(_message.Message):
         cu_seqlens: _abc.Iterable[_builtins.int] | None = ...,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         phases: _abc.Iterable[Global___EncoderPhase] | None = ...,
+        items: Global___PackItems | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_group", b"cp_group", "cp_rank", b"cp_rank", "cu_seqlens", b"cu_seqlens", "lengths", b"lengths", "pack", b"pack", "phases", b"phases", "sample_ids", b"sample_ids", "seconds", b"seconds", "wave", b"wave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_group", b"cp_group", "cp_rank", b"cp_rank", "cu_seqlens", b"cu_seqlens", "items", b"items", "lengths", b"lengths", "pack", b"pack", "phases", b"phases", "sample_ids", b"sample_ids", "seconds", b"seconds", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Microbatch: _TypeAlias = Microbatch  # noqa: Y015
+
+@_typing.final
+class PackItems(_message.Message):
+    """All encoder items of a pack, in sequence order, whoever encodes them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODALITY_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def modality(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """place of the item's first token in the padded pack"""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def notes(self) -> Global___ItemNotes: ...
+    def __init__(
+        self,
+        *,
+        modality: _abc.Iterable[Global___Modality.ValueType] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        notes: Global___ItemNotes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["modality", b"modality", "notes", b"notes", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackItems: _TypeAlias = PackItems  # noqa: Y015
+
+@_typing.final
+class ItemNotes(_message.Message):
+    """What models need to know of items; a column is empty where nothing is known of any of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_PATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 image, 1 clip, 2 recording; -1: unknown"""
+
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """t, h, w in patches and merge size of each; 0: no grid"""
+
+    @_builtins.property
+    def seconds_per_patch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of clips, in time; nan: unknown"""
+
+    def __init__(
+        self,
+        *,
+        kind: _abc.Iterable[_builtins.int] | None = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+        seconds_per_patch: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "kind", b"kind", "seconds_per_patch", b"seconds_per_patch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ItemNotes: _TypeAlias = ItemNotes  # noqa: Y015
 
 @_typing.final
 class EncoderPhase(_message.Message):
@@ -1105,6 +1420,7 @@ class EncoderPhase(_message.Message):
     SEND_SPLITS_FIELD_NUMBER: _builtins.int
     RECV_SPLITS_FIELD_NUMBER: _builtins.int
     RECV_POSITIONS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     modality: Global___Modality.ValueType
     @_builtins.property
     def encodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemsOfPack]: ...
@@ -1116,6 +1432,10 @@ class EncoderPhase(_message.Message):
     def recv_splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def recv_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def notes(self) -> Global___ItemNotes:
+        """of the items that it encodes, in their order"""
+
     def __init__(
         self,
         *,
@@ -1125,10 +1445,11 @@ class EncoderPhase(_message.Message):
         send_splits: _abc.Iterable[_builtins.int] | None = ...,
         recv_splits: _abc.Iterable[_builtins.int] | None = ...,
         recv_positions: _abc.Iterable[_builtins.int] | None = ...,
+        notes: Global___ItemNotes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encodes", b"encodes", "modality", b"modality", "recv_positions", b"recv_positions", "recv_splits", b"recv_splits", "send_rows", b"send_rows", "send_splits", b"send_splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encodes", b"encodes", "modality", b"modality", "notes", b"notes", "recv_positions", b"recv_positions", "recv_splits", b"recv_splits", "send_rows", b"send_rows", "send_splits", b"send_splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1302,19 +1623,25 @@ class GetHealthResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
+    TROUBLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobHealth]: ...
     @_builtins.property
     def fleet(self) -> Global___FleetHealth: ...
+    @_builtins.property
+    def troubles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of the service itself does not work, a sentence each."""
+
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___JobHealth] | None = ...,
         fleet: Global___FleetHealth | None = ...,
+        troubles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "jobs", b"jobs", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1350,6 +1677,8 @@ class JobHealth(_message.Message):
     SAMPLES_PER_S_FIELD_NUMBER: _builtins.int
     PLAN_GAP_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
+    BYTES_FULL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     world_size: _builtins.int
@@ -1370,6 +1699,8 @@ class JobHealth(_message.Message):
     steps_per_s: _builtins.float
     samples_per_s: _builtins.float
     plan_gap: _builtins.float
+    room_s: _builtins.float
+    bytes_full: _builtins.bool
     @_builtins.property
     def missing_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1405,10 +1736,12 @@ class JobHealth(_message.Message):
         samples_per_s: _builtins.float = ...,
         plan_gap: _builtins.float = ...,
         findings: _abc.Iterable[Global___Finding] | None = ...,
+        room_s: _builtins.float = ...,
+        bytes_full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_full", b"bytes_full", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "room_s", b"room_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1425,6 +1758,7 @@ class RankHealth(_message.Message):
     COMMITTED_STEP_FIELD_NUMBER: _builtins.int
     QUIET_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    UNTRAINED_STEPS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     client: _builtins.str
     live: _builtins.bool
@@ -1432,6 +1766,7 @@ class RankHealth(_message.Message):
     committed_step: _builtins.int
     quiet_s: _builtins.float
     wait_s: _builtins.float
+    untrained_steps: _builtins.int
     def __init__(
         self,
         *,
@@ -1442,10 +1777,11 @@ class RankHealth(_message.Message):
         committed_step: _builtins.int = ...,
         quiet_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
+        untrained_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "committed_step", b"committed_step", "live", b"live", "quiet_s", b"quiet_s", "rank", b"rank", "received_step", b"received_step", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "committed_step", b"committed_step", "live", b"live", "quiet_s", b"quiet_s", "rank", b"rank", "received_step", b"received_step", "untrained_steps", b"untrained_steps", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1462,6 +1798,8 @@ class SourceHealth(_message.Message):
     USUAL_S_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     BUDGET_USED_FIELD_NUMBER: _builtins.int
+    READ_CPU_S_FIELD_NUMBER: _builtins.int
+    DECODE_CPU_S_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     samples: _builtins.float
     read_s: _builtins.float
@@ -1469,6 +1807,8 @@ class SourceHealth(_message.Message):
     usual_s: _builtins.float
     quarantined: _builtins.int
     budget_used: _builtins.float
+    read_cpu_s: _builtins.float
+    decode_cpu_s: _builtins.float
     def __init__(
         self,
         *,
@@ -1479,10 +1819,12 @@ class SourceHealth(_message.Message):
         usual_s: _builtins.float = ...,
         quarantined: _builtins.int = ...,
         budget_used: _builtins.float = ...,
+        read_cpu_s: _builtins.float = ...,
+        decode_cpu_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_used", b"budget_used", "decode_s", b"decode_s", "quarantined", b"quarantined", "read_s", b"read_s", "samples", b"samples", "source", b"source", "usual_s", b"usual_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_used", b"budget_used", "decode_cpu_s", b"decode_cpu_s", "decode_s", b"decode_s", "quarantined", b"quarantined", "read_cpu_s", b"read_cpu_s", "read_s", b"read_s", "samples", b"samples", "source", b"source", "usual_s", b"usual_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1498,11 +1840,14 @@ class FleetHealth(_message.Message):
     SLOTS_PER_WORKER_FIELD_NUMBER: _builtins.int
     BUSY_SLOTS_FIELD_NUMBER: _builtins.int
     WAITING_TEAMS_FIELD_NUMBER: _builtins.int
+    SHORTFALL_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
     wanted_workers: _builtins.int
     slots: _builtins.int
     slots_per_worker: _builtins.int
     busy_slots: _builtins.float
+    shortfall: _builtins.str
+    """why workers are missing, a sentence; empty if none is"""
     @_builtins.property
     def waiting_teams(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1514,10 +1859,11 @@ class FleetHealth(_message.Message):
         slots_per_worker: _builtins.int = ...,
         busy_slots: _builtins.float = ...,
         waiting_teams: _abc.Iterable[_builtins.str] | None = ...,
+        shortfall: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slots", b"busy_slots", "slots", b"slots", "slots_per_worker", b"slots_per_worker", "waiting_teams", b"waiting_teams", "wanted_workers", b"wanted_workers", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slots", b"busy_slots", "shortfall", b"shortfall", "slots", b"slots", "slots_per_worker", b"slots_per_worker", "waiting_teams", b"waiting_teams", "wanted_workers", b"wanted_workers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,16 +25,15 @@ class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
-GRPC_GENERATED_VERSION: str
-GRPC_VERSION: str
-
 class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SubmitJobRequest, _coordinator_pb2.JobInfo]
-    """Register a job from its job file. The same file again changes nothing."""
+    """Register a job from its job file. The same file again changes nothing; another over the same
+    samples in the same order is the job's next version, for attempts that are yet to begin.
+    """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]
     GetJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]
     DrainJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]
@@ -47,8 +46,10 @@ class CoordinatorStub:
     """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]
     """Plan a step of the ledger again and give the whole plan."""
+    FindSample: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FindSampleRequest, _coordinator_pb2.FindSampleResponse]
+    """Where a sample lies, and which steps of the ledger it was in."""
     ReplaySteps: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ReplayStepsRequest, _coordinator_pb2.ReplayedStep]
-    """Plan a range of steps again and compare each with the ledger."""
+    """Plan a range of steps again, if asked decode them too, and compare each with the ledger."""
     SkipSteps: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SkipStepsRequest, _coordinator_pb2.SkipStepsResponse]
     """Have attempts that are yet to begin pass over steps, or train them after all."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
@@ -72,7 +73,9 @@ class CoordinatorStub:
 class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SubmitJobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
-    """Register a job from its job file. The same file again changes nothing."""
+    """Register a job from its job file. The same file again changes nothing; another over the same
+    samples in the same order is the job's next version, for attempts that are yet to begin.
+    """
     ListJobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]  # type: ignore[assignment]
     GetJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
     DrainJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
@@ -85,8 +88,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Plan with other cost coefficients from a step on that was never planned."""
     ExplainStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Plan a step of the ledger again and give the whole plan."""
+    FindSample: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FindSampleRequest, _coordinator_pb2.FindSampleResponse]  # type: ignore[assignment]
+    """Where a sample lies, and which steps of the ledger it was in."""
     ReplaySteps: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ReplayStepsRequest, _coordinator_pb2.ReplayedStep]  # type: ignore[assignment]
-    """Plan a range of steps again and compare each with the ledger."""
+    """Plan a range of steps again, if asked decode them too, and compare each with the ledger."""
     SkipSteps: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SkipStepsRequest, _coordinator_pb2.SkipStepsResponse]  # type: ignore[assignment]
     """Have attempts that are yet to begin pass over steps, or train them after all."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -113,7 +118,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.JobInfo, _abc.Awaitable[_coordinator_pb2.JobInfo]]:
-        """Register a job from its job file. The same file again changes nothing."""
+        """Register a job from its job file. The same file again changes nothing; another over the same
+        samples in the same order is the job's next version, for attempts that are yet to begin.
+        """
 
     @_abc_1.abstractmethod
     def ListJobs(
@@ -170,12 +177,20 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Plan a step of the ledger again and give the whole plan."""
 
     @_abc_1.abstractmethod
+    def FindSample(
+        self,
+        request: _coordinator_pb2.FindSampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.FindSampleResponse, _abc.Awaitable[_coordinator_pb2.FindSampleResponse]]:
+        """Where a sample lies, and which steps of the ledger it was in."""
+
+    @_abc_1.abstractmethod
     def ReplaySteps(
         self,
         request: _coordinator_pb2.ReplayStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ReplayedStep], _abc.AsyncIterator[_coordinator_pb2.ReplayedStep]]:
-        """Plan a range of steps again and compare each with the ledger."""
+        """Plan a range of steps again, if asked decode them too, and compare each with the ledger."""
 
     @_abc_1.abstractmethod
     def SkipSteps(

@@ -224,8 +224,14 @@ class PackReceipt(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     BAD_SAMPLES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    SAMPLE_DIGESTS_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     decode_s: _builtins.float
+    sample_digests: _builtins.bytes
+    """of what is delivered of each sample, 8 bytes each"""
+    room_s: _builtins.float
+    """waited for room in the worker's memory before it was begun"""
     @_builtins.property
     def key(self) -> Global___PackKey: ...
     @_builtins.property
@@ -240,10 +246,12 @@ class PackReceipt(_message.Message):
         decode_s: _builtins.float = ...,
         bad_samples: _abc.Iterable[Global___BadSample] | None = ...,
         sources: _abc.Iterable[Global___SourceWork] | None = ...,
+        sample_digests: _builtins.bytes = ...,
+        room_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,7 +259,9 @@ Global___PackReceipt: _TypeAlias = PackReceipt  # noqa: Y015
 
 @_typing.final
 class SourceWork(_message.Message):
-    """What the samples of one source took in a pack. Seconds are of slots; bytes as they were read."""
+    """What the samples of one source took in a pack. Seconds are of slots, and of them those that a
+    CPU worked; bytes as they were read.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -260,11 +270,15 @@ class SourceWork(_message.Message):
     READ_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
+    READ_CPU_S_FIELD_NUMBER: _builtins.int
+    DECODE_CPU_S_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     samples: _builtins.int
     read_s: _builtins.float
     decode_s: _builtins.float
     read_bytes: _builtins.int
+    read_cpu_s: _builtins.float
+    decode_cpu_s: _builtins.float
     def __init__(
         self,
         *,
@@ -273,10 +287,12 @@ class SourceWork(_message.Message):
         read_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         read_bytes: _builtins.int = ...,
+        read_cpu_s: _builtins.float = ...,
+        decode_cpu_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "read_bytes", b"read_bytes", "read_s", b"read_s", "samples", b"samples", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_cpu_s", b"decode_cpu_s", "decode_s", b"decode_s", "read_bytes", b"read_bytes", "read_cpu_s", b"read_cpu_s", "read_s", b"read_s", "samples", b"samples", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,7 +398,9 @@ Global___HeldPacks: _TypeAlias = HeldPacks  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
-    """The right to stream some parts from one worker. Signed by the coordinator, short-lived."""
+    """The right to stream some parts from one worker. Signed by the coordinator, short-lived, and
+    good for the session alone that it was given to.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -392,11 +410,14 @@ class Ticket(_message.Message):
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     address: _builtins.str
     rank: _builtins.int
     expires_unix_s: _builtins.int
     signature: _builtins.bytes
+    holder: _builtins.str
+    """whom it was given to; tells nothing of the session's name"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartSpec]: ...
     def __init__(
@@ -408,10 +429,11 @@ class Ticket(_message.Message):
         expires_unix_s: _builtins.int = ...,
         parts: _abc.Iterable[Global___PartSpec] | None = ...,
         signature: _builtins.bytes = ...,
+        holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires_unix_s", b"expires_unix_s", "parts", b"parts", "rank", b"rank", "signature", b"signature", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires_unix_s", b"expires_unix_s", "holder", b"holder", "parts", b"parts", "rank", b"rank", "signature", b"signature", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,16 +480,20 @@ class FetchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """HMAC-SHA256 of the ticket's signature by the session's ticket_key"""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,9 +23,6 @@ class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
-GRPC_GENERATED_VERSION: str
-GRPC_VERSION: str
-
 class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...

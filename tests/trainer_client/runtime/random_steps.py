@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.trainer_client.runtime.whole_attention import dense_attention
 from trainer_client.runtime import forward_microbatch, scatter_rows
 from trainer_client.shard import (
     FeatureExchange,
@@ -154,11 +155,6 @@ def random_items(rng, length):
     return items
 
 
-def dense_attention(q, k, v):
-    one = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    return scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-
 def sample_logits(model, sample):
     x = model.tokens(sample.ids)
     for modality, rows, position in sample.items:
@@ -271,12 +267,16 @@ def microbatch(number, members, pack, samples, layout, replica, batches):
 
 
 def modality_batch(name, wave, samples, layouts, replicas, replica, rng):
-    """Items of the wave dealt to random replicas; None when the wave has none."""
+    """Items of the wave dealt to random replicas; None when the wave has none.
+
+    A sample's item is (modality, values, first position, tokens), without tokens where each value
+    is one.
+    """
     items = [
-        (s, rows, position)
+        (s, values, position, *tokens)
         for _, pack in wave
         for s in pack
-        for modality, rows, position in samples[s].items
+        for modality, values, position, *tokens in samples[s].items
         if modality == name
     ]
     if not items:
@@ -285,15 +285,15 @@ def modality_batch(name, wave, samples, layouts, replicas, replica, rng):
     local = {(s, p): (r, k) for r, (rows, _) in layouts.items() for k, (s, p, _) in enumerate(rows)}
     encoded_rows = [0] * replicas
     moves = [[[] for _ in range(replicas)] for _ in range(replicas)]  # [source][destination]
-    for (s, rows, position), source in zip(items, encoder, strict=True):
-        for offset in range(len(rows)):
+    for (s, values, position, *tokens), source in zip(items, encoder, strict=True):
+        for offset in range(*tokens or (len(values),)):
             destination, place = local[s, position + offset]
             moves[source][destination].append((encoded_rows[source], place))
             encoded_rows[source] += 1
     sent = [move for to in moves[replica] for move in to]
     received = [move for source in moves for move in source[replica]]
     return ModalityBatch(
-        items=[rows for (_, rows, _), r in zip(items, encoder, strict=True) if r == replica],
+        items=[item[1] for item, r in zip(items, encoder, strict=True) if r == replica],
         exchange=FeatureExchange(
             send_rows=torch.tensor([row for row, _ in sent], dtype=torch.int64),
             send_splits=[len(to) for to in moves[replica]],

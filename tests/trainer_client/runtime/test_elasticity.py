@@ -40,7 +40,7 @@ def test_the_same_global_batches_give_one_loss_curve_on_any_number_of_ranks(worl
 @pytest.mark.parametrize("how", ["ddp", "plain"])
 def test_with_every_switch_off_a_step_is_that_of_plain_ddp(world, tmp_path, how):
     samples, shards = planned_steps(
-        3, 1, strategy="random", static_degree=1, memory_tokens=1200, batch=12
+        3, 1, strategy="random", static_degree=1, memory_tokens=1200, batch=18
     )
     assert set(shards[0][0].plan.degrees) == {1}
     assert not any(mb.idle for shard in shards[0] for mb in shard.microbatches)

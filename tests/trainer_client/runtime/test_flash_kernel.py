@@ -4,33 +4,95 @@ are worked out on fake CUDA tensors, and a plain implementation stands in for th
 import importlib
 
 import numpy as np
+import pytest
 import torch
 from torch import library as operators
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.trainer_client.runtime.test_ring_attention import reference, zigzag_rows
-from trainer_client.runtime import GroupPool, PackedAttention, block_attention
-from trainer_client.runtime.block_attention import FlashKernel, PlainKernel, choose_kernel
+from tests.trainer_client.runtime.whole_attention import reference, zigzag_rows
+from trainer_client.runtime import GroupPool, PackedAttention, SlowAttention, block_attention
+from trainer_client.runtime.block_attention import (
+    FlashKernel,
+    KernelChoice,
+    PlainKernel,
+    choose_kernel,
+    kernel_for,
+)
 from trainer_client.runtime.ring_layout import Block, Rows
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+GPU = {"device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 128}
 
 
 def kernel_of(device, dtype, dim):
     return type(choose_kernel(torch.empty(8, HEADS, dim, dtype=dtype, device=device)))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"dtype": torch.float32}, "queries are torch.float32", "train in bfloat16"),
+        ({"dtype": torch.float64}, "queries are torch.float64", "train in bfloat16"),
+        ({"head_dim": 100}, "head_dim is 100", "pad the heads"),
+        ({"head_dim": 512}, "head_dim is 512", "pad the heads"),
+        ({"lacking": "this torch was built without"}, "built without", "take a torch built with"),
+    ],
+)
+def test_a_gpu_that_goes_without_flash_is_told_why_and_what_to_do(change, reason, remedy):
+    choice = kernel_for(**{**GPU, **change})
+    assert not choice.flash
+    assert reason in choice.reason
+    assert remedy in choice.remedy
+
+
+def test_flash_needs_no_reason_and_the_host_wants_none():
+    assert kernel_for(**GPU) == KernelChoice(flash=True)
+    assert kernel_for(**{**GPU, "dtype": torch.float16, "head_dim": 8}) == KernelChoice(flash=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        on_host = kernel_for(device_type="cpu", dtype=dtype, head_dim=100)
+        assert on_host == KernelChoice(flash=False)
+
+
 def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch):
+    monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
     with FakeTensorMode():
-        monkeypatch.setattr(block_attention, "_has_flash", lambda device: True)
         for dtype in (torch.bfloat16, torch.float16):
             assert kernel_of("cuda", dtype, 128) is FlashKernel
-            assert kernel_of("cuda", dtype, 100) is PlainKernel
-            assert kernel_of("cuda", dtype, 512) is PlainKernel
             assert kernel_of("cpu", dtype, 128) is PlainKernel
-        assert kernel_of("cuda", torch.float32, 128) is PlainKernel
-        monkeypatch.setattr(block_attention, "_has_flash", lambda device: False)
-        assert kernel_of("cuda", torch.bfloat16, 128) is PlainKernel
+
+
+def test_the_slow_path_on_a_gpu_is_told_once_for_each_reason(monkeypatch, caplog):
+    monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
+    block_attention.tell_slow.cache_clear()
+    cases = [("cuda", torch.float32, 128), ("cuda", torch.bfloat16, 100), ("cpu", torch.half, 100)]
+    with FakeTensorMode(), pytest.warns(SlowAttention) as told:
+        kernels = [kernel_of(*case) for case in cases * 3]
+    assert set(kernels) == {PlainKernel}
+    block_attention.tell_slow.cache_clear()
+    assert len(told) == 2
+    assert "queries are torch.float32" in str(told[0].message)
+    assert "train in bfloat16" in str(told[0].message)
+    assert "head_dim is 100" in str(told[1].message)
+    assert [record.getMessage() for record in caplog.records] == [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "lacking"),
+    [
+        (False, (9, 0), "this torch was built without flash attention"),
+        (True, (7, 5), "the GPU has compute capability 7.5"),
+        (True, (8, 0), ""),
+        (True, (10, 0), ""),
+    ],
+)
+def test_an_old_gpu_and_a_torch_without_flash_are_told_apart(
+    monkeypatch, built, capability, lacking
+):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert block_attention.lacking_flash.__wrapped__(torch.device("cuda", 1)) == lacking
 
 
 def rows(bounds, device):

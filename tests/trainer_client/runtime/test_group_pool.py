@@ -1,13 +1,15 @@
 """Groups are made by their members alone, kept, and dropped alike everywhere."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from trainer_client.runtime import GroupPool, GroupPoolError
-from trainer_client.runtime.group_pool import _Ledger
+from trainer_client.runtime.group_ledger import GroupLedger
 
 
 def summed(group, value):
@@ -70,7 +72,7 @@ def test_lanes_of_one_replica_never_meet(world):
 
 def test_every_replica_works_out_the_same_groups_to_drop():
     draw = random.Random(1)
-    ledgers = [_Ledger(3) for _ in range(4)]
+    ledgers = [GroupLedger(3) for _ in range(4)]
     admissions = set()
     for _ in range(60):
         order = draw.sample(range(12), 12)
@@ -88,7 +90,7 @@ def test_every_replica_works_out_the_same_groups_to_drop():
 
 
 def test_a_group_that_is_planned_again_outlives_one_that_is_not():
-    ledger = _Ledger(2)
+    ledger = GroupLedger(2)
     ledger.admit([(0, 1)])
     ledger.admit([(0, 2)])
     ledger.admit([(0, 1)])
@@ -97,7 +99,7 @@ def test_a_group_that_is_planned_again_outlives_one_that_is_not():
 
 
 def test_groups_of_two_steps_are_kept_even_above_the_bound():
-    ledger = _Ledger(1)
+    ledger = GroupLedger(1)
     ledger.admit([(0, 1), (0, 2)])
     _, dropped = ledger.admit([(0, 3), (0, 4)])
     assert dropped == []
@@ -126,3 +128,57 @@ def test_a_plan_for_more_replicas_than_the_job_has_is_refused():
 def test_a_pool_must_keep_at_least_one_group():
     with pytest.raises(GroupPoolError, match="max_groups is 0"):
         GroupPool(max_groups=0)
+
+
+class DeviceOfThread(threading.local):
+    """CUDA's rule: every thread begins on device 0."""
+
+    device = torch.device("cuda", 0)
+
+    def set(self, device):
+        self.device = torch.device(device)
+
+
+class RecordedNccl:
+    """What the pool asks of NCCL, which this torch may have been built without."""
+
+    supports_coalescing = True
+
+    class Options:
+        pass
+
+    def __init__(self, store, index, size, options, *, current, seen):
+        self._index, self._current, self._seen = index, current, seen
+
+    def eager_connect_single_device(self, device):
+        thread = threading.current_thread().name
+        self._seen.append((self._index, device, self._current.device, thread.split("_")[0]))
+
+
+def test_every_rank_of_a_host_connects_on_its_own_gpu_in_whichever_thread(monkeypatch):
+    current, seen = DeviceOfThread(), []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device.index)
+    monkeypatch.setattr(torch.cuda, "set_device", current.set)
+
+    def nccl(*arguments):
+        return RecordedNccl(*arguments, current=current, seen=seen)
+
+    nccl.Options = RecordedNccl.Options
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    store = dist.HashStore()
+
+    def rank(local_rank):
+        torch.cuda.set_device(torch.device("cuda", local_rank))
+        options = {"store": store, "replica": local_rank, "replicas": 3, "backend": "nccl"}
+        with GroupPool(**options, timeout_s=30) as pool:
+            pool.prewarm([(0, 1, 2)])
+            return pool.get((0, 1, 2)).device, pool.everyone.device
+
+    with ThreadPoolExecutor(3, thread_name_prefix="rank") as ranks:
+        devices = list(ranks.map(rank, range(3)))
+    assert devices == [(torch.device("cuda", n),) * 2 for n in range(3)]
+    for index, asked, current_there, _ in seen:
+        assert asked == current_there == torch.device("cuda", index)
+    assert sorted((index, thread) for index, *_, thread in seen) == [
+        (n, "cp-groups") for n in range(3)
+    ]

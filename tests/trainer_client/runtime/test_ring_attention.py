@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.trainer_client.runtime.whole_attention import reference, zigzag_rows
 from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, ring_attention
 from trainer_client.runtime.block_attention import PlainKernel
 from trainer_client.runtime.ring_layout import build_ring_layout
@@ -29,33 +30,6 @@ def random_case(seed):
     shapes = [(int(padded.sum()), h, 8) for h in (heads, kv_heads, kv_heads, heads)]
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     return degree, lengths, padded, bool(seed // WORLD % 2), dtype, tensors
-
-
-def zigzag_rows(padded, degree, index):
-    """Rows of the whole pack that member ``index`` holds, written out plainly."""
-    rows, start = [], 0
-    for length in padded:
-        if degree == 1:
-            rows += range(start, start + length)
-        else:
-            chunk = length // (2 * degree)
-            for part in (index, 2 * degree - 1 - index):
-                rows += range(start + part * chunk, start + (part + 1) * chunk)
-        start += length
-    return torch.tensor(rows)
-
-
-def reference(q, k, v, lengths, padded, causal):
-    """Attention per sequence over its true length; zeros at the padding."""
-    pieces, start = [], 0
-    for length, room in zip(lengths.tolist(), padded.tolist(), strict=True):
-        part = slice(start, start + length)
-        out = scaled_dot_product_attention(
-            *(x[part].transpose(0, 1)[None] for x in (q, k, v)), is_causal=causal, enable_gqa=True
-        )
-        pieces += [out[0].transpose(0, 1), q.new_zeros(room - length, *q.shape[1:])]
-        start += room
-    return torch.cat(pieces)
 
 
 def relative(found, good):
@@ -181,6 +155,20 @@ def test_heads_that_cannot_be_shared_are_refused():
     q, k = torch.zeros(4, 3, 4), torch.zeros(4, 2, 4)
     with pytest.raises(LayoutError, match="3 query heads cannot share 2 key heads"):
         ring_attention(q, k, k, [0, 4], group=None)
+
+
+@pytest.mark.parametrize("wide", [("q", "k"), ("v",), ("q",)])
+def test_queries_keys_and_values_of_different_types_are_refused_with_the_cast_to_do(wide):
+    q, k, v = (
+        torch.zeros(4, 2, 4, dtype=torch.float32 if name in wide else torch.bfloat16)
+        for name in "qkv"
+    )
+    with pytest.raises(
+        LayoutError, match=r"attention takes one type.*q\.to\(torch\.bfloat16\)"
+    ) as e:
+        ring_attention(q, k, v, [0, 4], group=None)
+    named = f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+    assert named in str(e.value)
 
 
 def test_half_types_on_a_cpu_use_the_plain_kernel():

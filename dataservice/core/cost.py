@@ -1,0 +1,257 @@
+"""Cost models: seconds of a context-parallel group, seconds of an encoder item.
+
+Both are plain coefficients, so a calibration can fit them, a file can hold them and a ledger can
+name them by `version`. Everything else in this room only asks them for seconds.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dataservice.core.errors import PlanningError
+from dataservice.core.job import STRICT
+from dataservice.core.layout import padded_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextCost:
+    """Seconds of one group of sequences on `degree` replicas (DHP eq. 8–10).
+
+    Zigzag ring attention cuts every sequence in 2d chunks, so above degree 1 each is padded to a
+    multiple of 2d; the padding costs compute and bandwidth here, and memory in the planner.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    attention_s_per_token2: float
+    """α₁, causal; a fully attended sequence costs twice that."""
+    linear_s_per_token: float
+    """α₂: all work that grows with the tokens."""
+    group_s: float = 0.0
+    """β₁, once a group and wave: launches, gathering sharded weights."""
+    ring_intra_s_per_token: float = 0.0
+    """α₃ / v inside a node: keys and values of one token passed on."""
+    ring_inter_s_per_token: float = 0.0
+    """α₃ / v of a ring that crosses nodes."""
+    ring_hop_s: float = 0.0
+    """β₂, latency of one hop; a ring of degree d makes d-1."""
+
+    def __post_init__(self) -> None:
+        _require_coefficients(self)
+        if self.ring_inter_s_per_token < self.ring_intra_s_per_token:
+            raise PlanningError(
+                f"ring_inter_s_per_token is {self.ring_inter_s_per_token}, below "
+                f"ring_intra_s_per_token {self.ring_intra_s_per_token}: a ring that crosses nodes "
+                "cannot be the faster one; swap them or calibrate again"
+            )
+
+    @classmethod
+    def flexsp_7b(cls) -> Self:
+        """A 7B decoder: α₁, α₂, β₁ as FlexSP publishes them. The ring moves 1.5 MB a token (keys,
+        values and their gradients, 32 layers of width 4096, bf16), taken at 300 GB/s inside a node
+        and 50 GB/s between nodes, 20 µs a hop; those three are our assumption."""
+        return cls(
+            attention_s_per_token2=5.128e-9,
+            linear_s_per_token=1.84e-4,
+            group_s=0.629,
+            ring_intra_s_per_token=5.0e-6,
+            ring_inter_s_per_token=3.0e-5,
+            ring_hop_s=2.0e-5,
+        )
+
+    @property
+    def coefficients(self) -> npt.NDArray[np.float64]:
+        """The six coefficients in field order, for kernels."""
+        return np.array([getattr(self, field.name) for field in fields(self)], dtype=np.float64)
+
+    @property
+    def version(self) -> str:
+        """Stable digest of the coefficients; it goes into every plan's identity."""
+        return _digest("context", self.to_dict())
+
+    def time_s(
+        self,
+        tokens: npt.ArrayLike,
+        degree: int,
+        full_attention: npt.ArrayLike | None = None,
+        crosses_node: bool = False,
+    ) -> float:
+        """Seconds of one group that holds sequences of `tokens` [n] on `degree` replicas.
+
+        `full_attention` [n] is η: the share of a sequence that attends in both directions.
+        Raises PlanningError on a bad length, share or degree. O(n).
+        """
+        return float(self.times_s(tokens, [degree], full_attention, crosses_node)[0])
+
+    def times_s(
+        self,
+        tokens: npt.ArrayLike,
+        degrees: npt.ArrayLike,
+        full_attention: npt.ArrayLike | None = None,
+        crosses_node: npt.ArrayLike = False,
+    ) -> npt.NDArray[np.float64]:
+        """Seconds [degrees] of one group at each of `degrees`. O(n · degrees)."""
+        lengths, weights = sequences(tokens, full_attention)
+        degree = np.asarray(degrees, dtype=np.int64)
+        if degree.size and degree.min() < 1:
+            raise PlanningError(f"degree is {degree.min()}; a group has at least 1 replica")
+        crosses = np.broadcast_to(np.asarray(crosses_node, dtype=np.bool_), degree.shape)
+        # [degrees, n]
+        padded = padded_tokens(lengths[None, :], degree[:, None]).astype(np.float64)
+        total = padded.sum(axis=1)
+        attention = self.attention_s_per_token2 * (weights * padded * padded).sum(axis=1) / degree
+        ring_rate = np.where(crosses, self.ring_inter_s_per_token, self.ring_intra_s_per_token)
+        ring = ring_rate * total * (degree - 1) / degree + self.ring_hop_s * (degree - 1)
+        linear = self.linear_s_per_token * total / degree
+        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
+        return seconds
+
+    def alone_s(self, tokens: npt.ArrayLike, degree: int) -> npt.NDArray[np.float64]:
+        """Seconds [n] of each sequence in a group of its own, inside a node."""
+        lengths, _ = sequences(tokens, None)
+        padded = padded_tokens(lengths, degree).astype(np.float64)
+        attention = self.attention_s_per_token2 * padded * padded / degree
+        ring = self.ring_intra_s_per_token * padded * (degree - 1) / degree
+        ring += self.ring_hop_s * (degree - 1)
+        linear = self.linear_s_per_token * padded / degree
+        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
+        return seconds
+
+    def work_s(
+        self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Replica-seconds [n] each sequence costs at least, at any degree: no padding, no ring."""
+        lengths, weights = sequences(tokens, full_attention)
+        size = lengths.astype(np.float64)
+        work: npt.NDArray[np.float64] = (
+            self.attention_s_per_token2 * weights * size * size + self.linear_s_per_token * size
+        )
+        return work
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, float]) -> Self:
+        """Raises PlanningError on unknown or missing names."""
+        return cls(**_checked(cls, values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseCost:
+    """Seconds of one encoder on one replica: a·tokens + b·tokens² + c for each item, and a constant
+    for each batch of them.
+
+    An encoder that attends inside frames or windows alone takes less for clips than this says:
+    the plan knows items by their tokens only.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    linear_s_per_token: float
+    """Seconds of each encoder token."""
+    quadratic_s_per_token2: float = 0.0
+    """Seconds of each pair of tokens, for attention over the whole item."""
+    item_s: float = 0.0
+    """Seconds of every item, whatever its length."""
+    batch_s: float = 0.0
+    """Seconds of every wave in which anyone has items, however many: launches, sharded weights."""
+
+    def __post_init__(self) -> None:
+        _require_coefficients(self)
+
+    @property
+    def version(self) -> str:
+        """Stable digest of the coefficients; without `batch_s` where that is 0, as it was before
+        there was one."""
+        values = self.to_dict()
+        return _digest("phase", {k: v for k, v in values.items() if k != "batch_s" or v > 0})
+
+    def item_seconds(self, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Seconds [n] of items of `tokens` [n]. Raises PlanningError on a negative length."""
+        size = np.asarray(tokens, dtype=np.float64)
+        if size.size and not size.min() >= 0:
+            raise PlanningError(f"tokens has {size.min()}; lengths are 0 or more")
+        seconds: npt.NDArray[np.float64] = (
+            self.linear_s_per_token * size + self.quadratic_s_per_token2 * size * size + self.item_s
+        )
+        return seconds
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, float]) -> Self:
+        """Raises PlanningError on unknown or missing names."""
+        return cls(**_checked(cls, values))
+
+
+def sequences(
+    tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Checked lengths [n] and attention weights 1+η [n]."""
+    raw = np.asarray(tokens)
+    if raw.ndim != 1 or (raw.size and raw.dtype.kind not in "iu"):
+        raise PlanningError(
+            f"tokens has shape {raw.shape} and type {raw.dtype}; give a flat array of integers"
+        )
+    lengths = raw.astype(np.int64)
+    if lengths.size and lengths.min() < 1:
+        where = int(np.argmin(lengths))
+        raise PlanningError(
+            f"sample {where} has {lengths[where]} tokens; a sample has at least 1: "
+            "leave empty samples out before planning"
+        )
+    if full_attention is None:
+        return lengths, np.ones(lengths.size, dtype=np.float64)
+    share = np.asarray(full_attention, dtype=np.float64)
+    if share.shape != lengths.shape:
+        raise PlanningError(
+            f"full_attention has shape {share.shape} and tokens {lengths.shape}; "
+            "give one share a sample"
+        )
+    if share.size and not (share.min() >= 0 and share.max() <= 1):
+        raise PlanningError(
+            f"full_attention spans {share.min()}..{share.max()}; a share lies in 0..1"
+        )
+    return lengths, 1.0 + share
+
+
+def _require_coefficients(cost: ContextCost | PhaseCost) -> None:
+    for field in fields(cost):
+        value = getattr(cost, field.name)
+        if not (math.isfinite(value) and value >= 0):
+            raise PlanningError(
+                f"{field.name} is {value}; a cost coefficient is finite and at least 0: "
+                "calibrate again"
+            )
+
+
+def _checked(
+    owner: type[ContextCost] | type[PhaseCost], values: Mapping[str, float]
+) -> dict[str, float]:
+    names = {field.name for field in fields(owner)}
+    required = {field.name for field in fields(owner) if field.default is MISSING}
+    wrong = sorted((set(values) - names) | (required - set(values)))
+    if wrong:
+        raise PlanningError(
+            f"{owner.__name__} got {sorted(values)}; it takes {sorted(names)} and needs "
+            f"{sorted(required)}: mend {', '.join(wrong)} in the cost model file"
+        )
+    try:
+        return {name: float(value) for name, value in values.items()}
+    except (TypeError, ValueError) as error:
+        raise PlanningError(
+            f"{owner.__name__} got {dict(values)}; every coefficient is a number of seconds"
+        ) from error
+
+
+def _digest(kind: str, values: Mapping[str, float]) -> str:
+    text = json.dumps([kind, sorted((k, float(v).hex()) for k, v in values.items())])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

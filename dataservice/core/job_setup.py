@@ -1,0 +1,82 @@
+"""What one job needs at run time, built by the app from its job file."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from dataservice.core.job import BatchSize, ErrorBudget, JobRecord
+from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
+from dataservice.core.plan_options import CostModel, IsfLimits, PlanOptions
+from dataservice.core.ports import Catalog, SampleStream
+from dataservice.core.positions import IN_SEQUENCE, PositionRule
+from dataservice.core.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostChange:
+    """Coefficients that take over at a step."""
+
+    from_step: int
+    cost: CostModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSetup:
+    """A job, opened: its stored record, its data and its options.
+
+    `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
+    `ready_steps` is the number of steps that planning and decoding may run ahead of the slowest
+    rank; `limits` are those of packing by ISF, over all the job's samples, where its options
+    pack so.
+    `cost_changes`, by step, replace the options' cost from their step on: see `options_at`.
+    `order` identifies the order of samples, which checkpoints must agree on.
+    `budgets` are the error budgets by source; a source without one never stops the job.
+    `revise` gives the same data under another version of the job file.
+    `require_current` raises IndexStaleError or SourceError where the index no longer describes
+    its sources; it lists files, so it is called once per attempt.
+    `job_limits` are the operator's; `epoch_size` gives the mean size of a step before any is
+    drawn. Without it a step is judged once it is drawn. `positions` says how the model counts its
+    tokens.
+    """
+
+    record: JobRecord
+    stream: SampleStream
+    catalog: Catalog
+    batch: BatchSize
+    options: PlanOptions
+    pipeline: str
+    ready_steps: int
+    order: str = ""
+    limits: IsfLimits | None = None
+    cost_changes: tuple[CostChange, ...] = ()
+    budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)
+    require_current: Callable[[], None] = lambda: None
+    revise: "Revise" = lambda setup, record: replace(setup, record=record)
+    ranks_per_replica: int = 1
+    pipeline_stages: int = 1
+    virtual_stages: int = 1
+    replicas_per_node: int | None = None
+    epoch_size: EpochSize | None = None
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS
+    positions: PositionRule = IN_SEQUENCE
+
+    def options_at(self, step: int) -> PlanOptions:
+        """The options that this step is planned with. They never change once the step was planned:
+        no change of cost begins at or before a planned step."""
+        begun = [change.cost for change in self.cost_changes if change.from_step <= step]
+        return replace(self.options, cost=begun[-1]) if begun else self.options
+
+    def topology(self, world_size: int) -> Topology:
+        """The job's replicas at this world size. Raises WorldSizeError where it cannot be
+        divided."""
+        return Topology(
+            world_size=world_size,
+            ranks_per_replica=self.ranks_per_replica,
+            pipeline_stages=self.pipeline_stages,
+            virtual_stages=self.virtual_stages,
+            replicas_per_node=self.replicas_per_node,
+        )
+
+
+Revise = Callable[[JobSetup, JobRecord], JobSetup]
+"""The same data under this version of the job file. Raises SpecError where the file is not
+valid."""

@@ -1,0 +1,292 @@
+"""The job's text and media pipeline: it measures raw samples, and decodes them to arrays of exactly
+those lengths."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dataservice.core.errors import RESTORE, SampleError
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.ports import SampleDecoder, SampleMeasurer
+from dataservice.core.quoting import quoted
+from dataservice.core.sample import DecodedSample, ItemLengths, RawSample, SampleLengths
+from dataservice.decode.chat_template import ChatTemplate
+from dataservice.decode.choose import (
+    choose_end_of_document,
+    choose_placeholders,
+    choose_template,
+    choose_vision,
+    distinct_pads,
+    guarded_tokens,
+)
+from dataservice.decode.conversation import Conversation, read_record, text_bytes
+from dataservice.decode.media import (
+    ItemArray,
+    ItemCost,
+    Media,
+    MediaPipeline,
+    run_costs,
+    texts_of,
+)
+from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
+from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
+from dataservice.decode.tokenizer import Guard, load_tokenizer
+
+__all__ = ["CONTENT_VERSION", "LENGTHS_VERSION", "Pipeline", "PipelineSpec", "build_pipeline"]
+
+# Increase when a release changes the lengths that the same spec gives: old indexes become stale.
+LENGTHS_VERSION = 3
+# Increase when a release changes the delivered pixels, sound or tokens of the same spec, but not
+# its lengths.
+CONTENT_VERSION = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePart:
+    """An input that affects the decoded samples: the place it was read from, and its digest."""
+
+    place: str
+    digest: str
+
+
+class Pipeline(SampleMeasurer, SampleDecoder):
+    """Measures and decodes samples: `SampleMeasurer` and `SampleDecoder` in one. Two pipelines
+    whose `identity` has the same digests give the same result for every sample.
+
+    May be used from many threads at once. Both methods tokenise and read headers with the same
+    code, so a sample either decodes to exactly its measured lengths or is refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: PipelineSpec,
+        text: TextPipeline,
+        media: MediaPipeline,
+        identity: Mapping[str, PipelinePart],
+        pad_token_id: int,
+    ) -> None:
+        """Use `build_pipeline`."""
+        self._spec = spec
+        self._text = text
+        self._media = media
+        self.identity = identity
+        self._fingerprint = _digest(self.digests)
+        self._pad_token_id = pad_token_id
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the identity's parts, by name."""
+        return {name: part.digest for name, part in self.identity.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the whole identity: tokenizer, template and processors."""
+        return self._fingerprint
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills padding and masked samples."""
+        return self._pad_token_id
+
+    def measure(self, raw: RawSample) -> SampleLengths:
+        """Lengths from headers and tokenising, without decoding media.
+
+        Raises:
+            SampleError: the sample cannot be used; the message says why.
+        """
+        lengths, _, _ = self._prepared(raw)
+        return lengths
+
+    def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
+        """The sample as arrays of exactly the planned lengths.
+
+        Raises:
+            SampleError: it cannot be decoded, or is no longer the sample that was measured.
+        """
+        lengths, sequence, media = self._prepared(raw)
+        if lengths != planned:
+            raise SampleError(
+                f"sample {quoted(raw.key)} has {_described(lengths)}, the plan says "
+                f"{_described(planned)}: it changed since it was indexed. {RESTORE}"
+            )
+        items: list[ItemArray] = []
+        for slot in sequence.slots:
+            if slot.run == 0:  # the items of one file follow one another
+                items.extend(self._media.decode(raw.media[slot.file], media[slot.file]))
+        for item, expected in zip(items, lengths.items, strict=True):
+            assert item.shape == expected.shape, "media decode to their planned shape or raise"
+        return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
+
+    def files_of_items(self, raw: RawSample) -> tuple[int, ...]:
+        """For each encoder item, in the order of `SampleLengths.items`, the place of its file in
+        `raw.media`. Raises SampleError."""
+        _, sequence, media = self._prepared(raw)
+        return tuple(
+            slot.file for slot in sequence.slots for _ in run_costs(media[slot.file])[slot.run]
+        )
+
+    def text_of(self, ids: Sequence[int], start: int, end: int) -> str:
+        """What the tokens `ids[start:end]` of a sample write, control tokens included. Raises
+        SampleError where the tokenizer fails."""
+        return self._text.text_of(ids, start, end)
+
+    def _prepared(self, raw: RawSample) -> tuple[SampleLengths, TokenSequence, list[Media]]:
+        """The steps that measuring and decoding share: tokens, media plans, and the resulting
+        lengths."""
+        limits = self._media.limits
+        limits.check("max_media_items", len(raw.media), "the sample: media files")
+        limits.check_nesting(raw.record, "the record")
+        kinds = [blob.kind for blob in raw.media]
+        source = read_record(raw.record, kinds, raw.placeholders)
+        if isinstance(source, Conversation):  # its JSON strings included
+            limits.check_nesting([source.tools, [m.extras for m in source.messages]], "the record")
+        limits.check("max_text_bytes", text_bytes(source), "the sample: bytes of text")
+        media = [self._media.plan(blob) for blob in raw.media]
+        costs = [run_costs(one) for one in media]
+        limits.check(
+            "max_decoded_bytes",
+            sum(item.size_bytes for cost in costs for run in cost for item in run),
+            "the sample: bytes of its pixels and sound, decoded",
+        )
+        files = [
+            MediumText(
+                kind=blob.kind,
+                texts=texts_of(one),
+                tokens=tuple(sum(item.llm_tokens for item in run) for run in cost),
+            )
+            for blob, one, cost in zip(raw.media, media, costs, strict=True)
+        ]
+        sequence = self._text.tokens(source, files)
+        lengths = SampleLengths(
+            llm_tokens=len(sequence.ids),
+            loss_tokens=sequence.loss_tokens,
+            items=_placed(sequence, costs),
+        )
+        self._check_length(lengths)
+        return lengths, sequence, media
+
+    def _check_length(self, lengths: SampleLengths) -> None:
+        limit = self._spec.max_sample_tokens
+        if limit is not None and lengths.llm_tokens > limit:
+            raise SampleError(
+                f"the sample has {lengths.llm_tokens} tokens ({lengths.text_tokens} of text, "
+                f"{len(lengths.items)} media items); max_sample_tokens is {limit}. Raise the "
+                "limit, lower the processor's resolution, or split the sample."
+            )
+
+
+def build_pipeline(
+    spec: PipelineSpec,
+    *,
+    custom_processors: Mapping[str, type] | None = None,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> Pipeline:
+    """Load the tokenizer and template, choose processors and placeholder tokens.
+
+    `custom_processors` has the classes that the service's config allows, by name; a job can refer
+    only to these.
+
+    Raises:
+        SpecError: a file is missing or damaged, a processor or token is unknown.
+    """
+    tokenizer = load_tokenizer(spec.tokenizer)
+    vision = choose_vision(spec.vision, custom_processors or {})
+    placeholders = choose_placeholders(spec, tokenizer)
+    guard = Guard(guarded_tokens(spec, tokenizer, placeholders))
+    source = choose_template(spec, tokenizer)
+    pads = distinct_pads(placeholders)
+    template = ChatTemplate(source, guard=guard, pads=pads) if source else None
+    end_of_document = choose_end_of_document(spec, tokenizer)
+    return Pipeline(
+        spec=spec,
+        text=TextPipeline(
+            tokenizer=tokenizer,
+            guard=guard,
+            template=template,
+            placeholders=placeholders,
+            end_of_document=end_of_document,
+            limits=limits,
+        ),
+        media=MediaPipeline(vision=vision, audio=spec.audio, limits=limits),
+        identity={
+            "release": PipelinePart(
+                place="this release", digest=_digest(LENGTHS_VERSION, CONTENT_VERSION)
+            ),
+            "tokenizer": PipelinePart(place=tokenizer.path, digest=tokenizer.digest),
+            "special tokens": PipelinePart(
+                place=str(Path(tokenizer.path).with_name("tokenizer_config.json")),
+                digest=_digest(
+                    tokenizer.named,
+                    tokenizer.adds_bos,
+                    {kind: asdict(tokens) for kind, tokens in placeholders.items()},
+                    end_of_document,
+                    sorted(spec.content_tokens),
+                ),
+            ),
+            "chat template": PipelinePart(
+                place=source.name if source else "none",
+                digest=_digest(source.text if source else None, str(spec.template_date)),
+            ),
+            "processors": PipelinePart(
+                place="the job's pipeline and the operator's own processors",
+                digest=_digest(
+                    asdict(spec.vision) if spec.vision else None,
+                    _source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
+                    asdict(spec.audio) if spec.audio else None,
+                ),
+            ),
+            # With other limits, the index would contain other samples.
+            "limits": PipelinePart(
+                place="max_sample_tokens and the service's limits",
+                digest=_digest(spec.max_sample_tokens, limits.changed),
+            ),
+        },
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _placed(
+    sequence: TokenSequence, costs: Sequence[Sequence[Sequence[ItemCost]]]
+) -> tuple[ItemLengths, ...]:
+    """Items in the order of their tokens; `costs[file][run]` are those of one run, end to end."""
+    items = []
+    for slot in sequence.slots:
+        position = slot.position
+        for cost in costs[slot.file][slot.run]:
+            items.append(
+                ItemLengths(
+                    modality=cost.modality,
+                    encoder_tokens=cost.encoder_tokens,
+                    llm_tokens=cost.llm_tokens,
+                    position=position,
+                    shape=cost.shape,
+                    kind=cost.kind,
+                    grid=cost.grid,
+                    seconds_per_patch=cost.seconds_per_patch,
+                )
+            )
+            position += cost.llm_tokens
+    return tuple(items)
+
+
+def _source_of(kind: type) -> str:
+    """A custom class's name and, if Python has it, its source: changed rules change the digest."""
+    try:
+        text = inspect.getsource(kind)
+    except (OSError, TypeError):
+        text = ""
+    return f"{kind.__module__}.{kind.__qualname__}\n{text}"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _described(lengths: SampleLengths) -> str:
+    shapes = [item.shape for item in lengths.items]
+    shown = ", ".join(map(str, shapes[:4])) + (" …" if len(shapes) > 4 else "")
+    return f"{lengths.llm_tokens} tokens and items of shape [{shown}]"

@@ -1,0 +1,62 @@
+"""The parts of a conversation that a rendered text may lack: what to leave out to find out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dataservice.core.quoting import quoted
+
+CALLS = ("tool_calls", "function_call")
+# The names of a turn's thoughts. Templates read the first; transformers copies the others to it.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_ROLES = ("system", "user", "assistant")  # roles that every template has
+
+Omission = tuple[str, Sequence[dict[str, object]], object]
+
+
+def omissions(
+    text: str, turns: Sequence[dict[str, object]], tools: object, *, thoughts: bool
+) -> Iterator[Omission]:
+    """The parts that may be missing in a rendered text: each part's name, with the turns and tools
+    without it. Of `thoughts`, a template that reads them may leave out any."""
+    if tools:
+        yield "tools", turns, None
+    if thoughts and any(turn.get(THOUGHTS[0]) for turn in turns):
+        silent = [{k: v for k, v in turn.items() if k not in THOUGHTS} for turn in turns]
+        yield f"thoughts ({THOUGHTS[0]})", silent, tools
+    at = 0
+    for place, turn in enumerate(turns):
+        before, behind = turns[:place], turns[place + 1 :]
+        for key in CALLS:
+            if turn.get(key):
+                without = {k: v for k, v in turn.items() if k != key}
+                yield key, [*before, without, *behind], tools
+        # Nearly every turn appears in the text unchanged, after the turns before it.
+        said = _said(turn)
+        found = _end_in(text, said, at)
+        at = at if found is None else found
+        if said and (found is None or turn["role"] not in _ROLES):
+            without = {**turn, "content": ""}
+            yield f"turns of role {quoted(turn['role'], 40)}", [*before, without, *behind], tools
+
+
+def _said(turn: Mapping[str, object]) -> object:
+    """A turn's content without the thoughts that templates of reasoning models leave out later;
+    nothing if that is all."""
+    content = turn["content"]
+    if isinstance(content, list):
+        return content if any(part.get("text", part["type"]) for part in content) else ""
+    text = str(content)
+    is_thoughtful = turn["role"] == "assistant" and "</think>" in text
+    return text.rpartition("</think>")[2].strip() if is_thoughtful else text
+
+
+def _end_in(text: str, content: object, at: int) -> int | None:
+    """The position in `text` where the texts of a turn end, searched in order from `at`; None when
+    one is missing."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    for part in parts:
+        shown = str(part.get("text", "")).strip()
+        found = text.find(shown, at)
+        if found < 0:
+            return None
+        at = found + len(shown)
+    return at

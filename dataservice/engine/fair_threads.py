@@ -1,0 +1,126 @@
+"""Threads for the heavy work of jobs, shared fairly between teams.
+
+    run(job, work) ──► queue of its team ──► lowest tag ──► thread ──► result
+
+Contract. Teams take turns by the seconds that their work has taken, over their weights, and the
+jobs of one team by theirs (see core/fair_share.py); work of one job begins in the order in which it
+came. Where there are several threads, no team has all of them, so that the work of others need not
+wait for its own; where there are no teams, jobs may have all. Work whose caller is cancelled before
+it begins is never begun; once begun it goes on to its end, for a thread cannot be stopped. All
+calls are on one event loop.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from dataservice.core.fair_share import FairShare, Run
+from dataservice.core.team import NO_TEAM, TeamSpec, team_of
+from dataservice.core.threads import CallThreads
+
+Result = TypeVar("Result")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Team:
+    """A team's waiting work by job, the number of its works that are `running`, the order of its
+    `jobs`, and the seconds that the last work of each job took."""
+
+    waiting: dict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]]
+    jobs: FairShare[str]
+    last_s: dict[str, float]
+    running: int = 0
+
+
+class FairThreads:
+    """A number of `threads`, which teams take turns at."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int,
+        teams: Callable[[], Mapping[str, TeamSpec]] = dict,
+    ) -> None:
+        """`teams` is asked each time: weights may change."""
+        self._calls = CallThreads(name, threads, for_all=True)
+        self._threads = self._free = threads
+        self._specs = teams
+        self._shares: FairShare[str] = FairShare()
+        self._teams: dict[str, _Team] = {}
+
+    async def run(self, job: str, work: Callable[[], Result]) -> Result:
+        """Do a job's work when its turn comes. Raises what the work raises."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        name = team_of(job)
+        team = self._teams.get(name)
+        if team is None:
+            team = self._teams[name] = _Team(waiting={}, jobs=FairShare(), last_s={})
+        team.waiting.setdefault(job, deque()).append((work, future))
+        team.jobs.wants(job)
+        self._note(name, team)
+        self._fill()
+        return await future
+
+    def close(self) -> None:
+        """Begin nothing more. What runs goes on to its end."""
+        self._calls.close()
+
+    def _note(self, name: str, team: _Team) -> None:
+        """A team that has as many threads as it may counts as one without work, so that waiting
+        for more earns it no credit."""
+        most = self._threads if name == NO_TEAM else max(1, self._threads - 1)
+        if team.waiting and team.running < most:
+            self._shares.wants(name, weight=self._specs().get(name, TeamSpec()).weight)
+        else:
+            self._shares.rests(name)
+        if not team.waiting and not team.running:
+            self._teams.pop(name, None)
+
+    def _fill(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        while self._free and (name := self._shares.lowest(now_s)) is not None:
+            team = self._teams[name]
+            job = team.jobs.lowest(now_s)
+            assert job is not None, "a team that wants a turn has a job that does"
+            work, future = team.waiting[job].popleft()
+            if not team.waiting[job]:
+                del team.waiting[job]
+                team.jobs.rests(job)
+            if not future.done():
+                self._begin(name, job, work, future)
+            self._note(name, team)
+
+    def _begin(
+        self, name: str, job: str, work: Callable[[], Any], future: asyncio.Future[Any]
+    ) -> None:
+        loop, team = asyncio.get_running_loop(), self._teams[name]
+        run = Run(started_s=loop.time(), charged_s=team.last_s.get(job, 0.0))
+        self._shares.begin(name, run)
+        team.jobs.begin(job, run)
+        self._free -= 1
+        team.running += 1
+        running = asyncio.ensure_future(self._calls(work))
+        running.add_done_callback(partial(self._ended, name, job, run, future))
+
+    def _ended(
+        self, name: str, job: str, run: Run, future: asyncio.Future[Any], ran: asyncio.Future[Any]
+    ) -> None:
+        team, now_s = self._teams[name], asyncio.get_running_loop().time()
+        seconds = team.last_s[job] = now_s - run.started_s
+        self._shares.end(name, run, seconds)
+        team.jobs.end(job, run, seconds)
+        self._free += 1
+        team.running -= 1
+        self._note(name, team)
+        self._fill()
+        if ran.cancelled():
+            future.cancel()
+        elif (error := ran.exception()) is None:
+            if not future.done():
+                future.set_result(ran.result())
+        elif not future.done():  # else whoever asked is gone
+            future.set_exception(error)

@@ -1,0 +1,64 @@
+"""When an order is overdue, by what packs of its job have taken so far, and how many of the overdue
+orders may be hedged.
+
+An order waits for the work queued before it at its worker, so its deadline is for that work too.
+What packs took is what workers tell of reading and decoding, without the time that packs waited.
+If the whole service decodes more slowly, the deadlines grow with it.
+"""
+
+# Beyond this multiple of what is expected, an order is overdue.
+OVERDUE_FACTOR = 4.0
+# No order is overdue sooner, however little work it is.
+SOONEST_S = 3.0
+# Until the first pack of a job is there: files are opened, codecs and tokenizers loaded.
+UNKNOWN_S = 30.0
+WEIGHT = 0.1  # of the newest pack in the moving average
+
+# The fraction of all orders that may be hedged, and how many at once after a quiet time.
+HEDGED_FRACTION = 0.05
+MOST_AT_ONCE = 4.0
+
+
+class OrderDeadlines:
+    """Limits from the seconds that a unit of work takes in each job: a moving average."""
+
+    def __init__(self) -> None:
+        self._s_per_work: dict[str, float] = {}
+
+    def note(self, job: str, *, work: float, decode_s: float) -> None:
+        """A pack of this work was read and decoded in `decode_s` seconds of one slot."""
+        if work > 0:
+            newest = decode_s / work
+            before = self._s_per_work.get(job, newest)
+            self._s_per_work[job] = before + WEIGHT * (newest - before)
+
+    def limit_s(self, job: str, *, queued_work: float) -> float:
+        """Seconds after which an order is overdue. `queued_work` is what its slot has before it,
+        its own included."""
+        s_per_work = self._s_per_work.get(job)
+        if s_per_work is None:
+            return UNKNOWN_S
+        return SOONEST_S + OVERDUE_FACTOR * s_per_work * queued_work
+
+    def forget(self, job: str) -> None:
+        """No order of the job is open any more."""
+        self._s_per_work.pop(job, None)
+
+
+class HedgeBudget:
+    """How many orders may be hedged now. Each order made earns a fraction of a hedge, so that
+    hedging never becomes a load of its own."""
+
+    def __init__(self) -> None:
+        self._left = MOST_AT_ONCE / 2
+
+    def earn(self, orders: int) -> None:
+        """These orders were made."""
+        self._left = min(MOST_AT_ONCE, self._left + HEDGED_FRACTION * orders)
+
+    def spend(self) -> bool:
+        """Take one hedge; False where none is left."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True

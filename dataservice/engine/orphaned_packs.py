@@ -1,0 +1,64 @@
+"""Packs that workers hold and no step claims: asked for, used for new orders, released in the end.
+
+A coordinator that was killed leaves packs at workers that outlive it, and a release may fail to
+arrive. The same question tells workers that a coordinator still commands them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Set
+
+from dataservice.core.errors import ServiceError
+from dataservice.core.orders import PackKey
+from dataservice.core.ports import WorkerInfo, WorkerLink, WorkerPool
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 15.0
+# A pack that nobody has claimed for this time is released.
+GRACE_S = 60.0
+
+
+class OrphanedPacks:
+    """Orphaned packs by worker, as of the last time that workers were asked."""
+
+    def __init__(self, pool: WorkerPool, link: WorkerLink) -> None:
+        self._pool = pool
+        self._link = link
+        self._since_s: dict[tuple[str, PackKey], float] = {}
+        self._worker_of: dict[PackKey, str] = {}
+
+    def take(self, pack: PackKey) -> str | None:
+        """Claim an orphaned pack. Returns the worker that holds it, None where none does."""
+        return self._worker_of.pop(pack, None)
+
+    async def ask(self, claimed: Callable[[], Mapping[str, Set[PackKey]]]) -> None:
+        """Ask every worker what it holds, and release the packs that were not among those
+        `claimed`, by worker, for too long."""
+        workers = self._pool.workers()
+        held = await asyncio.gather(*map(self._held_by, workers))
+        # Only now, since what was ordered while they answered is claimed.
+        taken = claimed()
+        now_s, since_s = asyncio.get_running_loop().time(), self._since_s
+        self._since_s, self._worker_of = {}, {}
+        releases = []
+        for worker, keys in zip(workers, held, strict=True):
+            stale = []
+            for key in keys - taken.get(worker.worker, set()):
+                first_s = since_s.get((worker.worker, key), now_s)
+                if now_s - first_s < GRACE_S:
+                    self._since_s[worker.worker, key] = first_s
+                    self._worker_of[key] = worker.worker
+                else:
+                    stale.append(key)
+            if stale:
+                log.info("%s holds %d packs that nobody claims", worker.worker, len(stale))
+                releases.append(self._link.release(worker, stale[0].job, stale))
+        await asyncio.gather(*releases)
+
+    async def _held_by(self, worker: WorkerInfo) -> frozenset[PackKey]:
+        try:
+            return await self._link.ask_held(worker)
+        except ServiceError as error:
+            log.info("%s does not say what it holds: %s", worker.worker, error)
+            return frozenset()

@@ -1,0 +1,11 @@
+"""The threads that the engine's blocking calls have.
+
+await in_store(store.jobs)          the state store, whose calls take turns
+await in_opening(open_job, ...)     jobs, each in a process that is bounded
+FairThreads                         planning: see fair_threads.py
+"""
+
+from dataservice.core.threads import CallThreads
+
+in_store = CallThreads("the state store", 4, for_all=True)
+in_opening = CallThreads("opening", 2)

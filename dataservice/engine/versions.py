@@ -1,0 +1,98 @@
+"""The versions of a job's file: what each changed, and the job set up under each.
+
+All versions of a job train the same samples in the same order; any other file is refused when it is
+submitted. So one open catalog serves them all, and a step that was planned under an older version
+is planned again under that version. Functions that read the store are to be called in threads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from dataservice.core.errors import NotFoundError
+from dataservice.core.job import JobRecord, SpecRecord
+from dataservice.core.job_setup import CostChange, JobSetup
+from dataservice.core.plan_options import CostModel
+from dataservice.core.state_store import StateStore
+from dataservice.engine.api import JobVersion
+from dataservice.engine.spec_changes import SpecChange, in_words, spec_changes
+
+ReadCost = Callable[[str], CostModel]
+SetupOf = Callable[[int], JobSetup]
+"""The job as an attempt of this number had it."""
+
+
+def with_costs(setup: JobSetup, store: StateStore, read_cost: ReadCost) -> JobSetup:
+    """The setup of a version with the costs that take over in it."""
+    job = setup.record
+    specs = {spec.version: spec.spec_json for spec in store.specs(job.name)}
+    specs[job.spec_version] = job.spec_json  # it may be about to be stored
+    since = _cost_since([specs[v] for v in sorted(specs) if v <= job.spec_version])
+    changes = tuple(
+        CostChange(from_step=record.from_step, cost=read_cost(record.cost_json))
+        for record in store.costs(job.name)
+        if record.spec_version >= since
+    )
+    return replace(setup, cost_changes=changes)
+
+
+def _cost_since(specs: Sequence[str]) -> int:
+    """The version that brought the coefficients of the last of these. It has replaced the changes
+    of cost that were recorded before it."""
+    since = 1
+    for version, (before, after) in enumerate(pairwise(specs), start=2):
+        if any(change.of_cost for change in spec_changes(before, after)):
+            since = version
+    return since
+
+
+def revised(newest: JobSetup, version: int, store: StateStore, read_cost: ReadCost) -> JobSetup:
+    """The job under an older version of its file, over the data of the newest. Raises NotFoundError
+    where there is no such version, SpecError where its file is no longer valid."""
+    record = newest.record
+    specs = {spec.version: spec for spec in store.specs(record.name)}
+    if version not in specs:
+        raise NotFoundError(
+            f"job {record.name!r} has no version {version} of its job file; it has "
+            f"{sorted(specs)}. Restore the state directory that its attempts were recorded in."
+        )
+    older = replace(record, spec_version=version, spec_json=specs[version].spec_json)
+    return with_costs(newest.revise(newest, older), store, read_cost)
+
+
+def job_versions(store: StateStore, job: str) -> tuple[JobVersion, ...]:
+    """Every version of a job's file, and which attempts began with it."""
+    began: dict[int, list[int]] = {}
+    for attempt in store.attempts(job):
+        began.setdefault(attempt.spec_version, []).append(attempt.attempt)
+    specs = store.specs(job)
+    changes = [(), *(spec_changes(a.spec_json, b.spec_json) for a, b in pairwise(specs))]
+    return tuple(
+        _version(spec, changed, began.get(spec.version, []))
+        for spec, changed in zip(specs, changes, strict=True)
+    )
+
+
+def _version(
+    spec: SpecRecord, changes: Sequence[SpecChange], attempts: Sequence[int]
+) -> JobVersion:
+    return JobVersion(
+        version=spec.version,
+        submitted_unix_s=spec.submitted_unix_s,
+        changes=in_words(changes),
+        first_attempt=attempts[0] if attempts else 0,
+        last_attempt=attempts[-1] if attempts else 0,
+    )
+
+
+def other_data(record: JobRecord, changes: Sequence[SpecChange]) -> str:
+    """Why a job file cannot be a version of this job."""
+    data = [change for change in changes if change.of_data]
+    return (
+        f"this file is not that of job {record.name!r} any more: it would train other samples, in "
+        f"another order, or decode them otherwise. It differs in {in_words(data)}; what is "
+        "compared is the content of sources, index and tokenizer, wherever they lie. Checkpoints "
+        "of the job would not fit. Restore what differs and submit it again; or submit the file "
+        "under another name, as a run from the beginning. (To delete the job would take its "
+        "ledger, skips and quarantine along, and its checkpoints would be refused.)"
+    )

@@ -1,0 +1,159 @@
+"""The job file: one YAML file, validated here.
+
+Each part of the job file is a dataclass beside the code that uses it. This module only joins the
+parts, resolves relative paths and refuses paths that a team may not name. It loads no gRPC, codec
+or kernel.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from dataservice.core.errors import SpecError
+from dataservice.core.job import BatchSize, ErrorBudget, SourceSpec
+from dataservice.core.plan_options import PlanOptions
+from dataservice.decode.spec import PipelineSpec
+from dataservice.jobs.cost_file import read_cost_file
+from dataservice.jobs.yaml_file import Strict, Written, validated, written
+from dataservice.sources.roots import Roots
+
+TEMPLATES = ("auto", "chatml")
+"""Chat templates that are built in, not files."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files that are read from a tokenizer's folder if they exist."""
+
+
+class TopologySpec(Strict):
+    """How the ranks of a trainer form replicas. The trainer tells the world size itself."""
+
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Number of ranks that split each layer. They belong to one replica and get the same
+    microbatches."""
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    """Number of pipeline stages: ranks that each hold some of the layers."""
+    virtual_stages: Annotated[int, Field(ge=1)] = 1
+    """Number of model chunks in each pipeline stage. Set it above 1 where the trainer runs
+    interleaved 1F1B: the order of microbatches is then optimised for that schedule."""
+    replicas_per_node: Annotated[int | None, Field(ge=1)] = None
+    """Number of replicas on one host. Where it is set, CP groups and feature exchanges stay inside
+    hosts if possible."""
+
+    @model_validator(mode="after")
+    def _interleaved_over_stages(self) -> "TopologySpec":
+        if self.virtual_stages > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"virtual_stages is {self.virtual_stages} and pipeline_parallel 1: one stage would "
+                "hand model chunks to itself; raise pipeline_parallel or leave virtual_stages out"
+            )
+        return self
+
+
+class JobSpec(Strict):
+    """A job file: which data is read, how it becomes tokens, and how each batch is balanced."""
+
+    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Name of the job; trainers give it when they connect."""
+    sources: Annotated[list[SourceSpec], Field(min_length=1)]
+    """The datasets that are mixed."""
+    index: str
+    """Folder or fsspec URL where `dataservice index` keeps the index of these sources."""
+    pipeline: PipelineSpec
+    """Tokenizer, chat template and media processors."""
+    batch: BatchSize
+    """Size of one global batch."""
+    plan: PlanOptions
+    """How each batch is balanced."""
+    seed: int = 0
+    """Seed of the sample order, which depends only on the seed, the sources and their weights."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Number of passes over the mixture."""
+    topology: TopologySpec = TopologySpec()
+    """Tensor and pipeline parallelism, and hosts."""
+    ready_steps: Annotated[int, Field(ge=1, le=64)] = 4
+    """Number of steps that may be planned and decoded ahead of the slowest rank."""
+    error_budget: ErrorBudget = ErrorBudget()
+    """Share of each source's samples that may be bad before the job stops."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "JobSpec":
+        names = [source.name for source in self.sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"source names {twice} occur twice; each must be unique")
+        unfit = [name for name in names if not name.isprintable() or not 0 < len(name) <= 100]
+        if unfit:
+            raise ValueError(
+                f"source name {unfit[0][:100]!r} must be 1 to 100 characters that can be printed"
+            )
+        return self
+
+
+def read_job(text: str, base: Path, roots: Roots | None = None) -> JobSpec:
+    """Validate a job file and make its paths absolute. Raises SpecError where it is invalid, or
+    names a file that is not under `roots`."""
+    file = _with_cost(written(text, "job file"), base, roots)
+    spec = _resolved(validated(JobSpec, file, "job file"), base)
+    if roots is not None:
+        require_allowed(spec, roots)
+    return spec
+
+
+def require_allowed(spec: JobSpec, roots: Roots) -> None:
+    """Check that all files which the service would open for a job lie under the roots. Raises
+    SpecError where one does not."""
+    for source in spec.sources:
+        roots.require(source.url, f"the url of source {source.name!r}")
+        if source.media_root:
+            roots.require(source.media_root, f"the media_root of source {source.name!r}")
+        if source.storage_options:
+            # With another endpoint or profile the same URL would name other data.
+            raise SpecError(
+                f"source {source.name!r} has storage_options, which this service does not take "
+                "from jobs. Leave them out; the operator sets them in fsspec's configuration."
+            )
+    roots.require(spec.index, "index")
+    tokenizer, template = Path(spec.pipeline.tokenizer), spec.pipeline.chat_template
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    roots.require(str(tokenizer), "tokenizer")
+    for name in TOKENIZER_FILES:
+        roots.require(str(folder / name), "a file of the tokenizer")
+    if template not in TEMPLATES:
+        roots.require(template, "chat_template")
+
+
+def _with_cost(file: Written, base: Path, roots: Roots | None) -> Written:
+    """The job with the coefficients of its cost file copied in: from here on the job does not need
+    the cost file, and changes to it do not change the plans."""
+    plan = file.plain.get("plan")
+    if not isinstance(plan, dict) or not isinstance(plan.get("cost"), str):
+        return file
+    if roots is not None:
+        roots.require(_absolute(plan["cost"], base), "the cost file")
+    made = read_cost_file(base / plan["cost"])
+    return file.with_plain({**file.plain, "plan": {**plan, "cost": made.cost.model.to_dict()}})
+
+
+def job_from_json(text: str) -> JobSpec:
+    """Read a job from the JSON that the state store keeps."""
+    return validated(JobSpec, Written(plain=json.loads(text)), "stored job")
+
+
+def _resolved(spec: JobSpec, base: Path) -> JobSpec:
+    """The same job with absolute local paths, which any process can open."""
+    plain = spec.model_dump(mode="json")
+    plain["index"] = _absolute(plain["index"], base)
+    for source in plain["sources"]:
+        source["url"] = _absolute(source["url"], base)
+        if source["media_root"]:
+            source["media_root"] = _absolute(source["media_root"], base)
+    pipeline = plain["pipeline"]
+    pipeline["tokenizer"] = _absolute(pipeline["tokenizer"], base)
+    if pipeline["chat_template"] not in TEMPLATES:
+        pipeline["chat_template"] = _absolute(pipeline["chat_template"], base)
+    return JobSpec.model_validate(plain)
+
+
+def _absolute(path: str, base: Path) -> str:
+    return path if "://" in path else str((base / path).absolute())

@@ -1,0 +1,266 @@
+"""Opens jobs for the coordinator, in processes of their own: what a team wrote runs only there.
+
+    JobOpener ──fork──► opener: job file, cost file │ tokenizer, template │ index
+        ▲                                 │ numbers, paths, digests: plain data, checked here
+        └─────────────────────────────────┘ then the process is killed
+
+A template may loop for ever, a tokenizer's pattern may panic, an index may decompress to more than
+fits into memory. So each job is opened in a fresh process that has limits of time and memory, a
+low priority and none of the coordinator's state; nothing of one job is left for the next.
+
+Contract.
+  Success    the call returns what was asked for; the process has ended.
+  Failure    the call raises the error that the job's files cause, whether the process reported it
+             or died of it. Its message is bounded, and names the file, the limit and the remedy.
+  Closing    ends every process; calls in progress raise.
+"""
+
+import json
+import math
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from dataservice.core.errors import SpecError
+from dataservice.core.job import JobRecord
+from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.limits import DecodeLimits, OpeningLimits
+from dataservice.jobs.setup import OpenedJob, check_files, job_record, job_setup, open_files
+from dataservice.sources.catalog import IndexIdentity
+from dataservice.sources.catalog_handover import hand_over, take_over
+from dataservice.workers.decoder_messages import (
+    ANSWER_LIMIT_BYTES,
+    Answer,
+    AnswerReader,
+    Kind,
+    ProtocolError,
+    plain_bytes,
+    read_plain,
+    refusal,
+    refused,
+    send_answer,
+)
+from dataservice.workers.nursery import Nursery
+
+Result = TypeVar("Result")
+
+NICENESS = 19  # lowest priority: training goes first
+_TOO_LARGE = (
+    "the job needs more memory to open than job_opening allows. Look at its tokenizer, chat "
+    "template and index; the operator may raise pipeline_memory_bytes or memory_bytes."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenerProgram:
+    """What the forked process does: one order, one answer."""
+
+    custom_processors: dict[str, str]
+    limits: DecodeLimits
+    allowed_roots: Sequence[str] | None
+    opening: OpeningLimits
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS
+
+    def __call__(self, orders: socket.socket) -> None:
+        """Carry out the one order that comes."""
+        os.nice(NICENESS)
+        self._limit()
+        order = read_plain(orders)
+        try:
+            for answer in getattr(self, f"_{order['what']}")(*order["of"]):
+                send_answer(orders, answer)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except MemoryError:
+            send_answer(orders, refusal(SpecError(_TOO_LARGE)))
+        except BaseException as error:  # a panic in a library may not be an Exception
+            send_answer(orders, refusal(error))
+
+    def _read(self, spec_yaml: str, base_directory: str, team: str) -> Iterator[Answer]:
+        record = job_record(spec_yaml, base_directory, team, allowed_roots=self.allowed_roots)
+        payload = json.dumps(asdict(record)).encode()
+        if len(payload) > ANSWER_LIMIT_BYTES:
+            raise SpecError(
+                f"the job file takes {len(payload):,} bytes with its defaults; at most "
+                f"{ANSWER_LIMIT_BYTES:,} are kept. Name fewer sources, by patterns."
+            )
+        yield Answer(kind=Kind.INLINE, payload=payload)
+
+    def _open(self, record: dict[str, Any]) -> Iterator[Answer]:
+        opened = open_files(
+            JobRecord(**record),
+            custom_processors=self.custom_processors,
+            limits=self.limits,
+            allowed_roots=self.allowed_roots,
+            job_limits=self.job_limits,
+            built=self._unlimit,
+        )
+        yield Answer(kind=Kind.BUILT, payload=json.dumps(dict(opened.identity)).encode())
+        for descriptor in hand_over(opened.catalog):
+            yield Answer(kind=Kind.MEMORY, descriptor=descriptor)
+
+    def _check(
+        self, record: dict[str, Any], identity: list[str], verified: list[str]
+    ) -> Iterator[Answer]:
+        still = check_files(
+            JobRecord(**record),
+            custom_processors=self.custom_processors,
+            identity=IndexIdentity(*identity),
+            verified=verified,
+            limits=self.limits,
+            allowed_roots=self.allowed_roots,
+            built=self._unlimit,
+        )
+        yield Answer(kind=Kind.INLINE, payload=json.dumps(still).encode())
+
+    def _limit(self) -> None:
+        """Set the low limits for building the pipeline, which runs what a team wrote."""
+        most_s = math.ceil(sum(os.times()[:2]) + self.opening.pipeline_cpu_s)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (self.opening.pipeline_memory_bytes, most_bytes))
+
+    def _unlimit(self) -> None:
+        """Lift them once the pipeline is built; the limits of the whole process remain."""
+        resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+
+
+class JobOpener:
+    """Opens each job in a process of its own; see the module's contract. Every method blocks, and
+    may be called from several threads."""
+
+    def __init__(
+        self,
+        *,
+        custom_processors: dict[str, str],
+        limits: DecodeLimits,
+        allowed_roots: Sequence[str] | None,
+        opening: OpeningLimits,
+        job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+    ) -> None:
+        """No process runs before `start`."""
+        program = OpenerProgram(
+            custom_processors=custom_processors,
+            limits=limits,
+            allowed_roots=allowed_roots,
+            opening=opening,
+            job_limits=job_limits,
+        )
+        self._program = program
+        self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)
+
+    def start(self) -> None:
+        """Load the libraries. Call it from a thread that lives until the service stops. Raises
+        WorkerLostError."""
+        self._nursery.start()
+
+    def close(self) -> None:
+        """End every process; calls in progress raise."""
+        self._nursery.refuse()
+        self._nursery.close()
+
+    def read_job(self, spec_yaml: str, base_directory: str, team: str) -> JobRecord:
+        """Validate a team's job file and make the record to store. Raises SpecError, QuotaError."""
+        size_bytes = len(spec_yaml.encode())
+        self._program.job_limits.check("max_job_file_bytes", size_bytes, "bytes of the job file")
+
+        def answered(answers: AnswerReader) -> bytes:
+            return _next(answers, Kind.INLINE).payload
+
+        payload = self._asked("read", [spec_yaml, base_directory, team], answered)
+        return JobRecord(**json.loads(payload))
+
+    def open_job(self, record: JobRecord) -> JobSetup:
+        """Open a job. Raises IndexStaleError, SourceError, SpecError, StateError, QuotaError."""
+        program = self._program
+
+        def answered(answers: AnswerReader) -> tuple[dict[str, str], int, int]:
+            identity = json.loads(_next(answers, Kind.BUILT).payload)
+            memory = _next(answers, Kind.MEMORY).descriptor
+            try:
+                return identity, memory, _next(answers, Kind.MEMORY).descriptor
+            except BaseException:
+                os.close(memory)
+                raise
+
+        identity, memory, details = self._asked("open", [asdict(record)], answered)
+        try:
+            catalog = take_over(memory, details, program.limits)
+        except ValueError as error:
+            raise SpecError(f"job {record.name!r}: its index cannot be used: {error}.") from error
+        opened = OpenedJob(catalog=catalog, identity=identity)
+        setup = job_setup(
+            record, opened, allowed_roots=program.allowed_roots, job_limits=program.job_limits
+        )
+        verified = list(catalog.parts.verified)
+        check = partial(self._check, setup.record, catalog.identity, verified)
+        return replace(setup, require_current=check)
+
+    def _check(self, record: JobRecord, identity: IndexIdentity, verified: list[str]) -> None:
+        """Check that the job's index is current. `verified` is replaced by the answer, so that a
+        file whose time differs from the index's is compared once and not at each attempt."""
+
+        def answered(answers: AnswerReader) -> list[str]:
+            return list(map(str, json.loads(_next(answers, Kind.INLINE).payload)))
+
+        of = [asdict(record), [identity.fingerprint, identity.places], verified]
+        verified[:] = self._asked("check", of, answered)
+
+    def _asked(
+        self, what: str, of: Sequence[object], answered: Callable[[AnswerReader], Result]
+    ) -> Result:
+        """The answer of a fresh process, which has ended when this returns."""
+        process = self._nursery.fork()
+        timeout_s = self._program.opening.timeout_s
+        answers = AnswerReader(sock=process.orders, left_s=timeout_s)
+        failure: Exception | None = None
+        try:
+            process.orders.settimeout(timeout_s)
+            process.orders.sendall(plain_bytes({"what": what, "of": of}))
+            return answered(answers)
+        except (OSError, ProtocolError) as error:
+            failure = error
+        finally:
+            answers.close()
+            ending = self._nursery.end(process)
+        raise SpecError(self._in_words(failure, ending)) from failure
+
+    def _in_words(self, failure: Exception, ending: str) -> str:
+        opening = self._program.opening
+        if isinstance(failure, TimeoutError):
+            return (
+                f"the job could not be opened within {opening.timeout_s:g} s. Look at the storage "
+                "of its index and sources; if it is only large, the operator may raise "
+                "job_opening.timeout_s. Files whose times changed since they were indexed are read "
+                "again meanwhile: `dataservice index JOB.yaml` saves that, and checkpoints fit "
+                "what it makes of the same files."
+            )
+        if "SIGXCPU" in ending:
+            return (
+                "the job's tokenizer, chat template or processors took more than "
+                f"{opening.pipeline_cpu_s:g} s of CPU to load and try out. Look for a loop in the "
+                "chat template; the operator may raise job_opening.pipeline_cpu_s."
+            )
+        return (
+            f"the process that opened the job {ending}: {failure}. Look at the job's tokenizer, "
+            "chat template and index; the service's log says more."
+        )
+
+
+def _next(answers: AnswerReader, kind: Kind) -> Answer:
+    """The next answer, of this kind. Raises ProtocolError, OSError, and the process's own error
+    where the job cannot be opened."""
+    answer = answers.read()
+    if answer.kind is Kind.REFUSED:
+        raise refused(answer, "the job")
+    if answer.kind is not kind:
+        raise ProtocolError(f"an answer {answer.kind.name} in place of {kind.name}")
+    return answer

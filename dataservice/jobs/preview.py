@@ -1,0 +1,203 @@
+"""Samples as a job trains them, to be looked at: their text by token, their media as arrays.
+
+    job file ──▶ find_samples ──▶ read ──▶ Pipeline.measure, decode ──▶ SamplePreview
+
+Reading and decoding are those of the workers. A sample that cannot be used is a preview too, which
+has the reason.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dataservice.core.errors import SampleError, SourceError, SpecError
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.sample import (
+    DecodedSample,
+    ItemLengths,
+    MediaKind,
+    RawSample,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.decode.media import ItemArray
+from dataservice.decode.sample_pipeline import Pipeline
+from dataservice.decode.text import IGNORED_LABEL
+from dataservice.jobs.find_samples import Found, Wanted, find
+from dataservice.jobs.job_file import JobSpec
+from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
+from dataservice.sources.index_part import measured
+from dataservice.sources.reader import SourceReader
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A run of tokens of one kind: text that is learnt (its tokens are targets of the loss), text
+    that is not, or the tokens of one encoder item: part `part` of `media[medium]`."""
+
+    text: str
+    tokens: int
+    learnt: bool
+    medium: int | None = None
+    part: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medium:
+    """One file of a sample, the `number`-th of its kind from 1: its encoder items in order, and
+    what the encoder gets of each."""
+
+    kind: MediaKind
+    number: int
+    name: str
+    items: tuple[ItemLengths, ...]
+    arrays: tuple[ItemArray, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplePreview:
+    """One sample. `number` counts the usable samples of its source from 0, as the index does;
+    None where it is unknown. Where `problem` says why the sample cannot be used, all behind it is
+    empty."""
+
+    source: str
+    key: str
+    number: int | None
+    location: SampleLocation
+    problem: str = ""
+    lengths: SampleLengths | None = None
+    pieces: tuple[Piece, ...] = ()
+    media: tuple[Medium, ...] = ()
+
+
+def preview_job(
+    spec: JobSpec,
+    wanted: Wanted,
+    *,
+    sources: Sequence[str] = (),
+    custom_processors: dict[str, str],
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    note: Note = lambda text: None,
+) -> Iterator[SamplePreview]:
+    """The wanted samples of these sources, by default of all, one after another. `note` is told
+    where a source has no usable index, and what that means for the choice.
+
+    Raises:
+        SpecError: there is no such source, or the pipeline cannot be built.
+        NotFoundError: there is no such sample.
+        SourceError: sources cannot be read; raised behind the samples of the others.
+    """
+    chosen = _chosen(spec, sources, wanted)
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    reader = SourceReader(spec.sources, limits=limits)
+    problems = []
+    for source in chosen:
+        try:
+            for found in find(source, spec.index, wanted, pipeline, limits=limits, note=note):
+                yield _previewed(found, reader, pipeline)
+        except SourceError as error:
+            problems.append(str(error))
+    if problems:
+        raise SourceError("\n".join(problems))
+
+
+def preview_sample(
+    spec: JobSpec,
+    ref: SampleRef,
+    *,
+    custom_processors: dict[str, str],
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> SamplePreview:
+    """One sample of a job, whose place is known. Raises SpecError where the pipeline cannot be
+    built, SourceError where the source cannot be read."""
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    return _previewed(Found(ref=ref), SourceReader(spec.sources, limits=limits), pipeline)
+
+
+def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceSpec]:
+    by_name = {source.name: source for source in spec.sources}
+    known = ", ".join(map(repr, by_name))
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise SpecError(
+            f"job {spec.job!r} has no source {unknown[0]!r}; its sources are {known}. Give one of "
+            "them as --source."
+        )
+    if wanted.sample is not None and len(by_name) > 1 and len(names) != 1:
+        raise SpecError(
+            f"--sample names a sample of one source, and job {spec.job!r} has {known}. Give one of "
+            "them as --source."
+        )
+    return [source for name, source in by_name.items() if not names or name in names]
+
+
+def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> SamplePreview:
+    shown = partial(
+        SamplePreview,
+        source=found.ref.source,
+        key=found.ref.key,
+        number=found.number,
+        location=found.ref.location,
+    )
+    if found.problem:
+        return shown(problem=found.problem)
+    try:
+        raw = reader.read(found.ref)
+        lengths = measured(raw, pipeline)
+        decoded = pipeline.decode(raw, found.planned or lengths)
+        media = _media(raw, lengths, decoded, pipeline.files_of_items(raw))
+        pieces = tuple(_pieces(decoded, media, pipeline))
+    except SampleError as error:
+        return shown(problem=str(error))
+    return shown(
+        lengths=lengths,
+        pieces=pieces,
+        media=media,
+    )
+
+
+def _media(
+    raw: RawSample, lengths: SampleLengths, decoded: DecodedSample, files: Sequence[int]
+) -> tuple[Medium, ...]:
+    items: list[list[int]] = [[] for _ in raw.media]
+    for item, file in enumerate(files):
+        items[file].append(item)
+    kinds = [blob.kind for blob in raw.media]
+    return tuple(
+        Medium(
+            kind=blob.kind,
+            number=kinds[: file + 1].count(blob.kind),
+            name=blob.name,
+            items=tuple(lengths.items[item] for item in items[file]),
+            arrays=tuple(decoded.items[item] for item in items[file]),
+        )
+        for file, blob in enumerate(raw.media)
+    )
+
+
+def _pieces(decoded: DecodedSample, media: Sequence[Medium], pipeline: Pipeline) -> Iterator[Piece]:
+    """The sample's tokens, cut wherever loss begins or ends, and around each item."""
+    ids, total = decoded.input_ids.tolist(), len(decoded.input_ids)
+    learnt = np.zeros(total, dtype=np.bool_)
+    learnt[1:] = decoded.labels[:-1] != IGNORED_LABEL  # labels[i] is the target behind token i
+    parts = [(file, part) for file, one in enumerate(media) for part in range(len(one.items))]
+    part_of = np.full(total, -1, dtype=np.int64)
+    for place, (file, part) in enumerate(parts):
+        item = media[file].items[part]
+        part_of[item.position : item.position + item.llm_tokens] = place
+    edges = np.flatnonzero((np.diff(learnt) != 0) | (np.diff(part_of) != 0)) + 1
+    ends = [*edges.tolist(), total]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        place, tokens = int(part_of[start]), end - start
+        if place < 0:
+            text = pipeline.text_of(ids, start, end)
+            yield Piece(text=text, tokens=tokens, learnt=bool(learnt[start]))
+        else:
+            file, part = parts[place]
+            yield Piece(text="", tokens=tokens, learnt=False, medium=file, part=part)

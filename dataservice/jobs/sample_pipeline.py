@@ -1,0 +1,135 @@
+"""A job's pipeline, as indexing, coordinator and workers build it from JSON.
+
+Separate from setup.py because the decoding processes load this module, and neither gRPC nor Ray.
+"""
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import cast
+
+from pydantic import TypeAdapter
+
+from dataservice.core.errors import IndexStaleError, SpecError
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.decode.processors.base import VisionProcessor
+from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
+from dataservice.sources.reader import SourceReader
+from dataservice.sources.roots import Roots
+
+_PIPELINE = TypeAdapter(PipelineSpec)
+_SOURCES = TypeAdapter(list[SourceSpec])
+
+
+def pipeline_json(spec: PipelineSpec) -> str:
+    """The pipeline without the rest of the job, as JSON."""
+    return _PIPELINE.dump_json(spec).decode()
+
+
+def worker_pipeline(
+    sources: Sequence[SourceSpec],
+    pipeline: PipelineSpec,
+    identity: Mapping[str, str],
+    roots: Roots | None = None,
+) -> str:
+    """What a worker needs of a job, as JSON: its sources, its pipeline with the digests to expect,
+    and the folders it may read."""
+    return json.dumps(
+        {
+            "identity": dict(identity),
+            "sources": _SOURCES.dump_python(list(sources), mode="json"),
+            "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
+            "roots": None if roots is None else asdict(roots),
+        },
+        sort_keys=True,
+    )
+
+
+def reader_of(worker_pipeline: str, *, limits: DecodeLimits = DEFAULT_LIMITS) -> SourceReader:
+    """The reader of the job's samples. Raises SpecError."""
+    with _understood():
+        plain = json.loads(worker_pipeline)
+        sources = _SOURCES.validate_python(plain["sources"])
+        given = plain["roots"]
+        roots = Roots(**{kind: tuple(places) for kind, places in given.items()}) if given else None
+    return SourceReader(sources, limits=limits, roots=roots)
+
+
+def decoder_of(
+    custom_processors: dict[str, str],
+    worker_pipeline: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> Pipeline:
+    """The pipeline that decodes the job's samples. Raises SpecError, and IndexStaleError where it
+    is not the pipeline that the job was opened with."""
+    with _understood():
+        plain = json.loads(worker_pipeline)
+        pipeline, wanted = json.dumps(plain["pipeline"]), dict(plain["identity"])
+    built = pipeline_of(pipeline, custom_processors, limits)
+    _require_identity(built.identity, wanted)
+    return built
+
+
+def _require_identity(found: Mapping[str, PipelinePart], wanted: Mapping[str, str]) -> None:
+    """Refuse a pipeline other than the one that the attempt was planned with. The token ids of
+    another tokenizer or template would be trained unnoticed where their lengths agree."""
+    for name, part in found.items():
+        if part.digest != wanted.get(name):
+            raise IndexStaleError(
+                f"the {name} ({part.place[:200]}) is not what the job was opened with: its digest "
+                f"is {part.digest[:12]} here, the job has {str(wanted.get(name))[:12]}. It was "
+                "replaced since, or this host has another copy. Nothing was decoded with it. "
+                "Restore it on every host and start the trainers again from their checkpoint. To "
+                "train with the new one, index again and submit the job under another name: "
+                "checkpoints of this one would not fit."
+            )
+
+
+def pipeline_of(
+    pipeline: str, custom_processors: dict[str, str], limits: DecodeLimits = DEFAULT_LIMITS
+) -> Pipeline:
+    """Build the pipeline. Raises SpecError where the tokenizer, the template or a processor cannot
+    be loaded."""
+    with _understood():
+        spec = _PIPELINE.validate_json(pipeline)
+    processors = load_processors(custom_processors)
+    return build_pipeline(spec, custom_processors=processors, limits=limits)
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Turn the errors of json and pydantic over a pipeline of another release into SpecError."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SpecError(
+            f"this is no job's pipeline: {type(error).__name__}: {str(error)[:200]}. Coordinator "
+            "and workers must be of one release."
+        ) from error
+
+
+def load_processors(paths: dict[str, str]) -> dict[str, type[VisionProcessor]]:
+    """Import the operator's own processors, `name: package.module:Class`. Raises SpecError."""
+    return {name: _load_processor(name, path) for name, path in paths.items()}
+
+
+def _load_processor(name: str, path: str) -> type[VisionProcessor]:
+    module, _, attribute = path.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), attribute or "?")
+    except Exception as error:  # the operator's own module may raise anything
+        raise SpecError(
+            f"custom processor {name!r} is {path!r}, which cannot be imported: "
+            f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
+            "package in the service's config."
+        ) from error
+    if not isinstance(loaded, type) or not {"plan_image", "plan_video"} <= set(dir(loaded)):
+        raise SpecError(
+            f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
+            "plan_video. See VisionProcessor in dataservice/decode/processors/base.py."
+        )
+    return cast(type[VisionProcessor], loaded)

@@ -1,0 +1,374 @@
+"""From a job file to an index, a record and a job that can run."""
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataservice.core.errors import SourceError, SpecError, StateError
+from dataservice.core.job import ErrorBudget, JobRecord
+from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.plan_options import IsfLimits, PlanOptions
+from dataservice.core.ports import SampleMeasurer
+from dataservice.core.team import NO_TEAM, full_name, team_of
+from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
+from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
+from dataservice.planning.stages.pack import step_limits
+from dataservice.sources.catalog import (
+    IndexedCatalog,
+    IndexIdentity,
+    open_catalog,
+    require_same_index,
+)
+from dataservice.sources.index import IndexSummary, build_index
+from dataservice.sources.mixture import Mixture
+from dataservice.sources.roots import Roots
+
+Progress = Callable[[str, int, int, int], None]
+"""Called with (source, rows done, bytes done, bytes in all)."""
+
+
+class IndexIncompleteError(SourceError):
+    """Sources of a job could not be indexed; `made` has the summaries of the others."""
+
+    def __init__(self, message: str, made: Sequence[IndexSummary]) -> None:
+        super().__init__(message)
+        self.made = made
+
+
+def index_job(
+    spec: JobSpec,
+    *,
+    custom_processors: dict[str, str],
+    processes: int = 1,
+    progress: Progress | None = None,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    leave_out_damaged: bool = False,
+    samples_per_file: int | None = None,
+) -> list[IndexSummary]:
+    """Index every source of a job. Files whose index is current are kept. An error in one source
+    or file stops no other. `samples_per_file` is for `dry_run`.
+
+    Raises:
+        IndexIncompleteError: some sources have no index; it gives the reason for each, and the
+            summaries of the others.
+        SpecError: the pipeline cannot be built.
+    """
+    make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
+    made, problems = [], []
+    for source in spec.sources:
+        try:
+            summary = build_index(
+                source,
+                out_dir=spec.index,
+                make_measurer=make_measurer,
+                workers=processes,
+                progress=partial(progress, source.name) if progress is not None else None,
+                limits=limits,
+                leave_out_damaged=leave_out_damaged,
+                samples_per_file=samples_per_file,
+            )
+        except SourceError as error:
+            problems.append(str(error))
+        else:
+            made.append(summary)
+    if problems:
+        raise IndexIncompleteError("\n".join(problems), made)
+    return made
+
+
+def _make_measurer(
+    pipeline: str, custom_processors: dict[str, str], limits: DecodeLimits
+) -> SampleMeasurer:
+    return pipeline_of(pipeline, custom_processors, limits)
+
+
+def job_record(
+    spec_yaml: str,
+    base_directory: str,
+    team: str = NO_TEAM,
+    *,
+    allowed_roots: Sequence[str] | None = None,
+) -> JobRecord:
+    """Validate a team's job file and make the record to store. Raises SpecError."""
+    roots = _roots(allowed_roots, team)
+    spec = read_job(spec_yaml, Path(base_directory or "."), roots)
+    return JobRecord(
+        name=full_name(team, spec.job),
+        spec_json=spec.model_dump_json(),
+        index_fingerprint="",
+        created_unix_s=time.time(),
+    )
+
+
+def _roots(allowed: Sequence[str] | None, team: str) -> Roots | None:
+    return None if allowed is None else Roots.of(allowed, team)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedJob:
+    """What was read from a job's files: its index, and its pipeline's digests by part."""
+
+    catalog: IndexedCatalog
+    identity: Mapping[str, str]
+
+
+def open_files(
+    record: JobRecord,
+    *,
+    custom_processors: dict[str, str],
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    allowed_roots: Sequence[str] | None = None,
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+    built: Callable[[], None] = lambda: None,
+) -> OpenedJob:
+    """Read a job's tokenizer, template and index. `built` is called once the pipeline is built.
+    Raises IndexStaleError, SourceError, SpecError, and QuotaError where the index is larger than
+    the limit, before it is read."""
+    spec = job_from_json(record.spec_json)
+    roots = _roots(allowed_roots, team_of(record.name))
+    if roots is not None:
+        require_allowed(spec, roots)  # the operator may have changed the roots
+    job_limits.check("max_sources", len(spec.sources), "sources")
+    job_limits.check("max_epochs", spec.epochs, "epochs")
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    built()
+    catalog = open_catalog(
+        spec.sources,
+        spec.index,
+        pipeline.fingerprint,
+        limits=limits,
+        roots=roots,
+        require_rows=partial(_require_rows, spec, job_limits),
+    )
+    return OpenedJob(catalog=catalog, identity=pipeline.digests)
+
+
+def check_files(
+    record: JobRecord,
+    *,
+    custom_processors: dict[str, str],
+    identity: IndexIdentity,
+    verified: Collection[str] = (),
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    allowed_roots: Sequence[str] | None = None,
+    built: Callable[[], None] = lambda: None,
+) -> tuple[str, ...]:
+    """Check that a job's index still describes its sources. Files whose times differ from the
+    index's are read and compared. Returns what was verified, to be passed as `verified` the next
+    time. `built` is called once the pipeline is built.
+
+    Raises IndexStaleError or SourceError where the index does not describe the sources any more,
+    or is not that of `identity`.
+    """
+    spec = job_from_json(record.spec_json)
+    roots = _roots(allowed_roots, team_of(record.name))
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    built()
+    return require_same_index(
+        spec.sources,
+        spec.index,
+        pipeline.fingerprint,
+        identity,
+        limits=limits,
+        roots=roots,
+        verified=verified,
+    )
+
+
+def open_job(
+    record: JobRecord,
+    *,
+    custom_processors: dict[str, str],
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    allowed_roots: Sequence[str] | None = None,
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+) -> JobSetup:
+    """Open a job in this process, which then runs what its team wrote; a service uses a
+    `JobOpener` instead. Raises IndexStaleError, SourceError, SpecError, QuotaError."""
+    opened = open_files(
+        record,
+        custom_processors=custom_processors,
+        limits=limits,
+        allowed_roots=allowed_roots,
+        job_limits=job_limits,
+    )
+    setup = job_setup(record, opened, allowed_roots=allowed_roots, job_limits=job_limits)
+    verified = opened.catalog.parts.verified
+
+    def check() -> None:
+        nonlocal verified
+        verified = check_files(
+            setup.record,
+            custom_processors=custom_processors,
+            identity=opened.catalog.identity,
+            verified=verified,
+            limits=limits,
+            allowed_roots=allowed_roots,
+        )
+
+    return replace(setup, require_current=check)
+
+
+def job_setup(
+    record: JobRecord,
+    opened: OpenedJob,
+    *,
+    allowed_roots: Sequence[str] | None = None,
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+) -> JobSetup:
+    """An opened job as the engine runs it; the caller adds the check that its index is current.
+    Raises SpecError, StateError, and QuotaError where the job is above its limits."""
+    spec = job_from_json(record.spec_json)
+    catalog, roots = opened.catalog, _roots(allowed_roots, team_of(record.name))
+    size = _required_size(spec, catalog, job_limits)
+    order = _sample_order(catalog, spec)
+    return JobSetup(
+        record=_identified(record, catalog.fingerprint, order),
+        stream=_mixture(spec, catalog),
+        catalog=catalog,
+        batch=spec.batch,
+        options=spec.plan,
+        pipeline=worker_pipeline(spec.sources, spec.pipeline, opened.identity, roots),
+        ready_steps=spec.ready_steps,
+        order=order,
+        limits=_isf_limits(catalog, spec.plan),
+        budgets=_budgets(spec),
+        epoch_size=size,
+        job_limits=job_limits,
+        positions=spec.pipeline.position_rule,
+        revise=partial(_revised, catalog),
+        **_topology(spec),
+    )
+
+
+def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> JobSetup:
+    """The setup for another version of the job file over the same data: with its batches, plans,
+    epochs, budgets and topology. What is costly to compute is kept where it does not change."""
+    before, spec = job_from_json(setup.record.spec_json), job_from_json(record.spec_json)
+    size = _required_size(spec, catalog, setup.job_limits)
+    same_packs = all(
+        getattr(before.plan, name) == getattr(spec.plan, name)
+        for name in ("memory_tokens", "window_steps", "stages")
+    )
+    return replace(
+        setup,
+        record=record,
+        stream=setup.stream if before.epochs == spec.epochs else _mixture(spec, catalog),
+        batch=spec.batch,
+        options=spec.plan,
+        ready_steps=spec.ready_steps,
+        positions=spec.pipeline.position_rule,
+        limits=setup.limits if same_packs else _isf_limits(catalog, spec.plan),
+        budgets=_budgets(spec),
+        epoch_size=size,
+        **_topology(spec),
+    )
+
+
+def _mixture(spec: JobSpec, catalog: IndexedCatalog) -> Mixture:
+    return Mixture(
+        catalog.sizes,
+        [source.weight for source in spec.sources],
+        seed=spec.seed,
+        epochs=spec.epochs,
+        llm_tokens=catalog.llm_tokens,
+    )
+
+
+def _budgets(spec: JobSpec) -> dict[str, ErrorBudget]:
+    return {each.name: each.error_budget or spec.error_budget for each in spec.sources}
+
+
+def _topology(spec: JobSpec) -> dict[str, Any]:
+    """The fields of a setup that describe a trainer's ranks."""
+    return {
+        "ranks_per_replica": spec.topology.tensor_parallel * spec.topology.pipeline_parallel,
+        "pipeline_stages": spec.topology.pipeline_parallel,
+        "virtual_stages": spec.topology.virtual_stages,
+        "replicas_per_node": spec.topology.replicas_per_node,
+    }
+
+
+def _sample_order(catalog: IndexedCatalog, spec: JobSpec) -> str:
+    """Name of the sample order: the digest of all that decides it."""
+    decides = (catalog.fingerprint, spec.seed, [source.weight for source in spec.sources])
+    return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
+
+
+def _isf_limits(catalog: IndexedCatalog, options: PlanOptions) -> IsfLimits | None:
+    """The ISF limits, found once over every sample of the job; None where packing is not by ISF."""
+    if options.window_steps == 1 and options.stages.pack != "isf":
+        return None
+    return step_limits(catalog.lengths(np.arange(catalog.samples)), options, method="search")
+
+
+def _require_drawn(spec: JobSpec, sizes: Sequence[int]) -> None:
+    """Raises SpecError where a source's weight rounds to no sample: it would be left out
+    unnoticed."""
+    for source, size in zip(spec.sources, sizes, strict=True):
+        drawn = source.weight * size * spec.epochs
+        if drawn < 0.5:
+            raise SpecError(
+                f"source {source.name!r} gives no sample: weight {source.weight:g} of its {size} "
+                f"samples over {spec.epochs} epochs is {drawn:.2g}. Raise its weight to "
+                f"{1 / (size * spec.epochs):.2g} or more, or leave the source out."
+            )
+
+
+def _required_size(spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLimits) -> EpochSize:
+    """Samples and tokens of an epoch. Raises QuotaError where an epoch or a step is above the
+    limits, and SpecError where a source gives no sample."""
+    _require_rows(spec, job_limits, catalog.sizes)
+    size = _epoch_size(spec, catalog)
+    _require_steps(spec, size, job_limits)
+    _require_drawn(spec, catalog.sizes)
+    return size
+
+
+def _require_rows(spec: JobSpec, job_limits: JobLimits, rows: Sequence[int]) -> None:
+    """Raises QuotaError where the sources have too many rows, or too many are drawn from them."""
+    weights = [source.weight for source in spec.sources]
+    job_limits.check_epoch(rows, weights)
+    samples = sum(weight * size for weight, size in zip(weights, rows, strict=True))
+    if samples and spec.batch.samples is not None:
+        _require_steps(spec, EpochSize(samples=samples, tokens=0), job_limits)
+
+
+def _epoch_size(spec: JobSpec, catalog: IndexedCatalog) -> EpochSize:
+    ends = np.cumsum([0, *catalog.sizes])
+    weights = [source.weight for source in spec.sources]
+    tokens = [
+        weight * float(catalog.llm_tokens[start:end].sum(dtype=np.int64))
+        for weight, start, end in zip(weights, ends[:-1], ends[1:], strict=True)
+    ]
+    samples = [weight * size for weight, size in zip(weights, catalog.sizes, strict=True)]
+    return EpochSize(samples=sum(samples), tokens=sum(tokens))
+
+
+def _require_steps(spec: JobSpec, size: EpochSize, job_limits: JobLimits) -> None:
+    """Raises QuotaError where one step, or all steps planned ahead together, would be too large."""
+    size.drawn(spec.batch, spec.plan.window_steps).require_step(job_limits)
+    ready_samples = spec.ready_steps * size.drawn(spec.batch, 1).samples
+    job_limits.check("max_ready_samples", ready_samples, "samples of the steps planned ahead")
+
+
+def _identified(record: JobRecord, fingerprint: str, order: str) -> JobRecord:
+    """The record with the identity of its data. Raises StateError where the job was registered
+    over other data."""
+    if record.order != order and (record.order or record.index_fingerprint):
+        was = f"in sample order {record.order}" if record.order else "by an older release"
+        raise StateError(
+            f"job {record.name!r} was registered {was}; by what its sources, index and tokenizer "
+            f"hold now, the order is {order}. Checkpoints of the job would not fit. Restore what "
+            "was changed; or submit the job file under another name, as a run from the beginning. "
+            "The job's ledger stays until it is deleted."
+        )
+    return replace(record, index_fingerprint=fingerprint, order=order)

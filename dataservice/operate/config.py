@@ -1,0 +1,196 @@
+"""The service's config: one YAML file, validated here, with the flags of `serve` on top."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dataservice.core.address import bare_host, is_loopback, join_address, split_address
+from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits, OpeningLimits
+from dataservice.core.team import TeamSpec
+from dataservice.core.tls import TlsSpec
+from dataservice.jobs.expected import PORTS
+from dataservice.jobs.yaml_file import Strict, Written, read_text, validated, written
+from dataservice.operate.tokens_file import TeamName
+
+
+class ServiceConfig(Strict):
+    """The service's own config, written by the operator. Flags of `serve` override it."""
+
+    listen: str = "127.0.0.1:50051"
+    """Address of the coordinator. Use 0.0.0.0:50051 to serve other hosts, at their IPv4 and IPv6
+    addresses; an IPv6 address stands in brackets, as [::1]:50051."""
+    state_dir: str = "state"
+    """Folder for jobs, attempts and the ledger. Keep it: recovery starts from it."""
+    workers: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Number of workers that decode."""
+    min_workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of workers with which the service starts to serve. The others are started again
+    until they serve; `status` says which are missing and why."""
+    slots_per_worker: Annotated[int, Field(ge=1, le=256)] = 1
+    """Samples that one worker decodes at the same time; each takes one CPU."""
+    decode_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time for reading and decoding one sample. A sample that takes longer is masked, and
+    the process that decodes it is ended."""
+    decode_memory_bytes: Annotated[int | None, Field(ge=512 * 2**20)] = 4 * 2**30
+    """Private memory that one decoding process may take, including about 200 MiB for its libraries
+    and tokenizers; a sample that needs more is masked. null sets no limit: a chat template may
+    then take all the memory of the machine."""
+    limits: DecodeLimits = DEFAULT_LIMITS
+    """Limits of one sample. Give `dataservice index` the same config: an index that was written
+    under other limits is refused."""
+    job_opening: OpeningLimits = OpeningLimits()
+    """Limits of the separate process that opens a job, where the files of its team are read."""
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS
+    """Limits of one job in the coordinator, which plans for all teams."""
+    planning_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Number of steps that are planned at the same time. Teams share the planning time by their
+    weights. With two or more threads no team occupies all of them, so a team's step never waits
+    for the plans of another team."""
+    held_bytes_per_worker: Annotated[int, Field(ge=2**20)] = 4 * 2**30
+    """Bytes of decoded packs that a worker may hold before ranks ask for them; packs that ranks
+    have asked for are not counted."""
+    worker_host: str = "127.0.0.1"
+    """Host name or IP address at which trainers reach workers on this host; `node` stands for the
+    address of each worker's own node in the Ray cluster."""
+    worker_ports: Annotated[str | None, Field(pattern=PORTS)] = None
+    """Range of ports that workers listen on, such as 20100-20115, for firewall rules. It needs at
+    least two ports for each worker on a host. By default each worker takes any free port."""
+    worker_metrics_ports: Annotated[str | None, Field(pattern=PORTS)] = None
+    """Range of ports where workers serve /metrics to Prometheus, such as 20200-20203. It needs at
+    least two ports for each worker on a host. By default workers serve no metrics."""
+    worker_start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time that a worker may take to start. A cluster that adds nodes on demand takes
+    minutes."""
+    pool: Literal["ray", "local"] = "ray"
+    """ray runs workers as Ray actors; local runs them as threads of the coordinator."""
+    ray_address: str | None = None
+    """An existing Ray cluster to join; by default one is started on this machine."""
+    keep_workers: bool = True
+    """Whether workers in an existing Ray cluster (`ray_address`) keep running when the service
+    stops; the next service that starts takes them over. Workers of a Ray that the service started
+    itself always end with it."""
+    orphan_after_s: Annotated[float, Field(gt=0)] = 900.0
+    """Time after which a worker that was kept ends itself when no service has called it."""
+    idle_release_s: Annotated[float, Field(ge=0)] = 60.0
+    """Time for which decoded packs are held after the last trainer of their job disconnects."""
+    attempt_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time that the first ranks of an attempt wait for the last one to connect."""
+    metrics_listen: str | None = None
+    """Address where Prometheus scrapes metrics, such as 0.0.0.0:9090; by default none are served.
+    Anyone who can reach it sees the names of jobs and sources."""
+    traces: str | None = None
+    """URL of the OpenTelemetry collector that receives the spans of steps, by OTLP over HTTP, such
+    as http://otel:4318; by default no spans are sent. Needs the extra `traces`."""
+    trace_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of steps whose spans are sent. Coordinator and workers choose the same steps."""
+    unwell_after_s: Annotated[float, Field(ge=1)] = 10.0
+    """Health becomes NOT_SERVING when the event loop, the state store or the service's own port
+    has not answered for this time, or when every thread of one purpose has been busy with a
+    single call for three times this time."""
+    stop_within_s: Annotated[float, Field(ge=1)] = 45.0
+    """Longest time from SIGTERM to the end of the service. What still hangs then is abandoned and
+    logged, and the exit status is 6."""
+    log_json: bool = False
+    """Log one JSON object a line, also in the processes of workers."""
+    health_listen: str | None = None
+    """Address that answers only gRPC health checks, without TLS: for probes that cannot use TLS,
+    such as those of Kubernetes."""
+    secret_file: str | None = None
+    """File with the secret shared with workers, which only its owner and group may read; by
+    default the service makes one in state_dir."""
+    custom_processors: dict[str, str] = Field(default={})
+    """Processors that jobs may use by name: name → import path `package.module:Class`."""
+    tokens_file: str | None = None
+    """File with the tokens of the teams, made by `dataservice token new`; without it every caller
+    is an admin. Changes take effect without a restart."""
+    teams: dict[TeamName, TeamSpec] = Field(default={})
+    """Weights and limits by team; a team that is not listed has weight 1 and no limits."""
+    tls: TlsSpec | None = None
+    """Certificates of coordinator and workers; without it nothing is encrypted."""
+    insecure: bool = False
+    """Serve other machines without tokens or without TLS, on a network that is trusted."""
+    allowed_roots: list[str] | Literal["any"] | None = None
+    """Folders and URL prefixes under which jobs may name files; `{team}` stands for the job's
+    team. With `any`, a job of any team may name every file that the service can read. A service
+    with a tokens_file must set this key; without one the default is `any`."""
+    audit_log: str | None = None
+    """File that records who changed what and who was refused, one JSON object a line."""
+
+    @field_validator("listen", "metrics_listen", "health_listen")
+    @classmethod
+    def _listens_somewhere(cls, listen: str | None) -> str | None:
+        # Checked here, before workers are started in vain.
+        if listen is None:
+            return None
+        _, port = split_address(listen)
+        if not port.isdecimal() or int(port) > 65535:
+            raise ValueError("it must be host:port, such as 0.0.0.0:50051 or [::]:50051")
+        return listen
+
+    @field_validator("worker_host")
+    @classmethod
+    def _is_a_host_alone(cls, host: str) -> str:
+        # A port would be read as part of an IPv6 address, or of a host name.
+        if ":" in host and not join_address(host, 0).startswith("["):
+            raise ValueError(
+                "it must be a host without a port, such as 10.0.0.5 or ::1; the ports are "
+                "worker_ports"
+            )
+        return bare_host(host)
+
+    @field_validator("worker_ports", "worker_metrics_ports")
+    @classmethod
+    def _ports_are_a_range(cls, ports: str | None) -> str | None:
+        first, _, last = (ports or "1-1").partition("-")
+        if not 0 < int(first) <= int(last) <= 65535:
+            raise ValueError("it must be a range of ports, such as 20100-20115")
+        return ports
+
+    @model_validator(mode="after")
+    def _has_workers_enough(self) -> "ServiceConfig":
+        if self.min_workers > self.workers:
+            raise ValueError(
+                f"min_workers is {self.min_workers}, and there are {self.workers} workers; it "
+                "must be at most as many"
+            )
+        return self
+
+    @property
+    def roots(self) -> list[str] | None:
+        """Folders and URL prefixes under which jobs may name files; None where any may be named."""
+        return None if self.allowed_roots == "any" else self.allowed_roots
+
+    @model_validator(mode="after")
+    def _says_what_teams_may_read(self) -> "ServiceConfig":
+        if self.tokens_file is not None and self.allowed_roots is None:
+            raise ValueError(
+                "there is a tokens_file and no allowed_roots, so that a job of any team could "
+                "name whatever this service can read. Set allowed_roots to folders and URL "
+                "prefixes, such as [/data/{team}]; or to the word any, where teams are trusted "
+                "with all of it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_protected(self) -> "ServiceConfig":
+        hosts = {"listen": split_address(self.listen)[0], "worker_host": self.worker_host}
+        beyond = [(key, host) for key, host in hosts.items() if not is_loopback(host)]
+        missing = [key for key in ("tokens_file", "tls") if getattr(self, key) is None]
+        if beyond and missing and not self.insecure:
+            raise ValueError(
+                f"by {beyond[0][0]} it would serve other hosts at "
+                f"{beyond[0][1] or 'every address'} without {' and '.join(missing)}. Set them, or "
+                "insecure: true where the network itself is trusted"
+            )
+        return self
+
+
+def read_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
+    """Read the config file, if any; `overrides` that are not None win. Raises SpecError."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if path is None:
+        return validated(ServiceConfig, Written(plain=given), "service config")
+    file = written(read_text(path, "config file"), f"config file {path}")
+    return validated(ServiceConfig, file.changed(given), f"service config {path}")

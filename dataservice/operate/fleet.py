@@ -1,0 +1,190 @@
+"""The workers that the service's config names: one served from this process, and the pool."""
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+from dataservice.core import distribution
+from dataservice.core.address import join_address
+from dataservice.core.authority import derived_name
+from dataservice.core.descriptor_limit import raise_descriptor_limit
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
+from dataservice.core.tls import TlsSpec
+from dataservice.jobs.sample_pipeline import decoder_of, reader_of
+from dataservice.observability.logs import configure_logging
+from dataservice.observability.traces import open_traces
+from dataservice.operate.config import ServiceConfig
+from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
+from dataservice.workers.host import DecodingHost
+from dataservice.workers.local_pool import LocalWorkerPool
+from dataservice.workers.pool import PoolConfig
+from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool, node_host
+from dataservice.workers.sample_pipelines import PipelineFactory
+
+log = logging.getLogger(__name__)
+
+OWN_ADDRESS = "node"  # as worker_host: the address of whichever node a worker runs on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """What a worker process is started with. Ray pickles it, for its own actors only."""
+
+    host: str
+    slots: int
+    secret: bytes
+    custom_processors: dict[str, str]
+    decode_timeout_s: float
+    decode_memory_bytes: int | None
+    held_bytes: int
+    limits: DecodeLimits = DEFAULT_LIMITS
+    tls: TlsSpec | None = None
+    reflect: bool = True
+    ports: str = "0"
+    metrics_ports: str | None = None
+    traces: str | None = None
+    trace_ratio: float = 1.0
+    log_json: bool = False
+
+
+class ServeHost(Protocol):
+    """Serves a host's packs to clients that connect to `listen`, as `serving.server.serve_worker`
+    does. `on_stopped` runs after the port is closed; tickets that are refused are counted."""
+
+    async def __call__(
+        self,
+        host: PackHost,
+        *,
+        worker: str,
+        listen: str,
+        secret: bytes,
+        tls: TlsSpec | None,
+        reflect: bool,
+        on_stopped: Callable[[], None],
+        refused: Counter[str],
+    ) -> ServedWorker: ...
+
+
+async def serve_worker_process(
+    settings: WorkerSettings, serve_host: ServeHost, worker: str
+) -> ServedWorker:
+    """Serve one decoding worker from this process."""
+    if not logging.getLogger().handlers:  # it is a process of its own
+        configure_logging(json=settings.log_json)
+    log.info("%s may have %d files and sockets open", worker, raise_descriptor_limit())
+    factory = PipelineFactory(
+        reader_for=partial(reader_of, limits=settings.limits),
+        decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
+    )
+    decoders = ProcessDecoders(
+        factory,
+        slots=settings.slots,
+        timeout_s=settings.decode_timeout_s,
+        memory_bytes=settings.decode_memory_bytes,
+    )
+    host = DecodingHost(decoders, held_bytes=settings.held_bytes)
+    opened = contextlib.ExitStack()
+    opened.callback(host.close)
+    try:
+        await host.start()
+        return await _served(host, settings, serve_host, worker, opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+async def _served(
+    host: DecodingHost,
+    settings: WorkerSettings,
+    serve_host: ServeHost,
+    worker: str,
+    opened: contextlib.ExitStack,
+) -> ServedWorker:
+    """Start the host and its server; closing `opened` closes all that was opened for them."""
+    address = node_host() if settings.host == OWN_ADDRESS else settings.host
+    tracer = None
+    if settings.traces is not None:
+        tracer = open_traces(settings.traces, ratio=settings.trace_ratio, process=worker)
+        # Not on the event loop: a collector that does not answer would block it.
+        opened.callback(threading.Thread(target=tracer.close, daemon=True).start)
+    refused: Counter[str] = Counter()
+    if settings.metrics_ports is not None:
+        listen = join_address(address, settings.metrics_ports)
+        opened.callback(
+            serve_host_metrics(host, listen, slots=settings.slots, worker=worker, refused=refused)
+        )
+    return await serve_host(
+        WatchedHost(host, worker=worker, tracer=tracer),
+        worker=worker,
+        listen=join_address(address, settings.ports),
+        secret=settings.secret,
+        tls=settings.tls,
+        reflect=settings.reflect,
+        on_stopped=opened.close,
+        refused=refused,
+    )
+
+
+def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> WorkerPool:
+    """The pool that the config names, not yet started; `serve_host` serves its workers' packs."""
+    settings = WorkerSettings(
+        host=config.worker_host,
+        slots=config.slots_per_worker,
+        secret=secret,
+        custom_processors=config.custom_processors,
+        decode_timeout_s=config.decode_timeout_s,
+        decode_memory_bytes=config.decode_memory_bytes,
+        held_bytes=config.held_bytes_per_worker,
+        limits=config.limits,
+        tls=config.tls,
+        reflect=config.tokens_file is None,
+        ports=config.worker_ports or "0",
+        metrics_ports=config.worker_metrics_ports,
+        traces=config.traces,
+        trace_ratio=config.trace_ratio,
+        log_json=config.log_json,
+    )
+    serve = partial(serve_worker_process, settings, serve_host)
+    if config.pool == "local":
+        size = PoolConfig(
+            workers=config.workers,
+            min_workers=config.min_workers,
+            slots_per_worker=config.slots_per_worker,
+            start_timeout_s=config.worker_start_timeout_s,
+        )
+        return LocalWorkerPool(serve=serve, config=size)
+    joined = config.ray_address is not None
+    return RayWorkerPool(
+        serve=serve,
+        config=RayPoolConfig(
+            workers=config.workers,
+            min_workers=config.min_workers,
+            slots_per_worker=config.slots_per_worker,
+            start_timeout_s=config.worker_start_timeout_s,
+            address=config.ray_address,
+            namespace=f"dataservice-{derived_name(secret, 'namespace')}" if joined else None,
+            settings=_settings_name(settings),
+            outlive=joined and config.keep_workers,
+            orphan_after_s=config.orphan_after_s,
+            cpus_per_worker=config.slots_per_worker if joined else 0.0,
+            log_to_driver=False,
+        ),
+    )
+
+
+def _settings_name(settings: WorkerSettings) -> str:
+    """Name that is equal for workers of the same release and settings: those are not replaced."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    release = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    told = replace(settings, secret=b"")
+    return derived_name(settings.secret, f"worker {version(distribution.NAME)} {release} {told!r}")

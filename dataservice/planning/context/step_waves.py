@@ -1,0 +1,226 @@
+"""Waves of a step: candidate cuts, each solved wave by wave, the best kept.
+
+A cut needs an estimate of what a wave will take, and no estimate is right everywhere: whether the
+room that a widened long sample leaves can be used by short ones depends on rings and nodes. So two
+cuts are made, one that counts that room as lost and one that hardly does, and, where both end far
+from the bound, the cuts of fixed degrees too. None is solved once the bound is near.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.layout import padded_tokens
+from dataservice.core.plan_options import Solver
+from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.cut import cut_waves
+from dataservice.planning.context.memory_fit import group_by_memory
+from dataservice.planning.context.plan import ContextPlan
+from dataservice.planning.context.seconds import (
+    ATTENTION,
+    GROUP,
+    LINEAR,
+    RING_HOP,
+    RING_INTER,
+    RING_INTRA,
+)
+from dataservice.planning.context.units import (
+    Setting,
+    Units,
+    long_units_s,
+    select_units,
+    unit_sums,
+)
+from dataservice.planning.context.wave import solve_wave
+from dataservice.planning.kernels.sort import argsort_descending
+
+# Packed groups: group of each unit int64[u], degree of each group int64[G].
+Packing = tuple[NDArray[np.int64], NDArray[np.int64]]
+# Packed groups of each wave.
+Cut = list[NDArray[np.int64]]
+
+# Share of a widened unit's spare room that a cut counts as lost.
+_LOST_ROOM = (1.0, 0.15)
+_NEAR = 1.01  # no further candidate once this close to the bound
+_FAR = 1.02  # fixed degrees are tried beyond this,
+_MANY = 20_000  # unless there are more units than this: then short ones fill every gap
+_MOST_WAVES = 2048  # solved in all candidates together; the first is solved however many it has
+
+
+def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
+    """β₁ for each wave memory calls for beyond the first, plus the bound of all units at once."""
+    waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
+    base_s = float(setting.coefficients[GROUP])
+    return wave_bound(units, least, setting) + (waves - 1) * base_s
+
+
+def solve_waves(
+    units: Units,
+    least: NDArray[np.int64],
+    bound_s: float,
+    setting: Setting,
+    solver: Solver,
+    whole: bool,
+) -> tuple[ContextPlan, ...]:
+    """The candidate cut whose solved waves have the least summed makespan."""
+    best: tuple[ContextPlan, ...] = ()
+    best_s = np.inf
+    left = _MOST_WAVES
+    for estimate_s, packing, cut in _candidates(units, least, setting, whole):
+        if best_s <= bound_s * _NEAR or estimate_s >= best_s:
+            continue
+        if estimate_s > 0 and best_s <= bound_s * _FAR:
+            continue
+        if best and len(cut) > left:
+            continue
+        left -= len(cut)
+        waves = _solve(units, least, packing, cut, setting, solver, whole)
+        total_s = sum(wave.makespan_s for wave in waves)
+        if total_s < best_s:
+            best, best_s = waves, total_s
+    return best
+
+
+def _solve(
+    units: Units,
+    least: NDArray[np.int64],
+    packing: Packing,
+    cut: Cut,
+    setting: Setting,
+    solver: Solver,
+    whole: bool,
+) -> tuple[ContextPlan, ...]:
+    waves = []
+    for groups in cut:
+        chosen, packed = wave_units(packing, groups)
+        wave = select_units(units, chosen)
+        waves.append(solve_wave(wave, least[chosen], packed, setting, solver, whole))
+    return tuple(waves)
+
+
+def _candidates(
+    units: Units, least: NDArray[np.int64], setting: Setting, whole: bool
+) -> Iterator[tuple[float, Packing, Cut]]:
+    """Cuts with what they will take at least, 0 where that is not known."""
+    if whole:
+        packing = np.arange(units.total.size), least
+        yield 0.0, packing, _cut(units, least, packing, setting, whole, 1.0)
+        return
+    packing = group_by_memory(units, least, setting)
+    seen: list[list[int]] = []
+    for lost in _LOST_ROOM:
+        cut = _cut(units, least, packing, setting, whole, lost)
+        ends = [groups.size for groups in cut]
+        if ends not in seen:
+            seen.append(ends)
+            yield 0.0, packing, cut
+    if units.total.size > _MANY:
+        return
+    fixed = [
+        (_static_seconds(units, packing, cut, setting), packing, cut)
+        for packing in _static_packings(units, least, setting)
+        for cut in [cut_static(units, packing, setting)]
+    ]
+    if fixed:
+        yield min(fixed, key=lambda candidate: candidate[0])
+
+
+def pack_one_wave(units: Units, least: NDArray[np.int64], setting: Setting) -> Packing:
+    """Groups by memory whose least degrees fit the ranks, if best fit or any one degree finds them;
+    else best fit's."""
+    packing = group_by_memory(units, least, setting)
+    if packing[1].sum() <= setting.ranks:
+        return packing
+    for fixed in _static_packings(units, least, setting):
+        if fixed[1].sum() <= setting.ranks:
+            return fixed
+    return packing
+
+
+def _static_packings(units: Units, least: NDArray[np.int64], setting: Setting) -> Iterator[Packing]:
+    for degree in range(int(least.max(initial=1)), setting.ranks + 1):
+        if setting.ranks % degree or (setting.power_of_two and degree & (degree - 1)):
+            continue
+        yield pack_static(units, degree, setting)
+
+
+def _cut(
+    units: Units,
+    least: NDArray[np.int64],
+    packing: Packing,
+    setting: Setting,
+    whole: bool,
+    lost_room: float,
+) -> Cut:
+    packed_of, packed_degree = packing
+    base_s = float(setting.coefficients[GROUP])
+    work = _sums(packed_of, units.work, packed_degree.size)
+    # Only a unit of at least a rank's share of the step can be what a wave waits for.
+    share_s = float(units.work.sum()) / setting.ranks
+    fastest = np.zeros(packed_degree.size)
+    seconds = long_units_s(units, least, share_s, setting)
+    long = np.flatnonzero(seconds)
+    np.maximum.at(fastest, packed_of[long], seconds[long] - base_s)
+    natural = work / packed_degree
+    order = argsort_descending(natural)
+    ends = cut_waves(
+        natural[order],
+        packed_degree[order],
+        work[order],
+        fastest[order],
+        setting.ranks,
+        base_s,
+        whole,
+        lost_room,
+    )
+    return np.split(order, ends[:-1])
+
+
+def pack_static(units: Units, degree: int, setting: Setting) -> Packing:
+    """Best-fit groups of one degree, padding counted."""
+    # A group is one rank of `degree` times the memory once every sequence is padded.
+    tokens = padded_tokens(units.tokens, degree)
+    total, squares = unit_sums(tokens, units.weights, units.offsets)
+    padded = units._replace(tokens=tokens, total=total, squares=squares)
+    room = setting._replace(memory_tokens=setting.memory_tokens * degree)
+    group_of, alone = group_by_memory(padded, np.ones_like(total), room)
+    return group_of, alone * degree
+
+
+def cut_static(units: Units, packing: Packing, setting: Setting) -> Cut:
+    """Groups of one degree by falling work, as many to a wave as fit."""
+    work = _sums(packing[0], units.work, packing[1].size)
+    order = argsort_descending(work)
+    a_wave = setting.ranks // int(packing[1][0])
+    return [order[start : start + a_wave] for start in range(0, order.size, a_wave)]
+
+
+def _static_seconds(units: Units, packing: Packing, cut: Cut, setting: Setting) -> float:
+    """Sum over waves of the slowest packed group."""
+    group_of, degrees = packing
+    degree, groups = int(degrees[0]), degrees.size
+    padded = padded_tokens(units.tokens, degree)
+    total, squares = unit_sums(padded, units.weights, units.offsets)
+    tokens = _sums(group_of, total.astype(np.float64), groups)
+    cost = setting.coefficients
+    rate = cost[RING_INTER] if degree > setting.ranks_per_node else cost[RING_INTRA]
+    ring = (rate * tokens / degree + cost[RING_HOP]) * (degree - 1)
+    attention = cost[ATTENTION] * _sums(group_of, squares, groups) / degree
+    seconds = cost[GROUP] + cost[LINEAR] * tokens / degree + np.maximum(attention, ring)
+    return sum(float(seconds[wave].max()) for wave in cut)
+
+
+def wave_units(packing: Packing, groups: NDArray[np.int64]) -> tuple[NDArray[np.int64], Packing]:
+    """Units of the chosen groups, by index, and their packing renumbered."""
+    packed_of, packed_degree = packing
+    place = np.full(packed_degree.size, -1, np.int64)
+    place[groups] = np.arange(groups.size)
+    chosen = np.flatnonzero(place[packed_of] >= 0)
+    return chosen, (place[packed_of[chosen]], packed_degree[groups])
+
+
+def _sums(
+    group_of: NDArray[np.int64], values: NDArray[np.float64], groups: int
+) -> NDArray[np.float64]:
+    return np.bincount(group_of, weights=values, minlength=groups).astype(np.float64)

@@ -1,0 +1,175 @@
+"""Encoder items over replicas: each wave's items of one modality are balanced on their own.
+
+Where an item's text goes does not bind it (OrchMLLM §6): the features travel in one exchange.
+With nodes known, items stay in their node as far as balance allows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.plan import StageReport, StepPlan
+from dataservice.core.plan_options import CostModel, Dispatch
+from dataservice.core.sample import Modality
+from dataservice.planning.homes import item_homes, item_packs
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.nodes.phases import name_parts, phase_loads, spread_phases
+from dataservice.planning.registry import algorithm_named
+
+# What a node may have above the mean. A balance this close is worth more than what it would cost
+# the network to come closer.
+TOLERANCE = 5e-3
+# Up to here nodes are also balanced by local search; beyond it that would take too long.
+MOST_REFINED_ITEMS = 16_384
+MODALITIES = len(Modality)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderItems:
+    """Items of a step by phase, arrays [m].
+
+    A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `home` int32
+    is where an item's first token is needed; `seconds` float64 what encoding it takes. `batch_s`
+    float64[modalities] comes on top in every phase that has items.
+    """
+
+    phases: int
+    phase: NDArray[np.int64]
+    home: NDArray[np.int32]
+    encoder_tokens: NDArray[np.int32]
+    llm_tokens: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    batch_s: NDArray[np.float64]
+
+
+def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
+    """Every item of a plan whose packs are placed. O(n + m)."""
+    pack = item_packs(plan)
+    coefficients = np.array(
+        [
+            (phase.linear_s_per_token, phase.quadratic_s_per_token2, phase.item_s)
+            for phase in (cost.vision, cost.audio)  # in the order of Modality
+        ]
+    )
+    phase, seconds = _phase_and_seconds(
+        plan.pack_wave, pack, plan.item_modality, plan.item_encoder_tokens, coefficients
+    )
+    return EncoderItems(
+        phases=plan.waves * MODALITIES,
+        phase=phase,
+        home=item_homes(plan, pack),
+        encoder_tokens=plan.item_encoder_tokens,
+        llm_tokens=plan.item_llm_tokens,
+        seconds=seconds,
+        batch_s=np.array([cost.vision.batch_s, cost.audio.batch_s]),
+    )
+
+
+def dispatch_items(
+    items: EncoderItems,
+    *,
+    replicas: int,
+    replicas_per_node: int | None,
+    algorithm: Dispatch,
+) -> NDArray[np.int32]:
+    """The replica that encodes each item: int32[m]. Raises PlanningError on an unknown algorithm.
+    O(m log N)."""
+    dispatch = algorithm_named(DISPATCHES, algorithm, "plan.dispatch")
+    return dispatch(items, replicas, replicas_per_node)
+
+
+def _home(items: EncoderItems, replicas: int, replicas_per_node: int | None) -> NDArray[np.int32]:
+    return items.home
+
+
+def _balanced(
+    items: EncoderItems, replicas: int, replicas_per_node: int | None
+) -> NDArray[np.int32]:
+    if len(items.home) == 0:
+        return items.home
+    spread = spread_phases(
+        items.phase,
+        items.seconds,
+        items.encoder_tokens,
+        items.home,
+        items.llm_tokens,
+        phases=items.phases,
+        ranks=replicas,
+        ranks_per_node=min(replicas_per_node or replicas, replicas),
+        tolerance=TOLERANCE,
+        refined=len(items.home) <= MOST_REFINED_ITEMS,
+    )
+    if replicas_per_node is None or replicas_per_node >= replicas:
+        return name_parts(spread, items.home, items.phase, items.phases, replicas)
+    return spread
+
+
+DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.int32]]] = {
+    "balanced": _balanced,
+    "home": _home,
+}
+
+
+def dispatch_reports(
+    items: EncoderItems, replica_of: NDArray[np.int32], replicas: int, algorithm: Dispatch
+) -> tuple[StageReport, ...]:
+    """For each modality: Σ over waves of the slowest replica's encoding, before (at home) and
+    after; the bound is the larger of the mean and the longest item. What a batch takes by itself
+    is in all three, since replicas without items encode a small one."""
+    loads = phase_loads(items.phase, items.seconds, items.home, items.phases, replicas)
+    before = loads.max(axis=1)
+    mean = loads.sum(axis=1) / replicas
+    longest = _longest(items.phase, items.seconds, items.phases)
+    after = before
+    if replica_of is not items.home:
+        after = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas).max(
+            axis=1
+        )
+    bound = np.maximum(mean, longest)
+    used = np.bincount(items.phase, minlength=items.phases) > 0
+    batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
+    return tuple(
+        StageReport(
+            stage=f"dispatch {modality.name.lower()}",
+            algorithm=algorithm,
+            unit="s",
+            before=float(before[modality::MODALITIES].sum()) + batches_s[modality],
+            after=float(after[modality::MODALITIES].sum()) + batches_s[modality],
+            lower_bound=float(bound[modality::MODALITIES].sum()) + batches_s[modality],
+        )
+        for modality in Modality
+    )
+
+
+@kernel
+def _phase_and_seconds(
+    pack_wave: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    modality: NDArray[np.int8],
+    tokens: NDArray[np.int32],
+    coefficients: NDArray[np.float64],
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    phase = np.empty(pack.size, np.int64)
+    seconds = np.empty(pack.size, np.float64)
+    for item in range(pack.size):
+        encoder = modality[item]
+        phase[item] = pack_wave[pack[item]] * coefficients.shape[0] + encoder
+        size = float(tokens[item])
+        seconds[item] = (
+            coefficients[encoder, 0] * size
+            + coefficients[encoder, 1] * size * size
+            + coefficients[encoder, 2]
+        )
+    return phase, seconds
+
+
+@kernel
+def _longest(
+    phase: NDArray[np.int64], seconds: NDArray[np.float64], phases: int
+) -> NDArray[np.float64]:
+    longest = np.zeros(phases)
+    for item in range(phase.size):
+        longest[phase[item]] = max(longest[phase[item]], seconds[item])
+    return longest

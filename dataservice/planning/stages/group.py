@@ -1,0 +1,136 @@
+"""Stage 2, group: who shares a pack, and in which wave it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.plan import StageReport
+from dataservice.core.plan_options import Context, Pack, PlanOptions
+from dataservice.core.topology import Topology
+from dataservice.planning.context.groups import ContextWaves, plan_context_waves
+from dataservice.planning.context.many import find_many_waves
+from dataservice.planning.context.static import static_waves
+from dataservice.planning.context.units import Degrees
+from dataservice.planning.registry import algorithm_named
+from dataservice.planning.stages.pack import Packed
+
+# Packs that level many samples are quick. Those formed jointly with their groups take longer and
+# are tried where the quick ones end this far from the bound: few samples, and many.
+FEW_SAMPLES = 8192
+WORTH_TRYING = (1.003, 1.03)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedStep:
+    """What the group stage is given: `tokens` int64[n] true lengths, what the pack stage made of
+    them, and the `degree` of static context."""
+
+    tokens: NDArray[np.int64]
+    packed: Packed
+    degree: int
+    topology: Topology
+    options: PlanOptions
+
+
+def group_packs(step: PackedStep) -> ContextWaves:
+    """Waves of CP groups, and a lower bound of their summed makespans.
+
+    Raises PlanningError on an unknown algorithm, and on a sample that all replicas together
+    cannot hold.
+    """
+    return algorithm_named(CONTEXTS, step.options.stages.context, "plan.context")(step)
+
+
+def _searched(step: PackedStep, *, degrees: Degrees) -> ContextWaves:
+    return algorithm_named(SEARCHES, step.options.stages.pack, "plan.pack")(step, degrees)
+
+
+def _static(step: PackedStep) -> ContextWaves:
+    pack_of, charged = step.packed
+    assert pack_of is not None, "options refuse static context without packs"
+    cost, replicas = step.options.cost.llm, step.topology.replicas
+    waves = static_waves(
+        step.tokens,
+        pack_of,
+        charged,
+        replicas=replicas,
+        degree=step.degree,
+        cost=cost,
+        ranks_per_node=step.topology.replicas_per_node,
+    )
+    return ContextWaves(waves=waves, lower_bound_s=float(cost.work_s(step.tokens).sum()) / replicas)
+
+
+def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
+    many = _many(step, degrees)
+    if many is None:
+        return _joint(step, degrees)
+    if many.makespan_s <= many.lower_bound_s * WORTH_TRYING[len(step.tokens) > FEW_SAMPLES]:
+        return many
+    return min((_joint(step, degrees), many), key=lambda waves: waves.makespan_s)
+
+
+def _balanced(step: PackedStep, degrees: Degrees) -> ContextWaves:
+    many = _many(step, degrees)
+    return _joint(step, degrees) if many is None else many
+
+
+def _many(step: PackedStep, degrees: Degrees) -> ContextWaves | None:
+    return find_many_waves(
+        step.tokens,
+        ranks=step.topology.replicas,
+        memory_tokens=step.options.memory_tokens,
+        cost=step.options.cost.llm,
+        ranks_per_node=step.topology.replicas_per_node,
+        degrees=degrees,
+    )
+
+
+def _joint(step: PackedStep, degrees: Degrees) -> ContextWaves:
+    return plan_context_waves(
+        step.tokens,
+        ranks=step.topology.replicas,
+        memory_tokens=step.options.memory_tokens,
+        cost=step.options.cost.llm,
+        ranks_per_node=step.topology.replicas_per_node,
+        solver=step.options.solver,
+        degrees=degrees,
+        packs=step.packed[0],
+    )
+
+
+CONTEXTS: dict[Context, Callable[[PackedStep], ContextWaves]] = {
+    "dynamic": partial(_searched, degrees="any"),
+    "power_of_two": partial(_searched, degrees="power_of_two"),
+    "static": _static,
+}
+# Free degrees are searched for packs as the pack stage left them.
+SEARCHES: dict[Pack, Callable[[PackedStep, Degrees], ContextWaves]] = {
+    "auto": _auto,
+    "joint": _joint,
+    "balanced": _balanced,
+    "isf": _joint,
+    "bfd": _joint,
+    "padded": _joint,
+    "padded_by_length": _joint,
+}
+
+
+def group_report(step: PackedStep, grouped: ContextWaves) -> StageReport:
+    """Before: every sample alone, in draw order, at the static degree that holds the longest."""
+    tokens, options, replicas = step.tokens, step.options, step.topology.replicas
+    degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
+    # The longest of each wave is its slowest.
+    longest = np.maximum.reduceat(tokens, np.arange(0, len(tokens), replicas // degree))
+    slowest = options.cost.llm.alone_s(longest, degree)
+    return StageReport(
+        stage="group",
+        algorithm=options.stages.context,
+        unit="s",
+        before=float(slowest.sum()),
+        after=grouped.makespan_s,
+        lower_bound=grouped.lower_bound_s,
+    )

@@ -1,0 +1,43 @@
+"""Lays a record out under the keys that decoding reads, as the source's `columns` say."""
+
+from collections.abc import Mapping
+
+from dataservice.core.errors import SampleError
+from dataservice.core.job import SourceSpec
+from dataservice.core.quoting import quoted
+
+_KEY_OF_ROLE = {"conversation": "conversations"}
+# Keys besides the text that a conversation may have.
+_BESIDE = ("system", "tools")
+
+
+def laid_out(record: Mapping[str, object], spec: SourceSpec) -> dict[str, object]:
+    """The record as it is; or, where `columns` names its text, what they name and nothing else.
+
+    Raises:
+        SampleError: the record lacks such a column.
+    """
+    chosen = spec.columns.texts
+    if not chosen:
+        return dict(record)
+    laid = {key: record[key] for key in _BESIDE if key in record}
+    for role, column in chosen.items():
+        value = value_at(record, column)
+        if value is not None:
+            laid[_KEY_OF_ROLE.get(role, role)] = value
+        elif role != "system":
+            raise SampleError(
+                f"columns.{role} of the source is {column!r}; the record has nothing there. Its "
+                f"keys are {quoted(sorted(record))}. Correct it, or leave the sample out."
+            )
+    return laid
+
+
+def value_at(record: Mapping[str, object], path: str) -> object:
+    """The value under a key, or under a dotted path of keys; None where there is none."""
+    if path in record:
+        return record[path]
+    value: object = record
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,67 @@
+"""Reads a part of an index: it is a user's file, so it is checked before it is used."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataservice.core.errors import IndexStaleError
+from dataservice.core.limits import DecodeLimits
+from dataservice.core.sample import LengthTable
+from dataservice.sources.index_folder import IndexFolder, part_name
+from dataservice.sources.index_part import DETAIL_COLUMNS, ITEM_NOTES, LENGTH_COLUMNS
+from dataservice.sources.length_columns import lengths_of
+from dataservice.sources.manifest import AGAIN, PartRecord
+from dataservice.sources.rows_digest import RowsDigest
+from dataservice.sources.soundness import require_bounded, require_schema, require_sound
+
+_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, "content"]
+
+
+def read_part(
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+) -> Iterator[tuple[pa.Table, LengthTable]]:
+    """The columns of a part, one row group at a time, each with its lengths.
+
+    Raises IndexStaleError when the part is missing, damaged, or not the one that the manifest's
+    `record` describes; the last is known only at the part's end.
+    """
+    name = part_name(record.file.name)
+    found, digest = 0, RowsDigest()
+    try:
+        with folder.open(name) as stream:
+            require_bounded(stream, limits)
+            part = pq.ParquetFile(stream)
+            require_schema(part.schema_arrow)
+            for group in range(part.num_row_groups):
+                table = part.read_row_group(group, columns=_COLUMNS)
+                lengths = lengths_of(table)
+                require_sound(table, lengths, limits)
+                digest.add(table)
+                found += table.num_rows
+                yield table, lengths
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise IndexStaleError(_damaged(folder, name, f"is missing or damaged ({error})")) from error
+    if found != record.rows:
+        raise IndexStaleError(
+            _damaged(folder, name, f"has {found} rows, its manifest says {record.rows}")
+        )
+    if (digest.identity, digest.places) != (record.identity, record.places):
+        raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
+
+
+def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.int32]]:
+    """LLM tokens of a part's samples, one row group at a time. The part is not checked."""
+    with folder.open(part_name(record.file.name)) as stream:
+        part = pq.ParquetFile(stream)
+        for group in range(part.num_row_groups):
+            yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+
+
+def _damaged(folder: IndexFolder, name: str, what: str) -> str:
+    return (
+        f"{folder.owner}: {folder.path}/{name} {what}. Write it again: {AGAIN}; the same files "
+        "give the same index, and checkpoints fit it."
+    )

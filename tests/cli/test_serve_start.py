@@ -1,0 +1,73 @@
+"""A service that starts says what it does, as it goes."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+STEPS = (
+    "loading the planner, the codecs and Ray",
+    "compiling the planner",
+    "starting the process that opens jobs",
+    "starting 1 worker",
+    "taking up the jobs that are registered",
+)
+
+
+@contextmanager
+def refused_port() -> Iterator[str]:
+    """An address in use: a service gets as far as listening there, and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def started(state: Path, *flags: str, stderr: int) -> None:
+    with refused_port() as address:
+        arguments = ["--listen", address, "--state-dir", str(state), "--pool", "local"]
+        command = [sys.executable, "-m", "dataservice.cli.main", "serve", "--workers", "1"]
+        done = subprocess.run([*command, *arguments, *flags], stderr=stderr, timeout=120)
+    assert done.returncode == 1
+
+
+def in_order(lines: list[str]) -> list[str]:
+    """The lines that tell of STEPS, one each, in that order."""
+    told = [next((line for line in lines if step in line), step) for step in STEPS]
+    assert [line for line in lines if any(step in line for step in STEPS)] == told
+    return told
+
+
+@pytest.mark.parametrize("flags", [(), ("--log-json",)], ids=["text", "json"])
+def test_a_log_has_each_part_of_a_start_in_its_own_format(tmp_path, flags):
+    log = tmp_path / "log"
+    with log.open("wb") as sink:
+        started(tmp_path / "state", *flags, stderr=sink.fileno())
+    for line in in_order(log.read_text().splitlines()):
+        if flags:
+            assert '"level": "INFO", "logger": "dataservice.app", "message": "' in line
+        else:
+            assert " INFO dataservice.app: " in line
+
+
+def test_a_terminal_gets_short_lines_with_the_seconds_passed(tmp_path):
+    ours, theirs = os.openpty()
+    try:
+        started(tmp_path / "state", stderr=theirs)
+    finally:
+        os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # all that was written has been read
+            break
+        shown += part
+    os.close(ours)
+    for line in in_order(shown.decode().splitlines()):
+        assert "INFO" not in line
+        assert " s  " in line
+        assert line.rstrip("\x1b[0m").endswith(" ...")

@@ -1,0 +1,62 @@
+"""Token ids and loss of conversations, against transformers' `apply_chat_template`.
+
+The judge renders and tokenises each template with its generation marks, and says which tokens they
+cover. The service gets the template with them, and without them, as models publish it: then it must
+find out by itself what an assistant's turn is.
+"""
+
+import functools
+import random
+
+import pytest
+
+from tests.decode.chat_templates import FAMILIES, SPECIALS
+from tests.decode.template_bench import TOKENIZERS, Bench, conversation, served
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    @functools.cache
+    def make(name: str, kind: str) -> Bench:
+        folder = tmp_path_factory.mktemp("bench")
+        tokenizer = TOKENIZERS[kind](SPECIALS)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return Bench(FAMILIES[name], folder, tokenizer)
+
+    return make
+
+
+def compare(bench: Bench, conversations: int) -> None:
+    """Every conversation has the judge's ids, and learns what the marks cover: with the template's
+    own marks, and without any."""
+    family = bench.family
+    pipelines = [bench.pipeline(template) for template in (family.own_marks, family.published)]
+    draw = random.Random(0)
+    for _ in range(conversations):
+        record = conversation(draw, family)
+        ids, learnt = bench.judged(record, family.own_marks)
+        for pipeline in pipelines:
+            ours, ours_learnt = served(pipeline, record)
+            assert ours == ids, record
+            assert ours_learnt == [False, *learnt[1:]], (
+                record,
+                bench.judge.decode(ids),
+                [bench.judge.decode([i]) for i, a in zip(ids, ours_learnt, strict=True) if a],
+            )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_have_the_tokens_and_the_loss_of_transformers(bench, name):
+    compare(bench(name, "byte level"), 25)
+
+
+@pytest.mark.parametrize("name", ["plain_roles", "instructions"])
+def test_a_token_that_carries_the_space_before_an_answer_is_learnt(bench, name):
+    compare(bench(name, "sentencepiece"), 15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_more_conversations_have_the_tokens_and_the_loss_of_transformers(bench, name, kind):
+    compare(bench(name, kind), 200)

@@ -1,0 +1,115 @@
+"""Tokenizers that fail: what Rust panics on is refused like any other fault."""
+
+import json
+
+import pytest
+
+from dataservice.core.errors import SampleError, SpecError
+from dataservice.decode import tokenizer as module
+from dataservice.decode.tokenizer import load_tokenizer
+
+# Oniguruma gives up on a text of this kind: its retries are limited.
+PATIENCE = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+HOPELESS = "a" * 40 + "b"
+
+
+def altered(kitchen, **changes):
+    """The kitchen's tokenizer.json with other parts."""
+    file = kitchen.folder / "tokenizer.json"
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | changes))
+    return kitchen
+
+
+def broken_merges(kitchen):
+    plain = json.loads((kitchen.folder / "tokenizer.json").read_text())
+    model = plain["model"] | {
+        "continuing_subword_prefix": "ééé",
+        "vocab": {"a": 0, "b": 1, "ab": 2, "éa": 3, "aa": 4},
+        "merges": ["a b", "a éa"],
+    }
+    return altered(kitchen, model=model, added_tokens=[])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pre_tokenizer": PATIENCE | {"pattern": {"Regex": "("}}}, "cannot be read: .*unmatched"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "panics on plain text: chunk"),
+    ],
+)
+def test_a_tokenizer_that_cannot_work_is_refused_when_it_is_loaded(kitchen, changes, reason):
+    with pytest.raises(SpecError, match=reason):
+        altered(kitchen, **changes).pipeline()
+
+
+def test_a_panic_while_loading_is_refused_like_any_other_damage(kitchen):
+    with pytest.raises(SpecError, match="cannot be read: range end index"):
+        broken_merges(kitchen).pipeline()
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_a_bad_sample(kitchen, sample):
+    pipeline = altered(kitchen, pre_tokenizer=PATIENCE).pipeline()
+    assert pipeline.measure(sample({"text": "the cat"})).llm_tokens
+    with pytest.raises(SampleError, match=r"fails on the text \(\d+ characters\): Onig.*retry"):
+        pipeline.measure(sample({"text": HOPELESS}))
+    assert pipeline.measure(sample({"text": "the cat"})).llm_tokens
+
+
+def test_a_text_without_a_token_is_a_bad_sample(kitchen, sample):
+    model = {"type": "WordLevel", "vocab": {"cat": 0, "<|endoftext|>": 1}, "unk_token": "none"}
+    words = altered(kitchen, model=model, pre_tokenizer={"type": "Whitespace"}, added_tokens=[])
+    pipeline = words.pipeline(vision=None, audio=None, end_of_document_token="cat")
+    with pytest.raises(SampleError, match=r"fails on the text.*Missing"):
+        pipeline.measure(sample({"text": "dog"}))
+
+
+def test_an_id_that_no_int32_holds_is_a_bad_sample(kitchen, sample):
+    model = {"type": "WordLevel", "vocab": {"cat": 2**32 - 1, "end": 1}, "unk_token": "end"}
+    words = altered(kitchen, model=model, pre_tokenizer={"type": "Whitespace"}, added_tokens=[])
+    pipeline = words.pipeline(vision=None, audio=None, end_of_document_token="end")
+    with pytest.raises(SampleError, match=r"id of 2\*\*31 or more"):
+        pipeline.measure(sample({"text": "cat "}))
+
+
+def test_panics_do_not_fill_the_log(kitchen, monkeypatch, capfd):
+    monkeypatch.setattr(module, "MOST_PANICS", 3)
+    loaded = load_tokenizer(str(altered(kitchen, pre_tokenizer=PATIENCE).folder))
+    for _ in range(3):
+        with pytest.raises(SampleError, match="fails on the text"):
+            loaded.encode(HOPELESS)
+    capfd.readouterr()
+    for _ in range(5):
+        with pytest.raises(SampleError, match="panicked on 3 texts and is used no more"):
+            loaded.encode(HOPELESS)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_end_of_the_process_is_no_fault_of_the_tokenizer(kitchen):
+    loaded = load_tokenizer(str(kitchen.folder))
+
+    class Interrupted:
+        def encode(self, text, add_special_tokens):
+            raise KeyboardInterrupt
+
+    object.__setattr__(loaded, "tokenizer", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        loaded.encode("cat")
+
+
+@pytest.mark.parametrize("broken", [b"\xff\xfe", None])
+def test_a_template_file_that_cannot_be_read_is_refused(kitchen, broken):
+    file = kitchen.folder / "chat_template.jinja"
+    file.write_bytes(broken) if broken else file.mkdir()
+    with pytest.raises(SpecError, match=r"chat_template\.jinja cannot be read"):
+        kitchen.pipeline()
+
+
+def test_templates_by_name_may_be_of_any_form(kitchen, sample):
+    kitchen.configure(None, chat_template=["x", {"name": "default", "template": "{{ messages }}"}])
+    assert kitchen.pipeline().measure(sample({"text": "the cat"})).llm_tokens

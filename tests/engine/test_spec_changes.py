@@ -1,0 +1,40 @@
+import json
+
+from dataservice.engine.spec_changes import in_words, spec_changes
+
+
+def changed(before: object, after: object) -> list[str]:
+    return [str(each) for each in spec_changes(json.dumps(before), json.dumps(after))]
+
+
+def test_keys_are_named_with_both_values():
+    before = {"plan": {"memory_tokens": 512, "cost": {"llm": {"a": 1}}}, "epochs": 1}
+    after = {"plan": {"memory_tokens": 1024, "cost": {"llm": {"a": 2}}}, "epochs": 1}
+    assert changed(before, after) == ["plan.cost.llm.a: 1 → 2", "plan.memory_tokens: 512 → 1024"]
+
+
+def test_sources_go_by_their_names_and_their_order_counts():
+    a, b = {"name": "a", "weight": 1.0}, {"name": "b", "weight": 2.0}
+    assert changed({"sources": [a, b]}, {"sources": [a, {**b, "weight": 3.0}]}) == [
+        "sources.b.weight: 2.0 → 3.0"
+    ]
+    assert changed({"sources": [a, b]}, {"sources": [b, a]}) == ['sources: ["a", "b"] → ["b", "a"]']
+
+
+def test_error_budgets_and_plans_are_not_data_and_paths_may_be():
+    before = {"sources": [{"name": "a", "url": "x", "error_budget": None}], "batch": 1, "seed": 0}
+    after = {"sources": [{"name": "a", "url": "y", "error_budget": {"rate": 1}}], "batch": 2}
+    of_data = {each.path: each.of_data for each in spec_changes(*map(json.dumps, (before, after)))}
+    assert of_data == {
+        ("batch",): False,
+        ("seed",): True,
+        ("sources", "a", "error_budget"): False,
+        ("sources", "a", "error_budget", "rate"): False,
+        ("sources", "a", "url"): True,
+    }
+
+
+def test_many_changes_and_long_values_are_told_in_short():
+    changes = spec_changes("{}", json.dumps({f"k{n:02d}": "v" * 500 for n in range(30)}))
+    assert in_words(changes).endswith(", and 22 more")
+    assert len(in_words(changes)) < 1000

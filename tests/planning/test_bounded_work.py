@@ -1,0 +1,158 @@
+"""The worst lengths cost a small multiple of the usual: work is limited in operations, counted."""
+
+import numpy as np
+import pytest
+
+from dataservice.core.cost import ContextCost
+from dataservice.core.plan_options import PlanOptions
+from dataservice.core.sample import LengthTable
+from dataservice.core.topology import Topology
+from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.context import many, step_waves
+from dataservice.planning.context.groups import plan_context_waves
+from dataservice.planning.context.many import find_many_waves
+from dataservice.planning.context.units import (
+    degree_after,
+    make_setting,
+    make_units,
+    unit_seconds,
+)
+from dataservice.planning.loads.greedy import greedy
+from dataservice.planning.loads.partition import partition
+from dataservice.planning.loads.problem import build_problem
+from dataservice.planning.stages import group as group_stage
+
+MEMORY = 4096
+COST = ContextCost.flexsp_7b()
+MACHINE = {"ranks": 64, "memory_tokens": MEMORY, "cost": COST, "ranks_per_node": 8}
+WORST = {
+    "a token more than a rank holds": np.full(512, MEMORY + 1),
+    "two to six times what a rank holds": np.random.default_rng(0).integers(
+        2 * MEMORY, 6 * MEMORY, 2048
+    ),
+    "more than half of all ranks each": np.full(200, 33 * MEMORY),
+    "two of three fit a rank": np.full(4096, 6 * MEMORY // 10),
+    "a giant among dust": np.concatenate([[60 * MEMORY], np.full(4000, 3)]),
+}
+
+
+class Counted:
+    """Counts the calls of a function of a module, and sums up what `size` says of each."""
+
+    def __init__(self, monkeypatch, module, name, size=lambda *values: 1):
+        self.calls = self.size = 0
+        function = getattr(module, name)
+
+        def counted(*values, **named):
+            self.calls += 1
+            self.size += size(*values)
+            return function(*values, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+
+@pytest.mark.parametrize("lengths", WORST.values(), ids=WORST)
+def test_few_numbers_of_waves_are_tried_whatever_the_lengths(monkeypatch, lengths):
+    levels = Counted(monkeypatch, many, "one_level", size=lambda long, *_: long.total.size)
+    others = Counted(monkeypatch, many, "two_levels", size=lambda long, *_: long.total.size)
+    made = find_many_waves(lengths, **MACHINE)
+    assert levels.calls <= 8
+    assert levels.size <= max(8192, len(lengths) // 4)
+    assert others.calls <= 8 * 3
+    if made is not None:
+        assert sorted(np.concatenate([w.samples for w in made.waves])) == list(range(len(lengths)))
+
+
+def test_waves_that_memory_alone_asks_for_are_found_without_trying_all_between(monkeypatch):
+    tries = Counted(monkeypatch, many, "one_level")
+    made = find_many_waves(np.full(4096, 6 * MEMORY // 10), **MACHINE)
+    assert len(made.waves) == 64, "one sample a rank, where 39 waves have the memory"
+    assert tries.calls <= 4
+
+
+def test_many_samples_that_a_rank_cannot_hold_are_planned_as_few_are():
+    lengths = WORST["two to six times what a rank holds"]
+    assert find_many_waves(lengths, **MACHINE) is None
+    made = plan_context_waves(lengths, **MACHINE)
+    assert made.makespan_s <= 1.02 * made.lower_bound_s
+
+
+def test_no_more_than_so_many_waves_are_solved_to_compare_cuts(monkeypatch):
+    solved = Counted(monkeypatch, step_waves, "solve_wave")
+    lengths = np.random.default_rng(0).integers(MEMORY, 2 * MEMORY, 2400) + 1
+    made = plan_context_waves(lengths, **{**MACHINE, "ranks": 3})
+    assert len(made.waves) > 1024
+    assert solved.calls < 1.5 * len(made.waves), "no second cut into as many waves is solved"
+
+
+@pytest.mark.parametrize("pack", ["auto", "balanced", "joint"])
+@pytest.mark.parametrize("worst", ["a token more than a rank holds", "two of three fit a rank"])
+def test_a_whole_step_of_the_worst_lengths_is_planned_once_by_each_planner(
+    monkeypatch, pack, worst
+):
+    lengths = WORST[worst]
+    joint = Counted(monkeypatch, group_stage, "plan_context_waves")
+    n = len(lengths)
+    samples = StepSamples(
+        sample_ids=np.arange(n),
+        epoch=np.zeros(n, np.int32),
+        lengths=LengthTable(
+            llm_tokens=lengths.astype(np.int32),
+            loss_tokens=lengths.astype(np.int32),
+            item_offsets=np.zeros(n + 1, np.int64),
+            item_modality=np.zeros(0, np.int8),
+            item_encoder_tokens=np.zeros(0, np.int32),
+            item_llm_tokens=np.zeros(0, np.int32),
+            item_position=np.zeros(0, np.int32),
+        ),
+    )
+    plan = compose_step(
+        samples,
+        step=0,
+        topology=Topology(world_size=64, replicas_per_node=8),
+        options=PlanOptions(memory_tokens=MEMORY, pack=pack),
+    )
+    assert joint.calls <= 1
+    (group,) = [stage for stage in plan.stages if stage.stage == "group"]
+    assert group.after <= (1.4 if pack == "balanced" else 1.3) * group.lower_bound
+
+
+SLOW_RING = ContextCost(
+    attention_s_per_token2=1e-15,
+    linear_s_per_token=1e-4,
+    ring_intra_s_per_token=5e-5,
+    ring_inter_s_per_token=5e-5,
+)
+
+
+@pytest.mark.parametrize(("over", "least"), [(1.0005, 1000), (1.01, 90), (1.5, 2)])
+def test_the_degree_that_meets_a_target_is_found_without_looking_at_all_below(over, least):
+    setting = make_setting(
+        ranks=2560, memory_tokens=1 << 20, cost=SLOW_RING, ranks_per_node=None, degrees="any"
+    )
+    units = make_units(np.array([1 << 30]), None, SLOW_RING)
+    every = [unit_seconds(units, 0, degree, setting) for degree in range(1, 2561)]
+    target_s = over * min(every)
+    degree, looks = 1, 1
+    while degree <= 2560 and every[degree - 1] > target_s:
+        degree = degree_after(units, 0, degree, target_s, setting)
+        looks += 1
+    assert degree == 1 + next(d for d, seconds in enumerate(every) if seconds <= target_s)
+    assert degree >= least
+    assert looks <= 32
+    assert degree_after(units, 0, 1, 0.9 * min(every), setting) > 1
+    assert degree_after(units, 0, 2560, target_s, setting) == 2561
+
+
+def test_an_item_passes_over_full_ranks_only_so_often():
+    full, empty, small = 1024, 1024, 12_000
+    costs = np.concatenate([np.full(full, 1.0), np.full(small, 0.9)])
+    sizes = np.concatenate([np.full(full, 100.0), np.full(small, 1.0)])
+    machine = {"equal_count": False, "capacity": 100.0, "sizes": sizes}
+    assert greedy(build_problem(costs, full + empty, **machine)) is None
+    made = partition(costs, full + empty, capacity=100.0, sizes=sizes)
+    held = np.bincount(made.rank_of, weights=sizes, minlength=full + empty)
+    assert held.max() <= 100.0
+    few = slice(0, full + 4000)
+    machine["sizes"] = sizes[few]
+    assert greedy(build_problem(costs[few], full + empty, **machine)) is not None

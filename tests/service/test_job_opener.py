@@ -1,0 +1,195 @@
+"""A job is opened in a process of its own, whatever its team wrote into its files."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dataservice.core.errors import IndexStaleError, SpecError
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.opener import JobOpener
+from dataservice.jobs.sample_pipeline import decoder_of
+from dataservice.jobs.setup import index_job, job_record, open_job
+from tests.service.deadly_vision import IMPORT_PATH, NAME
+from tests.service.small import LARGE, LOOPS, indexed_job, make_corpus, write_job
+
+QUICK = OpeningLimits(pipeline_cpu_s=2, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus and its index; job.yaml lies in it."""
+    made = make_corpus(tmp_path_factory.mktemp("opened"))
+    indexed_job(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def opener() -> Iterator[JobOpener]:
+    made = JobOpener(
+        custom_processors={NAME: IMPORT_PATH},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=QUICK,
+    )
+    made.start()
+    yield made
+    made.close()
+
+
+def opened(opener: JobOpener, path: Path) -> JobSetup:
+    return opener.open_job(opener.read_job(path.read_text(), str(path.parent), ""))
+
+
+def with_template(home: Path, template: str) -> Path:
+    """The same job under a chat template of its own."""
+    (home / "hostile.jinja").write_text(template)
+    pipeline = {"tokenizer": "tokenizer", "chat_template": "hostile.jinja"}
+    return write_job(home, job="hostile", pipeline=pipeline)
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_what_comes_back_is_what_opening_it_here_gives(opener, home):
+    path = home / "job.yaml"
+    there, here = (
+        opened(opener, path),
+        open_job(job_record(path.read_text(), str(home)), custom_processors={}),
+    )
+    ids = np.arange(here.catalog.samples)
+    assert there.record.spec_json == here.record.spec_json
+    assert there.record.index_fingerprint == here.record.index_fingerprint
+    assert (there.order, there.pipeline, there.options) == (here.order, here.pipeline, here.options)
+    assert there.catalog.sizes == here.catalog.sizes
+    assert there.catalog.details(ids) == here.catalog.details(ids)
+    for name in ("llm_tokens", "item_offsets", "item_position"):
+        columns = (getattr(setup.catalog.lengths(ids), name) for setup in (there, here))
+        np.testing.assert_array_equal(*columns)
+
+
+def test_its_process_has_ended_and_nothing_of_it_is_left(opener, home):
+    before, descriptors = children(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        opened(opener, home / "job.yaml")
+    assert children() <= before
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+
+
+def test_a_template_that_loops_is_refused_by_the_limit_it_met(opener, home):
+    with pytest.raises(SpecError, match=r"chat template.*more than 2 s of CPU"):
+        opened(opener, with_template(home, LOOPS))
+
+
+def test_a_template_that_wants_gigabytes_costs_this_process_nothing(opener, home):
+    resident = psutil.Process().memory_info().rss
+    with pytest.raises(SpecError) as refused:
+        opened(opener, with_template(home, LARGE))
+    assert len(str(refused.value)) < 5000
+    assert psutil.Process().memory_info().rss < resident + 200e6
+
+
+def test_a_message_that_a_template_writes_is_bounded(opener, home):
+    path = with_template(home, "{% " + "unknown" * 500_000 + " %}")
+    with pytest.raises(SpecError) as refused:
+        opened(opener, path)
+    assert len(str(refused.value)) < 5000
+
+
+def test_a_process_that_dies_refuses_its_job_alone(opener, home):
+    pipeline = {"tokenizer": "tokenizer", "vision": {"kind": "custom", "name": NAME}}
+    with pytest.raises(SpecError, match="died of SIGABRT"):
+        opened(opener, write_job(home, job="dies", pipeline=pipeline))
+    assert opened(opener, home / "job.yaml").catalog.samples
+
+
+def test_storage_that_never_answers_is_given_up(home, tmp_path):
+    moved = shutil.copytree(home, tmp_path / "moved")
+    impatient = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=OpeningLimits(timeout_s=5),
+    )
+    impatient.start()
+    record = impatient.read_job((moved / "job.yaml").read_text(), str(moved), "")
+    (moved / "tokenizer" / "tokenizer.json").unlink()
+    os.mkfifo(moved / "tokenizer" / "tokenizer.json")
+    try:
+        with pytest.raises(SpecError, match=r"within 5 s.*job_opening.timeout_s"):
+            impatient.open_job(record)
+    finally:
+        impatient.close()
+
+
+def test_closing_ends_what_is_being_opened(home):
+    closing = JobOpener(
+        custom_processors={}, limits=DEFAULT_LIMITS, allowed_roots=None, opening=OpeningLimits()
+    )
+    closing.start()
+    path = with_template(home, LOOPS)
+    errors: list[Exception] = []
+
+    def try_it() -> None:
+        try:
+            opened(closing, path)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=try_it)
+    before = children()
+    thread.start()
+    while children() <= before:
+        time.sleep(0.01)
+    began_s = time.monotonic()
+    closing.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert errors
+    assert time.monotonic() - began_s < 15
+
+
+def test_whether_the_index_is_current_is_looked_at_outside_too(opener, home, tmp_path):
+    moved = shutil.copytree(home, tmp_path / "moved")
+    index_job(read_job((moved / "job.yaml").read_text(), moved), custom_processors={})
+    setup = opened(opener, moved / "job.yaml")
+    setup.require_current()
+    with (moved / "texts" / "texts.jsonl").open("a") as stream:
+        stream.write(json.dumps({"id": "late", "text": "one more"}) + "\n")
+    with pytest.raises(IndexStaleError):
+        setup.require_current()
+
+
+def swap_two_ids(tokenizer: Path) -> None:
+    """Other ids of the same lengths: two words of the vocabulary change places."""
+    plain: dict[str, Any] = json.loads(tokenizer.read_text())
+    vocabulary = plain["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer.write_text(json.dumps(plain))
+
+
+def test_a_worker_refuses_another_tokenizer_by_file_and_both_digests(opener, home, tmp_path):
+    moved = shutil.copytree(home, tmp_path / "moved")
+    index_job(read_job((moved / "job.yaml").read_text(), moved), custom_processors={})
+    setup = opened(opener, moved / "job.yaml")
+    decoder_of({}, setup.pipeline)
+    wanted = json.loads(setup.pipeline)["identity"]["tokenizer"]
+    swap_two_ids(moved / "tokenizer" / "tokenizer.json")
+    with pytest.raises(IndexStaleError) as refused:
+        decoder_of({}, setup.pipeline)
+    told = str(refused.value)
+    assert str(moved / "tokenizer" / "tokenizer.json") in told
+    assert wanted[:12] in told
+    assert "another name" in told

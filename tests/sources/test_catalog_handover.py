@@ -1,0 +1,107 @@
+"""A catalog crosses from process to process unchanged, and a damaged one is refused."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.ports import SampleMeasurer
+from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.catalog_handover import hand_over, take_over
+from dataservice.sources.index import build_index
+
+Measurer = Callable[[], SampleMeasurer]
+
+
+@pytest.fixture
+def catalog(
+    tmp_path: Path,
+    spec: Callable[..., SourceSpec],
+    write_tar: Callable[..., Path],
+    write_jsonl: Callable[..., Path],
+    measurer: Measurer,
+) -> IndexedCatalog:
+    """Images and texts, of two sources."""
+    members = [(f"{k}.{i}.jpg", b"J" * (i + 1)) for k in range(9) for i in range(k % 3)]
+    members += [(f"{k}.txt", b"word " * (k + 1)) for k in range(9)]
+    write_tar(tmp_path / "data" / "0.tar", sorted(members))
+    write_jsonl(tmp_path / "data" / "t.jsonl", [{"text": "a b " * (k + 1)} for k in range(5)])
+    specs = [
+        spec(tmp_path / "data" / "0.tar", "webdataset", name="media"),
+        spec(tmp_path / "data" / "t.jsonl", "jsonl", name="texts"),
+    ]
+    for source in specs:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
+    return open_catalog(specs, str(tmp_path / "index"), measurer().fingerprint)
+
+
+def copied(descriptor: int, change: Callable[[bytearray], None] = lambda data: None) -> int:
+    """A file of its own with the same bytes, but for the change."""
+    data = bytearray(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    change(data)
+    copy = os.memfd_create("copy")
+    os.write(copy, data)
+    return copy
+
+
+def test_a_catalog_is_the_same_on_the_other_side(catalog):
+    memory, details = hand_over(catalog)
+    taken = take_over(memory, os.dup(details), DEFAULT_LIMITS)
+    ids = np.arange(catalog.samples)
+    assert taken.fingerprint == catalog.fingerprint
+    assert taken.sizes == catalog.sizes
+    assert taken.details(ids) == catalog.details(ids)
+    assert taken.decoded_values(ids) == catalog.decoded_values(ids)
+    np.testing.assert_array_equal(taken.llm_tokens, catalog.llm_tokens)
+
+
+def test_a_taken_catalog_outlives_the_one_that_it_came_from(catalog):
+    memory, details = hand_over(catalog)
+    taken = take_over(memory, os.dup(details), DEFAULT_LIMITS)
+    expected = catalog.details(np.arange(3))[:]
+    del catalog
+    assert taken.details(np.arange(3)) == expected
+
+
+@pytest.mark.parametrize("which", ["memory", "details"])
+def test_damaged_files_are_refused_or_hold_sound_numbers(catalog, which):
+    """Whatever the other process wrote: an error, or columns that agree with each other."""
+    rng = Random(3)
+    memory, details = hand_over(catalog)
+    refused = 0
+    for _ in range(300):
+
+        def damage(data: bytearray) -> None:
+            for _ in range(rng.randint(1, 4)):
+                data[rng.randrange(len(data))] = rng.choice((0, 1, 127, 128, 255))
+            if rng.random() < 0.2:
+                del data[rng.randrange(len(data)) :]
+
+        changes = {which: damage}
+        try:
+            taken = take_over(
+                copied(memory, changes.get("memory", lambda data: None)),
+                copied(details, changes.get("details", lambda data: None)),
+                DEFAULT_LIMITS,
+            )
+        except ValueError:
+            refused += 1
+            continue
+        lengths = taken.lengths(np.arange(taken.samples))
+        assert taken.samples == sum(taken.sizes)
+        assert np.all(lengths.llm_tokens >= 1)
+        taken.details(np.arange(taken.samples))[:]
+    assert refused > 30
+
+
+def test_files_of_different_catalogs_are_refused(catalog):
+    memory, details = hand_over(catalog)
+    empty = os.memfd_create("empty")
+    for pair in ((copied(memory), empty), (copied(details), copied(details))):
+        with pytest.raises(ValueError, match=r"."):
+            take_over(*pair, DEFAULT_LIMITS)

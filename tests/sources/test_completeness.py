@@ -1,0 +1,99 @@
+"""Media that a record speaks of and nobody reads; and metadata, which is let alone."""
+
+import base64
+
+import pytest
+
+from dataservice.core.errors import SampleError
+from dataservice.core.job import SourceSpec
+from dataservice.core.sample import MediaBlob
+from dataservice.sources.formats.completeness import require_all_media
+from tests.decode.files import Files
+
+PNG = Files.image(8, 8, "PNG")
+
+
+def check(record, *kinds, unnamed=False, file="data/a.jsonl", **more):
+    spec = SourceSpec(name="s", url="u", format="jsonl", **more)
+    media = [MediaBlob(kind=kind, name="x", data=b"x") for kind in kinds]
+    require_all_media(spec, record, media, file=file, unnamed=unnamed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("img", "a.jpg", "image"),
+        ("image_path", "coco/a.PNG", "image"),
+        ("picture", "a.webp", "image"),
+        ("imageFile", "a.tiff", "image"),
+        ("image_2", "b.jpg", "image"),
+        ("photos", ["a.jpg", "b.jpg"], "image"),
+        ("image_url", "https://example.org/a.jpg?size=9", "image"),
+        ("audio_filepath", "a.wav", "audio"),
+        ("audio_path", "a.opus", "audio"),
+        ("wav", "a.wav", "audio"),
+        ("clip", "a.mov", "video"),
+        ("video_paths", [{"path": "a.mp4"}], "video"),
+        ("img", {"bytes": "…", "path": None}, "image"),
+        ("anything", "data:image/png;base64,AAAA", "image"),
+        ("b64", base64.b64encode(PNG).decode(), "image"),
+    ],
+)
+def test_media_under_a_key_that_nobody_reads_are_refused_by_name(key, value, kind):
+    for record in ({key: value, "text": "t"}, {"messages": [{"role": "user", key: value}]}):
+        with pytest.raises(SampleError, match=rf"key '{key}' names {kind} .*ignore: \['{key}'\]"):
+            check(record)
+        check(record, ignore=(key,))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"url": "https://example.org/a.jpg", "filename": "a.jpg", "key": "000", "source": "x.mp4"},
+        {"file_name": "a.png", "original_width": 640, "image_width": 640, "image_height": 480},
+        {"image_id": 17, "image_caption": "A cat", "num_images": 2, "images": 2, "audio": None},
+        {"audio_duration": 1.5, "speech": "Ladies and gentlemen", "video_title": "How to"},
+        {"img_hash": "9f0d", "picture": "a picture of a cat", "photo": "", "images": [], "n": True},
+        {"text": "x" * 500, "sha": "A" * 64, "embedding": "QUJD" * 60},
+        {"messages": [{"role": "user", "content": "see a.jpg"}], "meta": {"image": "a.jpg"}},
+    ],
+)
+def test_metadata_of_ordinary_sets_are_let_alone(record):
+    check(record)
+
+
+def test_what_describes_a_medium_that_the_sample_has_is_metadata():
+    check({"image_path": "/orig/a.jpg", "image_url": "https://e.org/a.jpg"}, "image")
+    with pytest.raises(SampleError, match="audio_path"):
+        check({"audio_path": "a.wav"}, "image")
+
+
+def test_a_second_image_that_is_not_read_is_not_metadata():
+    with pytest.raises(SampleError, match=r"key 'image_2' .* has 1 image file\."):
+        check({"image_2": "b.jpg"}, "image")
+
+
+def test_members_of_an_archive_may_be_named_by_its_record():
+    check({"image": "a.jpg", "image_2": "b.jpg"}, "image", "image", unnamed=True)
+    check({"image": "000123"}, "image", unnamed=True)
+    with pytest.raises(SampleError, match="image_2"):
+        check({"image": "a.jpg", "image_2": "b.jpg"}, "image", unnamed=True)
+    with pytest.raises(SampleError, match="key 'image' names image '000123'"):
+        check({"image": "000123"}, unnamed=True)
+
+
+def test_the_metadata_of_an_image_folder_name_its_files():
+    record = {"file_name": "0001.png", "text": "a cat"}
+    check(record)
+    with pytest.raises(SampleError, match="file_name"):
+        check(record, file="train/metadata.jsonl")
+
+
+def test_a_source_with_an_image_column_of_its_choice_has_chosen():
+    check({"image_url": "a.jpg"}, image_column="photo")
+
+
+def test_reasons_are_of_bounded_length():
+    with pytest.raises(SampleError) as refused:
+        check({"image" + " x" * 10_000: ["a.jpg"] * 10_000})
+    assert len(str(refused.value)) < 1000

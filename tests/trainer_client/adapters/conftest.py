@@ -1,0 +1,3 @@
+from tests.trainer_client.runtime.conftest import world
+
+__all__ = ["world"]

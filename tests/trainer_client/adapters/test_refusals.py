@@ -1,0 +1,192 @@
+"""What packs or CP groups cannot give exactly is refused, with the remedy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, text
+from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
+from trainer_client.adapters.transformers import UnsupportedModel, trainable
+from trainer_client.adapters.transformers.attention import PackAttention
+from trainer_client.positions import MropeRule, local_positions
+from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, run_step
+from trainer_client.runtime.loads import make_microbatch
+from trainer_client.shard import PackItems
+
+
+def model_of(config, **settings):
+    """A causal model of transformers with these settings."""
+    known = {**text(), **settings}
+    made = getattr(transformers, config)(**known)
+    return transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+
+
+def one_step(model, name="llama", seed=1):
+    """A step of a single replica on samples of a family."""
+    samples = samples_of(name, FAMILIES[name].build(), seed)
+    with GroupPool() as pool:
+        return run_step(model, shard_of(samples, 1, 0, seed, (1,)), pool)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        ("MixtralConfig", {"output_router_logits": True}, "output_router_logits=False"),
+        ("MambaConfig", {}, "attention interface.* mixes neighbouring tokens"),
+        ("Qwen3NextConfig", {}, "layers of .'linear_attention'.; exact are"),
+        ("FalconH1Config", {}, "mixes neighbouring tokens outside of attention"),
+    ],
+)
+def test_a_decoder_that_packs_would_change_is_refused(config, settings, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        trainable(model_of(config, **settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        ("Gemma2Config", {"sliding_window": 512}, "softcap"),
+        ("GptOssConfig", {"sliding_window": 512, "num_local_experts": 2}, "attention sinks"),
+        ("LlamaConfig", {"attention_dropout": 0.1}, "set attention_dropout to 0"),
+        (
+            "LlamaConfig",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+             "max_position_embeddings": 8},
+            "'dynamic' change their frequencies beyond 8 tokens.* max_sample_tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layer_that_asks_for_more_than_the_ring_computes_is_refused(config, settings, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        one_step(trainable(model_of(config, **settings)))
+
+
+def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
+    config = transformers.PaliGemmaConfig(text_config={**text(), "model_type": "gemma"})
+    with torch.device("meta"):
+        model = transformers.PaliGemmaForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModel, match=r"family 'paligemma'.* known are gemma3, internvl"):
+        trainable(model)
+
+
+def test_a_vision_encoder_without_a_processor_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"processor=AutoProcessor"):
+        trainable(FAMILIES["llava"].build())
+
+
+def test_the_processor_is_found_where_the_model_came_from(tmp_path):
+    FAMILIES["llava"].build().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "CLIPImageProcessor", "image_mean": [0.4, 0.5, 0.6], '
+        '"image_std": [0.3, 0.2, 0.25]}'
+    )
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    found = one_step(trainable(loaded.double()), "llava")
+    given = one_step(trainable(FAMILIES["llava"].build(), processor=PROCESSOR), "llava")
+    assert found.loss == pytest.approx(given.loss, rel=1e-6)  # saved weights are float64 as well
+
+
+def test_images_for_a_model_of_text_are_refused():
+    with pytest.raises(UnsupportedModel, match="no vision encoder, but the job has vision items"):
+        one_step(trainable(FAMILIES["llama"].build()), "llava")
+
+
+def test_positions_of_another_family_are_refused_either_way():
+    samples = samples_of("qwen2_vl", FAMILIES["qwen2_vl"].build(), 1)
+    microbatches = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    with_images = next(mb for mb in microbatches if mb.vision is not None)
+    qwen = trainable(FAMILIES["qwen2_vl"].build(), processor=PROCESSOR)
+    attention = PackedAttention(with_images.cu_seqlens)
+    with pytest.raises(LayoutError, match=r"gives 1 position.* takes 3.*positions: auto"):
+        qwen.decode(replace(with_images, mrope=None), {}, attention)
+    llama = trainable(FAMILIES["llama"].build())
+    with pytest.raises(LayoutError, match=r"gives 3 position.* takes 1.*positions: sequence"):
+        llama.decode(with_images, {}, attention)
+
+
+@pytest.mark.parametrize("past_time", [False, True])
+def test_clips_that_the_job_places_by_another_clock_are_refused(past_time):
+    model = trainable(FAMILIES["qwen2_5_vl"].build(), processor=PROCESSOR)
+    assert model.model.config.vision_config.tokens_per_second == 4
+    bounds = np.array([0, 14])
+    items = PackItems(  # two patches in time, a second each, of 2 × 2 tokens
+        modality=np.zeros(1, np.int8),
+        kind=np.ones(1, np.int8),
+        start=np.array([3]),
+        tokens=np.array([8]),
+        grid=np.array([[2, 4, 4, 2]]),
+        seconds_per_patch=np.ones(1),
+    )
+
+    def decode(tokens_per_second):
+        rule = MropeRule(tokens_per_second=tokens_per_second, past_time=past_time)
+        mrope = local_positions(bounds, items, rule, degree=1, cp_rank=0)
+        pack = make_microbatch((14,), (0,), 0, torch.device("cpu"))
+        return model.decode(
+            replace(pack, mrope=mrope, items=items), {}, PackedAttention(pack.cu_seqlens)
+        )
+
+    with pytest.raises(LayoutError, match=r"another clock.* tokens_per_second to 4"):
+        decode(2)
+    assert decode(4).shape == (14, model.model.config.text_config.vocab_size)
+
+
+def test_images_without_their_grids_are_refused_where_the_family_needs_them():
+    samples = samples_of("llava_next", FAMILIES["llava_next"].build(), 1)
+    microbatches = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    batch = next(mb.vision for mb in microbatches if mb.vision is not None)
+    model = trainable(FAMILIES["llava_next"].build(), processor=PROCESSOR)
+    with pytest.raises(LayoutError, match="vision processor of this model's family"):
+        model.encode("vision", replace(batch, notes=None))
+
+
+def test_a_recording_that_is_too_long_is_refused():
+    samples = samples_of("qwen2_audio", FAMILIES["qwen2_audio"].build(), 1)
+    microbatches = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    batch = next(mb.audio for mb in microbatches if mb.audio is not None)
+    model = trainable(FAMILIES["qwen2_audio"].build())
+    long = replace(batch, items=[torch.zeros(160 * 101)])
+    with pytest.raises(ValueError, match=r"16,160 samples.*lower the job's chunk_s"):
+        model.encode("audio", long)
+
+
+def rows(count):
+    return torch.randn(count, 2, 4, dtype=torch.float64)
+
+
+def test_a_window_is_refused_in_a_cp_group_unless_it_holds_every_sample():
+    q, k, v = rows(8), rows(8), rows(8)
+    ring = PackedAttention([0, 8, 16])
+    lengths = {"cu_seqlens": [0, 8, 16], "lengths": [7, 5]}
+    alone = PackAttention(ring, degree=1, **lengths)
+    with pytest.raises(UnsupportedModel, match=r"window of 6 tokens.* longest sample has 7"):
+        PackAttention(ring, degree=2, **lengths)(q, k, v, scale=None, window=6)
+    whole = torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, v])
+    wide = alone(*whole, scale=None, window=7)
+    torch.testing.assert_close(wide, PackAttention(ring, degree=2, **lengths)(
+        *whole, scale=None, window=7
+    ))  # fmt: skip
+    assert not torch.allclose(alone(*whole, scale=None, window=6)[:7], wide[:7])
+
+
+def test_gemma_3_is_refused_in_a_cp_group():
+    samples = samples_of("gemma3", FAMILIES["gemma3"].build(), 1)
+    (first, *_) = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    model = trainable(FAMILIES["gemma3"].build(), processor=PROCESSOR)
+    with pytest.raises(UnsupportedModel, match=r"exact at CP degree 1 only.*static_degree: 1"):
+        model.decode(replace(first, cp_group=(0, 1)), {}, PackedAttention(first.cu_seqlens))
+
+
+def test_a_model_is_evaluated_with_its_own_attention_and_trains_with_the_ring_again():
+    library = FAMILIES["llama"].build()
+    model = trainable(library)
+    before = one_step(model).loss
+    ids = torch.arange(5)[None]
+    with pytest.raises(UnsupportedModel, match=r'set_attn_implementation\("sdpa"\)'):
+        library(input_ids=ids)
+    library.set_attn_implementation("sdpa")
+    torch.testing.assert_close(library(ids).logits, FAMILIES["llama"].build()(ids).logits)
+    assert one_step(model).loss == before

@@ -1,0 +1,44 @@
+"""What a pool's worker serves where no decoding is wanted, and whoever asks it."""
+
+import asyncio
+import os
+import sys
+
+from ray import cloudpickle
+
+# Ray's workers cannot import tests: send what this module defines by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Served:
+    """A real server that tells its worker's name and process, and how it was stopped."""
+
+    def __init__(self, server):
+        self.server = server
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def stop(self):
+        self.server.close()
+        await self.server.wait_closed()
+
+
+async def serve(worker):
+    async def answer(reader, writer):
+        writer.write(f"{worker} {os.getpid()}".encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    return Served(await asyncio.start_server(answer, "127.0.0.1", 0))
+
+
+async def ask(address):
+    """(worker, process id) of whoever answers there."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        answer = (await reader.read()).decode().split()
+    finally:  # whoever asks may be cancelled
+        writer.close()
+    await writer.wait_closed()
+    return answer[0], int(answer[1])

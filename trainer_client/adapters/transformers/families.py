@@ -1,0 +1,397 @@
+"""How each family of models takes its items and its features: one class a family.
+
+    items ─ encoder inputs ─▶ the family's own encoder ─▶ feature rows [rows, row width]
+    feature rows, local tokens ─▶ embeddings ─▶ the family's own decoder ─▶ logits
+
+What is computed is the library's own: an encoder is called as the model's ``forward`` calls it, on
+all items of a microbatch at once, and the decoder through the model's ``forward`` wherever that
+takes embeddings. A family is known by its config's ``model_type``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+from trainer_client.adapters.transformers.attention import DEGREE_ONE, PackAttention
+from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixels
+from trainer_client.features import HOP_SAMPLES
+from trainer_client.positions import MropeRule, local_positions
+from trainer_client.runtime import Features, LayoutError, PackedAttention, scatter_rows
+from trainer_client.shard import Microbatch, ModalityBatch, PackItems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalization:
+    """Mean and deviation of each colour channel, of pixels in [0, 1]."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class TextFamily:
+    """A decoder alone: Llama, Qwen3 and every other causal model whose layers call the attention
+    interface of transformers."""
+
+    # By modality: the parts of the core model that make its feature rows.
+    encoders: Mapping[str, tuple[str, ...]] = {}
+    position_rows = 1
+
+    def __init__(self, model: Any, normalization: Normalization | None) -> None:
+        self.model = model
+        self.decoder = model.get_decoder()
+        self._normalization = normalization
+
+    def weights(self, modality: str) -> list[Parameter]:
+        """What makes a modality's feature rows.
+
+        Raises UnsupportedModel where the model has no such encoder.
+        """
+        if modality not in self.encoders:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} has no {modality} encoder, but the job has "
+                f"{modality} items. Train a model that has one, or leave those sources out of the "
+                "job."
+            )
+        parts = [getattr(self.model.model, name) for name in self.encoders[modality]]
+        return [weight for part in parts for weight in _weights_of(part)]
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        """Feature rows [rows, row width] of a batch's items, end to end."""
+        raise NotImplementedError
+
+    def dummy_item(self, modality: str) -> Tensor:
+        """The smallest item that the encoder takes, on the host."""
+        raise NotImplementedError
+
+    def decode(
+        self,
+        microbatch: Microbatch,
+        features: Mapping[str, Features],
+        attention: PackedAttention,
+    ) -> Tensor:
+        """Logits [local rows, vocabulary]."""
+        packed = self.pack(microbatch, attention)
+        ids = microbatch.input_ids[None]
+        positions = self.positions(microbatch)
+        logits: Tensor = self.forward(ids, positions, packed, features)
+        layers = self.decoder.config.num_hidden_layers
+        if packed.calls != layers:
+            raise UnsupportedModel(
+                f"{packed.calls} of the {layers} layers of {type(self.decoder).__name__} computed "
+                "their attention through transformers' attention interface; the others would mix "
+                "the samples of a pack"
+            )
+        # Not a view of the batch of one, on which FSDP's hooks would warn.
+        rows: Tensor = torch.ops.aten._unsafe_view(logits, logits.shape[1:])
+        return rows
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        packed: PackAttention,
+        features: Mapping[str, Features],
+    ) -> Tensor:
+        """Logits [1, rows, vocabulary]. The model never sees labels, which are shifted already."""
+        taken = self.taken(ids, features)
+        out = self.model(**taken, position_ids=positions, use_cache=False, packed=packed)
+        logits: Tensor = out.logits
+        return logits
+
+    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Tensor]:
+        """What the model's forward takes of tokens [1, rows] and of feature rows."""
+        return {"input_ids": ids}
+
+    def pack(self, microbatch: Microbatch, attention: PackedAttention) -> PackAttention:
+        """The attention that the layers of this microbatch are given."""
+        return PackAttention(
+            attention,
+            degree=len(microbatch.cp_group),
+            cu_seqlens=microbatch.cu_seqlens.tolist(),
+            lengths=microbatch.lengths.tolist(),
+            spans=self.spans(microbatch),
+        )
+
+    def spans(self, microbatch: Microbatch) -> Tensor | None:
+        """Rows that see one another in both directions; None where all attention is causal."""
+        return None
+
+    def positions(self, microbatch: Microbatch) -> Tensor:
+        """[1, rows], or [3, 1, rows] where the family takes time, height and width (M-RoPE)."""
+        positions = microbatch.positions
+        rows = 1 if positions.dim() == 1 else len(positions)
+        if rows == self.position_rows:
+            return positions[None] if rows == 1 else positions[:, None]
+        if rows == 1 and microbatch.vision is None:
+            return positions.expand(self.position_rows, 1, -1)  # of text, all rows are equal
+        raise LayoutError(
+            f"the job gives {rows} position(s) a token, and {type(self.model).__name__} takes "
+            f"{self.position_rows}. M-RoPE has three: time, height and width. Give the job's "
+            "pipeline the vision processor of this model's family, and `positions: auto`; for a "
+            "model that counts tokens, `positions: sequence`."
+        )
+
+
+class FeatureFamily(TextFamily):
+    """A decoder whose embeddings are replaced by feature rows at their tokens."""
+
+    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Tensor]:
+        return {"inputs_embeds": self.embeddings(ids, features)}
+
+    def embeddings(self, ids: Tensor, features: Mapping[str, Features]) -> Tensor:
+        """Embeddings of ids [1, rows], with feature rows in their places."""
+        embeddings: Tensor = self.model.get_input_embeddings()(ids)[0]
+        for found in features.values():
+            embeddings = scatter_rows(embeddings, found.rows, found.positions)
+        return embeddings[None]
+
+    def pixels(self) -> dict[str, Any]:
+        """How the vision encoder takes pixels: mean, deviation, and the type of its weights."""
+        known = self._normalization
+        assert known is not None  # trainable() finds one for every family that sees
+        return {"mean": known.mean, "std": known.std, "dtype": self.weights("vision")[0].dtype}
+
+    def seen(self, *inputs: object) -> Any:
+        """What the library's own vision encoder, with its projector, makes of its inputs."""
+        return self.model.model.get_image_features(*inputs, return_dict=True)
+
+
+class QwenVL(FeatureFamily):
+    """Qwen2-VL and Qwen2.5-VL: patches of any resolution, M-RoPE. Images and clips are encoded
+    alike, each with its own grid."""
+
+    encoders: Mapping[str, tuple[str, ...]] = {"vision": ("visual",)}
+    position_rows = 3
+    _clock_is_known = False
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        sizes = self.model.config.vision_config
+        pixels, grids = patch_rows(
+            batch.items,
+            patch=sizes.patch_size,
+            temporal_patch=sizes.temporal_patch_size,
+            merge=sizes.spatial_merge_size,
+            **self.pixels(),
+        )
+        return self._rows(self.seen(pixels, grids))
+
+    def positions(self, microbatch: Microbatch) -> Tensor:
+        positions = super().positions(microbatch)
+        items = microbatch.items
+        if not self._clock_is_known and items is not None and (items.grid[:, 0] > 1).any():
+            self._check_clock(microbatch, items, positions[:, 0].cpu())
+        return positions
+
+    def _check_clock(self, microbatch: Microbatch, items: PackItems, found: Tensor) -> None:
+        """Whether the job counts the time of clips as this model does: Qwen2.5-VL by the second,
+        Qwen2-VL by patches. Raises LayoutError."""
+        rate = getattr(self.model.config.vision_config, "tokens_per_second", 0)
+
+        def placed(per_second: float, past_time: bool) -> Tensor:
+            return local_positions(
+                microbatch.cu_seqlens.numpy().astype("int64"),
+                items,
+                MropeRule(tokens_per_second=per_second, past_time=past_time),
+                degree=len(microbatch.cp_group),
+                cp_rank=microbatch.cp_rank,
+            )
+
+        for past_time in (False, True):  # whether time moves the text behind a clip is the job's
+            expected = placed(rate, past_time)
+            if torch.equal(expected, found):
+                # These rows may lack the clip: then any clock fits, and the next pack is asked.
+                self._clock_is_known = not torch.equal(expected, placed(rate + 1, past_time))
+                return
+        counts = f"{rate} positions a second" if rate else "one position a patch"
+        raise LayoutError(
+            "the job places the frames of clips by another clock than this model, which has "
+            f"{counts}. Set `vision: kind` of the job's pipeline to {self.model.config.model_type}"
+            + (f", and its tokens_per_second to {rate}." if rate else ".")
+        )
+
+    def dummy_item(self, modality: str) -> Tensor:
+        sizes = self.model.config.vision_config
+        side = sizes.patch_size * sizes.spatial_merge_size
+        return torch.zeros(1, side, side, 3, dtype=torch.uint8)
+
+    def _rows(self, found: Any) -> Tensor:
+        return _joined(found.pooler_output)
+
+
+class Qwen3VL(QwenVL):
+    """Qwen3-VL: features of deeper encoder layers are added behind the first decoder layers.
+
+    A feature row carries them behind its own width, [width · (1 + deepstack layers)], so that the
+    exchange brings them along.
+    """
+
+    def _rows(self, found: Any) -> Tensor:
+        return torch.cat([super()._rows(found), *map(_joined, found.deepstack_features)], dim=1)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        packed: PackAttention,
+        features: Mapping[str, Features],
+    ) -> Tensor:
+        # The model's own forward takes deepstack features with pixels only.
+        seen, deep = None, None
+        if (found := features.get("vision")) is not None:
+            order = found.positions.argsort()  # rows arrive by source, and are read by token
+            own, *deep = torch.split(found.rows, self.decoder.config.hidden_size, dim=1)
+            deep = [rows[order] for rows in deep]
+            seen = torch.zeros_like(ids, dtype=torch.bool)
+            seen[0, found.positions] = True
+            features = {"vision": Features(rows=own, positions=found.positions)}
+        out = self.decoder(
+            inputs_embeds=self.embeddings(ids, features),
+            position_ids=positions,
+            use_cache=False,
+            visual_pos_masks=seen,
+            deepstack_visual_embeds=deep,
+            packed=packed,
+        )
+        logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state)
+        return logits
+
+
+class Tiles(FeatureFamily):
+    """LLaVA and InternVL: an item is one or more squares, [tiles, side, side, 3]."""
+
+    encoders: Mapping[str, tuple[str, ...]] = {"vision": ("vision_tower", "multi_modal_projector")}
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        pixels = square_pixels(batch.items, **self.pixels())
+        return _joined(self.seen(pixels, *self.sizes(batch)).pooler_output)
+
+    def sizes(self, batch: ModalityBatch) -> tuple[object, ...]:
+        """What the encoder takes besides pixels."""
+        return ()
+
+    def dummy_item(self, modality: str) -> Tensor:
+        height, width = _sides(self.model.config.vision_config.image_size)
+        return torch.zeros(1, height, width, 3, dtype=torch.uint8)
+
+
+class LlavaNext(Tiles):
+    """LLaVA-NeXT: the whole picture as one square, then the squares of a canvas that it is fitted
+    into, [1 + squares, side, side, 3]. An item's grid is [squares, rows, columns, 1], where rows
+    and columns are the canvas's patches without its border."""
+
+    encoders: Mapping[str, tuple[str, ...]] = {
+        "vision": ("vision_tower", "multi_modal_projector", "image_newline")
+    }
+
+    def sizes(self, batch: ModalityBatch) -> tuple[object, ...]:
+        # The library finds canvas and border from a picture's size. A picture of just the size of
+        # the patches that are left has the same canvas, and the same border.
+        side = self.model.config.vision_config.patch_size
+        return ([(side * int(rows), side * int(columns)) for _, rows, columns, _ in _grids(batch)],)
+
+    def dummy_item(self, modality: str) -> Tensor:
+        """The squares of a picture of one patch, for the library's choice of its canvas."""
+        config, side = self.model.config, self.model.config.vision_config.image_size
+        squares = image_size_to_num_patches([1, 1], config.image_grid_pinpoints, side)
+        return torch.zeros(squares, side, side, 3, dtype=torch.uint8)
+
+
+class Gemma3(Tiles):
+    """Gemma 3: one square an item, whose tokens see one another in both directions."""
+
+    def spans(self, microbatch: Microbatch) -> Tensor | None:
+        if len(microbatch.cp_group) > 1:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} lets the tokens of an image see one another, which "
+                f"is exact at CP degree 1 only, and this pack is spread over "
+                f"{len(microbatch.cp_group)} replicas: {DEGREE_ONE}"
+            )
+        image = microbatch.input_ids == self.model.config.image_token_id
+        if not bool(image.any()):
+            return None
+        begins = image.clone()
+        begins[1:] &= ~image[:-1]
+        return torch.where(image, begins.cumsum(0), -1)
+
+
+class Qwen2Audio(FeatureFamily):
+    """Qwen2-Audio: log-mel frames of 30 s, of which only those of the recording become tokens."""
+
+    encoders: Mapping[str, tuple[str, ...]] = {"audio": ("audio_tower", "multi_modal_projector")}
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        core = self.model.model
+        sizes = core.audio_tower.config
+        frames = 2 * sizes.max_source_positions  # the stem has a stride of 2
+        mel, sound = log_mel_batch(
+            batch.items, n_mels=sizes.num_mel_bins, pad_to_samples=frames * HOP_SAMPLES
+        )
+        # The library's own arithmetic: tokens of the encoder, then of its pooling by two.
+        inner, tokens = core.audio_tower._get_feat_extract_output_lengths(sound.sum(1))
+        inside = create_bidirectional_mask(
+            config=sizes,
+            inputs_embeds=mel.new_empty(len(mel), sizes.max_source_positions, 1),
+            attention_mask=_first(inner, sizes.max_source_positions, mel.device),
+        )
+        encoded = core.audio_tower(mel, attention_mask=inside).last_hidden_state
+        rows: Tensor = core.multi_modal_projector(encoded)
+        return rows[_first(tokens, rows.shape[1], rows.device)]
+
+    def dummy_item(self, modality: str) -> Tensor:
+        return torch.zeros(4 * HOP_SAMPLES)
+
+
+def _first(counts: Tensor, size: int, device: torch.device) -> Tensor:
+    """bool [n, size]: the first counts[i] of row i are true."""
+    return torch.arange(size, device=device) < counts[:, None]
+
+
+def _grids(batch: ModalityBatch) -> list[list[int]]:
+    """The grid of each item; of a dummy item, which the batch has no row for, one patch.
+
+    Raises LayoutError where items came without grids.
+    """
+    if not len(batch.exchange.send_rows):
+        return [[1, 1, 1, 1]] * len(batch.items)
+    grids: list[list[int]] = [] if batch.notes is None else batch.notes.grid.tolist()
+    if len(grids) != len(batch.items) or not all(map(all, grids)):
+        raise LayoutError(
+            f"{len(batch.items)} items came with the grids {grids}; give the job the vision "
+            "processor of this model's family"
+        )
+    return grids
+
+
+def _weights_of(part: Module | Parameter) -> list[Parameter]:
+    return [part] if isinstance(part, Parameter) else list(part.parameters())
+
+
+def _joined(parts: Any) -> Tensor:
+    """Rows [rows, width] of items that came as one tensor, or each as its own."""
+    is_rows = isinstance(parts, Tensor) and parts.dim() == 2
+    return parts if is_rows else torch.cat(list(parts))
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    return int(height), int(width)
+
+
+FAMILIES: dict[str, type[TextFamily]] = {
+    "qwen2_vl": QwenVL,
+    "qwen2_5_vl": QwenVL,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VL,
+    "llava": Tiles,
+    "llava_next": LlavaNext,
+    "internvl": Tiles,
+    "qwen2_audio": Qwen2Audio,
+    "gemma3": Gemma3,
+}

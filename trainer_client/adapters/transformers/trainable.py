@@ -1,0 +1,203 @@
+"""A model of transformers as something that `run_step` trains.
+
+    model = trainable(AutoModelForImageTextToText.from_pretrained(path))
+    for shard in dataset:
+        result = run_step(model, shard, groups)
+        optimizer.step()
+
+What is trained is what the model's own forward would train on the same samples, one at a time: the
+same positions, the same masks, the same loss. Where that cannot be had, `trainable` or the first
+step raises UnsupportedModel.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Conv1d, Module, RNNBase
+from transformers.image_processing_base import ImageProcessingMixin
+
+from trainer_client.adapters.transformers.attention import RING
+from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
+from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.runtime import Features, GroupPool, PackedAttention, forward_microbatch
+from trainer_client.shard import Microbatch, ModalityBatch
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their frequencies depend on the longest position in a batch, beyond a limit.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def trainable(model: Module, *, processor: Any = None) -> "TrainableModel":
+    """Make a model of transformers trainable by `run_step`.
+
+    Parameters
+    ----------
+    model: a causal language model whose layers call transformers' attention interface, or a model
+        of a family in ``families.FAMILIES``; with PEFT's adapters in it or without. It is changed
+        in place: its decoder's attention becomes the ring, and it is set to training. Encoders
+        keep their attention.
+    processor: what has ``image_mean`` and ``image_std``, or an ``image_processor`` that has; by
+        default that which lies where the model was loaded from. For vision encoders only.
+
+    Raises
+    ------
+    UnsupportedModel: packs of samples would train another model.
+    """
+    plain = plain_model(model)
+    family_of = family_class(plain)
+    obstacles = list(obstacles_of(plain))
+    if obstacles:
+        raise UnsupportedModel(
+            f"{type(plain).__name__} {', and it '.join(obstacles)}. Trained from packs, it would "
+            "become another model than transformers trains."
+        )
+    pixels = normalization(plain, processor) if "vision" in family_of.encoders else None
+    plain.get_decoder().set_attn_implementation(RING)
+    return TrainableModel(model, family_of(plain, pixels)).train()
+
+
+class TrainableModel(Module):
+    """A ``MultimodalModel`` whose weights are those of ``model``, a model of transformers.
+
+    Plain, in DDP, in FSDP2 (shard layers of ``model`` first, then this), or as accelerate prepares
+    it. Save with ``model.save_pretrained``.
+    """
+
+    def __init__(self, model: Module, family: TextFamily) -> None:
+        super().__init__()
+        self.model = model
+        self._family = family
+
+    def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
+        """Logits [local rows, vocabulary]; DDP and FSDP2 hook into this."""
+        return forward_microbatch(self, microbatch, groups)
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        """Feature rows [rows, row width] of ``batch.items`` joined end to end."""
+        return self._family.encode(modality, batch)
+
+    def dummy_item(self, modality: str) -> Tensor:
+        """The smallest item that this encoder takes."""
+        device = next(self.parameters()).device
+        return self._family.dummy_item(modality).to(device)
+
+    def encoder_trains(self, modality: str) -> bool:
+        """Whether any weight that makes this modality's features takes gradients."""
+        return any(weight.requires_grad for weight in self._family.weights(modality))
+
+    def decode(
+        self,
+        microbatch: Microbatch,
+        features: Mapping[str, Features],
+        attention: PackedAttention,
+    ) -> Tensor:
+        """Logits [local rows, vocabulary] of the library's own decoder and head."""
+        decoder = self._family.decoder
+        if decoder.config._attn_implementation != RING:  # someone has evaluated in between
+            decoder.set_attn_implementation(RING)
+        refuse_long_rope(decoder.config, microbatch)
+        return self._family.decode(microbatch, features, attention)
+
+
+def plain_model(model: Any) -> Any:
+    """The model of transformers inside PEFT's wrapper."""
+    settings = getattr(model, "active_peft_config", None)
+    if getattr(settings, "is_prompt_learning", False):
+        raise UnsupportedModel(
+            f"{type(settings).__name__} puts tokens before every sample, which the plan does not "
+            "count. Adapters that change weights, such as LoRA, are supported."
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def family_class(plain: Any) -> type[TextFamily]:
+    """The class of a model's family; a text decoder needs none of its own."""
+    kind, text = plain.config.model_type, plain.config.get_text_config()
+    if text is plain.config:
+        return TextFamily
+    if kind not in FAMILIES:
+        raise UnsupportedModel(
+            f"{type(plain).__name__} is of the family {kind!r}, and how that takes its features is "
+            f"not known here; known are {', '.join(sorted(FAMILIES))}, and text decoders. Write "
+            "the four methods of MultimodalModel around it (trainer_client/runtime/README.md)."
+        )
+    return FAMILIES[kind]
+
+
+def obstacles_of(plain: Any) -> Iterator[str]:
+    """What the config and the modules show to be inexact in packs, with the remedy."""
+    decoder = plain.get_decoder()
+    config = decoder.config
+    if getattr(plain.config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder, where a decoder alone is expected"
+    if not getattr(decoder, "_supports_attention_backend", False):
+        yield "does not call transformers' attention interface, so that it cannot take the ring"
+    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown:
+        yield f"has layers of {sorted(unknown)}; exact are those of {sorted(LAYER_TYPES)}"
+    mixers = [name for name, part in decoder.named_modules() if isinstance(part, Conv1d | RNNBase)]
+    if mixers:
+        yield f"mixes neighbouring tokens outside of attention, in {mixers[0]}"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "adds a loss of its routers, a mean over a whole batch; set output_router_logits=False "
+            "in its text config"
+        )
+    layerdrop = [
+        part.layerdrop
+        for part in plain.modules()
+        if getattr(part, "layerdrop", 0.0) not in (0, 0.0)
+    ]
+    if layerdrop:
+        yield (
+            f"skips layers at random (layerdrop {layerdrop[0]}), other ones on every replica; set "
+            "it to 0"
+        )
+
+
+def refuse_long_rope(config: Any, microbatch: Microbatch) -> None:
+    """Raise UnsupportedModel where rotary frequencies would depend on a pack's longest sample."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = rope.values() if rope and all(isinstance(r, dict) for r in rope.values()) else [rope]
+    for kind in kinds:
+        if kind.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+            continue
+        limit = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        longest = int(microbatch.cu_seqlens.diff().max())
+        if longest > limit:
+            raise UnsupportedModel(
+                f"rotary positions of type {kind['rope_type']!r} change their frequencies beyond "
+                f"{limit} tokens, for all samples of a pack, and one has {longest}; set "
+                f"max_sample_tokens of the job's pipeline to {limit}"
+            )
+
+
+def normalization(plain: Any, processor: Any) -> Normalization:
+    """Mean and deviation of pixels: the processor's, or what lies where the model came from."""
+    if processor is None:
+        settings = _saved_processor(plain.name_or_path)
+    else:
+        image = getattr(processor, "image_processor", processor)
+        settings = {name: getattr(image, name, None) for name in ("image_mean", "image_std")}
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    if mean is None or std is None:
+        raise UnsupportedModel(
+            f"{type(plain).__name__} has a vision encoder, and the mean and deviation of its "
+            f"pixels are not known: no image processor lies in {plain.name_or_path or 'memory'!r}. "
+            "Give trainable(model, processor=AutoProcessor.from_pretrained(...))."
+        )
+    return Normalization(mean=tuple(mean), std=tuple(std))
+
+
+def _saved_processor(name_or_path: str) -> dict[str, Any]:
+    """Settings of the image processor in a folder, or of a repository that was downloaded."""
+    if not name_or_path:
+        return {}
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(
+            name_or_path, local_files_only=True
+        )
+    except OSError:
+        return {}
+    return dict(settings)
