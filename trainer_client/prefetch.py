@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer_client.errors import MisuseError, ServiceTimeout
+from trainer_client.interruptible import wait_for
 
 Item = TypeVar("Item")
 
@@ -46,7 +47,7 @@ class Prefetcher(Generic[Item]):
     def peek(self, timeout_s: float) -> Item | None:
         """The item that `next` will take. Raises ServiceTimeout where it takes longer."""
         with self._changed:
-            if not self._changed.wait_for(self._something_to_say, timeout_s):
+            if not wait_for(self._changed, self._something_to_say, timeout_s):
                 raise ServiceTimeout(
                     f"the next step did not come within {timeout_s:g} s, and no call failed. Look "
                     "at `dataservice status` for what the job waits for: workers that decode too "
@@ -140,7 +141,7 @@ class Committer:
         """Wait until all is sent. Raises the error of a commit, and ServiceTimeout where it takes
         longer."""
         with self._changed:
-            self._changed.wait_for(self._settled, timeout_s)
+            wait_for(self._changed, self._settled, timeout_s)
             if self._failure is not None:
                 raise self._failure
             if self._steps and not self._closed:

@@ -33,6 +33,7 @@ from trainer_client.errors import (
     UnknownJob,
     from_rpc,
 )
+from trainer_client.interruptible import wait_for
 
 Answer = TypeVar("Answer")
 
@@ -104,7 +105,8 @@ class Session:
         self._thread.start()
         claim = self._claim
         with self._changed:
-            if not self._changed.wait_for(lambda: self._lease or self._failure, self._timeout_s):
+            settled = wait_for(self._changed, lambda: self._lease or self._failure, self._timeout_s)
+            if not settled:
                 raise ServiceTimeout(
                     f"rank {claim.rank} of {claim.world_size} has waited {self._timeout_s:g} s "
                     f"for the other ranks of job {claim.job!r} to open. Check that all "

@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 START = """
 import sys
@@ -13,27 +15,33 @@ print(next(shards).step, flush=True)
 """
 
 
-def start(service, program):
-    return subprocess.Popen(
+@contextmanager
+def started(service, program) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(
         [sys.executable, "-c", program, service.address],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_process_and_its_fork_end_though_the_loop_did_not(service):
-    process = start(service, START + "import os\nsys.exit(7 if os.fork() else 0)")
-    out, err = process.communicate(timeout=30)
+    with started(service, START + "import os\nsys.exit(7 if os.fork() else 0)") as process:
+        out, err = process.communicate(timeout=30)
     assert (out, process.returncode) == ("0\n", 7)
     assert "Traceback" not in err
 
 
 def test_an_interrupt_ends_a_loop_that_waits_for_data(make_service):
     service = make_service(steps=50)
-    process = start(service, START + "for _ in shards: pass")
-    assert process.stdout.readline() == "0\n"
-    service.coordinator.planned.clear()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    with started(service, START + "for _ in shards: pass") as process:
+        assert process.stdout.readline() == "0\n"
+        service.coordinator.planned.clear()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
     assert err.rstrip().endswith("KeyboardInterrupt")

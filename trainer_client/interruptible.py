@@ -1,0 +1,26 @@
+"""Waits of the training loop that an interrupt (Ctrl-C, or a handler of the trainer's own) ends.
+
+Python runs a signal's handler between two bytecodes of the main thread. A signal that arrives
+after the last look and before a lock's wait begins is noted, but wakes nobody: the handler runs
+when that wait ends. On a busy machine that moment lasts until the thread is scheduled again, and
+every tenth Ctrl-C falls into it, so the main thread never waits long at a stretch.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+# The longest time for which an interrupt goes unnoticed.
+NOTICE_S = 0.5
+
+
+def wait_for(changed: threading.Condition, holds: Callable[[], object], timeout_s: float) -> bool:
+    """`Condition.wait_for`: whether `holds()` came true within `timeout_s`. The caller holds
+    `changed`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        changed.wait(min(left_s, NOTICE_S))
+    return True
