@@ -112,6 +112,13 @@ def _roots(allowed: Sequence[str] | None, team: str) -> Roots | None:
     return None if allowed is None else Roots.of(allowed, team)
 
 
+def _read_back(
+    record: JobRecord, allowed_roots: Sequence[str] | None
+) -> tuple[JobSpec, Roots | None]:
+    """What a registered job's file says, and what its team may read."""
+    return job_from_json(record.spec_json), _roots(allowed_roots, team_of(record.name))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedJob:
     """What was read from a job's files: its index, and its pipeline's digests by part."""
@@ -132,8 +139,7 @@ def open_files(
     """Read a job's tokenizer, template and index. `built` is called once the pipeline is built.
     Raises IndexStaleError, SourceError, SpecError, and QuotaError where the index is larger than
     the limit, before it is read."""
-    spec = job_from_json(record.spec_json)
-    roots = _roots(allowed_roots, team_of(record.name))
+    spec, roots = _read_back(record, allowed_roots)
     if roots is not None:
         require_allowed(spec, roots)  # the operator may have changed the roots
     job_limits.check("max_sources", len(spec.sources), "sources")
@@ -168,8 +174,7 @@ def check_files(
     Raises IndexStaleError or SourceError where the index does not describe the sources any more,
     or is not that of `identity`.
     """
-    spec = job_from_json(record.spec_json)
-    roots = _roots(allowed_roots, team_of(record.name))
+    spec, roots = _read_back(record, allowed_roots)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
     built()
     return require_same_index(
@@ -226,8 +231,8 @@ def job_setup(
 ) -> JobSetup:
     """An opened job as the engine runs it; the caller adds the check that its index is current.
     Raises SpecError, StateError, and QuotaError where the job is above its limits."""
-    spec = job_from_json(record.spec_json)
-    catalog, roots = opened.catalog, _roots(allowed_roots, team_of(record.name))
+    spec, roots = _read_back(record, allowed_roots)
+    catalog = opened.catalog
     size = _required_size(spec, catalog, job_limits)
     order = _sample_order(catalog, spec)
     return JobSetup(

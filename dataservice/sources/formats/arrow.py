@@ -9,7 +9,6 @@ could be read by themselves, and are refused.
 
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, cast
@@ -30,15 +29,13 @@ from dataservice.sources.formats.arrow_rows import (
     is_readable,
     read_array,
 )
-from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.listing import listed_files
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.table_columns import Columns, choose_columns, refuse_media
-from dataservice.sources.formats.table_rows import Row, TableRows
+from dataservice.sources.formats.table_format import KEPT_DESCRIPTIONS, TableFormat
+from dataservice.sources.formats.table_rows import Row
 from dataservice.sources.storage import SourceFile, Storage
 
-# Schemas of this many files are kept.
-KEPT_SCHEMAS = 1024
 # Rows that are scanned at once.
 FEW_ROWS = 256
 FEW_BYTES = 8 * 2**20
@@ -53,15 +50,14 @@ class ArrowFile:
     batches_at: int
 
 
-class Arrow(FileFormat):
+class Arrow(TableFormat):
     """Arrow files; columns are chosen by name and type, file by file."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".arrow",)
 
     def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         super().__init__(spec, storage, limits)
-        self._samples = TableRows(spec, storage, limits)
-        self._opened = lru_cache(KEPT_SCHEMAS)(self._open)
+        self._opened = lru_cache(KEPT_DESCRIPTIONS)(self._open)
 
     def files(self) -> tuple[SourceFile, ...]:
         """The files at the source's URL. Of a folder of `save_to_disk`, those that its
@@ -77,7 +73,10 @@ class Arrow(FileFormat):
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All rows of a file, a few at a time. Raises SourceError when it is not an Arrow file, or
         a damaged one."""
-        with self._storage.translate(file.path, "be read as Arrow"), self._damage(file.path):
+        with (
+            self._storage.translate(file.path, "be read as Arrow"),
+            self._damage(file.path, "Arrow file"),
+        ):
             opened = self._open(file.path)
             with self._storage.open(file.path) as stream:
                 for number, batch in enumerate(record_batches(stream, opened.batches_at)):
@@ -135,17 +134,6 @@ class Arrow(FileFormat):
                     "datasets: cast_column, remove_columns)."
                 )
         return ArrowFile(schema=schema, columns=columns, batches_at=batches_at)
-
-    @contextmanager
-    def _damage(self, path: str) -> Iterator[None]:
-        """Turn the ValueErrors of damaged messages into SourceError."""
-        try:
-            yield
-        except ValueError as error:
-            raise SourceError(
-                f"{self._owner}: {path} is not an Arrow file, or a truncated or damaged one: "
-                f"{cut(error)}. Copy the file again, or correct the source's format."
-            ) from error
 
     # ---- rows -----------------------------------------------------------------------------
 

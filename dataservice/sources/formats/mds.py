@@ -13,7 +13,6 @@ import json
 import posixpath
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, ClassVar, cast
@@ -28,18 +27,16 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import ByteSpan, RawSample, SampleLocation
 from dataservice.sources.formats.content import parse_record
-from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.listing import listed_files
 from dataservice.sources.formats.mds_values import DECODERS, SIZES_BYTES, cell_type, is_image
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.table_columns import Columns, choose_columns, refuse_media
-from dataservice.sources.formats.table_rows import Row, TableRows
+from dataservice.sources.formats.table_format import KEPT_DESCRIPTIONS, TableFormat
+from dataservice.sources.formats.table_rows import Row
 from dataservice.sources.storage import SourceFile, Storage
 
 _COMPRESSED = (".mds.br", ".mds.bz2", ".mds.gz", ".mds.snappy", ".mds.zstd")
 _VERSION = 2
-# Columns of this many shards are kept.
-KEPT_SHARDS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,15 +50,14 @@ class Shard:
     columns: Columns
 
 
-class Mds(FileFormat):
+class Mds(TableFormat):
     """Uncompressed shards; columns are chosen by name and encoding, shard by shard."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".mds",)
 
     def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         super().__init__(spec, storage, limits)
-        self._samples = TableRows(spec, storage, limits)
-        self._opened = lru_cache(KEPT_SHARDS)(self._open)
+        self._opened = lru_cache(KEPT_DESCRIPTIONS)(self._open)
 
     def files(self) -> tuple[SourceFile, ...]:
         """The shards at the source's URL. Of a folder, those that its `index.json` names; a folder
@@ -87,7 +83,7 @@ class Mds(FileFormat):
         name = posixpath.basename(file.path)
         with (
             self._storage.translate(file.path, "be read as MDS"),
-            self._damage(file.path),
+            self._damage(file.path, "MDS shard"),
             self._storage.open(file.path) as stream,
         ):
             shard = self._head(stream, file.path)
@@ -180,17 +176,6 @@ class Mds(FileFormat):
         for number in range(shard.samples):
             start, end = int(offsets[number]), int(offsets[number + 1])
             yield ByteSpan(name=f"sample {number}", offset_bytes=start, size_bytes=end - start)
-
-    @contextmanager
-    def _damage(self, path: str) -> Iterator[None]:
-        """Turn the ValueErrors of damaged shards into SourceError."""
-        try:
-            yield
-        except ValueError as error:
-            raise SourceError(
-                f"{self._owner}: {path} is not an MDS shard, or a truncated or damaged one: "
-                f"{cut(error)}. Copy the file again, or correct the source's format."
-            ) from error
 
     # ---- samples --------------------------------------------------------------------------
 

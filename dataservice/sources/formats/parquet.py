@@ -22,25 +22,24 @@ from dataservice.core.errors import RESTORE, SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import RawSample, SampleLocation
-from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.parquet_file import Holding, ParquetFile
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.table_columns import Columns, choose_columns, refuse_media
-from dataservice.sources.formats.table_rows import Row, TableRows
+from dataservice.sources.formats.table_format import TableFormat
+from dataservice.sources.formats.table_rows import Row
 from dataservice.sources.storage import SourceFile, Storage
 
 # Number of files that each thread keeps open.
 OPEN_FILES = 8
 
 
-class Parquet(FileFormat):
+class Parquet(TableFormat):
     """Parquet files; columns are chosen by name and type, file by file."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
     def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         super().__init__(spec, storage, limits)
-        self._samples = TableRows(spec, storage, limits)
         self._local = threading.local()
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:

@@ -80,7 +80,8 @@ class TextFamily:
         packed = self.pack(microbatch, attention)
         ids = microbatch.input_ids[None]
         positions = self.positions(microbatch)
-        logits: Tensor = self.forward(ids, positions, packed, features)
+        taken = self.taken(ids, features)
+        logits = self.logits(**taken, position_ids=positions, use_cache=False, packed=packed)
         layers = self.decoder.config.num_hidden_layers
         if packed.calls != layers:
             raise UnsupportedModel(
@@ -92,22 +93,14 @@ class TextFamily:
         rows: Tensor = torch.ops.aten._unsafe_view(logits, logits.shape[1:])
         return rows
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        packed: PackAttention,
-        features: Mapping[str, Features],
-    ) -> Tensor:
-        """Logits [1, rows, vocabulary]. The model never sees labels, which are shifted already."""
-        taken = self.taken(ids, features)
-        out = self.model(**taken, position_ids=positions, use_cache=False, packed=packed)
-        logits: Tensor = out.logits
-        return logits
-
-    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Tensor]:
-        """What the model's forward takes of tokens [1, rows] and of feature rows."""
+    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
+        """What `logits` takes of tokens [1, rows] and of feature rows."""
         return {"input_ids": ids}
+
+    def logits(self, **taken: Any) -> Tensor:
+        """Logits [1, rows, vocabulary]. The model never sees labels, which are shifted already."""
+        logits: Tensor = self.model(**taken).logits
+        return logits
 
     def pack(self, microbatch: Microbatch, attention: PackedAttention) -> PackAttention:
         """The attention that the layers of this microbatch are given."""
@@ -142,7 +135,7 @@ class TextFamily:
 class FeatureFamily(TextFamily):
     """A decoder whose embeddings are replaced by feature rows at their tokens."""
 
-    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Tensor]:
+    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
         return {"inputs_embeds": self.embeddings(ids, features)}
 
     def embeddings(self, ids: Tensor, features: Mapping[str, Features]) -> Tensor:
@@ -235,14 +228,7 @@ class Qwen3VL(QwenVL):
     def _rows(self, found: Any) -> Tensor:
         return torch.cat([super()._rows(found), *map(_joined, found.deepstack_features)], dim=1)
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        packed: PackAttention,
-        features: Mapping[str, Features],
-    ) -> Tensor:
-        # The model's own forward takes deepstack features with pixels only.
+    def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
         seen, deep = None, None
         if (found := features.get("vision")) is not None:
             order = found.positions.argsort()  # rows arrive by source, and are read by token
@@ -251,15 +237,16 @@ class Qwen3VL(QwenVL):
             seen = torch.zeros_like(ids, dtype=torch.bool)
             seen[0, found.positions] = True
             features = {"vision": Features(rows=own, positions=found.positions)}
-        out = self.decoder(
-            inputs_embeds=self.embeddings(ids, features),
-            position_ids=positions,
-            use_cache=False,
-            visual_pos_masks=seen,
-            deepstack_visual_embeds=deep,
-            packed=packed,
-        )
-        logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state)
+        return {
+            "inputs_embeds": self.embeddings(ids, features),
+            "visual_pos_masks": seen,
+            "deepstack_visual_embeds": deep,
+        }
+
+    def logits(self, **taken: Any) -> Tensor:
+        # The model's own forward takes deepstack features with pixels only.
+        hidden = self.decoder(**taken).last_hidden_state
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
 
