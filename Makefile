@@ -18,7 +18,7 @@ test: warm
 test-long: warm
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m long
 
-# Other damage than that of `make test`, and four times as much: 13,000 files and requests for a
+# Other damage than that of `make test`, and eight times as much: 13,000 files and requests for a
 # factor of 1. A failure names its seed and its input.
 FUZZ_SEED ?= $(shell date +%s)
 FUZZ_FACTOR ?= 1

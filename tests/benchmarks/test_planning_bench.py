@@ -22,6 +22,7 @@ from dataservice.planning import ContextCost, partition
 COST = ContextCost.flexsp_7b()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUALITY)
 def test_every_bar_of_quality_is_met_on_small_inputs(name):
     rows = QUALITY[name](TINY)

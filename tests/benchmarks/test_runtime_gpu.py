@@ -14,6 +14,7 @@ from dataservice.planning.calibration import Measurement, split_held_out
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_tiny_run_gives_every_row_and_measurements_to_calibrate(tmp_path):
     table, found = tmp_path / "table.md", tmp_path / "measurements.json"
     arguments = ["--device", "cpu", "--tiny", "--out", table, "--measurements", found]

@@ -287,6 +287,7 @@ def test_a_custom_processor_that_cannot_be_loaded_is_named(cli, home, tmp_path, 
     says(said, f"custom processor 'tiles' is '{path}'", *parts)
 
 
+@pytest.mark.long
 def test_a_custom_processor_of_the_config_trains_and_no_import_path_of_a_job_does(
     cli, home, tmp_path, monkeypatch
 ):
@@ -376,6 +377,7 @@ def test_what_does_not_exist_is_named_with_the_next_step(talking, home):
     talking.ok("job", "delete", "known")
 
 
+@pytest.mark.long
 def test_a_job_can_be_submitted_while_its_service_is_starting(cli, service, home):
     service.stop()
     file, command = write_job(home, job="early"), [sys.executable, "-m", "dataservice.cli.main"]

@@ -41,6 +41,7 @@ def in_order(lines: list[str]) -> list[str]:
     return told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--log-json",)], ids=["text", "json"])
 def test_a_log_has_each_part_of_a_start_in_its_own_format(tmp_path, flags):
     log = tmp_path / "log"

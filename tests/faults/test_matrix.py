@@ -1,6 +1,6 @@
 """Fault × phase on real processes: every case ends with the per-sample audit.
 
-`make test` runs a choice with each kind of fault, `make faults` all.
+`make test` runs one of each kind of victim, `make test-long` one of every fault, `make faults` all.
 """
 
 import contextlib
@@ -11,26 +11,31 @@ from tests.faults.faults import FAULTS
 from tests.faults.phases import PHASES
 from tests.faults.stage import JOIN_LIMIT_S
 
-CHOICE = {
-    "worker-killed": ["streaming"],
-    "decoder-killed": ["decoding"],
-    "nursery-killed": ["streaming"],
-    "coordinator-killed": ["commit"],
-    "coordinator-stopped": ["commit"],
-    "node-killed": ["streaming"],
-    "rank-killed": ["planning"],
-    "rank-stopped": ["streaming"],
-    "all-ranks-killed": ["streaming"],
-    "coordinator-cut-off": ["commit"],
-    "coordinator-silent": ["planning"],
-    "workers-cut-off": ["streaming"],
-    "worker-silent": ["streaming"],
-    "disk-full": ["commit"],
+ALWAYS = {
+    "worker-killed": "streaming",
+    "decoder-killed": "decoding",
+    "coordinator-killed": "commit",
+    "node-killed": "streaming",
+    "rank-stopped": "streaming",
+    "all-ranks-killed": "streaming",
+    "workers-cut-off": "streaming",
+    "disk-full": "commit",
+}
+LONG = {
+    "nursery-killed": "streaming",
+    "coordinator-stopped": "commit",
+    "rank-killed": "planning",
+    "coordinator-cut-off": "commit",
+    "coordinator-silent": "planning",
+    "worker-silent": "streaming",
 }
 
 
 def case(fault, phase):
-    marks = [] if phase in CHOICE.get(fault, []) else [pytest.mark.full]
+    if ALWAYS.get(fault) == phase:
+        marks = []
+    else:
+        marks = [pytest.mark.long if LONG.get(fault) == phase else pytest.mark.full]
     return pytest.param(fault, phase, id=f"{fault}-{phase}", marks=marks)
 
 

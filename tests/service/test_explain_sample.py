@@ -32,6 +32,7 @@ def found(service, sample):
     return json.loads(service.cli("explain", "job", "--sample", str(sample), "--json").stdout)
 
 
+@pytest.mark.long
 def test_every_sample_leads_to_its_file_its_text_and_both_attempts(trained, home):
     service, ranks = trained
     step_of = {
@@ -65,6 +66,7 @@ def test_it_is_printed_with_its_text_and_a_table_of_its_steps(trained):
     says(said, "steps that it was in", "committed learnt")
 
 
+@pytest.mark.long
 def test_files_that_are_not_on_this_machine_are_said(trained, home):
     service, _ = trained
     (home / "tokenizer").rename(home / "away")

@@ -110,7 +110,7 @@ def in_forming_a_group(rank, size, manner):
     ("scenario", "manner"),
     [
         (in_a_ring, "dies"),
-        (in_a_ring, "hangs"),
+        pytest.param(in_a_ring, "hangs", marks=pytest.mark.long),
         (in_an_exchange, "dies"),
         (in_a_sum, "dies"),
         (in_a_sum, "hangs"),

@@ -45,7 +45,9 @@ def parity_cases(rank, size, cases):
 WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch")
 
 
-@pytest.mark.parametrize(("ranks", "degrees"), [(4, (1, 2, 3)), (6, (1, 2, 3, 5))])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(4, (1, 2, 3)), pytest.param(6, (1, 2, 3, 5), marks=pytest.mark.long)]
+)
 def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degrees):
     cases = [(how, seed, degrees, ()) for how in WAYS for seed in (10, 11)]
     cases += [(how, 13, degrees, ("vision",)) for how in WAYS[:2]]
