@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-long fuzz check bench protos reference format warm clean soak faults
+.PHONY: demo test test-long fuzz parity check bench protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
@@ -27,6 +27,11 @@ fuzz: warm
 	@echo FUZZ_SEED=$(FUZZ_SEED) FUZZ_FACTOR=$(FUZZ_FACTOR)
 	FUZZ_SEED=$(FUZZ_SEED) FUZZ_FACTOR=$(FUZZ_FACTOR) \
 	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 1800 -m "" tests/fuzz
+
+# Pixels of 10,000 pictures beside those of transformers' own processors.
+parity: warm
+	PARITY_PICTURES=10000 $(BIN)/python -m pytest -m long -s \
+	    tests/decode/test_pixel_parity.py -k assorted_pictures
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
+from dataservice.decode.prepare import made_of
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.spec import BUILT_IN, CustomVisionSpec, PipelineSpec, VisionProcessorSpec
 from dataservice.decode.tokenizer import LoadedTokenizer
@@ -19,20 +20,13 @@ def choose_vision(
 ) -> VisionProcessor | None:
     if not isinstance(spec, CustomVisionSpec):
         return spec
-    if spec.name not in custom:
-        known = ", ".join(sorted(custom)) or "none"
-        raise SpecError(
-            f"vision processor {quoted(spec.name)} is not in the service's config, which has: "
-            f"{known}. Ask who runs the service to add its import path, or use one that is built "
-            f"in: {', '.join(BUILT_IN)}."
-        )
-    try:
-        processor = custom[spec.name](**spec.options)
-    except Exception as error:  # the user's own code may raise anything
-        raise SpecError(
-            f"vision processor {quoted(spec.name)} cannot be made with options "
-            f"{quoted(spec.options)}: {cut(error)}. Give the options that its class takes."
-        ) from error
+    processor = made_of(
+        custom,
+        spec.name,
+        spec.options,
+        what="vision processor",
+        instead=f", or use one that is built in: {', '.join(BUILT_IN)}",
+    )
     missing = [name for name in ("plan_image", "plan_video") if not hasattr(processor, name)]
     if missing:
         raise SpecError(

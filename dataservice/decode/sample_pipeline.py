@@ -2,7 +2,6 @@
 those lengths."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,13 @@ from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleDecoder, SampleMeasurer
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import DecodedSample, ItemLengths, RawSample, SampleLengths
+from dataservice.core.sample import (
+    DecodedSample,
+    ItemLengths,
+    MediaBlob,
+    RawSample,
+    SampleLengths,
+)
 from dataservice.decode.chat_template import ChatTemplate
 from dataservice.decode.choose import (
     choose_end_of_document,
@@ -31,6 +36,7 @@ from dataservice.decode.media import (
     run_costs,
     texts_of,
 )
+from dataservice.decode.prepare import Preparation, choose_preparation, source_of
 from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
 from dataservice.decode.tokenizer import Guard, load_tokenizer
@@ -64,6 +70,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         self,
         *,
         spec: PipelineSpec,
+        preparation: Preparation,
         text: TextPipeline,
         media: MediaPipeline,
         identity: Mapping[str, PipelinePart],
@@ -71,6 +78,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
     ) -> None:
         """Use `build_pipeline`."""
         self._spec = spec
+        self._preparation = preparation
         self._text = text
         self._media = media
         self.identity = identity
@@ -98,7 +106,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         Raises:
             SampleError: the sample cannot be used; the message says why.
         """
-        lengths, _, _ = self._prepared(raw)
+        lengths, _, _ = self._planned(self._preparation(raw))
         return lengths
 
     def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
@@ -107,7 +115,8 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
         """
-        lengths, sequence, media = self._prepared(raw)
+        raw = self._preparation(raw)
+        lengths, sequence, media = self._planned(raw)
         if lengths != planned:
             raise SampleError(
                 f"sample {quoted(raw.key)} has {_described(lengths)}, the plan says "
@@ -121,11 +130,12 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
 
-    def files_of_items(self, raw: RawSample) -> tuple[int, ...]:
-        """For each encoder item, in the order of `SampleLengths.items`, the place of its file in
-        `raw.media`. Raises SampleError."""
-        _, sequence, media = self._prepared(raw)
-        return tuple(
+    def media_of(self, raw: RawSample) -> tuple[tuple[MediaBlob, ...], tuple[int, ...]]:
+        """The sample's media, as the user's own code leaves them; and for each encoder item, in the
+        order of `SampleLengths.items`, the place of its file among them. Raises SampleError."""
+        raw = self._preparation(raw)
+        _, sequence, media = self._planned(raw)
+        return raw.media, tuple(
             slot.file for slot in sequence.slots for _ in run_costs(media[slot.file])[slot.run]
         )
 
@@ -134,7 +144,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         SampleError where the tokenizer fails."""
         return self._text.text_of(ids, start, end)
 
-    def _prepared(self, raw: RawSample) -> tuple[SampleLengths, TokenSequence, list[Media]]:
+    def _planned(self, raw: RawSample) -> tuple[SampleLengths, TokenSequence, list[Media]]:
         """The steps that measuring and decoding share: tokens, media plans, and the resulting
         lengths."""
         limits = self._media.limits
@@ -194,7 +204,9 @@ def build_pipeline(
         SpecError: a file is missing or damaged, a processor or token is unknown.
     """
     tokenizer = load_tokenizer(spec.tokenizer)
-    vision = choose_vision(spec.vision, custom_processors or {})
+    custom = custom_processors or {}
+    vision = choose_vision(spec.vision, custom)
+    preparation = choose_preparation(spec.prepare, custom)
     placeholders = choose_placeholders(spec, tokenizer)
     guard = Guard(guarded_tokens(spec, tokenizer, placeholders))
     source = choose_template(spec, tokenizer)
@@ -203,6 +215,7 @@ def build_pipeline(
     end_of_document = choose_end_of_document(spec, tokenizer)
     return Pipeline(
         spec=spec,
+        preparation=preparation,
         text=TextPipeline(
             tokenizer=tokenizer,
             guard=guard,
@@ -235,10 +248,11 @@ def build_pipeline(
                 place="the job's pipeline and the operator's own processors",
                 digest=_digest(
                     asdict(spec.vision) if spec.vision else None,
-                    _source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
+                    source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
                     asdict(spec.audio) if spec.audio else None,
                 ),
             ),
+            **_code(spec, preparation),
             # With other limits, the index would contain other samples.
             "limits": PipelinePart(
                 place="max_sample_tokens and the service's limits",
@@ -247,6 +261,14 @@ def build_pipeline(
         },
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def _code(spec: PipelineSpec, preparation: Preparation) -> dict[str, PipelinePart]:
+    """The part of the identity that the user's own code is; jobs without have none."""
+    if not spec.prepare:
+        return {}
+    digest = _digest(preparation.sources, [asdict(each) for each in spec.prepare])
+    return {"prepare": PipelinePart(place="the operator's own modules", digest=digest)}
 
 
 def _placed(
@@ -271,15 +293,6 @@ def _placed(
             )
             position += cost.llm_tokens
     return tuple(items)
-
-
-def _source_of(kind: type) -> str:
-    """A custom class's name and, if Python has it, its source: changed rules change the digest."""
-    try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):
-        text = ""
-    return f"{kind.__module__}.{kind.__qualname__}\n{text}"
 
 
 def _digest(*parts: object) -> str:

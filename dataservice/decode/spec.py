@@ -35,6 +35,19 @@ class CustomVisionSpec:
     """Keyword arguments it is made with."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareSpec:
+    """Code of the user's own that samples pass through, which the service's config names by import
+    path."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    name: str
+    """Its name in the service's config."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments its class is made with."""
+
+
 BuiltInVision = (
     Qwen2VLProcessor
     | Qwen3VLProcessor
@@ -70,6 +83,9 @@ class PipelineSpec:
     template_date: date = date(2025, 1, 1)
     """What a template that asks for today's date is told; a sample's length must not change
     with the day."""
+    prepare: tuple[PrepareSpec, ...] = ()
+    """Code of the user's own that every sample passes through as it is read, in this order: it maps
+    records and media, and leaves samples out."""
     vision: VisionProcessorSpec | None = None
     """Processor of images and video; none refuses samples that have them."""
     audio: AudioSpec | None = None

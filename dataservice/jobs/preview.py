@@ -18,8 +18,8 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
     DecodedSample,
     ItemLengths,
+    MediaBlob,
     MediaKind,
-    RawSample,
     SampleLengths,
     SampleLocation,
     SampleRef,
@@ -151,7 +151,7 @@ def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> Sample
         raw = reader.read(found.ref)
         lengths = measured(raw, pipeline)
         decoded = pipeline.decode(raw, found.planned or lengths)
-        media = _media(raw, lengths, decoded, pipeline.files_of_items(raw))
+        media = _media(lengths, decoded, *pipeline.media_of(raw))
         pieces = tuple(_pieces(decoded, media, pipeline))
     except SampleError as error:
         return shown(problem=str(error))
@@ -163,12 +163,15 @@ def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> Sample
 
 
 def _media(
-    raw: RawSample, lengths: SampleLengths, decoded: DecodedSample, files: Sequence[int]
+    lengths: SampleLengths,
+    decoded: DecodedSample,
+    blobs: Sequence[MediaBlob],
+    files: Sequence[int],
 ) -> tuple[Medium, ...]:
-    items: list[list[int]] = [[] for _ in raw.media]
+    items: list[list[int]] = [[] for _ in blobs]
     for item, file in enumerate(files):
         items[file].append(item)
-    kinds = [blob.kind for blob in raw.media]
+    kinds = [blob.kind for blob in blobs]
     return tuple(
         Medium(
             kind=blob.kind,
@@ -177,7 +180,7 @@ def _media(
             items=tuple(lengths.items[item] for item in items[file]),
             arrays=tuple(decoded.items[item] for item in items[file]),
         )
-        for file, blob in enumerate(raw.media)
+        for file, blob in enumerate(blobs)
     )
 
 

@@ -8,14 +8,13 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import cast
 
 from pydantic import TypeAdapter
 
 from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.decode.processors.base import VisionProcessor
+from dataservice.core.team import NO_TEAM
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
@@ -34,11 +33,13 @@ def worker_pipeline(
     pipeline: PipelineSpec,
     identity: Mapping[str, str],
     roots: Roots | None = None,
+    team: str = NO_TEAM,
 ) -> str:
     """What a worker needs of a job, as JSON: its sources, its pipeline with the digests to expect,
-    and the folders it may read."""
+    the folders it may read, and the team whose code it runs."""
     return json.dumps(
         {
+            **({"code_of": team} if pipeline.prepare and team != NO_TEAM else {}),
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -46,6 +47,14 @@ def worker_pipeline(
         },
         sort_keys=True,
     )
+
+
+def code_owner(worker_pipeline: str) -> str | None:
+    """The team whose own code the pipeline runs; None where it runs none, or where there are no
+    teams."""
+    with _understood():
+        owner: str | None = json.loads(worker_pipeline).get("code_of")
+        return owner
 
 
 def reader_of(worker_pipeline: str, *, limits: DecodeLimits = DEFAULT_LIMITS) -> SourceReader:
@@ -112,12 +121,13 @@ def _understood() -> Iterator[None]:
         ) from error
 
 
-def load_processors(paths: dict[str, str]) -> dict[str, type[VisionProcessor]]:
-    """Import the operator's own processors, `name: package.module:Class`. Raises SpecError."""
+def load_processors(paths: dict[str, str]) -> dict[str, type]:
+    """Import the operator's own processors and preparers, `name: package.module:Class`. Raises
+    SpecError."""
     return {name: _load_processor(name, path) for name, path in paths.items()}
 
 
-def _load_processor(name: str, path: str) -> type[VisionProcessor]:
+def _load_processor(name: str, path: str) -> type:
     module, _, attribute = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute or "?")
@@ -127,9 +137,12 @@ def _load_processor(name: str, path: str) -> type[VisionProcessor]:
             f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
             "package in the service's config."
         ) from error
-    if not isinstance(loaded, type) or not {"plan_image", "plan_video"} <= set(dir(loaded)):
+    does = set(dir(loaded))
+    known = {"plan_image", "plan_video"} <= does or "prepare" in does
+    if not isinstance(loaded, type) or not known:
         raise SpecError(
             f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
-            "plan_video. See VisionProcessor in dataservice/decode/processors/base.py."
+            "plan_video, or with prepare. See VisionProcessor in "
+            "dataservice/decode/processors/base.py, and Preparer in dataservice/decode/prepare.py."
         )
-    return cast(type[VisionProcessor], loaded)
+    return loaded

@@ -241,7 +241,9 @@ def job_setup(
         catalog=catalog,
         batch=spec.batch,
         options=spec.plan,
-        pipeline=worker_pipeline(spec.sources, spec.pipeline, opened.identity, roots),
+        pipeline=worker_pipeline(
+            spec.sources, spec.pipeline, opened.identity, roots, team_of(record.name)
+        ),
         ready_steps=spec.ready_steps,
         order=order,
         limits=_isf_limits(catalog, spec.plan),

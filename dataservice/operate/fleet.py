@@ -19,7 +19,7 @@ from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
 from dataservice.core.tls import TlsSpec
-from dataservice.jobs.sample_pipeline import decoder_of, reader_of
+from dataservice.jobs.sample_pipeline import code_owner, decoder_of, reader_of
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
@@ -85,6 +85,7 @@ async def serve_worker_process(
     factory = PipelineFactory(
         reader_for=partial(reader_of, limits=settings.limits),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
+        code_owner=code_owner,
     )
     decoders = ProcessDecoders(
         factory,

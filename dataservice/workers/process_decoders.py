@@ -7,14 +7,16 @@ Contract.
            more in the new process, and masked when that process dies too; the samples behind it
            continue there. So a decoder killed by hand loses no sample.
   A pipeline that kills its process twice while it is built has its samples masked too.
+  A process that ran one team's own code never decodes for another, nor for jobs without such code.
   Losing   WorkerLostError when no process can be started any more: the worker cannot decode.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
@@ -34,7 +36,7 @@ from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
 from dataservice.workers.nursery import ForkedProcess, Nursery
 from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
-from dataservice.workers.sample_pipelines import PipelineFactory
+from dataservice.workers.sample_pipelines import PIPELINES_KEPT, PipelineFactory
 from dataservice.workers.thread_decoders import require_slots
 
 log = logging.getLogger(__name__)
@@ -62,11 +64,11 @@ class ProcessDecoders(Decoders):
         """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
         below 1."""
         require_slots(slots)
+        self._code_owner = lru_cache(PIPELINES_KEPT)(factory.code_owner)
         self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
         self._slots = [_Slot(self._nursery, timeout_s) for _ in range(slots)]
-        self._idle: queue.LifoQueue[_Slot] = queue.LifoQueue()
-        for slot in self._slots:
-            self._idle.put(slot)
+        self._idle = list(self._slots)
+        self._freed = threading.Condition()
 
     @property
     def slots(self) -> int:
@@ -83,35 +85,49 @@ class ProcessDecoders(Decoders):
         it."""
         self._nursery.start()
         for slot in self._slots:
-            slot.ready()
+            slot.ready(None)
 
     def open(self, pipeline: str) -> int:
         """Build this pipeline in one process; its pad token."""
-        slot = self._idle.get()
-        try:
+        with self._slot_for(pipeline) as slot:
             return slot.open(pipeline)
-        finally:
-            self._idle.put(slot)
 
     def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
         """Decode these samples one after another in one process."""
-        slot = self._idle.get()
-        try:
+        with self._slot_for(pipeline) as slot:
             return slot.decode(pipeline, samples)
-        finally:
-            self._idle.put(slot)
 
     def close(self) -> None:
         """Kill all processes; calls in progress raise WorkerLostError."""
         self._nursery.refuse()
         for slot in self._slots:
             slot.kill()
-        while True:
-            try:
-                self._idle.get_nowait().drop()
-            except queue.Empty:
-                break
+        with self._freed:
+            idle, self._idle = self._idle, []
+        for slot in idle:
+            slot.drop()
         self._nursery.close()
+        with self._freed:
+            self._idle += idle  # whoever comes now is told that the nursery is closed
+            self._freed.notify_all()
+
+    @contextmanager
+    def _slot_for(self, pipeline: str) -> Iterator["_Slot"]:
+        """An idle slot, whose process may run this pipeline's code."""
+        owner = self._code_owner(pipeline)
+        with self._freed:
+            self._freed.wait_for(lambda: self._idle)
+            # The last used has most likely built the pipeline; any other process must be replaced.
+            mine = [slot for slot in self._idle if slot.owner == owner]
+            slot = (mine or self._idle)[-1]
+            self._idle.remove(slot)
+        try:
+            slot.ready(owner)
+            yield slot
+        finally:
+            with self._freed:
+                self._idle.append(slot)
+                self._freed.notify()
 
 
 class _Slot:
@@ -123,16 +139,19 @@ class _Slot:
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
         self._lock = threading.Lock()
+        self.owner: str | None = None
+        """The team whose own code the process runs."""
 
     @property
     def process_id(self) -> int | None:
         process = self._process
         return process.process_id if process is not None else None
 
-    def ready(self) -> AnswerReader:
-        """Start a process if none is alive; its answers."""
-        if self._process is not None and self._process.ended:
+    def ready(self, owner: str | None) -> AnswerReader:
+        """Start a process if none is alive that may run code of this owner; its answers."""
+        if self._process is not None and (self._process.ended or self.owner != owner):
             self.drop()
+        self.owner = owner
         if self._process is None or self._answers is None:
             process = self._nursery.fork()
             with self._lock:
@@ -196,7 +215,7 @@ class _Slot:
     def _order(self, pipeline: str, samples: Sequence[PackSample]) -> Iterator[Answer]:
         """Send an order and give the answer of each sample; with no samples, the pipeline's
         answer."""
-        answers = self.ready()
+        answers = self.ready(self.owner)
         answers.sock.settimeout(self._timeout_s)
         answers.sock.sendall(order_bytes(pipeline, samples))
         answer = self._next(answers)

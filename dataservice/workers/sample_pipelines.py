@@ -20,12 +20,18 @@ class Pipeline:
     decoder: SampleDecoder
 
 
+def _nobody(pipeline: str) -> None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineFactory:
-    """Builds reader and decoder from a job's pipeline JSON."""
+    """Builds reader and decoder from a job's pipeline JSON. `code_owner` names the team whose own
+    code a pipeline runs, None where it runs none: such code shares no process with others."""
 
     reader_for: Callable[[str], SampleReader]
     decoder_for: Callable[[str], SampleDecoder]
+    code_owner: Callable[[str], str | None] = _nobody
 
     def build(self, pipeline: str) -> Pipeline:
         """Reader and decoder. Slow: it may load a tokenizer."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,41 @@ def test_a_signal_to_the_whole_group_leaves_decoders_at_work(tmp_path):
             os.kill(parent_of(decoder), number)
         assert call.result(LIMIT_S)[0].reason == ""
         assert len([*tmp_path.glob("take*")]) == 1
+
+
+def test_a_process_that_ran_one_teams_code_decodes_for_no_other(tmp_path):
+    factory = replace(FACTORY, code_owner=owner_in)
+    served: dict[str | None, set[int]] = {None: set(), "a": set(), "b": set()}
+    with decoding(slots=2, factory=factory) as decoders:
+        for team in (None, "a", "b", None, "a", "a", "b"):
+            (outcome,) = decode(decoders, pipeline_in(tmp_path, code_of=team), "take-0.01")
+            assert outcome.reason == ""
+            served[team].add(process_that_was_at(tmp_path))
+    assert not served["a"] & served["b"]
+    assert not served[None] & (served["a"] | served["b"])
+
+
+def test_a_team_finds_its_process_again_and_another_slot_is_left_alone(tmp_path):
+    factory = replace(FACTORY, code_owner=owner_in)
+    with decoding(slots=2, factory=factory) as decoders:
+        decode(decoders, pipeline_in(tmp_path, code_of="a"), "take-0.01")
+        of_a = process_that_was_at(tmp_path)
+        decode(decoders, pipeline_in(tmp_path), "take-0.01")
+        assert process_that_was_at(tmp_path) != of_a
+        decode(decoders, pipeline_in(tmp_path, code_of="a"), "take-0.01")
+        assert process_that_was_at(tmp_path) == of_a
+        assert lives(of_a)
+
+
+def owner_in(pipeline):
+    return json.loads(pipeline).get("code_of")
+
+
+def process_that_was_at(folder):
+    """The process of the one sample that was decoded since the last call."""
+    (mark,) = folder.glob("take-*")
+    mark.unlink()
+    return int(mark.suffix[1:])
 
 
 def test_closing_ends_every_process_and_whoever_waits(tmp_path):

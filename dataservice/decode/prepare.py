@@ -1,0 +1,140 @@
+"""The user's own code, which every sample passes through between its source and the pipeline.
+
+It runs wherever samples are measured or decoded, so it must give the same for the same sample: what
+then differs from the index is refused like a file that changed.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.quoting import cut, quoted
+from dataservice.core.sample import MediaBlob, RawSample
+from dataservice.decode.spec import PrepareSpec
+
+
+class Preparer(Protocol):
+    """A class of the user's own, made with the `options` of the job.
+
+    `version`, where the class has one, says that its results changed; otherwise the source of its
+    module does.
+    """
+
+    def prepare(self, sample: RawSample) -> RawSample | None:
+        """The sample to train on, made of this one, whose record may be changed in place; None
+        leaves it out. Raises SampleError with the reason why it cannot be used."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """A job's preparers by name, in their order."""
+
+    steps: tuple[tuple[str, Preparer], ...] = ()
+
+    def __call__(self, raw: RawSample) -> RawSample:
+        """The sample behind all of them. Raises SampleError where one leaves it out or fails."""
+        if not self.steps:
+            return raw
+        # They may change the record, which is measured and decoded again.
+        made = replace(raw, record=deepcopy(dict(raw.record)))
+        for name, preparer in self.steps:
+            made = _prepared(name, preparer, made)
+        return replace(made, key=raw.key)
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """(Name, the version that its class declares or the source of its module) of each."""
+        return tuple((name, _version_of(type(preparer))) for name, preparer in self.steps)
+
+
+def _prepared(name: str, preparer: Preparer, sample: RawSample) -> RawSample:
+    try:
+        made = preparer.prepare(sample)
+    except SampleError as error:
+        raise SampleError(f"{quoted(name)}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        raise SampleError(
+            f"{quoted(name)} failed with {type(error).__name__}: {cut(error)}. Mend its code, or "
+            "leave the sample out."
+        ) from error
+    if made is None:
+        raise SampleError(f"{quoted(name)} leaves it out.")
+    if not _is_sample(made):
+        raise SampleError(
+            f"{quoted(name)} returned {quoted(type(made).__name__)}, or a sample whose record is "
+            "no mapping or whose media are no tuple of MediaBlob. Return the RawSample, a copy of "
+            "it by dataclasses.replace, or None."
+        )
+    return made
+
+
+def _is_sample(made: object) -> bool:
+    return (
+        isinstance(made, RawSample)
+        and isinstance(made.record, Mapping)
+        and isinstance(made.media, tuple)
+        and all(isinstance(blob, MediaBlob) for blob in made.media)
+    )
+
+
+def choose_preparation(specs: Sequence[PrepareSpec], custom: Mapping[str, type]) -> Preparation:
+    """Make a job's preparers. Raises SpecError where one is not in the config or cannot be made."""
+    steps = []
+    for spec in specs:
+        made = made_of(custom, spec.name, spec.options, what="preparer")
+        if not callable(getattr(made, "prepare", None)):
+            raise SpecError(
+                f"preparer {quoted(spec.name)} is a {type(made).__name__} without a method "
+                "prepare(sample). See Preparer in dataservice/decode/prepare.py."
+            )
+        steps.append((spec.name, cast(Preparer, made)))
+    return Preparation(steps=tuple(steps))
+
+
+def made_of(
+    custom: Mapping[str, Callable[..., object]],
+    name: str,
+    options: Mapping[str, object],
+    *,
+    what: str,
+    instead: str = "",
+) -> object:
+    """An object of a class that the service's config allows, with a job's options. Raises
+    SpecError."""
+    if name not in custom:
+        known = ", ".join(sorted(custom)) or "none"
+        raise SpecError(
+            f"{what} {quoted(name)} is not in the service's config, which has: {known}. Ask who "
+            f"runs the service to add its import path{instead}."
+        )
+    try:
+        return custom[name](**options)
+    except Exception as error:  # the user's own code may raise anything
+        raise SpecError(
+            f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
+            "Give the options that its class takes."
+        ) from error
+
+
+def _version_of(kind: type) -> str:
+    """What changes when the code does: the class's own `version`, or its module's source."""
+    version = getattr(kind, "version", None)
+    if isinstance(version, str | int):
+        return f"{kind.__module__}.{kind.__qualname__} version {version}"
+    return source_of(kind, whole_module=True)
+
+
+def source_of(kind: type, *, whole_module: bool = False) -> str:
+    """A class's name and, if Python has it, its source, or that of all its module."""
+    try:
+        text = inspect.getsource(sys.modules[kind.__module__] if whole_module else kind)
+    except (OSError, TypeError, KeyError):
+        text = ""
+    return f"{kind.__module__}.{kind.__qualname__}\n{text}"

@@ -1,0 +1,17 @@
+"""Whose code a worker's pipeline runs, which decides what processes it may share."""
+
+import pytest
+
+from dataservice.decode.spec import PipelineSpec, PrepareSpec
+from dataservice.jobs.sample_pipeline import code_owner, worker_pipeline
+
+PLAIN = PipelineSpec(tokenizer="tokenizer")
+OWN = PipelineSpec(tokenizer="tokenizer", prepare=(PrepareSpec(name="tidy"),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "team", "owner"),
+    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", None), (PLAIN, "", None)],
+)
+def test_a_pipeline_with_a_teams_own_code_names_the_team(spec, team, owner):
+    assert code_owner(worker_pipeline([], spec, {}, team=team)) == owner
