@@ -14,43 +14,15 @@ from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending, argsort_rising
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.loads.problem import Partition, as_amounts, check_ranks
-from dataservice.planning.standalone.padded_loads import check_weight, split_for_idle
+from dataservice.planning.standalone.padded_loads import (
+    check_weight,
+    contiguous_cut,
+    split_for_idle,
+)
 
 _WORK_LIMIT = 800_000  # exchanges looked at
 _PARTNERS = 32
 _PRICES = 40
-
-
-@kernel
-def _cut(
-    prefix: NDArray[np.float64],
-    squares: NDArray[np.float64],
-    bound: float,
-    batches: int,
-    starts: NDArray[np.int64],
-) -> tuple[int, float]:
-    """Fewest contiguous batches of cost ≤ bound, longest item first: (how many, largest cost)."""
-    n = squares.size
-    place = 0
-    used = 0
-    largest = 0.0
-    while place < n:
-        if used == batches:
-            return batches + 1, np.inf
-        starts[used] = place
-        used += 1
-        low, high = place, n  # the batch can end at `low`; bisect the furthest end
-        while low < high:
-            end = (low + high + 1) // 2
-            if prefix[end] - prefix[place] + (end - place) * squares[place] <= bound:
-                low = end
-            else:
-                high = end - 1
-        if low == place:
-            return batches + 1, np.inf
-        largest = max(largest, prefix[low] - prefix[place] + (low - place) * squares[place])
-        place = low
-    return used, largest
 
 
 @kernel
@@ -66,7 +38,7 @@ def _contiguous(
     used = 1
     while high - low > 1e-9 * high:
         middle = 0.5 * (low + high)
-        used_trial, cost = _cut(prefix, squares, middle, batches, trial)
+        used_trial, cost = contiguous_cut(prefix, squares, middle, batches, trial)
         if used_trial <= batches:
             used, high = used_trial, min(middle, cost)
             starts[:] = trial

@@ -27,13 +27,18 @@ def check_weight(value: float, name: str) -> float:
 
 
 @kernel
-def _cut(
-    item_cost: NDArray[np.float64], bound: float, batches: int, starts: NDArray[np.int64]
+def contiguous_cut(
+    prefix: NDArray[np.float64],
+    item_cost: NDArray[np.float64],
+    bound: float,
+    batches: int,
+    starts: NDArray[np.int64],
 ) -> tuple[int, float]:
     """Fewest contiguous batches within `bound`: (how many, the largest cost among them).
 
-    `item_cost` falls: the cost of one item when padded to the item at this place. `starts` gets
-    the first place of each batch; more than `batches` needed gives (batches + 1, infinity).
+    `item_cost` [n] falls: the cost of one item when padded to the item at this place. `prefix`
+    [n + 1] sums what the items cost besides. `starts` gets the first place of each batch; more than
+    `batches` needed gives (batches + 1, infinity). O(batches · log n).
     """
     n = item_cost.size
     place = 0
@@ -42,20 +47,19 @@ def _cut(
     while place < n:
         if used == batches:
             return batches + 1, np.inf
-        unit = item_cost[place]
         starts[used] = place
         used += 1
-        if unit <= 0.0:
-            return used, largest  # everything from here on costs nothing
-        fits = min(bound / unit, float(n - place))
-        count = int(fits) + 1  # division may round either way: settle it by multiplying
-        while count * unit > bound:
-            count -= 1
-        if count < 1:
+        low, high = place, n  # the batch can end at `low`; bisect the furthest end
+        while low < high:
+            end = (low + high + 1) // 2
+            if prefix[end] - prefix[place] + (end - place) * item_cost[place] <= bound:
+                low = end
+            else:
+                high = end - 1
+        if low == place:
             return batches + 1, np.inf
-        count = min(count, n - place)
-        largest = max(largest, count * unit)
-        place += count
+        largest = max(largest, prefix[low] - prefix[place] + (low - place) * item_cost[place])
+        place = low
     return used, largest
 
 
@@ -67,21 +71,26 @@ def _least_bound(
     n = item_cost.size
     starts = np.empty(batches, np.int64)
     trial = np.empty(batches, np.int64)
+    nothing = np.zeros(n + 1)  # padded items cost nothing besides
     low = item_cost[0]
-    used, best = _cut(item_cost, item_cost[0] * (-(-n // batches)), batches, starts)
-    used_trial, cost_trial = _cut(item_cost, low, batches, trial)
+    used, best = contiguous_cut(
+        nothing, item_cost, item_cost[0] * (-(-n // batches)), batches, starts
+    )
+    used_trial, cost_trial = contiguous_cut(nothing, item_cost, low, batches, trial)
     if used_trial <= batches:
         return trial, used_trial, cost_trial
     while best - low > 1e-9 * best:  # low is too small, best is reached
         middle = 0.5 * (low + best)
-        used_trial, cost_trial = _cut(item_cost, middle, batches, trial)
+        used_trial, cost_trial = contiguous_cut(nothing, item_cost, middle, batches, trial)
         if used_trial <= batches:
             used, best = used_trial, cost_trial
             starts[:] = trial
         else:
             low = middle
     while True:  # step down through the few costs left in between, until none below fits
-        used_trial, cost_trial = _cut(item_cost, np.nextafter(best, 0.0), batches, trial)
+        used_trial, cost_trial = contiguous_cut(
+            nothing, item_cost, np.nextafter(best, 0.0), batches, trial
+        )
         if used_trial > batches:
             return starts, used, best
         used, best = used_trial, cost_trial
