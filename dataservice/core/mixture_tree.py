@@ -1,7 +1,7 @@
 """A job's mixture in figures: what each source holds, and how much of an epoch it makes up.
 
-    job ── epochs, samples and LLM tokens of an epoch
-     ├─ source ── fingerprint, samples, tokens, weight ─▶ its share of an epoch, how often it is seen
+    job ── epochs; samples and LLM tokens of an epoch
+     ├─ source ── fingerprint, samples, tokens, weight ─▶ shares of an epoch, times seen
      └─ ...
 
 Figures of an epoch are means over the epochs: a weight that is no whole number takes a sample more

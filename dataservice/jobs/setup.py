@@ -14,8 +14,8 @@ from dataservice.core.errors import SourceError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
@@ -332,11 +332,9 @@ def _require_drawn(spec: JobSpec, sizes: Sequence[int]) -> None:
             )
 
 
-def _required_mixture(
-    spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLimits
-) -> MixtureTree:
-    """What each source holds, and gives to an epoch. Raises QuotaError where an epoch or a step is above the
-    limits, and SpecError where a source gives no sample."""
+def _required_mixture(spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLimits) -> MixtureTree:
+    """What each source holds, and gives to an epoch. Raises QuotaError where an epoch or a step is
+    above the limits, and SpecError where a source gives no sample."""
     _require_rows(spec, job_limits, catalog.sizes)
     mixture = mixture_tree(spec, catalog.totals)
     _require_steps(spec, mixture.epoch, job_limits)

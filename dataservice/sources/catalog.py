@@ -64,9 +64,10 @@ class SourceTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogParts:
-    """The contents of a catalog: `fingerprints` are those of the sources, `files` has (source, path) in the order of sample ids, with
-    `file_rows` samples each. `verified` has a token for each source that was compared with its
-    index because its files' times differ; the token names the files' state at that time."""
+    """The contents of a catalog: `fingerprints` are those of the sources; `files` has (source,
+    path) in the order of sample ids, with `file_rows` samples each. `verified` has a token for each
+    source that was compared with its index because its files' times differ; the token names the
+    files' state at that time."""
 
     sources: SourceRanges
     identity: IndexIdentity
