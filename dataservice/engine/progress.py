@@ -76,11 +76,12 @@ class ProgressView:
         """The progress of these jobs by name, of those whose progress is known. What was counted
         of jobs that are not `running` any more is forgotten."""
         for name in self._known.keys() - running.keys():
-            await cancel_all(self._known.pop(name).counting)
+            if (counting := self._known.pop(name).counting) is not None:
+                counting.cancel()
         looked = {job.record.name: known for job in jobs if (known := self._look(job)) is not None}
-        counting = [known.counting for known in looked.values() if known.counting is not None]
-        if counting:
-            await asyncio.wait(counting, timeout=WAIT_S)
+        tasks = [known.counting for known in looked.values() if known.counting is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=WAIT_S)
         return {name: known.progress for name, known in looked.items() if known.progress}
 
     async def stop(self) -> None:
