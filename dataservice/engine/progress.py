@@ -92,8 +92,8 @@ class ProgressView:
         """What is known of a job, and is being counted where that is not the newest."""
         attempt, loop = job.attempt, job.loop
         setup = None if attempt is None else job.setups.get(attempt.spec_version)
-        if attempt is None or loop is None or setup is None:
-            return None
+        if attempt is None or not attempt.complete or loop is None or setup is None:
+            return None  # until it is complete, the loop may be that of the attempt before
         name, step = job.record.name, loop.committed_step
         numbered = (job.record.created_unix_s, attempt.number)
         known = self._known.get(name)

@@ -94,12 +94,13 @@ def test_what_lies_before_a_place_is_what_is_drawn_before_it(
     assert between.tolist() == of_sources(ids[before + start : before + end])
 
 
-def test_counting_in_pieces_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = Mixture([5000, 300, 20], [1, 0.5, 3], seed=2, epochs=2)
-    whole = mixture.drawn_between(epoch=1, start=17, end=4001)
-    monkeypatch.setattr("dataservice.sources.mixture._COUNTED_PIECE", 100)
-    assert mixture.drawn_between(epoch=1, start=17, end=4001).tolist() == whole.tolist()
-    assert int(whole.sum()) == 4001 - 17
+def test_a_long_way_is_counted_in_pieces_that_add_up() -> None:
+    sizes = [50_000, 3000, 20]
+    mixture = Mixture(sizes, [1, 0.5, 3], seed=2, epochs=2)
+    start, end = 17, 51_001
+    ids = mixture.draw(epoch=1, position=start, batch=BatchSize(samples=end - start)).sample_ids
+    drawn = np.bincount(np.searchsorted(np.cumsum(sizes), ids, side="right"), minlength=3)
+    assert mixture.drawn_between(epoch=1, start=start, end=end).tolist() == drawn.tolist()
 
 
 def test_half_weight_shows_each_sample_once_in_two_epochs() -> None:
