@@ -14,7 +14,7 @@ from dataservice.cli import show_preview as show
 from dataservice.cli.progress import asking
 from dataservice.cli.show_mixture import mixture_fields, mixture_tree
 from dataservice.cli.terminal import Terminal
-from dataservice.core.errors import IndexStaleError, SourceError, SpecError
+from dataservice.core.errors import SourceError, SpecError
 from dataservice.jobs.yaml_file import read_text
 
 if TYPE_CHECKING:  # they load codecs
@@ -136,8 +136,8 @@ def _print_mixture(spec: "JobSpec", as_json: bool) -> None:
 
 
 def _print_mixture_if_indexed(spec: "JobSpec") -> None:
-    """Samples can be shown without an index, of which the user is told with them."""
-    with suppress(IndexStaleError):
+    """Samples can be shown without an index; what is wrong with it is told with them."""
+    with suppress(SourceError):
         _print_mixture(spec, as_json=False)
 
 
