@@ -16,6 +16,7 @@ from dataservice.cli.explain import explain
 from dataservice.cli.preview import preview
 from dataservice.cli.progress import asking, index_progress, measuring_progress, starting
 from dataservice.cli.records import quarantine, replay, skip
+from dataservice.cli.show_mixture import mixture_tree
 from dataservice.cli.status import status
 from dataservice.cli.terminal import Terminal
 from dataservice.cli.tokens import tokens
@@ -82,7 +83,7 @@ def index(
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every sample of a job's sources, without decoding pixels.
+    """Measure every sample of a job's sources, without decoding pixels, and show its mixture.
 
     An interrupted run is resumed; files that have not changed are not read again. Samples that
     cannot be used are left out and named with the reason. Damaged files do not stop the run: all
@@ -91,6 +92,7 @@ def index(
 
     Example: `dataservice index job.yaml --processes 8`
     """
+    from dataservice.jobs.mixture import mixture_of_summaries
     from dataservice.jobs.setup import IndexIncompleteError, index_job
     from dataservice.operate.config import read_config
 
@@ -115,6 +117,8 @@ def index(
         _print_indexed(error.made, spec.index, as_json)
         raise
     _print_indexed(summaries, spec.index, as_json)
+    if not as_json:
+        console.print(mixture_tree(spec.job, mixture_of_summaries(spec, summaries)))
 
 
 def _dry_run(
@@ -334,7 +338,9 @@ def list_jobs(client: CoordinatorClient, as_json: AsJson = False) -> None:
 @jobs.command("show")
 @connected
 def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
-    """Show one job, which steps it skips and which samples were masked.
+    """Show one job, its mixture, which steps it skips and which samples were masked.
+
+    The mixture is known once the service has opened the job's index.
 
     Example: `dataservice job show vlm-sft`
     """
@@ -343,6 +349,8 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
         print(show.job_json(shown, masked))
         return
     console.print(show.job_table([shown]))
+    if shown.mixture is not None:
+        console.print(mixture_tree(job, shown.mixture))
     notes = (
         *show.failure_lines(shown),
         *show_records.version_lines(shown),

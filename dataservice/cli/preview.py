@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from dataservice.cli import show_preview as show
 from dataservice.cli.progress import asking
+from dataservice.cli.show_mixture import mixture_fields, mixture_tree
 from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SourceError, SpecError
 from dataservice.jobs.yaml_file import read_text
@@ -40,6 +42,9 @@ def preview(
         typer.Option(help="The longest samples of each source.", min=1, max=MOST_SAMPLES),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
+    mixture: Annotated[
+        bool, typer.Option("--mixture", help="Show the mixture of the sources, and no samples.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write one HTML page, with pictures and wave forms.")
     ] = None,
@@ -49,7 +54,8 @@ def preview(
     ] = False,
 ) -> None:
     """Show samples as the job trains them: their text with what is learnt, their media as the
-    encoders get them, and their lengths. By default the first sample of each source.
+    encoders get them, and their lengths. By default the first sample of each source, behind the
+    mixture of the sources as they were indexed.
 
     The index is used where it is current; without one, files are read from their beginning. Samples
     that cannot be used are shown with the reason.
@@ -64,6 +70,14 @@ def preview(
     if out is not None and as_json:
         raise SpecError("give --out for a page or --json for data, not both.")
     spec = read_job(read_text(job_file, "job file"), job_file.parent.absolute())
+    if mixture:
+        if out or source or sample or random or longest:
+            raise SpecError(
+                "--mixture shows all sources and no samples. Leave out --source, --sample, "
+                "--random, --longest and --out."
+            )
+        _print_mixture(spec, as_json)
+        return
     settings = read_config(config, {})
     warnings = Terminal(stderr=True)
     previews = preview_job(
@@ -80,6 +94,8 @@ def preview(
     elif as_json:
         print(json.dumps([show.preview_fields(each) for each in shown], indent=2))
     else:
+        if not source:
+            _print_mixture_if_indexed(spec)
         _print_text(shown)
     if shown.problem is not None:
         raise shown.problem
@@ -106,6 +122,23 @@ class _Shown:
         except SourceError as error:
             self.problem = error
             return None
+
+
+def _print_mixture(spec: "JobSpec", as_json: bool) -> None:
+    """Raises IndexStaleError where a source has no index."""
+    from dataservice.jobs.mixture import mixture_as_indexed
+
+    found = mixture_as_indexed(spec)
+    if as_json:
+        print(json.dumps({"job": spec.job, **mixture_fields(found)}, indent=2))
+    else:
+        Terminal().print(mixture_tree(spec.job, found))
+
+
+def _print_mixture_if_indexed(spec: "JobSpec") -> None:
+    """Samples can be shown without an index; what is wrong with it is told with them."""
+    with suppress(SourceError):
+        _print_mixture(spec, as_json=False)
 
 
 def _print_text(previews: "Iterable[SamplePreview]") -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataservice.cli.listing import Listing
+from dataservice.cli.show_mixture import mixture_fields
 from dataservice.cli.show_records import local_time, skip_words
 from dataservice.core.job import QuarantineEntry
 from dataservice.core.plan import Group, StageReport, StepPlan
@@ -46,9 +47,11 @@ def jobs_json(statuses: Sequence[JobStatus]) -> str:
 
 
 def job_json(status: JobStatus, masked: Sequence[QuarantineEntry]) -> str:
-    """One job as a list of one object, with all its masked samples."""
+    """One job as a list of one object, with its mixture and all its masked samples."""
     quarantine = [asdict(entry) for entry in masked]
-    return json.dumps([{**_job_fields(status), "quarantine": quarantine}], indent=2)
+    mixture = None if status.mixture is None else mixture_fields(status.mixture)
+    fields = {**_job_fields(status), "mixture": mixture, "quarantine": quarantine}
+    return json.dumps([fields], indent=2)
 
 
 def failure_lines(status: JobStatus) -> Iterator[Text]:

@@ -12,6 +12,7 @@ from dataservice.core.health import (
     Diagnosed,
     FleetHealth,
     JobHealth,
+    JobProgress,
     ServiceHealth,
     Severity,
 )
@@ -38,7 +39,8 @@ def health_json(health: ServiceHealth, *, indent: int | None = 2) -> str:
 
 
 def health_view(health: ServiceHealth, *, detailed: bool) -> Iterator[RenderableType]:
-    """The workers, one row per job, and every finding; `detailed` adds sources and ranks."""
+    """The workers, one row per job, every finding, and the progress of jobs that are trained;
+    `detailed` adds the progress of all jobs, their sources and their ranks."""
     for trouble in health.troubles:
         yield Text(f"the service: {trouble}; see its log", style=STYLES["stalled"])
     yield _fleet_line(health.fleet)
@@ -51,8 +53,11 @@ def health_view(health: ServiceHealth, *, detailed: bool) -> Iterator[Renderable
     for each in health.jobs:
         for finding in each.findings:
             yield Text(f"{each.health.job}: {finding.text}", style=STYLES[finding.severity])
-    if detailed:
-        for each in health.jobs:
+    for each in health.jobs:
+        progress = each.health.progress
+        if progress is not None and (detailed or _is_trained(each.health)):
+            yield _progress_table(each.health.job, progress)
+        if detailed:
             yield from _details(each.health)
 
 
@@ -88,7 +93,37 @@ def _jobs_table(jobs: Sequence[Diagnosed]) -> Listing:
 def _state(job: JobHealth, severity: Severity) -> str:
     if severity != "info":
         return severity
-    return "running" if any(rank.live for rank in job.ranks) else "idle"
+    return "running" if _is_trained(job) else "idle"
+
+
+def _is_trained(job: JobHealth) -> bool:
+    return any(rank.live for rank in job.ranks)
+
+
+def _progress_table(job: str, progress: JobProgress) -> Listing:
+    """How many samples of each source are drawn, of those of the epoch and of all epochs."""
+    names = ("source", "this epoch", "of", "%", "all epochs", "in all", "% in all", "masked")
+    reached = f"step {progress.step}" if progress.step >= 0 else "no step"
+    title = (
+        f"{job}: samples drawn, {reached} trained, epoch {progress.epoch + 1} of {progress.epochs}"
+    )
+    table = Listing(names, words=("source",), title=title)
+    for each in progress.sources:
+        table.add_row(
+            each.source,
+            f"{each.epoch_drawn:,}",
+            f"{each.epoch_samples:,}",
+            _percent(each.epoch_drawn, each.epoch_samples),
+            f"{each.drawn:,}",
+            f"{each.samples:,}",
+            _percent(each.drawn, each.samples),
+            f"{each.masked:,}",
+        )
+    return table
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
 
 
 def _details(job: JobHealth) -> Iterator[RenderableType]:

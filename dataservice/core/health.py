@@ -46,6 +46,33 @@ class SourceHealth:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceProgress:
+    """How many of a source's samples are drawn: `epoch_drawn` of the `epoch_samples` of the epoch
+    that is under way, `drawn` of the `samples` of all epochs. `masked` of those drawn in all epochs
+    were bad, and trained with their labels masked. A sample counts each time that it is drawn."""
+
+    source: str
+    epoch_drawn: int
+    epoch_samples: int
+    drawn: int
+    samples: int
+    masked: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobProgress:
+    """How far a job is through its mixture once `step`, the last that every rank has trained, is
+    behind it; -1 before the first. Samples of skipped steps count as drawn; where steps are planned
+    in windows of several, those of a window count once its last step is trained. `epoch` counts
+    from 0 and is the last one at the end of data."""
+
+    step: int
+    epoch: int
+    epochs: int
+    sources: tuple[SourceProgress, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobHealth:
     """A job. `ready_steps` are planned and not yet received by every rank; the first
     `decoded_steps` of them are decoded whole, and the window has room for `window_steps`. `step_s`
@@ -54,7 +81,8 @@ class JobHealth:
     says why its last attempt ended, if it is over. Ranks report every `report_every_s`. `plan_gap`
     is how far the worst stage of the last plan is over its lower bound. `room_s` is the mean time
     that a pack waits for room in its worker's memory; `bytes_full` says that no step is planned
-    ahead because of the bytes that the team holds."""
+    ahead because of the bytes that the team holds. `progress` is absent before the first attempt,
+    and while it is counted for the first time."""
 
     job: str
     attempt: int
@@ -81,6 +109,7 @@ class JobHealth:
     plan_gap: float = 0.0
     room_s: float = 0.0
     bytes_full: bool = False
+    progress: JobProgress | None = None
 
     @property
     def window_is_full(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from dataservice.core.job import BatchSize, ErrorBudget, JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
+from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import CostModel, IsfLimits, PlanOptions
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
@@ -34,8 +35,8 @@ class JobSetup:
     `require_current` raises IndexStaleError or SourceError where the index no longer describes
     its sources; it lists files, so it is called once per attempt.
     `job_limits` are the operator's; `epoch_size` gives the mean size of a step before any is
-    drawn. Without it a step is judged once it is drawn. `positions` says how the model counts its
-    tokens.
+    drawn. Without it a step is judged once it is drawn. `mixture` says what each source gives.
+    `positions` says how the model counts its tokens.
     """
 
     record: JobRecord
@@ -56,6 +57,7 @@ class JobSetup:
     virtual_stages: int = 1
     replicas_per_node: int | None = None
     epoch_size: EpochSize | None = None
+    mixture: MixtureTree | None = None
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     positions: PositionRule = IN_SEQUENCE
 

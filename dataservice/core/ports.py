@@ -47,6 +47,21 @@ class SampleStream(Protocol):
         """Steps until the last epoch ends, or None where only drawing can tell."""
         ...
 
+    @property
+    def epochs(self) -> int:
+        """How many epochs there are."""
+        ...
+
+    def drawn_before(self, epoch: int) -> NDArray[np.int64]:
+        """How many samples of each source all epochs before this one hold: int64[sources], the
+        sources as in the catalog's `source_names`."""
+        ...
+
+    def drawn_between(self, *, epoch: int, start: int, end: int) -> NDArray[np.int64]:
+        """How many samples of each source lie at the places `start` .. `end` - 1 of an epoch:
+        int64[sources]. The time it takes grows with their number."""
+        ...
+
 
 class Catalog(Protocol):
     """The opened index of a job: lengths and locations by sample id."""

@@ -132,6 +132,11 @@ class StateStore(Protocol):
         """The entries of one step of one attempt by sample_id."""
         ...
 
+    def quarantined_by_source(self, job: str, attempt: int, *, last_step: int) -> dict[str, int]:
+        """The number of entries of each source in an attempt's steps up to this one, of sources
+        that have any."""
+        ...
+
     def quarantined_samples(self, job: str) -> int:
         """The number of samples that have an entry."""
         ...

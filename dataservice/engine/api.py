@@ -14,6 +14,7 @@ from dataservice.core.job import (
     SkipAction,
     SkipRecord,
 )
+from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo
@@ -41,7 +42,7 @@ class JobStatus:
     """A job and its progress. Steps are -1 before the first. `failure` says why its last attempt
     ended, as far as this coordinator knows; empty while it runs. `attempt_version` is the version
     of the job file that the attempt began with, 0 without an attempt; `versions` are given where
-    there is more than one."""
+    there is more than one. `mixture` is given where one job is asked for and is open."""
 
     record: JobRecord
     samples: int
@@ -54,6 +55,7 @@ class JobStatus:
     failure: str = ""
     attempt_version: int = 0
     versions: tuple[JobVersion, ...] = ()
+    mixture: MixtureTree | None = None
 
     @property
     def pending(self) -> bool:

@@ -50,6 +50,7 @@ from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.metrics_fan_out import fan_out
 from dataservice.engine.planner import check_fits, in_order
+from dataservice.engine.progress import ProgressView
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.shares import Shares
@@ -137,6 +138,7 @@ class Coordinator:
             troubles=troubles,
             connections=self._connections,
         )
+        self._progress = ProgressView(store)
         self._worker_admin = WorkerAdmin(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
 
@@ -153,6 +155,7 @@ class Coordinator:
         """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
         hold: they end with us, or serve it until a successor takes them over."""
         await self._worker_admin.stop()
+        await self._progress.stop()
         await self._table.stop()
         self._dispatcher.let_be()
         for job in self._table.running.values():
@@ -357,7 +360,8 @@ class Coordinator:
     async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
         """These jobs as they can be seen now, and what is concluded."""
         chosen = [self._table.get(name) for name in jobs]
-        return self._view.of(chosen, self._table.running.values(), team=team)
+        progress = await self._progress.of(chosen, self._table.running)
+        return self._view.of(chosen, self._table.running.values(), progress, team=team)
 
     # ---- inside ---------------------------------------------------------------------------
 

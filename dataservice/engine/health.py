@@ -6,7 +6,7 @@ pool, team shares ──────┘
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.health import (
@@ -15,6 +15,7 @@ from dataservice.core.health import (
     Finding,
     FleetHealth,
     JobHealth,
+    JobProgress,
     RankHealth,
     ServiceHealth,
 )
@@ -56,10 +57,16 @@ class HealthView:
     troubles: Callable[[], tuple[str, ...]] = tuple
 
     def of(
-        self, jobs: Iterable[RunningJob], running: Iterable[RunningJob], *, team: str | None
+        self,
+        jobs: Iterable[RunningJob],
+        running: Iterable[RunningJob],
+        progress: Mapping[str, JobProgress],
+        *,
+        team: str | None,
     ) -> ServiceHealth:
         """The health of these `jobs`, among all that are `running`, for a caller of `team`, who is
-        not told the names of other teams; None may know all. O(ranks)."""
+        not told the names of other teams; None may know all. `progress` has what is known of it by
+        job. O(ranks)."""
         competing = [job.record.name for job in running if _is_trained(job)]
         fleet = self._fleet()
         if team is not None:
@@ -69,6 +76,7 @@ class HealthView:
         found = []
         for job in jobs:
             health = self._job(job, fleet.slots, competing)
+            health = replace(health, progress=progress.get(job.record.name))
             findings = [*self.diagnose(health, fleet)]
             if ranks_of(job) and (short := self.connections.shortage()):
                 findings.append(Finding(severity="slow", text=short))

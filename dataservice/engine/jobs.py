@@ -287,8 +287,9 @@ class JobTable:
         )
 
     async def statuses(self) -> list[JobStatus]:
-        """All jobs by name."""
-        return [await self.status(name) for name in sorted(self.running)]
+        """All jobs by name, without their mixtures, of which some are long."""
+        names = sorted(self.running)
+        return [replace(await self.status(name), mixture=None) for name in names]
 
     async def status(self, name: str) -> JobStatus:
         """One job and its progress."""
@@ -311,6 +312,7 @@ class JobTable:
             failure=last.failure if last is not None else "",
             attempt_version=job.attempt.spec_version if job.attempt is not None else 0,
             versions=versions,
+            mixture=job.setup.mixture if job.setup is not None else None,
         )
 
     async def drain(self, name: str) -> JobStatus:

@@ -2,6 +2,7 @@
 
 await in_store(store.jobs)          the state store, whose calls take turns
 await in_opening(open_job, ...)     jobs, each in a process that is bounded
+await in_counting(drawn, ...)       how much of each source is drawn, for whoever looks
 FairThreads                         planning: see fair_threads.py
 """
 
@@ -9,3 +10,4 @@ from dataservice.core.threads import CallThreads
 
 in_store = CallThreads("the state store", 4, for_all=True)
 in_opening = CallThreads("opening", 2)
+in_counting = CallThreads("counting", 1)

@@ -15,10 +15,12 @@ from dataservice.core.job import ErrorBudget, JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
+from dataservice.jobs.mixture import mixture_tree
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.planning.stages.pack import step_limits
 from dataservice.sources.catalog import (
@@ -233,7 +235,7 @@ def job_setup(
     Raises SpecError, StateError, and QuotaError where the job is above its limits."""
     spec, roots = _read_back(record, allowed_roots)
     catalog = opened.catalog
-    size = _required_size(spec, catalog, job_limits)
+    mixture = _required_mixture(spec, catalog, job_limits)
     order = _sample_order(catalog, spec)
     return JobSetup(
         record=_identified(record, catalog.fingerprint, order),
@@ -248,7 +250,8 @@ def job_setup(
         order=order,
         limits=_isf_limits(catalog, spec.plan),
         budgets=_budgets(spec),
-        epoch_size=size,
+        epoch_size=mixture.epoch,
+        mixture=mixture,
         job_limits=job_limits,
         positions=spec.pipeline.position_rule,
         revise=partial(_revised, catalog),
@@ -260,7 +263,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
     """The setup for another version of the job file over the same data: with its batches, plans,
     epochs, budgets and topology. What is costly to compute is kept where it does not change."""
     before, spec = job_from_json(setup.record.spec_json), job_from_json(record.spec_json)
-    size = _required_size(spec, catalog, setup.job_limits)
+    mixture = _required_mixture(spec, catalog, setup.job_limits)
     same_packs = all(
         getattr(before.plan, name) == getattr(spec.plan, name)
         for name in ("memory_tokens", "window_steps", "stages")
@@ -275,7 +278,8 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
         positions=spec.pipeline.position_rule,
         limits=setup.limits if same_packs else _isf_limits(catalog, spec.plan),
         budgets=_budgets(spec),
-        epoch_size=size,
+        epoch_size=mixture.epoch,
+        mixture=mixture,
         **_topology(spec),
     )
 
@@ -330,14 +334,14 @@ def _require_drawn(spec: JobSpec, sizes: Sequence[int]) -> None:
             )
 
 
-def _required_size(spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLimits) -> EpochSize:
-    """Samples and tokens of an epoch. Raises QuotaError where an epoch or a step is above the
-    limits, and SpecError where a source gives no sample."""
+def _required_mixture(spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLimits) -> MixtureTree:
+    """What each source holds, and gives to an epoch. Raises QuotaError where an epoch or a step is
+    above the limits, and SpecError where a source gives no sample."""
     _require_rows(spec, job_limits, catalog.sizes)
-    size = _epoch_size(spec, catalog)
-    _require_steps(spec, size, job_limits)
+    mixture = mixture_tree(spec, catalog.totals)
+    _require_steps(spec, mixture.epoch, job_limits)
     _require_drawn(spec, catalog.sizes)
-    return size
+    return mixture
 
 
 def _require_rows(spec: JobSpec, job_limits: JobLimits, rows: Sequence[int]) -> None:
@@ -347,17 +351,6 @@ def _require_rows(spec: JobSpec, job_limits: JobLimits, rows: Sequence[int]) -> 
     samples = sum(weight * size for weight, size in zip(weights, rows, strict=True))
     if samples and spec.batch.samples is not None:
         _require_steps(spec, EpochSize(samples=samples, tokens=0), job_limits)
-
-
-def _epoch_size(spec: JobSpec, catalog: IndexedCatalog) -> EpochSize:
-    ends = np.cumsum([0, *catalog.sizes])
-    weights = [source.weight for source in spec.sources]
-    tokens = [
-        weight * float(catalog.llm_tokens[start:end].sum(dtype=np.int64))
-        for weight, start, end in zip(weights, ends[:-1], ends[1:], strict=True)
-    ]
-    samples = [weight * size for weight, size in zip(weights, catalog.sizes, strict=True)]
-    return EpochSize(samples=sum(samples), tokens=sum(tokens))
 
 
 def _require_steps(spec: JobSpec, size: EpochSize, job_limits: JobLimits) -> None:

@@ -13,11 +13,13 @@ from dataservice.core.health import (
     Finding,
     FleetHealth,
     JobHealth,
+    JobProgress,
     RankHealth,
     RankReport,
     ServiceHealth,
     Severity,
     SourceHealth,
+    SourceProgress,
 )
 from dataservice.serving.enum_values import known_value
 
@@ -100,6 +102,7 @@ def _job_to_proto(job: Diagnosed) -> coordinator_pb2.JobHealth:
     plain["sources"] = [
         coordinator_pb2.SourceHealth(**_values(source)) for source in job.health.sources
     ]
+    plain["progress"] = _progress_to_proto(job.health.progress)
     findings = [
         coordinator_pb2.Finding(severity=each.severity, text=each.text) for each in job.findings
     ]
@@ -113,11 +116,32 @@ def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
     plain["sources"] = tuple(
         SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
     )
+    plain["progress"] = _progress_from_proto(message)
     findings = tuple(
         Finding(severity=known_value(each.severity, SEVERITIES, "a finding is"), text=each.text)
         for each in message.findings
     )
     return Diagnosed(health=JobHealth(**plain), findings=findings)
+
+
+def _progress_to_proto(progress: JobProgress | None) -> coordinator_pb2.JobProgress | None:
+    if progress is None:
+        return None
+    plain = _values(progress)
+    plain["sources"] = [
+        coordinator_pb2.SourceProgress(**_values(source)) for source in progress.sources
+    ]
+    return coordinator_pb2.JobProgress(**plain)
+
+
+def _progress_from_proto(job: coordinator_pb2.JobHealth) -> JobProgress | None:
+    if not job.HasField("progress"):
+        return None
+    plain = _fields(job.progress, JobProgress)
+    plain["sources"] = tuple(
+        SourceProgress(**_fields(source, SourceProgress)) for source in job.progress.sources
+    )
+    return JobProgress(**plain)
 
 
 # The fields of the messages have the names of the dataclasses' fields.

@@ -6,6 +6,7 @@ from typing import get_args
 from dataservice_proto.v1 import coordinator_pb2
 
 from dataservice.core.job import JobRecord, JobState, QuarantineEntry, SkipAction, SkipRecord
+from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo, WorkerState
 from dataservice.core.sample import SampleRef
@@ -60,6 +61,7 @@ def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
             )
             for each in status.versions
         ],
+        mixture=None if status.mixture is None else _mixture_to_proto(status.mixture),
     )
 
 
@@ -92,6 +94,39 @@ def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
                 last_attempt=each.last_attempt,
             )
             for each in message.versions
+        ),
+        mixture=_mixture_from_proto(message.mixture) if message.HasField("mixture") else None,
+    )
+
+
+def _mixture_to_proto(mixture: MixtureTree) -> coordinator_pb2.MixtureTree:
+    return coordinator_pb2.MixtureTree(
+        epochs=mixture.epochs,
+        sources=[
+            coordinator_pb2.MixtureSource(
+                source=each.source,
+                fingerprint=each.fingerprint,
+                samples=each.samples,
+                tokens=each.tokens,
+                weight=each.weight,
+            )
+            for each in mixture.sources
+        ],
+    )
+
+
+def _mixture_from_proto(message: coordinator_pb2.MixtureTree) -> MixtureTree:
+    return MixtureTree(
+        epochs=message.epochs,
+        sources=tuple(
+            MixtureSource(
+                source=each.source,
+                fingerprint=each.fingerprint,
+                samples=each.samples,
+                tokens=each.tokens,
+                weight=each.weight,
+            )
+            for each in message.sources
         ),
     )
 

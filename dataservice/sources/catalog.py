@@ -9,6 +9,7 @@ memory-mapped from there.
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from dataservice.sources.index_folder import MANIFEST, IndexFolder
 from dataservice.sources.length_columns import concatenate
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.manifest import AGAIN, Manifest
-from dataservice.sources.part_reader import read_part
+from dataservice.sources.part_reader import read_part, read_tokens
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
 
@@ -53,13 +54,24 @@ class IndexIdentity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceTotals:
+    """What the index of one source holds: its fingerprint, its samples and their LLM tokens."""
+
+    fingerprint: str
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogParts:
-    """The contents of a catalog: `files` has (source, path) in the order of sample ids, with
-    `file_rows` samples each. `verified` has a token for each source that was compared with its
-    index because its files' times differ; the token names the files' state at that time."""
+    """The contents of a catalog: `fingerprints` are those of the sources; `files` has (source,
+    path) in the order of sample ids, with `file_rows` samples each. `verified` has a token for each
+    source that was compared with its index because its files' times differ; the token names the
+    files' state at that time."""
 
     sources: SourceRanges
     identity: IndexIdentity
+    fingerprints: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
     file_rows: tuple[int, ...]
     lengths: LengthTable
@@ -86,6 +98,21 @@ class IndexedCatalog(LengthsById):
         """Changes when a sample, a file's name, a processor or the tokenizer changes; not when
         files move or their times change."""
         return self.identity.fingerprint
+
+    @cached_property
+    def totals(self) -> tuple[SourceTotals, ...]:
+        """What each source holds. O(samples) when it is first read."""
+        offsets = self.sources.offsets
+        return tuple(
+            SourceTotals(
+                fingerprint=fingerprint,
+                samples=int(end - start),
+                tokens=int(self.llm_tokens[start:end].sum(dtype=np.int64)),
+            )
+            for fingerprint, start, end in zip(
+                self.parts.fingerprints, offsets[:-1], offsets[1:], strict=True
+            )
+        )
 
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths of these samples, in this order; each object is made when it
@@ -160,6 +187,7 @@ def open_catalog(
         CatalogParts(
             sources=SourceRanges.of([m.source for m in manifests], [m.rows for m in manifests]),
             identity=IndexIdentity.of(manifests),
+            fingerprints=tuple(manifest.fingerprint for manifest in manifests),
             files=tuple(files),
             file_rows=tuple(part.rows for m in manifests for part in m.parts),
             lengths=concatenate(tables),
@@ -167,6 +195,27 @@ def open_catalog(
             verified=tuple(filter(None, known)),
         )
     )
+
+
+def read_totals(
+    specs: Sequence[SourceSpec], index_dir: str, *, roots: Roots | None = None
+) -> tuple[SourceTotals, ...]:
+    """What each source's index holds as it was written, whether or not it still describes the
+    source. Reads one number of each sample. Raises IndexStaleError where an index is missing or
+    damaged."""
+    totals = []
+    for spec in specs:
+        folder = IndexFolder(index_dir, spec.name, roots)
+        manifest = _manifest(spec, folder)
+        groups = (group for part in manifest.parts for group in read_tokens(folder, part))
+        totals.append(
+            SourceTotals(
+                fingerprint=manifest.fingerprint,
+                samples=manifest.rows,
+                tokens=sum(int(tokens.sum(dtype=np.int64)) for tokens in groups),
+            )
+        )
+    return tuple(totals)
 
 
 def require_same_index(

@@ -46,6 +46,7 @@ def hand_over(catalog: IndexedCatalog) -> tuple[int, int]:
     columns = [getattr(parts.lengths, name) for name in COLUMNS]
     header = {
         "identity": [parts.identity.fingerprint, parts.identity.places],
+        "fingerprints": parts.fingerprints,
         "verified": parts.verified,
         "sources": list(zip(parts.sources.names, parts.sources.sizes, strict=True)),
         "files": parts.files,
@@ -81,6 +82,7 @@ def take_over(memory: int, details: int, limits: DecodeLimits) -> IndexedCatalog
         parts = CatalogParts(
             sources=SourceRanges.of(*zip(*header["sources"], strict=True)),
             identity=IndexIdentity(*map(str, header["identity"])),
+            fingerprints=tuple(map(str, header["fingerprints"])),
             verified=tuple(map(str, header["verified"])),
             files=tuple((str(source), str(path)) for source, path in header["files"]),
             file_rows=tuple(int(rows) for rows in header["file_rows"]),
@@ -122,6 +124,7 @@ def _require_agreeing(parts: CatalogParts) -> None:
         and bool(np.all(np.diff(offsets) >= 0))
         and items == {int(offsets[-1])}
         and len(parts.details) == samples == sum(parts.sources.sizes) == sum(parts.file_rows)
+        and len(parts.fingerprints) == len(parts.sources.names)
         and len(parts.files) == len(parts.file_rows)
         and min((*parts.sources.sizes, *parts.file_rows, 0)) == 0
     )

@@ -32,6 +32,8 @@ _ORDER = 2  # hash domain: where in the epoch a sample appears
 # When a batch is counted in tokens, its number of samples is unknown: they are drawn in chunks of
 # doubling size.
 _FIRST_PIECE = 256
+# Counting keeps some ten arrays of this many numbers: larger ones leave the processor's cache.
+_COUNTED_PIECE = 2**14
 
 
 class Mixture:
@@ -113,6 +115,34 @@ class Mixture:
         left = self._samples_before(self._epochs) - behind
         return max(0, -(-left // batch.samples) - cursor.step_in_window)
 
+    # ---- how much of each source ----------------------------------------------------------
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs there are."""
+        return self._epochs
+
+    def drawn_before(self, epoch: int) -> NDArray[np.int64]:
+        """How many samples of each source all epochs before this one hold: int64[sources].
+        O(sources)."""
+        before = [
+            epoch * math.floor(weight) * size + self._window_start(source, epoch)
+            for source, (size, weight) in enumerate(zip(self._sizes, self._weights, strict=True))
+        ]
+        return np.array(before, dtype=np.int64)
+
+    def drawn_between(self, *, epoch: int, start: int, end: int) -> NDArray[np.int64]:
+        """How many samples of each source lie at the places `start` .. `end` - 1 of an epoch:
+        int64[sources]. O(end - start), in pieces that fit into a cache; no sample is looked at by
+        itself."""
+        counts = np.zeros(len(self._sizes), dtype=np.int64)
+        ends = np.cumsum(self._epoch_counts(epoch))
+        for begin in range(start, end, _COUNTED_PIECE):
+            slots = self._slots(epoch, begin, min(begin + _COUNTED_PIECE, end), int(ends[-1]))
+            source_of = np.searchsorted(ends, slots, side="right")
+            counts += np.bincount(source_of, minlength=len(counts))
+        return counts
+
     # ---- how much fits --------------------------------------------------------------------
 
     def _fitting(
@@ -176,30 +206,33 @@ class Mixture:
 
     def _samples_before(self, epoch: int) -> int:
         """Samples of all epochs before this one."""
-        return sum(
-            epoch * math.floor(weight) * size + self._window_start(source, epoch)
-            for source, (size, weight) in enumerate(zip(self._sizes, self._weights, strict=True))
-        )
+        return int(self.drawn_before(epoch).sum())
+
+    def _epoch_counts(self, epoch: int) -> NDArray[np.int64]:
+        """How many samples of each source this epoch holds: int64[sources]."""
+        return self.drawn_before(epoch + 1) - self.drawn_before(epoch)
 
     def _window_start(self, source: int, epoch: int) -> int:
         """c(epoch): where the rolling window of a source begins, counted without wrapping."""
         fraction = self._weights[source] % 1
         return math.floor(epoch * fraction * self._sizes[source] + Fraction(1, 2))
 
+    def _slots(self, epoch: int, start: int, end: int, size: int) -> NDArray[np.int64]:
+        """The slots at the places `start` .. `end` - 1 of an epoch of `size` samples:
+        int64[end - start]. Those of one source lie next to each other, in the order of the
+        sources."""
+        return permuted(np.arange(start, end), size, _ORDER, self._seed, epoch)
+
     def _ids(self, epoch: int, start: int, end: int) -> NDArray[np.int64]:
         """Sample ids at the places `start` .. `end` - 1 of an epoch: int64[end - start]."""
-        slots = permuted(
-            np.arange(start, end), self.epoch_samples(epoch), _ORDER, self._seed, epoch
-        )
+        counts = self._epoch_counts(epoch)
+        ends = np.cumsum(counts)
+        slots = self._slots(epoch, start, end, int(ends[-1]))
         sizes = np.array(self._sizes)
         full = np.array([math.floor(weight) for weight in self._weights]) * sizes
-        window, window_end = (
-            np.array([self._window_start(source, e) for source in range(len(sizes))])
-            for e in (epoch, epoch + 1)
-        )
-        ends = np.cumsum(full + window_end - window)
+        window = np.array([self._window_start(source, epoch) for source in range(len(sizes))])
         source_of = np.searchsorted(ends, slots, side="right")
-        within = slots - (ends - full - window_end + window)[source_of]
+        within = slots - (ends - counts)[source_of]
         rows = within % sizes[source_of]
         rolled = np.flatnonzero(within >= full[source_of])
         for source in np.unique(source_of[rolled]):

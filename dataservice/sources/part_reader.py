@@ -53,11 +53,16 @@ def read_part(
 
 
 def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.int32]]:
-    """LLM tokens of a part's samples, one row group at a time. The part is not checked."""
-    with folder.open(part_name(record.file.name)) as stream:
-        part = pq.ParquetFile(stream)
-        for group in range(part.num_row_groups):
-            yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+    """LLM tokens of a part's samples, one row group at a time. The part is not checked. Raises
+    IndexStaleError where it cannot be read."""
+    name = part_name(record.file.name)
+    try:
+        with folder.open(name) as stream:
+            part = pq.ParquetFile(stream)
+            for group in range(part.num_row_groups):
+                yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise IndexStaleError(_damaged(folder, name, f"is missing or damaged ({error})")) from error
 
 
 def _damaged(folder: IndexFolder, name: str, what: str) -> str:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -231,6 +232,14 @@ class MemoryStateStore:
         """The entries of one step of one attempt by sample_id."""
         entries = self.quarantine(job)
         return [entry for entry in entries if (entry.attempt, entry.step) == (attempt, step)]
+
+    def quarantined_by_source(self, job: str, attempt: int, *, last_step: int) -> dict[str, int]:
+        """The number of entries of each source in an attempt's steps up to this one, of sources
+        that have any."""
+        entries = self.quarantine(job)
+        return dict(
+            Counter(e.source for e in entries if e.attempt == attempt and e.step <= last_step)
+        )
 
     def quarantined_samples(self, job: str) -> int:
         """Number of samples that have an entry."""

@@ -311,6 +311,16 @@ class SqliteStateStore:
             step,
         )
 
+    def quarantined_by_source(self, job: str, attempt: int, *, last_step: int) -> dict[str, int]:
+        """The number of entries of each source in an attempt's steps up to this one, of sources
+        that have any."""
+        query = (
+            "SELECT source, COUNT(*) FROM quarantine WHERE job = ? AND attempt = ? AND step <= ? "
+            "GROUP BY source"
+        )
+        with self._turn, self._translated():
+            return dict(self._connection.execute(query, (job, attempt, last_step)))
+
     def quarantined_samples(self, job: str) -> int:
         """Number of samples that have an entry."""
         return self._number("SELECT COUNT(DISTINCT sample_id) FROM quarantine WHERE job = ?", job)

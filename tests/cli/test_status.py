@@ -20,9 +20,11 @@ from dataservice.core.health import (
     Finding,
     FleetHealth,
     JobHealth,
+    JobProgress,
     RankHealth,
     ServiceHealth,
     SourceHealth,
+    SourceProgress,
 )
 from dataservice.serving.status_codes import ServiceUnreachableError
 
@@ -78,6 +80,25 @@ def test_one_job_is_shown_with_its_sources_and_the_ranks_that_wait_most():
     assert "ocr 8.0 0.5 2.5 1.75 0.38 0.12 0" in lines
     ranks = [line.split()[0] for line in lines if "node:" in line]
     assert ranks == ["3", "11", "10", "9", "8", "7", "6", "5"]
+
+
+def test_progress_by_source_is_shown_of_jobs_that_are_trained_and_of_the_one_asked_for():
+    sources = (
+        SourceProgress(
+            source="ocr", epoch_drawn=1500, epoch_samples=6000, drawn=7500, samples=12000, masked=17
+        ),
+        SourceProgress(source="rare", epoch_drawn=0, epoch_samples=0, drawn=1, samples=2),
+    )
+    progress = JobProgress(step=43, epoch=1, epochs=2, sources=sources)
+    trained = a_job()
+    trained = replace(trained, health=replace(trained.health, progress=progress))
+    lines = [" ".join(line.split()) for line in shown(trained).splitlines()]
+    assert "vlm: samples drawn, step 43 trained, epoch 2 of 2" in lines
+    assert "ocr 1,500 6,000 25.0 7,500 12,000 62.5 17" in lines
+    assert "rare 0 0 - 1 2 50.0 0" in lines
+    idle = replace(trained, health=replace(trained.health, ranks=()))
+    assert "samples drawn" not in shown(idle)
+    assert "samples drawn" in shown(idle, detailed=True)
 
 
 def test_a_service_without_jobs_says_how_to_submit_one():

@@ -22,9 +22,11 @@ from dataservice.core.health import (
     Finding,
     FleetHealth,
     JobHealth,
+    JobProgress,
     RankHealth,
     ServiceHealth,
     SourceHealth,
+    SourceProgress,
 )
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
 from dataservice.core.orders import (
@@ -249,6 +251,9 @@ def make_job_health(job):
         source="ocr", samples=8.0, read_s=0.5, decode_s=2.5, usual_s=0.125, quarantined=3,
         budget_used=0.75, read_cpu_s=0.125, decode_cpu_s=1.25,
     )  # fmt: skip
+    drawn = SourceProgress(
+        source="ocr", epoch_drawn=12, epoch_samples=40, drawn=52, samples=120, masked=5
+    )
     return JobHealth(
         job=job,
         attempt=2,
@@ -275,6 +280,7 @@ def make_job_health(job):
         plan_gap=0.0625,
         room_s=0.03125,
         bytes_full=True,
+        progress=JobProgress(step=43, epoch=1, epochs=3, sources=(drawn,)),
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import JobRecord
+from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.orders import (
     BadSample,
     FeatureRoutes,
@@ -36,7 +37,7 @@ from dataservice.core.sample import (
 )
 from dataservice.core.tickets import check_ticket, holder_key, prove, sign_ticket
 from dataservice.engine.api import JobStatus, JobVersion
-from dataservice.serving import wire_jobs, wire_packs, wire_shards
+from dataservice.serving import wire_health, wire_jobs, wire_packs, wire_shards
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -220,6 +221,21 @@ statuses = st.builds(
             last_attempt=int32s,
         )
     ),
+    mixture=st.none()
+    | st.builds(
+        MixtureTree,
+        epochs=int32s,
+        sources=several(
+            st.builds(
+                MixtureSource,
+                source=words,
+                fingerprint=words,
+                samples=int64s,
+                tokens=int64s,
+                weight=reals,
+            )
+        ),
+    ),
 )
 
 
@@ -319,6 +335,14 @@ def test_an_order_without_its_teams_share_is_refused():
     order = worker_pb2.PackOrder(degree=1)
     with pytest.raises(SpecError, match=r"weight 0.0 and limit 0.0; both must be above 0"):
         wire_packs.pack_order_from_proto(order)
+
+
+def test_a_service_of_before_tells_no_mixture_and_no_progress():
+    of_before = coordinator_pb2.JobInfo(name="j", state="active")
+    assert wire_jobs.job_status_from_proto(of_before).mixture is None
+    seen = coordinator_pb2.GetHealthResponse(jobs=[coordinator_pb2.JobHealth(job="j")])
+    (job,) = wire_health.health_from_proto(seen).jobs
+    assert job.health.progress is None
 
 
 def test_a_job_state_of_another_release_is_refused():

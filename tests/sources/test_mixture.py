@@ -70,6 +70,39 @@ def test_every_epoch_holds_what_its_weights_say_for_any_batch(
     assert sum(seen.values()) == sum(mixture.epoch_samples(e) for e in range(epochs))
 
 
+@settings(max_examples=60, deadline=None)
+@given(sources, st.integers(1, 4), st.integers(0, 3), st.data())
+def test_what_lies_before_a_place_is_what_is_drawn_before_it(
+    given_sources: list[tuple[int, float]], epochs: int, seed: int, data: st.DataObject
+) -> None:
+    sizes, weights = zip(*given_sources, strict=True)
+    mixture = Mixture(sizes, weights, seed=seed, epochs=epochs)
+    epoch = data.draw(st.integers(0, epochs - 1))
+    end = data.draw(st.integers(0, mixture.epoch_samples(epoch)))
+    start = data.draw(st.integers(0, end))
+    drawn = list(draws(mixture, BatchSize(samples=7)))
+    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(draw.sample_ids for draw in drawn)])
+    before = sum(mixture.epoch_samples(each) for each in range(epoch))
+
+    def of_sources(some: np.ndarray) -> list[int]:
+        numbers = np.searchsorted(np.cumsum(sizes), some, side="right")
+        return np.bincount(numbers, minlength=len(sizes)).tolist()
+
+    assert mixture.drawn_before(epoch).tolist() == of_sources(ids[:before])
+    assert mixture.drawn_before(epochs).tolist() == of_sources(ids)
+    between = mixture.drawn_between(epoch=epoch, start=start, end=end)
+    assert between.tolist() == of_sources(ids[before + start : before + end])
+
+
+def test_a_long_way_is_counted_in_pieces_that_add_up() -> None:
+    sizes = [50_000, 3000, 20]
+    mixture = Mixture(sizes, [1, 0.5, 3], seed=2, epochs=2)
+    start, end = 17, 51_001
+    ids = mixture.draw(epoch=1, position=start, batch=BatchSize(samples=end - start)).sample_ids
+    drawn = np.bincount(np.searchsorted(np.cumsum(sizes), ids, side="right"), minlength=3)
+    assert mixture.drawn_between(epoch=1, start=start, end=end).tolist() == drawn.tolist()
+
+
 def test_half_weight_shows_each_sample_once_in_two_epochs() -> None:
     seen = visits(Mixture([7], [0.5], seed=1, epochs=6), BatchSize(samples=3))
     for pair in range(3):

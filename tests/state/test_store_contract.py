@@ -348,6 +348,22 @@ def test_samples_in_quarantine_are_counted_once_and_found_by_step(store: StateSt
     assert store.quarantine_of_step("vlm-sft", 2, 1) == []
 
 
+def test_quarantined_samples_of_an_attempt_s_first_steps_are_counted_by_source(
+    store: StateStore,
+) -> None:
+    store.put_job(job())
+    clip = replace(bad(4, step=2), source="clips")
+    store.add_quarantine([bad(9, step=1), bad(9, step=2), clip, bad(9, step=3), bad(5, number=2)])
+
+    def counted(attempt: int, last_step: int) -> dict[str, int]:
+        return store.quarantined_by_source("vlm-sft", attempt, last_step=last_step)
+
+    assert counted(1, 2) == {"images": 2, "clips": 1}
+    assert counted(1, 0) == counted(1, -1) == counted(3, 9) == {}
+    assert counted(2, 0) == {"images": 1}
+    assert store.quarantined_by_source("other", 1, last_step=9) == {}
+
+
 def test_a_quarantined_sample_is_kept_once_a_step_and_listed_in_order(store: StateStore) -> None:
     store.put_job(job())
     store.add_quarantine([bad(9, step=1), bad(2, step=1), bad(5, step=0, number=2), bad(5)])

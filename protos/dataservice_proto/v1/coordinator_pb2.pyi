@@ -80,6 +80,7 @@ class JobInfo(_message.Message):
     SPEC_VERSION_FIELD_NUMBER: _builtins.int
     ATTEMPT_VERSION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    MIXTURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -107,6 +108,10 @@ class JobInfo(_message.Message):
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobVersion]:
         """where there is more than one"""
 
+    @_builtins.property
+    def mixture(self) -> Global___MixtureTree:
+        """absent in lists, and where the job is not open"""
+
     def __init__(
         self,
         *,
@@ -126,14 +131,76 @@ class JobInfo(_message.Message):
         spec_version: _builtins.int = ...,
         attempt_version: _builtins.int = ...,
         versions: _abc.Iterable[Global___JobVersion] | None = ...,
+        mixture: Global___MixtureTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "mixture", b"mixture", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobInfo: _TypeAlias = JobInfo  # noqa: Y015
+
+@_typing.final
+class MixtureTree(_message.Message):
+    """What each source of a job holds; what it gives to an epoch follows from its weight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    epochs: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureSource]:
+        """in the order of the job file"""
+
+    def __init__(
+        self,
+        *,
+        epochs: _builtins.int = ...,
+        sources: _abc.Iterable[Global___MixtureSource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureTree: _TypeAlias = MixtureTree  # noqa: Y015
+
+@_typing.final
+class MixtureSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    fingerprint: _builtins.str
+    samples: _builtins.int
+    """of its index, each counted once"""
+    tokens: _builtins.int
+    """LLM tokens of these"""
+    weight: _builtins.float
+    """passes over them in an epoch"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "samples", b"samples", "source", b"source", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureSource: _TypeAlias = MixtureSource  # noqa: Y015
 
 @_typing.final
 class JobVersion(_message.Message):
@@ -1679,6 +1746,7 @@ class JobHealth(_message.Message):
     FINDINGS_FIELD_NUMBER: _builtins.int
     ROOM_S_FIELD_NUMBER: _builtins.int
     BYTES_FULL_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     world_size: _builtins.int
@@ -1709,6 +1777,10 @@ class JobHealth(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceHealth]: ...
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]: ...
+    @_builtins.property
+    def progress(self) -> Global___JobProgress:
+        """absent: no attempt has begun, or it is not counted yet"""
+
     def __init__(
         self,
         *,
@@ -1738,14 +1810,85 @@ class JobHealth(_message.Message):
         findings: _abc.Iterable[Global___Finding] | None = ...,
         room_s: _builtins.float = ...,
         bytes_full: _builtins.bool = ...,
+        progress: Global___JobProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_full", b"bytes_full", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "room_s", b"room_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_full", b"bytes_full", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "progress", b"progress", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "room_s", b"room_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobHealth: _TypeAlias = JobHealth  # noqa: Y015
+
+@_typing.final
+class JobProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """committed: the counts are up to and with it"""
+    epoch: _builtins.int
+    """from 0; the last one at the end of data"""
+    epochs: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceProgress]:
+        """in the order of the job file"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        epochs: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SourceProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epochs", b"epochs", "sources", b"sources", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobProgress: _TypeAlias = JobProgress  # noqa: Y015
+
+@_typing.final
+class SourceProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    EPOCH_DRAWN_FIELD_NUMBER: _builtins.int
+    EPOCH_SAMPLES_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    epoch_drawn: _builtins.int
+    epoch_samples: _builtins.int
+    drawn: _builtins.int
+    """in all epochs"""
+    samples: _builtins.int
+    """of all epochs"""
+    masked: _builtins.int
+    """of those drawn"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        epoch_drawn: _builtins.int = ...,
+        epoch_samples: _builtins.int = ...,
+        drawn: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        masked: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drawn", b"drawn", "epoch_drawn", b"epoch_drawn", "epoch_samples", b"epoch_samples", "masked", b"masked", "samples", b"samples", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceProgress: _TypeAlias = SourceProgress  # noqa: Y015
 
 @_typing.final
 class RankHealth(_message.Message):
