@@ -8,7 +8,7 @@ memory-mapped from there.
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder
 from dataservice.sources.length_columns import concatenate
 from dataservice.sources.lengths_by_id import LengthsById
-from dataservice.sources.manifest import AGAIN, Manifest
+from dataservice.sources.manifest import AGAIN, LongSamples, Manifest
 from dataservice.sources.part_reader import read_part
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
@@ -56,7 +56,8 @@ class IndexIdentity:
 class CatalogParts:
     """The contents of a catalog: `files` has (source, path) in the order of sample ids, with
     `file_rows` samples each. `verified` has a token for each source that was compared with its
-    index because its files' times differ; the token names the files' state at that time."""
+    index because its files' times differ; the token names the files' state at that time. `long`
+    has by source what became of samples that are too long."""
 
     sources: SourceRanges
     identity: IndexIdentity
@@ -65,6 +66,7 @@ class CatalogParts:
     lengths: LengthTable
     details: DetailFile
     verified: tuple[str, ...] = ()
+    long: Mapping[str, LongSamples] = field(default_factory=dict)
 
 
 class IndexedCatalog(LengthsById):
@@ -165,6 +167,7 @@ def open_catalog(
             lengths=concatenate(tables),
             details=details,
             verified=tuple(filter(None, known)),
+            long={m.source: m.long for m in manifests},
         )
     )
 
