@@ -245,9 +245,12 @@ def _require_samples(spec: SourceSpec, manifest: Manifest) -> None:
         )
     counts = by_wording((each.key, each.reason) for each in skipped)
     lines = "".join(f"  {line}\n" for line in reason_lines(spec.name, counts))
+    tokens = manifest.long.longest_tokens
+    longest = f"The longest has {tokens:,} tokens. " if tokens else ""
     raise SourceError(
         f"source {spec.name!r}: not one of its {len(skipped):,} samples can be used:\n{lines}"
-        "Mend what the reasons name, or correct the source's format or the job's pipeline."
+        f"{longest}Mend what the reasons name, or correct the source's format or the job's "
+        "pipeline."
     )
 
 
