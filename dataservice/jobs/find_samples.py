@@ -251,7 +251,7 @@ class ScannedSamples:
 
     def _named(self, each: ScannedSample, key: str) -> Found | None:
         """What is read as `each`, or the piece of it that has this key; None where neither does."""
-        if each.key != key and not key.startswith(piece_key(each.key, 1)[:-1]):
+        if each.key != key and not key.startswith(f"{each.key}#"):
             return None
         samples = [found for found, _ in self._samples_of(each)]
         named = [found for found in samples if found.ref.key == key]
