@@ -167,7 +167,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
                 f"sample {quoted(raw.key)} has {whole.lengths.llm_tokens} tokens and is cut into "
                 f"{pieces} samples. Name one of them, as {quoted(piece_key(raw.key, 1))}."
             )
-        if pieces == 1 or raw.piece > pieces:
+        if pieces == 1 or not 1 <= raw.piece <= pieces:
             raise SampleError(
                 f"sample {quoted(raw.key)} is piece {raw.piece} of a document that has "
                 f"{pieces if pieces > 1 else 'no'} pieces: it changed since it was indexed. "

@@ -57,7 +57,7 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     """Raises ValueError when a row could not be in an index of ours. O(rows + items),
     vectorised."""
     for name in table.schema.names:
-        if table[name].null_count:
+        if table[name].null_count and name not in ADDED_COLUMNS:
             raise ValueError(f"column {name!r} has empty cells")
     for lists in ((*_ITEM_LISTS, "item_shape", *ITEM_NOTES), _SPAN_LISTS):
         counts = [_counts(table[name]) for name in lists]
@@ -117,7 +117,7 @@ def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits)
 def _require_pieces(table: pa.Table) -> None:
     """Raises ValueError unless the key of each piece ends with its number. The keys are in the
     part's digest, and so vouch for the numbers."""
-    pieces = _flat(table["piece"], levels=0)
+    pieces = _flat(table["piece"], levels=0, empty=0)
     _require(pieces >= 0, "piece below 0")
     cut = table.filter(pa.array(pieces > 0))
     said = pc.replace_substring_regex(cut["key"], r"^(?s:.*)#([0-9]+)$", r"\1")
