@@ -47,6 +47,16 @@ def _row(summary: "IndexSummary") -> dict[str, str]:
     return {"source": summary.source, **shown, "s": f"{summary.seconds:.1f}"}
 
 
+def cut(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
+    """How many documents became how many samples."""
+    for summary in summaries:
+        if documents := summary.long.documents:
+            what = "long documents are" if documents > 1 else "long document is"
+            yield Text(
+                f"{summary.source}: {documents:,} {what} cut into {summary.long.pieces:,} samples"
+            )
+
+
 def left_out(summaries: Sequence["IndexSummary"], index_dir: str | None) -> Iterator[Text]:
     """What is not in the index: damaged files, and samples grouped by the reason's text. Without
     an `index_dir`, of an index that is not kept."""

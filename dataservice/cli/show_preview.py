@@ -80,14 +80,15 @@ def name(source: str, key: str) -> str:
 def place(location: SampleLocation) -> str:
     """The file of a sample and where in it the sample lies."""
     file = _one_line(location.file)
+    piece = f", piece {location.piece} of the document" if location.piece else ""
     if location.row >= 0:
-        return f"{file}, row {location.row} of row group {location.row_group}"
+        return f"{file}, row {location.row} of row group {location.row_group}{piece}"
     if not location.spans:
-        return file
+        return f"{file}{piece}"
     start = min(span.offset_bytes for span in location.spans)
     end = max(span.offset_bytes + span.size_bytes for span in location.spans)
     names = _one_line(", ".join(span.name for span in location.spans))
-    return f"{file}, bytes {start}-{end}: {names}"
+    return f"{file}, bytes {start}-{end}: {names}{piece}"
 
 
 def _one_line(name: str) -> str:

@@ -7,6 +7,7 @@
     │   ├── IndexStaleError            an index no longer describes its source or its processors
     │   └── StorageAwayError           storage does not answer; what it holds may be whole
     ├── SampleError                    one sample cannot be used; the rest can
+    │   └── SampleTooLongError         it has more tokens than the job's longer_than allows
     ├── ErrorBudgetError               a source's samples are bad more often than its budget allows
     ├── StateError                     durable state is damaged, full or read-only
     ├── NotFoundError                  no such job, step or pack
@@ -64,6 +65,14 @@ class StorageAwayError(SourceError):
 
 class SampleError(ServiceError):
     """One sample cannot be used. It is quarantined; the job goes on."""
+
+
+class SampleTooLongError(SampleError):
+    """A sample has more LLM tokens, `tokens`, than the job's `longer_than` allows."""
+
+    def __init__(self, message: object = "", *, tokens: int = 0) -> None:
+        super().__init__(message)
+        self.tokens = tokens
 
 
 class ErrorBudgetError(ServiceError):

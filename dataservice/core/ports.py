@@ -134,7 +134,14 @@ class SampleMeasurer(Protocol):
         ...
 
     def measure(self, raw: RawSample) -> SampleLengths:
-        """Raises SampleError where the sample cannot be used, with the reason."""
+        """The lengths of a sample, or of the piece of it that `raw` names. Raises SampleError where
+        the sample cannot be used, with the reason."""
+        ...
+
+    def measure_pieces(self, raw: RawSample) -> Sequence[SampleLengths]:
+        """The lengths of the samples that a sample as read becomes: its own, or those of its pieces
+        in order where the pipeline cuts it. Raises SampleTooLongError where it is longer than
+        `longer_than` allows and is not cut, SampleError where it cannot be used."""
         ...
 
 

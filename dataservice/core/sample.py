@@ -59,25 +59,39 @@ class SampleLocation:
 
     `spans` are the sample's members in a tar, the one line of a JSONL file or record of a shard, or
     the pieces of a row's cells in an Arrow file; `row_group` and `row` (within the group) address
-    Parquet, and say the record batch and row in Arrow. They are -1 elsewhere.
+    Parquet, and say the record batch and row in Arrow. They are -1 elsewhere. `piece` counts from 1
+    the samples that a long document was cut into, all of which lie in one place; 0 is a sample
+    that is whole.
     """
 
     file: str
     spans: tuple[ByteSpan, ...] = ()
     row_group: int = -1
     row: int = -1
+    piece: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRef:
     """A sample by name, with all that a worker needs to read it without the index. `crc32` is the
-    checksum of its bytes when it was indexed; None is not compared."""
+    checksum of its bytes when it was indexed; None is not compared. A piece of a document has the
+    document's key with its number behind it, and the checksum of the whole document."""
 
     sample_id: int
     source: str
     key: str
     location: SampleLocation
     crc32: int | None = None
+
+    @property
+    def key_in_source(self) -> str:
+        """The key by which the source knows the sample, or the document that it is a piece of."""
+        return self.key.removesuffix(piece_key("", self.location.piece))
+
+
+def piece_key(key: str, piece: int) -> str:
+    """The key of a piece of the document `key`, as `article-7#2`; of a whole sample (0) its own."""
+    return f"{key}#{piece}" if piece else key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +109,15 @@ class RawSample:
 
     `record` is the sample's JSON object (`{"text": ...}` for a plain text member); `media`
     are its blobs in the order in which placeholders refer to them. With `placeholders` as text,
-    `<image>` in a sample without an image is a word like others.
+    `<image>` in a sample without an image is a word like others. `piece` says which piece of the
+    document is meant, as in SampleLocation; the record is that of the whole document.
     """
 
     key: str
     record: Mapping[str, object]
     media: tuple[MediaBlob, ...] = ()
     placeholders: PlaceholderRule = "strict"
+    piece: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

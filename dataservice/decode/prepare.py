@@ -44,7 +44,7 @@ class Preparation:
         made = replace(raw, record=deepcopy(dict(raw.record)))
         for name, preparer in self.steps:
             made = _prepared(name, preparer, made)
-        return replace(made, key=raw.key)
+        return replace(made, key=raw.key, piece=raw.piece)
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,7 @@ those lengths."""
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dataservice.core.errors import RESTORE, SampleError
@@ -17,6 +17,7 @@ from dataservice.core.sample import (
     MediaBlob,
     RawSample,
     SampleLengths,
+    piece_key,
 )
 from dataservice.decode.chat_template import ChatTemplate
 from dataservice.decode.choose import (
@@ -27,7 +28,8 @@ from dataservice.decode.choose import (
     distinct_pads,
     guarded_tokens,
 )
-from dataservice.decode.conversation import Conversation, read_record, text_bytes
+from dataservice.decode.conversation import Conversation, Document, read_record, text_bytes
+from dataservice.decode.length_rule import LengthRule
 from dataservice.decode.media import (
     ItemArray,
     ItemCost,
@@ -77,7 +79,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         pad_token_id: int,
     ) -> None:
         """Use `build_pipeline`."""
-        self._spec = spec
+        self._rule = LengthRule.of(spec)
         self._preparation = preparation
         self._text = text
         self._media = media
@@ -101,13 +103,26 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         return self._pad_token_id
 
     def measure(self, raw: RawSample) -> SampleLengths:
-        """Lengths from headers and tokenising, without decoding media.
+        """Lengths from headers and tokenising, without decoding media: of the sample, or of the
+        piece that `raw` names.
 
         Raises:
             SampleError: the sample cannot be used; the message says why.
         """
-        lengths, _, _ = self._planned(self._preparation(raw))
-        return lengths
+        return self._prepared(raw).lengths
+
+    def measure_pieces(self, raw: RawSample) -> tuple[SampleLengths, ...]:
+        """The same of all samples that a sample as read becomes: the whole, or its pieces in order.
+
+        Raises:
+            SampleTooLongError: it is longer than `longer_than` allows, and is not cut.
+            SampleError: the sample cannot be used; the message says why.
+        """
+        whole = self._whole(raw)
+        pieces = self._rule.pieces(whole.source, whole.lengths)
+        if pieces == 1:
+            return (whole.lengths,)
+        return tuple(self._piece(whole, number).lengths for number in range(1, pieces + 1))
 
     def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
         """The sample as arrays of exactly the planned lengths.
@@ -115,8 +130,8 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
         """
-        raw = self._preparation(raw)
-        lengths, sequence, media = self._planned(raw)
+        prepared = self._prepared(raw)
+        lengths, sequence, media = prepared.lengths, prepared.sequence, prepared.media
         if lengths != planned:
             raise SampleError(
                 f"sample {quoted(raw.key)} has {_described(lengths)}, the plan says "
@@ -125,7 +140,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         items: list[ItemArray] = []
         for slot in sequence.slots:
             if slot.run == 0:  # the items of one file follow one another
-                items.extend(self._media.decode(raw.media[slot.file], media[slot.file]))
+                items.extend(self._media.decode(prepared.blobs[slot.file], media[slot.file]))
         for item, expected in zip(items, lengths.items, strict=True):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
@@ -133,10 +148,10 @@ class Pipeline(SampleMeasurer, SampleDecoder):
     def media_of(self, raw: RawSample) -> tuple[tuple[MediaBlob, ...], tuple[int, ...]]:
         """The sample's media, as the user's own code leaves them; and for each encoder item, in the
         order of `SampleLengths.items`, the place of its file among them. Raises SampleError."""
-        raw = self._preparation(raw)
-        _, sequence, media = self._planned(raw)
-        return raw.media, tuple(
-            slot.file for slot in sequence.slots for _ in run_costs(media[slot.file])[slot.run]
+        prepared = self._prepared(raw)
+        slots, costs = prepared.sequence.slots, prepared.costs
+        return prepared.blobs, tuple(
+            slot.file for slot in slots for _ in costs[slot.file][slot.run]
         )
 
     def text_of(self, ids: Sequence[int], start: int, end: int) -> str:
@@ -144,9 +159,33 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         SampleError where the tokenizer fails."""
         return self._text.text_of(ids, start, end)
 
-    def _planned(self, raw: RawSample) -> tuple[SampleLengths, TokenSequence, list[Media]]:
-        """The steps that measuring and decoding share: tokens, media plans, and the resulting
-        lengths."""
+    def _prepared(self, raw: RawSample) -> "_Prepared":
+        """The steps that measuring and decoding share, for the whole sample or the piece that `raw`
+        names. A piece is cut from the tokens of the whole: tokenised alone, its text could give
+        others."""
+        whole = self._whole(raw)
+        pieces = self._rule.pieces(whole.source, whole.lengths)
+        if not raw.piece and pieces == 1:
+            return whole
+        if not raw.piece:
+            raise SampleError(
+                f"sample {quoted(raw.key)} has {whole.lengths.llm_tokens} tokens and is cut into "
+                f"{pieces} samples. Name one of them, as {quoted(piece_key(raw.key, 1))}."
+            )
+        if pieces == 1 or not 1 <= raw.piece <= pieces:
+            raise SampleError(
+                f"sample {quoted(raw.key)} is piece {raw.piece} of a document that has "
+                f"{pieces if pieces > 1 else 'no'} pieces: it changed since it was indexed. "
+                f"{RESTORE}"
+            )
+        return self._piece(whole, raw.piece)
+
+    def _piece(self, whole: "_Prepared", number: int) -> "_Prepared":
+        sequence = whole.sequence.piece(number, self._rule.piece_tokens)
+        return replace(whole, sequence=sequence, lengths=_lengths(sequence, whole.costs))
+
+    def _whole(self, raw: RawSample) -> "_Prepared":
+        raw = self._preparation(raw)
         limits = self._media.limits
         limits.check("max_media_items", len(raw.media), "the sample: media files")
         limits.check_nesting(raw.record, "the record")
@@ -171,22 +210,27 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             for blob, one, cost in zip(raw.media, media, costs, strict=True)
         ]
         sequence = self._text.tokens(source, files)
-        lengths = SampleLengths(
-            llm_tokens=len(sequence.ids),
-            loss_tokens=sequence.loss_tokens,
-            items=_placed(sequence, costs),
+        return _Prepared(
+            source=source,
+            sequence=sequence,
+            blobs=raw.media,
+            media=media,
+            costs=costs,
+            lengths=_lengths(sequence, costs),
         )
-        self._check_length(lengths)
-        return lengths, sequence, media
 
-    def _check_length(self, lengths: SampleLengths) -> None:
-        limit = self._spec.max_sample_tokens
-        if limit is not None and lengths.llm_tokens > limit:
-            raise SampleError(
-                f"the sample has {lengths.llm_tokens} tokens ({lengths.text_tokens} of text, "
-                f"{len(lengths.items)} media items); max_sample_tokens is {limit}. Raise the "
-                "limit, lower the processor's resolution, or split the sample."
-            )
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """A sample or a piece of one before its media are decoded: its turns or text, its tokens, and
+    its files with the cost of their items by run."""
+
+    source: Conversation | Document
+    sequence: TokenSequence
+    blobs: tuple[MediaBlob, ...]
+    media: Sequence[Media]
+    costs: Sequence[Sequence[Sequence[ItemCost]]]
+    lengths: SampleLengths
 
 
 def build_pipeline(
@@ -255,8 +299,8 @@ def build_pipeline(
             **_code(spec, preparation),
             # With other limits, the index would contain other samples.
             "limits": PipelinePart(
-                place="max_sample_tokens and the service's limits",
-                digest=_digest(spec.max_sample_tokens, limits.changed),
+                place="max_sample_tokens, longer_than and the service's limits",
+                digest=_digest(LengthRule.of(spec).identity, limits.changed),
             ),
         },
         pad_token_id=tokenizer.pad_token_id,
@@ -269,6 +313,16 @@ def _code(spec: PipelineSpec, preparation: Preparation) -> dict[str, PipelinePar
         return {}
     digest = _digest(preparation.sources, [asdict(each) for each in spec.prepare])
     return {"prepare": PipelinePart(place="the operator's own modules", digest=digest)}
+
+
+def _lengths(
+    sequence: TokenSequence, costs: Sequence[Sequence[Sequence[ItemCost]]]
+) -> SampleLengths:
+    return SampleLengths(
+        llm_tokens=len(sequence.ids),
+        loss_tokens=sequence.loss_tokens,
+        items=_placed(sequence, costs),
+    )
 
 
 def _placed(

@@ -69,6 +69,45 @@ AudioSpec = WhisperProcessor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LongerThan:
+    """What becomes of samples that have more tokens than a job wants."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    tokens: int
+    """LLM tokens that a sample may have, at least 2."""
+    then: Literal["cut", "drop", "refuse"] = "refuse"
+    """refuse: an index with longer samples is refused, and says how many there are; drop: they are
+    left out, and counted; cut: a document of text becomes several samples of at most so many
+    tokens."""
+    otherwise: Literal["drop", "refuse"] = "refuse"
+    """With cut, what becomes of longer samples that cannot be cut: conversations, and whatever has
+    media."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise SpecError(
+                f"longer_than.tokens is {self.tokens}; it must be at least 2: a token alone has no "
+                "target."
+            )
+        if self.otherwise == "drop" and not self.cuts:
+            raise SpecError(
+                f"longer_than has otherwise: drop beside then: {self.then}; otherwise is for what "
+                "cannot be cut. Write then: cut, or leave otherwise out."
+            )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether documents of text are cut."""
+        return self.then == "cut"
+
+    @property
+    def refuses(self) -> bool:
+        """Whether an index is refused for longer samples that are not cut."""
+        return (self.otherwise if self.cuts else self.then) == "refuse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpec:
     """How samples become tokens and encoder items. All decides lengths, but for `positions` and
     `tokens_per_second`, which say where a model places its tokens."""
@@ -110,8 +149,16 @@ class PipelineSpec:
     published models' number: 2 for qwen2_5_vl, and none for families that count patches."""
     max_sample_tokens: int | None = None
     """Longer samples are refused, with their length; by default none is."""
+    longer_than: LongerThan | None = None
+    """In its place: a length, and what becomes of longer samples."""
 
     def __post_init__(self) -> None:
+        if self.max_sample_tokens is not None and self.longer_than is not None:
+            raise SpecError(
+                f"the pipeline has max_sample_tokens: {self.max_sample_tokens} and longer_than: "
+                f"{self.longer_than.tokens} tokens; both bound a sample. Keep longer_than: with "
+                "then: drop it does what max_sample_tokens does."
+            )
         if self.max_sample_tokens is not None and self.max_sample_tokens < 1:
             raise SpecError(
                 f"max_sample_tokens is {self.max_sample_tokens}; it must be at least 1, or absent."

@@ -59,6 +59,13 @@ class TokenSequence:
         labels[:-1] = np.where(self.learnt[1:], self.ids[1:], IGNORED_LABEL)
         return labels
 
+    def piece(self, number: int, tokens: int) -> "TokenSequence":
+        """The `number`-th, from 1, of the consecutive runs of `tokens` tokens of a sequence without
+        media; the last may be shorter. It is a sequence of its own: its first token has none before
+        it that predicts it, and is no target."""
+        run = slice((number - 1) * tokens, number * tokens)
+        return TokenSequence(self.ids[run].copy(), self.learnt[run].copy(), ())
+
     @property
     def loss_tokens(self) -> int:
         """Number of labels other than -100."""

@@ -125,9 +125,9 @@ def check_fits(setup: JobSetup, topology: Topology) -> None:
         raise PlanningError(
             f"sample {ref.source}/{ref.key} has {lengths.llm_tokens} tokens; "
             f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens hold at most "
-            f"{held} together. Start more ranks, raise plan.memory_tokens, or set "
-            "pipeline.max_sample_tokens and index again to leave such samples out: these are "
-            "other data, which checkpoints of the job do not fit."
+            f"{held} together. Start more ranks, raise plan.memory_tokens, or say under "
+            "pipeline.longer_than that such samples are cut or left out, and index again: these "
+            "are other data, which checkpoints of the job do not fit."
         )
 
 

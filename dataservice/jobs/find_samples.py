@@ -4,7 +4,7 @@ otherwise by reading its files from the beginning."""
 import heapq
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 from typing import Protocol
@@ -22,13 +22,13 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import SampleLengths, SampleLocation, SampleRef
+from dataservice.core.sample import SampleLengths, SampleLocation, SampleRef, piece_key
 from dataservice.sources.catalog import IndexedCatalog, open_catalog
 from dataservice.sources.filesystem import translate
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index_folder import MANIFEST, IndexFolder
-from dataservice.sources.index_part import measured, usable
+from dataservice.sources.index_part import measured_pieces, usable
 from dataservice.sources.manifest import Manifest
 
 SCANNED_SAMPLES = 200
@@ -81,7 +81,8 @@ class Samples(Protocol):
         ...
 
     def keyed(self, key: str) -> Found:
-        """The first sample with this key, usable or not. Raises NotFoundError."""
+        """The first sample with this key, usable or not; the first piece, where that is a document
+        that was cut. Raises NotFoundError."""
         ...
 
     def random(self, count: int, seed: int) -> Iterator[Found]:
@@ -151,9 +152,10 @@ class IndexedSamples:
 
     def keyed(self, key: str) -> Found:
         """The first sample with this key, among those left out too. Raises NotFoundError."""
-        number = self._catalog.find_key(key)
-        if number is not None:
-            return self._at(number)
+        for name in (key, piece_key(key, 1)):
+            number = self._catalog.find_key(name)
+            if number is not None:
+                return self._at(number)
         folder = IndexFolder(self._index_dir, self._source.name)
         manifest = Manifest.from_json(folder.read(MANIFEST) or b"", f"{folder.path}/{MANIFEST}")
         for part in manifest.parts:
@@ -217,9 +219,9 @@ class ScannedSamples:
         """The first sample with this key, usable or not. Raises NotFoundError."""
         samples, some = 0, []
         for each in self._scanned():
-            if each.key == key:
-                problem = str(each.raw) if isinstance(each.raw, SampleError) else ""
-                return _found(self._source, key, each.location, problem)
+            found = self._named(each, key)
+            if found is not None:
+                return found
             samples += 1
             if samples == 1:
                 some.append(each.key)
@@ -240,14 +242,31 @@ class ScannedSamples:
         """Every sample with its LLM tokens, 0 where it cannot be used."""
         number = 0
         for each in self._scanned():
-            try:
-                lengths = measured(usable(each), self._measurer)
-            except SampleError as error:
-                yield _found(self._source, each.key, each.location, str(error)), 0
-            else:
-                ref = _found(self._source, each.key, each.location).ref
-                yield Found(ref=ref, number=number), lengths.llm_tokens
-                number += 1
+            for found, tokens in self._samples_of(each):
+                if found.problem:
+                    yield found, 0
+                else:
+                    yield replace(found, number=number), tokens
+                    number += 1
+
+    def _named(self, each: ScannedSample, key: str) -> Found | None:
+        """What is read as `each`, or the piece of it that has this key; None where neither does."""
+        if each.key != key and not key.startswith(f"{each.key}#"):
+            return None
+        samples = [found for found, _ in self._samples_of(each)]
+        named = [found for found in samples if found.ref.key == key]
+        return named[0] if named else samples[0] if each.key == key else None
+
+    def _samples_of(self, each: ScannedSample) -> Iterator[tuple[Found, int]]:
+        """What is read as one sample, or its pieces, with LLM tokens."""
+        try:
+            pieces = measured_pieces(usable(each), self._measurer)
+        except SampleError as error:
+            yield _found(self._source, each.key, each.location, str(error)), 0
+            return
+        for piece, lengths in pieces:
+            location = replace(each.location, piece=piece)
+            yield _found(self._source, piece_key(each.key, piece), location), lengths.llm_tokens
 
     def _scanned(self) -> Iterator[ScannedSample]:
         for file in list_files(self._source):

@@ -20,6 +20,7 @@ from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
+from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.planning.stages.pack import step_limits
@@ -38,7 +39,8 @@ Progress = Callable[[str, int, int, int], None]
 
 
 class IndexIncompleteError(SourceError):
-    """Sources of a job could not be indexed; `made` has the summaries of the others."""
+    """Sources of a job could not be indexed, or have longer samples than it allows; `made` has the
+    summaries of all but the former."""
 
     def __init__(self, message: str, made: Sequence[IndexSummary]) -> None:
         super().__init__(message)
@@ -59,8 +61,8 @@ def index_job(
     or file stops no other. `samples_per_file` is for `dry_run`.
 
     Raises:
-        IndexIncompleteError: some sources have no index; it gives the reason for each, and the
-            summaries of the others.
+        IndexIncompleteError: some sources have no index, or one with longer samples than the job's
+            `longer_than` allows; it gives the reason for each, and the summaries that there are.
         SpecError: the pipeline cannot be built.
     """
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
@@ -81,6 +83,8 @@ def index_job(
             problems.append(str(error))
         else:
             made.append(summary)
+            if refused := refusal(spec.pipeline.longer_than, source.name, summary.long):
+                problems.append(refused)
     if problems:
         raise IndexIncompleteError("\n".join(problems), made)
     return made
@@ -235,6 +239,7 @@ def job_setup(
     Raises SpecError, StateError, and QuotaError where the job is above its limits."""
     spec, roots = _read_back(record, allowed_roots)
     catalog = opened.catalog
+    require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, job_limits)
     order = _sample_order(catalog, spec)
     return JobSetup(
@@ -263,6 +268,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
     """The setup for another version of the job file over the same data: with its batches, plans,
     epochs, budgets and topology. What is costly to compute is kept where it does not change."""
     before, spec = job_from_json(setup.record.spec_json), job_from_json(record.spec_json)
+    require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, setup.job_limits)
     same_packs = all(
         getattr(before.plan, name) == getattr(spec.plan, name)

@@ -99,6 +99,7 @@ def location_to_proto(location: SampleLocation) -> worker_pb2.SampleLocation:
         ],
         row_group=location.row_group,
         row=location.row,
+        piece=location.piece,
     )
 
 
@@ -112,6 +113,7 @@ def location_from_proto(message: worker_pb2.SampleLocation) -> SampleLocation:
         ),
         row_group=message.row_group,
         row=message.row,
+        piece=message.piece,
     )
 
 

@@ -8,7 +8,7 @@ memory-mapped from there.
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -30,7 +30,7 @@ from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder
 from dataservice.sources.length_columns import concatenate
 from dataservice.sources.lengths_by_id import LengthsById
-from dataservice.sources.manifest import AGAIN, Manifest
+from dataservice.sources.manifest import AGAIN, LongSamples, Manifest
 from dataservice.sources.part_reader import read_part, read_tokens
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
@@ -67,7 +67,7 @@ class CatalogParts:
     """The contents of a catalog: `fingerprints` are those of the sources; `files` has (source,
     path) in the order of sample ids, with `file_rows` samples each. `verified` has a token for each
     source that was compared with its index because its files' times differ; the token names the
-    files' state at that time."""
+    files' state at that time. `long` has by source what became of samples that are too long."""
 
     sources: SourceRanges
     identity: IndexIdentity
@@ -77,6 +77,7 @@ class CatalogParts:
     lengths: LengthTable
     details: DetailFile
     verified: tuple[str, ...] = ()
+    long: Mapping[str, LongSamples] = field(default_factory=dict)
 
 
 class IndexedCatalog(LengthsById):
@@ -193,6 +194,7 @@ def open_catalog(
             lengths=concatenate(tables),
             details=details,
             verified=tuple(filter(None, known)),
+            long={m.source: m.long for m in manifests},
         )
     )
 

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import struct
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
 from dataservice.sources.catalog import CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import DetailFile
+from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.soundness import require_sound_lengths
 
@@ -48,6 +50,7 @@ def hand_over(catalog: IndexedCatalog) -> tuple[int, int]:
         "identity": [parts.identity.fingerprint, parts.identity.places],
         "fingerprints": parts.fingerprints,
         "verified": parts.verified,
+        "long": {source: asdict(long) for source, long in parts.long.items()},
         "sources": list(zip(parts.sources.names, parts.sources.sizes, strict=True)),
         "files": parts.files,
         "file_rows": parts.file_rows,
@@ -84,6 +87,7 @@ def take_over(memory: int, details: int, limits: DecodeLimits) -> IndexedCatalog
             identity=IndexIdentity(*map(str, header["identity"])),
             fingerprints=tuple(map(str, header["fingerprints"])),
             verified=tuple(map(str, header["verified"])),
+            long={str(name): LongSamples.read(long) for name, long in dict(header["long"]).items()},
             files=tuple((str(source), str(path)) for source, path in header["files"]),
             file_rows=tuple(int(rows) for rows in header["file_rows"]),
             lengths=LengthTable(**columns),

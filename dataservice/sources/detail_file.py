@@ -31,7 +31,7 @@ _SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMN
 BATCH_ROWS = 16_384
 BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
-PLAIN_COLUMNS = ("key", "row_group", "row", "crc32", "llm_tokens", "loss_tokens")
+PLAIN_COLUMNS = ("key", "row_group", "row", "piece", "crc32", "llm_tokens", "loss_tokens")
 SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
 ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 
@@ -230,9 +230,9 @@ def rows_of(
     cuts = [_cuts(batch.column(name)) for name in ("span_name", "item_shape")]
     places = zip(sample_ids, files, *cuts, *plain, strict=True)
     for sample_id, (source, path), own_spans, own_items, *cells in places:
-        key, row_group, row, crc32, llm_tokens, loss_tokens = cells
+        key, row_group, row, piece, crc32, llm_tokens, loss_tokens = cells
         location = SampleLocation(
-            file=path, spans=tuple(spans[own_spans]), row_group=row_group, row=row
+            file=path, spans=tuple(spans[own_spans]), row_group=row_group, row=row, piece=piece
         )
         yield (
             SampleRef(sample_id=sample_id, source=source, key=key, location=location, crc32=crc32),

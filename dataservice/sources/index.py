@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
 
 import numpy as np
@@ -31,6 +31,7 @@ from dataservice.sources.index_part import Counter, read_record, write_part
 from dataservice.sources.manifest import (
     IndexedFile,
     LeftOutFile,
+    LongSamples,
     Manifest,
     MediaCounts,
     PartRecord,
@@ -67,7 +68,9 @@ class TokenFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSummary:
     """The result of indexing one source. `files_reused` files had a current part already; all other
-    figures include those files. `left_out` are damaged files that the user chose to leave out."""
+    figures include those files. `left_out` are damaged files that the user chose to leave out.
+    `long` says what became of samples that are longer than the pipeline's `longer_than`; those left
+    out are among `skipped`."""
 
     source: str
     rows: int
@@ -80,6 +83,7 @@ class IndexSummary:
     left_out: tuple[LeftOutFile, ...]
     fingerprint: str
     seconds: float
+    long: LongSamples = field(default_factory=LongSamples)
 
 
 def build_index(
@@ -166,6 +170,7 @@ def _summary(
         left_out=manifest.left_out,
         fingerprint=manifest.fingerprint,
         seconds=seconds,
+        long=manifest.long,
     )
 
 
@@ -240,9 +245,12 @@ def _require_samples(spec: SourceSpec, manifest: Manifest) -> None:
         )
     counts = by_wording((each.key, each.reason) for each in skipped)
     lines = "".join(f"  {line}\n" for line in reason_lines(spec.name, counts))
+    tokens = manifest.long.longest_tokens
+    longest = f"The longest has {tokens:,} tokens. " if tokens else ""
     raise SourceError(
         f"source {spec.name!r}: not one of its {len(skipped):,} samples can be used:\n{lines}"
-        "Mend what the reasons name, or correct the source's format or the job's pipeline."
+        f"{longest}Mend what the reasons name, or correct the source's format or the job's "
+        "pipeline."
     )
 
 

@@ -1,18 +1,19 @@
 """One part of an index: the samples of one source file as Parquet, one row a sample."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataservice.core.errors import SampleError
+from dataservice.core.errors import SampleError, SampleTooLongError
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import RawSample, SampleLengths
+from dataservice.core.sample import RawSample, SampleLengths, piece_key
 from dataservice.sources.checksum import CONTENT_BYTES, sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.manifest import (
     IndexedFile,
+    LongSamples,
     MediaCounts,
     PartRecord,
     Recipe,
@@ -36,6 +37,7 @@ DETAIL_COLUMNS = (
     "span_size_bytes",
     "row_group",
     "row",
+    "piece",
     "crc32",
     "item_shape",
 )
@@ -63,8 +65,11 @@ SCHEMA = pa.schema(
         ("item_grid", pa.list_(pa.list_(pa.int32()))),
         ("item_seconds_per_patch", pa.list_(pa.float64())),
         ("item_key_frames_s", pa.list_(pa.list_(pa.float64()))),
+        ("piece", pa.int32()),  # of a document that was cut, from 1; empty elsewhere
     ]
 )
+# Columns that parts of older releases lack.
+ADDED_COLUMNS = ("piece",)
 _RECORD_KEY = b"dataservice.part"
 ROWS_PER_GROUP = 16_384
 _ITEMS_PER_GROUP = 2**18
@@ -101,7 +106,7 @@ def write_part(
     """
     skipped: list[SkippedSample] = []
     rows: list[dict[str, Any]] = []
-    digest, media = RowsDigest(), MediaCounts()
+    digest, media, long = RowsDigest(), MediaCounts(), LongSamples()
     written = items = 0
     with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
 
@@ -117,15 +122,22 @@ def write_part(
         for sample in _counted(samples, file, counter, most_samples):
             try:
                 raw = usable(sample)
-                rows.append(_row(sample, file, measured(raw, measurer), sample_checks(raw)))
-                items += len(rows[-1]["item_shape"])
-                media = media.with_sample(raw)
+                pieces, checks = measured_pieces(raw, measurer), sample_checks(raw)
             except SampleError as error:
+                if isinstance(error, SampleTooLongError):
+                    long += LongSamples(left_out=1, longest_tokens=error.tokens)
                 longest = _LONGEST_REASON if len(skipped) < _MANY_SKIPPED else _SHORT_REASON
                 reason = str(error)[:longest]
                 skipped.append(SkippedSample(file=file.name, key=sample.key, reason=reason))
-            if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
-                flush()
+                continue
+            media = media.with_sample(raw)
+            if len(pieces) > 1:
+                long += LongSamples(documents=1, pieces=len(pieces))
+            for piece, lengths in pieces:
+                rows.append(_row(sample, piece, file, lengths, checks))
+                items += len(lengths.items)
+                if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
+                    flush()
         if rows or not written:
             flush()
         record = PartRecord(
@@ -136,6 +148,7 @@ def write_part(
             places=digest.places,
             media=media,
             skipped=tuple(skipped),
+            long=long,
         )
         writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
     return record
@@ -162,18 +175,36 @@ def usable(sample: ScannedSample) -> RawSample:
 def measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
     """A sample's lengths. Raises SampleError where it cannot be used, or has no token."""
     lengths = measurer.measure(raw)
-    if lengths.llm_tokens < 1:
-        raise SampleError("the sample is empty: it has 0 tokens. Give it text or media.")
+    _require_tokens(lengths)
     return lengths
 
 
+def measured_pieces(
+    raw: RawSample, measurer: SampleMeasurer
+) -> Sequence[tuple[int, SampleLengths]]:
+    """The samples that a sample as read becomes, each with its piece's number: the whole (0), or
+    pieces from 1. Raises SampleError where it cannot be used, or has no token."""
+    found = measurer.measure_pieces(raw)
+    _require_tokens(found[0])
+    return list(enumerate(found, start=1 if len(found) > 1 else 0))
+
+
+def _require_tokens(lengths: SampleLengths) -> None:
+    if lengths.llm_tokens < 1:
+        raise SampleError("the sample is empty: it has 0 tokens. Give it text or media.")
+
+
 def _row(
-    sample: ScannedSample, file: SourceFile, lengths: SampleLengths, checks: tuple[int, bytes]
+    sample: ScannedSample,
+    piece: int,
+    file: SourceFile,
+    lengths: SampleLengths,
+    checks: tuple[int, bytes],
 ) -> dict[str, Any]:
     location, items = sample.location, lengths.items
     crc32, content = checks
     return {
-        "key": sample.key,
+        "key": piece_key(sample.key, piece),
         "file": file.name,
         "span_name": [span.name for span in location.spans],
         "span_offset_bytes": [span.offset_bytes for span in location.spans],
@@ -193,6 +224,7 @@ def _row(
         "item_grid": [item.grid for item in items],
         "item_seconds_per_patch": [item.seconds_per_patch for item in items],
         "item_key_frames_s": [item.key_frames_s for item in items],
+        "piece": piece or None,
     }
 
 

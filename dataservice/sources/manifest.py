@@ -10,6 +10,7 @@ import hashlib
 import json
 import posixpath
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,6 +84,31 @@ class MediaCounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LongSamples:
+    """What became of samples of more tokens than the pipeline's `longer_than`: so many were
+    `left_out`, the longest of `longest_tokens`, and so many `documents` were cut into `pieces`,
+    which are rows of the index."""
+
+    left_out: int = 0
+    longest_tokens: int = 0
+    documents: int = 0
+    pieces: int = 0
+
+    def __add__(self, other: "LongSamples") -> "LongSamples":
+        return LongSamples(
+            left_out=self.left_out + other.left_out,
+            longest_tokens=max(self.longest_tokens, other.longest_tokens),
+            documents=self.documents + other.documents,
+            pieces=self.pieces + other.pieces,
+        )
+
+    @staticmethod
+    def read(fields: Mapping[str, Any]) -> "LongSamples":
+        """Read the form that JSON has. Raises ValueError or TypeError where it is another."""
+        return LongSamples(**{name: int(count) for name, count in dict(fields).items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Everything besides the file itself that a part depends on. `media_root` is relative to the
     source."""
@@ -123,6 +149,7 @@ class PartRecord:
     places: str
     media: MediaCounts = field(default_factory=MediaCounts)
     skipped: tuple[SkippedSample, ...] = ()
+    long: LongSamples = field(default_factory=LongSamples)
 
     def to_json(self) -> str:
         """The form stored in a part's footer."""
@@ -141,6 +168,7 @@ class PartRecord:
             places=str(fields["places"]),
             media=MediaCounts(**fields["media"]),
             skipped=tuple(SkippedSample(**s) for s in fields["skipped"]),
+            long=LongSamples.read(fields.get("long", {})),  # absent in parts of older releases
         )
 
 
@@ -157,6 +185,11 @@ class Manifest:
     def rows(self) -> int:
         """Number of samples that can be drawn."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def long(self) -> LongSamples:
+        """What became of the samples that were too long."""
+        return sum((part.long for part in self.parts), LongSamples())
 
     @property
     def fingerprint(self) -> str:
@@ -222,6 +255,7 @@ def _file_fields(part: PartRecord) -> dict[str, Any]:
         "identity": part.identity,
         "places": part.places,
         "media": asdict(part.media),
+        "long": asdict(part.long),
     }
 
 
@@ -246,6 +280,7 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
                 places=str(entry["places"]),
                 media=MediaCounts(**entry["media"]),
                 skipped=tuple(skipped.get(file.name, ())),
+                long=LongSamples.read(entry.get("long", {})),  # absent in indexes of older releases
             )
         )
     left_out = tuple(LeftOutFile(**entry) for entry in fields["left_out_files"])

@@ -1,9 +1,11 @@
 """Reads a part of an index: it is a user's file, so it is checked before it is used."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -23,7 +25,8 @@ _COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, "content"]
 def read_part(
     folder: IndexFolder, record: PartRecord, limits: DecodeLimits
 ) -> Iterator[tuple[pa.Table, LengthTable]]:
-    """The columns of a part, one row group at a time, each with its lengths.
+    """The columns of a part, one row group at a time, each with its lengths. A row that is no piece
+    of a document has the piece 0, also where the part is of a release without the column.
 
     Raises IndexStaleError when the part is missing, damaged, or not the one that the manifest's
     `record` describes; the last is known only at the part's end.
@@ -36,7 +39,7 @@ def read_part(
             part = pq.ParquetFile(stream)
             require_schema(part.schema_arrow)
             for group in range(part.num_row_groups):
-                table = part.read_row_group(group, columns=_COLUMNS)
+                table = _with_pieces(part.read_row_group(group, columns=_COLUMNS))
                 lengths = lengths_of(table)
                 require_sound(table, lengths, limits)
                 digest.add(table)
@@ -50,6 +53,16 @@ def read_part(
         )
     if (digest.identity, digest.places) != (record.identity, record.places):
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
+
+
+def _with_pieces(table: pa.Table) -> pa.Table:
+    """The table with 0 in place of empty cells of `piece`, or of the whole column."""
+    place = table.schema.get_field_index("piece")
+    if place < 0:
+        zeros = pa.array(np.zeros(table.num_rows, dtype=np.int32))
+        return table.append_column("piece", zeros)
+    pieces: Any = table["piece"]
+    return table.set_column(place, "piece", pc.fill_null(pieces, 0))
 
 
 def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.int32]]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dataservice.core.errors import RESTORE, SampleError, SourceError
 from dataservice.core.job import SourceSpec
@@ -32,15 +33,17 @@ class SourceReader:
         self._lock = threading.Lock()
 
     def read(self, ref: SampleRef) -> RawSample:
-        """One sample's bytes. Raises SampleError when this sample is unreadable or its bytes are no
-        longer those that were indexed, SourceError when its source is unreadable."""
-        raw = self._format(ref.source).read(ref.key, ref.location)
+        """One sample's bytes; of a piece of a document those of the whole. Raises SampleError when
+        this sample is unreadable or its bytes are no longer those that were indexed, SourceError
+        when its source is unreadable."""
+        raw = self._format(ref.source).read(ref.key_in_source, ref.location)
         if ref.crc32 is not None and (found := sample_crc32(raw)) != ref.crc32:
             raise SampleError(
                 f"the bytes of sample {ref.key!r} in {ref.location.file} changed since indexing: "
                 f"their checksum is {found:08x}, the index says {ref.crc32:08x}. {RESTORE}"
             )
-        return raw
+        piece = ref.location.piece
+        return replace(raw, key=ref.key, piece=piece) if piece else raw
 
     def _format(self, source: str) -> Format:
         with self._lock:

@@ -17,7 +17,12 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemKind, LengthTable, Modality
 from dataservice.sources.formats.parquet_footer import read_footer
 from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
-from dataservice.sources.index_part import ITEM_NOTES, ROWS_PER_GROUP, SCHEMA
+from dataservice.sources.index_part import (
+    ADDED_COLUMNS,
+    ITEM_NOTES,
+    ROWS_PER_GROUP,
+    SCHEMA,
+)
 
 _ITEM_LISTS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 _SPAN_LISTS = ("span_name", "span_offset_bytes", "span_size_bytes")
@@ -38,9 +43,12 @@ def require_bounded(stream: IO[bytes], limits: DecodeLimits) -> None:
 
 
 def require_schema(found: pa.Schema) -> None:
-    """Raises ValueError unless a part has the columns of an index."""
+    """Raises ValueError unless a part has the columns of an index. A part of an older release may
+    lack those that were added since."""
     for field in SCHEMA:
         place = found.get_field_index(field.name)
+        if place < 0 and field.name in ADDED_COLUMNS:
+            continue
         if place < 0 or not _alike(found.field(place).type, field.type):
             raise ValueError(f"it has no column {field.name!r} of {field.type}")
 
@@ -49,7 +57,7 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     """Raises ValueError when a row could not be in an index of ours. O(rows + items),
     vectorised."""
     for name in table.schema.names:
-        if table[name].null_count:
+        if table[name].null_count and name not in ADDED_COLUMNS:
             raise ValueError(f"column {name!r} has empty cells")
     for lists in ((*_ITEM_LISTS, "item_shape", *ITEM_NOTES), _SPAN_LISTS):
         counts = [_counts(table[name]) for name in lists]
@@ -58,6 +66,7 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     require_sound_lengths(lengths, limits)
     _require_shapes(table, lengths, limits)
     _require_notes(table, lengths, limits)
+    _require_pieces(table)
     for name in ("span_offset_bytes", "span_size_bytes"):
         _require(_flat(table[name]) >= 0, f"{name} below 0")
 
@@ -103,6 +112,16 @@ def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits)
         np.diff(sums) <= limits.max_decoded_bytes,
         f"a sample of more than max_decoded_bytes, {limits.max_decoded_bytes:,}",
     )
+
+
+def _require_pieces(table: pa.Table) -> None:
+    """Raises ValueError unless the key of each piece ends with its number. The keys are in the
+    part's digest, and so vouch for the numbers."""
+    pieces = _flat(table["piece"], levels=0, empty=0)
+    _require(pieces >= 0, "piece below 0")
+    cut = table.filter(pa.array(pieces > 0))
+    said = pc.replace_substring_regex(cut["key"], r"^(?s:.*)#([0-9]+)$", r"\1")
+    _require(said.equals(cut["piece"].cast(pa.string())), "keys of other pieces than it says")
 
 
 def _require_notes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:

@@ -115,19 +115,21 @@ def _plain(sample: PackSample) -> list[Any]:
     spans = [(span.name, span.offset_bytes, span.size_bytes) for span in at.spans]
     return [
         (ref.sample_id, ref.source, ref.key, ref.crc32),
-        (at.file, at.row_group, at.row, spans),
+        (at.file, at.row_group, at.row, at.piece, spans),
         (lengths.llm_tokens, lengths.loss_tokens),
         [(i.modality, i.encoder_tokens, i.llm_tokens, i.position, i.shape) for i in lengths.items],
     ]
 
 
 def _sample(plain: list[Any]) -> PackSample:
-    (sample_id, source, key, crc32), (file, row_group, row, spans), (llm, loss), items = plain
+    (sample_id, source, key, crc32), at, (llm, loss), items = plain
+    file, row_group, row, piece, spans = at
     location = SampleLocation(
         file=file,
-        spans=tuple(ByteSpan(name=n, offset_bytes=at, size_bytes=s) for n, at, s in spans),
+        spans=tuple(ByteSpan(name=n, offset_bytes=o, size_bytes=s) for n, o, s in spans),
         row_group=row_group,
         row=row,
+        piece=piece,
     )
     lengths = SampleLengths(
         llm_tokens=llm,

@@ -21,7 +21,7 @@ from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
 from dataservice.decode.sample_pipeline import PipelineSpec, build_pipeline
-from dataservice.decode.spec import CustomVisionSpec
+from dataservice.decode.spec import CustomVisionSpec, LongerThan
 from dataservice.decode.video import decode_video
 
 ADAPTER = TypeAdapter(PipelineSpec)
@@ -275,6 +275,8 @@ def test_every_key_of_a_spec_is_described():
         ({"tokeniser": "x"}, "tokeniser"),
         ({"audio": {"pool": 0}}, "pool is 0"),
         ({"max_sample_tokens": 0}, "max_sample_tokens is 0"),
+        ({"longer_than": {"tokens": 9}}, "Keep longer_than"),
+        ({"longer_than": {"tokens": 9, "then": "keep"}}, "'cut', 'drop' or 'refuse'"),
     ],
 )
 def test_a_wrong_job_file_is_refused_by_key(change, message):
@@ -300,6 +302,7 @@ def test_the_fingerprint_follows_whatever_decides_lengths(kitchen, tmp_path):
         kitchen.spec(audio=WhisperProcessor(pool=1)),
         kitchen.spec(chat_template="chatml"),
         kitchen.spec(max_sample_tokens=9),
+        kitchen.spec(longer_than=LongerThan(tokens=9)),
         kitchen.spec(image_tokens=PlaceholderTokens(pad="<image>")),
         kitchen.spec(end_of_document_token="<|im_end|>"),
         kitchen.spec(content_tokens=("<|im_end|>",)),

@@ -288,6 +288,33 @@ def test_max_sample_tokens_leaves_long_samples_out_by_name(job):
     assert job.train(world_size=1).visits == dict.fromkeys(range(SAMPLES - 1), 1)
 
 
+def test_a_document_that_no_rank_holds_is_cut_into_samples_that_train(job):
+    sources = [{"name": "texts", "format": "jsonl", "url": "texts/*.jsonl"}]
+    limited = {"tokenizer": "tokenizer", "longer_than": {"tokens": 512}}
+    job.write(sources=sources, pipeline=limited)
+    says(
+        job.refused("index"),
+        "source 'texts': 1 sample has more than the 512 tokens of pipeline.longer_than",
+        "then: cut",
+    )
+    says(job.refused("job", "submit"), "source 'texts': 1 sample has more than the 512 tokens")
+
+    limited["longer_than"] = {"tokens": 256, "then": "cut"}
+    job.write(sources=sources, pipeline=limited)
+    says(job.index().said, "texts: 1 long document is cut into")
+    job.cli.ok("job", "submit", job.file)
+    (summary,) = json.loads(job.cli.ok("index", job.file, "--json").out)
+    assert summary["rows"] == TEXTS - 1 + summary["long"]["pieces"]
+    assert job.train(world_size=1).visits == dict.fromkeys(range(summary["rows"]), 1)
+
+    last = str(summary["rows"] - 1)
+    found = json.loads(job.cli.ok("explain", job.name, "--sample", last, "--json").out)
+    assert found["key"] == f"{LONG_TEXT}#{summary['long']['pieces']}"
+    assert found["location"]["piece"] == summary["long"]["pieces"]
+    assert found["preview"]["llm_tokens"] <= 256
+    assert [step["masked"] for step in found["steps"]] == [""]
+
+
 # ---- bad samples --------------------------------------------------------------------------
 
 

@@ -77,6 +77,7 @@ samples = st.builds(
             spans=several(st.builds(ByteSpan, name=words, offset_bytes=int64s, size_bytes=int64s)),
             row_group=int32s,
             row=int32s,
+            piece=int32s,
         ),
     ),
     lengths=st.builds(

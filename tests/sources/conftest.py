@@ -44,6 +44,9 @@ class WordMeasurer:
             position += tokens
         return SampleLengths(llm_tokens=position, loss_tokens=len(words), items=tuple(items))
 
+    def measure_pieces(self, raw: RawSample) -> tuple[SampleLengths, ...]:
+        return (self.measure(raw),)
+
 
 @pytest.fixture
 def measurer() -> type[WordMeasurer]:

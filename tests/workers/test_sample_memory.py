@@ -127,7 +127,7 @@ def test_an_order_arrives_as_it_was_sent(ends):
         sample_id=2**62,
         source="a/b",
         key="odd \udcff key",
-        location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1),
+        location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1, piece=2),
     )
     samples = [PackSample(ref=ref, lengths=PLANNED), a_sample(2, "")]
     ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples))

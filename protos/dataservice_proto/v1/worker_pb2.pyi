@@ -137,9 +137,12 @@ class SampleLocation(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     ROW_GROUP_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     row_group: _builtins.int
     row: _builtins.int
+    piece: _builtins.int
+    """from 1, of a document that was cut; absent, the sample is whole"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ByteSpan]: ...
     def __init__(
@@ -149,10 +152,11 @@ class SampleLocation(_message.Message):
         spans: _abc.Iterable[Global___ByteSpan] | None = ...,
         row_group: _builtins.int = ...,
         row: _builtins.int = ...,
+        piece: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "row", b"row", "row_group", b"row_group", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "piece", b"piece", "row", b"row", "row_group", b"row_group", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
