@@ -8,7 +8,7 @@ import pytest
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.decode.sample_pipeline import build_pipeline
-from dataservice.decode.spec import PrepareSpec
+from dataservice.decode.spec import LongerThan, PrepareSpec
 
 
 class Upper:
@@ -162,3 +162,19 @@ def test_changed_code_is_another_pipeline_unless_it_declares_its_version(
     assert plain != fingerprint(f"WORDS = 4\nclass Theirs:\n{body}"), "its helpers count"
     declared = f"class Theirs:\n    version = 7\n{body}"
     assert fingerprint(f"WORDS = 3\n{declared}") == fingerprint(f"WORDS = 4\n{declared}")
+
+
+def test_documents_are_prepared_before_they_are_cut(kitchen, sample):
+    spec = kitchen.spec(
+        prepare=(PrepareSpec(name="upper"),), longer_than=LongerThan(tokens=8, then="cut")
+    )
+    made = build_pipeline(spec, custom_processors=CUSTOM)
+    raw = sample({"text": "the quick brown fox jumps over the lazy dog " * 3})
+    lengths = made.measure_pieces(raw)
+    assert len(lengths) > 1
+    said = ""
+    for number, planned in enumerate(lengths, 1):
+        ids = made.decode(replace(raw, piece=number), planned).input_ids.tolist()
+        said += made.text_of(ids, 0, len(ids))
+    assert said.startswith("THE QUICK")
+    assert said.count("!") == 1
