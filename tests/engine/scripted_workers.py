@@ -166,12 +166,6 @@ PLAN, ORDERS = step_of(0)
 PACKS = range(PLAN.packs)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
 def ready(step: DispatchedStep) -> bool:
     return all(place.ready for place in step.placements)
 

@@ -13,11 +13,12 @@ from dataservice.core.ports import NoMetrics
 from dataservice.engine.delivered import Delivered
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
-from tests.engine.scripted_workers import ORDERS, PLAN, until
+from tests.engine.scripted_workers import ORDERS, PLAN
 from tests.engine.sessions import open_all, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.trained_steps import STEPS, sample_of, trained
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 
 class Counts(NoMetrics):

@@ -9,16 +9,8 @@ import pytest
 from dataservice.core.errors import SpecError
 from dataservice.core.ports import WorkerInfo
 from dataservice.engine import dispatch, open_orders, orphaned_packs, placement
-from tests.engine.scripted_workers import (
-    ORDERS,
-    PACKS,
-    PLAN,
-    holders,
-    holders_of,
-    ready,
-    step_of,
-    until,
-)
+from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, holders, holders_of, ready, step_of
+from tests.waiting import until
 
 
 def nothing_queued(balancers, workers):

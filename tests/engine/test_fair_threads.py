@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from functools import partial
 
@@ -11,6 +10,7 @@ import pytest
 
 from dataservice.core.team import TeamSpec
 from dataservice.engine.fair_threads import FairThreads
+from tests.waiting import until
 
 
 class Gates:
@@ -32,13 +32,6 @@ class Gates:
     def let_go(self, *names):
         for name in names:
             self._gates[name].set()
-
-
-async def until(condition):
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture

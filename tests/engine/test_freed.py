@@ -11,12 +11,14 @@ import pytest
 from dataservice.core.errors import FencedError, WorldSizeError
 from dataservice.core.job import JobRecord
 from dataservice.core.job_setup import JobSetup
+from dataservice.core.orders import EVERYTHING
 from dataservice.core.plan import StepPlan
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.loop import AttemptLoop
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.sessions import open_all, open_rank, shard_of, train
+from tests.engine.sessions import open_all, open_rank, train
 from tests.engine.support import Books, make_coordinator, make_setup
+from tests.waiting import until
 
 HEAVY = (StepPlan, AttemptLoop, Attempt)
 
@@ -46,6 +48,13 @@ async def trained(**more):
     return coordinator, sessions
 
 
+async def never_planned(coordinator, opened):
+    """Wait for a step beyond those that are planned ahead of the last received one."""
+    return await coordinator.shard(
+        opened.session, 9, received_step=4, failed_workers=(), wanted=EVERYTHING
+    )
+
+
 async def gone(coordinator, sessions):
     for each in sessions:
         coordinator.close_session(each.session)
@@ -55,28 +64,26 @@ async def gone(coordinator, sessions):
 async def deleted(coordinator, sessions):
     await gone(coordinator, sessions)
     await coordinator.delete("job")
-    await asyncio.sleep(0.1)
 
 
 async def test_of_a_deleted_job_nothing_stays(alive):
     coordinator, sessions = await trained()
     assert alive()["StepPlan"] > 0
     await deleted(coordinator, sessions)
-    assert alive() == {}
+    await until(lambda: alive() == {})
     await coordinator.stop()
 
 
 async def test_of_a_job_that_pauses_no_plan_stays(alive):
     coordinator, sessions = await trained(idle_release_s=0.1)
     await gone(coordinator, sessions)
-    await asyncio.sleep(1.0)
-    assert alive() == {"AttemptLoop": 1, "Attempt": 1}
+    await until(lambda: alive() == {"AttemptLoop": 1, "Attempt": 1})
     await coordinator.stop()
 
 
 async def test_of_an_attempt_that_was_fenced_nothing_stays_though_its_ranks_were_told(alive):
     coordinator, sessions = await trained()
-    waiting = [asyncio.create_task(shard_of(coordinator, each, 8)) for each in sessions]
+    waiting = [asyncio.create_task(never_planned(coordinator, each)) for each in sessions]
     waiting += [asyncio.create_task(coordinator.session_ended(s.session)) for s in sessions]
     await asyncio.sleep(0.05)
     await gone(coordinator, sessions)
@@ -85,10 +92,9 @@ async def test_of_an_attempt_that_was_fenced_nothing_stays_though_its_ranks_were
     assert {type(end) for end in ends} == {FencedError}
     assert len({str(end) for end in ends}) == 1
     del waiting, ends
-    await asyncio.sleep(0.1)
-    assert alive()["AttemptLoop"] == 1
+    await until(lambda: alive()["AttemptLoop"] == 1)
     await deleted(coordinator, newer)
-    assert alive() == {}
+    await until(lambda: alive() == {})
     await coordinator.stop()
 
 
@@ -98,7 +104,7 @@ async def test_of_an_attempt_that_never_was_complete_nothing_stays(alive):
     with pytest.raises(WorldSizeError):
         await open_rank(coordinator, 0, world=4)
     await coordinator.delete("job")
-    assert alive() == {}
+    await until(lambda: alive() == {})
     await coordinator.stop()
 
 
@@ -115,5 +121,5 @@ async def test_the_index_goes_with_its_job():
     sessions = await open_all(coordinator)
     await train(coordinator, sessions, 0, 5)
     await deleted(coordinator, sessions)
-    assert [each() for each in index] == [None]
+    await until(lambda: [each() for each in index] == [None])
     await coordinator.stop()

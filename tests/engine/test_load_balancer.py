@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dataservice.engine.load_balancer import LoadBalancer
-from tests.engine.scripted_workers import until
+from tests.waiting import until
 
 
 @pytest.fixture

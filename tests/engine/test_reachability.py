@@ -6,7 +6,8 @@ import pytest
 
 from dataservice.engine import placement
 from dataservice.engine.reachability import FIRST_S, Reachability
-from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, holders, ready, step_of, until
+from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, holders, ready, step_of
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

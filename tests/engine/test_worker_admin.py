@@ -1,7 +1,7 @@
 """Workers under running jobs: listed, restarted, left to a successor, relieved when idle."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -9,6 +9,7 @@ from dataservice.core.errors import ConflictError, NotFoundError
 from dataservice.engine.coordinator import Coordinator
 from tests.engine.sessions import open_all, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -18,12 +19,6 @@ async def coordinator(store, books) -> AsyncIterator[Coordinator]:
     await made.start()
     yield made
     await made.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_packs_of_a_job_that_every_trainer_left_are_let_go_until_one_comes_back(
