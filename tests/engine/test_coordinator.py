@@ -20,6 +20,7 @@ from dataservice.engine.api import EndOfData
 from tests.engine.sessions import leave, open_all, open_rank, shard_of, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 START = Cursor()
 
@@ -43,8 +44,9 @@ async def test_planning_runs_ahead_only_as_far_as_the_window(store, books):
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     await shard_of(coordinator, sessions[0], 0)
+    await until(lambda: {key.step for key in books.orders} >= {0, 1, 2})  # ready_steps is 3
     await asyncio.sleep(0.2)
-    assert (await coordinator.job("job")).planned_step == 2  # ready_steps is 3
+    assert (await coordinator.job("job")).planned_step == 2
     assert {key.step for key in books.orders} == {0, 1, 2}
     await coordinator.stop()
 
@@ -54,8 +56,7 @@ async def test_received_steps_are_released_at_the_workers(store, books):
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     await train(coordinator, sessions, 0, 5)
-    await asyncio.sleep(0.05)
-    assert min(key.step for key in books.held) >= 4
+    await until(lambda: books.held and min(key.step for key in books.held) >= 4)
     await coordinator.stop()
 
 
@@ -232,8 +233,7 @@ async def test_a_lost_worker_is_replaced_and_its_packs_are_ordered_again(store, 
     books.deaf.add("w0")
     sessions = await open_all(coordinator)
     shard = await shard_of(coordinator, sessions[0], 0)
-    await asyncio.sleep(0.1)
-    assert "w0" not in books.alive
+    await until(lambda: "w0" not in books.alive)
     assert "w0" not in books.held.values()
 
     books.deaf.update(books.alive)  # all die after decoding; a rank finds out

@@ -21,6 +21,7 @@ from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 STEPS = 13  # 200 samples in batches of 16
 
@@ -199,8 +200,9 @@ async def test_planning_runs_ahead_across_skipped_steps(store):
     await coordinator.skip("job", [(1, 9)], "skip")
     sessions = await open_all(coordinator)
     await coordinator.shard(sessions[0].session, 0, received_step=-1, failed_workers=())
-    await asyncio.sleep(0.2)
-    assert [entry.step for entry in ledger_of(store, "job")] == [0, 10, 11]  # ready_steps is 3
+    await until(lambda: len(ledger_of(store, "job")) >= 3)  # ready_steps is 3
+    await asyncio.sleep(0.1)
+    assert [entry.step for entry in ledger_of(store, "job")] == [0, 10, 11]
     await coordinator.stop()
 
 

@@ -14,6 +14,7 @@ from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
+from tests.waiting import until
 
 
 class PickyBooks(Books):
@@ -116,8 +117,7 @@ async def test_ready_steps_are_the_window_and_none_once_the_job_stops(metrics):
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     await shard_of(coordinator, sessions[0], 0)
-    await asyncio.sleep(0.2)
-    assert value(metrics, "ready_steps", job="job") == 3
+    await until(lambda: value(metrics, "ready_steps", job="job") == 3)
     await coordinator.stop()
     assert value(metrics, "ready_steps", job="job") == 0
 
