@@ -112,7 +112,8 @@ def made_of(
         known = ", ".join(sorted(custom)) or "none"
         raise SpecError(
             f"{what} {quoted(name)} is not in the service's config, which has: {known}. Ask who "
-            f"runs the service to add its import path{instead}."
+            "runs the service to add its import path, and give that file to commands as --config"
+            f"{instead}."
         )
     try:
         return custom[name](**options)
