@@ -68,7 +68,7 @@ async def deleted(coordinator, sessions):
 
 async def test_of_a_deleted_job_nothing_stays(alive):
     coordinator, sessions = await trained()
-    assert alive()["StepPlan"] > 0
+    await until(lambda: alive()["StepPlan"] > 0)  # planned ahead
     await deleted(coordinator, sessions)
     await until(lambda: alive() == {})
     await coordinator.stop()
