@@ -64,6 +64,7 @@ class Gate:
         self._held = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._control: asyncio.Server | None = None
+        self._closing = False
         self.control = ""
 
     def __enter__(self) -> "Gate":
@@ -124,6 +125,7 @@ class Gate:
 
     async def _close(self) -> None:
         assert self._control is not None
+        self._closing = True  # a connection that was accepted may begin only now
         for server in (self._control, *(link.server for link in self._links.values())):
             if server is not None:
                 server.close()
@@ -165,7 +167,7 @@ class Gate:
         task.add_done_callback(self._tasks.discard)
         link.writers.add(writer)
         try:
-            if link.mode != "cut":
+            if link.mode != "cut" and not self._closing:
                 await self._pass(link, reader, writer)
         except (OSError, asyncio.CancelledError):
             pass  # either end is gone, or the gate closes

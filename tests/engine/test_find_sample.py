@@ -1,6 +1,7 @@
 """A sample's steps, from the ledger: every attempt's, and nobody else's."""
 
 import asyncio
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -114,10 +116,18 @@ async def test_an_id_that_no_sample_has_is_refused(store, books):
     await coordinator.stop()
 
 
-async def test_a_team_may_ask_only_so_often_at_once(store, books):
+async def test_a_team_may_ask_only_so_often_at_once(store, books, monkeypatch):
     coordinator = make_coordinator(store, books, make_setup())
     await coordinator.submit("job", "")
-    asked = [coordinator.find_sample("job", 0, 0) for _ in range(MOST_OF_TEAM + 1)]
+    looked, go_on = store.last_planned_step, threading.Event()
+    monkeypatch.setattr(
+        store, "last_planned_step", lambda job: looked(job) if go_on.wait(20) else None
+    )
+    asked = [
+        asyncio.create_task(coordinator.find_sample("job", 0, 0)) for _ in range(MOST_OF_TEAM + 1)
+    ]
+    await until(lambda: any(each.done() for each in asked))  # while the others are answered
+    go_on.set()
     answers = await asyncio.gather(*asked, return_exceptions=True)
     assert sum(isinstance(answer, QuotaError) for answer in answers) == 1
     await coordinator.stop()
