@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dataservice.core.cursor import Cursor
+from dataservice.engine import progress as progress_view
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
@@ -23,6 +24,12 @@ def store(request, tmp_path: Path):
     opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
     yield opened
     opened.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Whoever looks waits until it is counted, however busy the machine is."""
+    monkeypatch.setattr(progress_view, "WAIT_S", 30.0)
 
 
 def a_job(*, epochs=2, batch=16, **plan):
