@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from demo.corpus import CorpusSummary, make_corpus, summary_table
+from demo.media import draw_scene, encode_video
 from demo.tokenizer import SPECIAL_TOKENS, train_tokenizer
 
 IMAGE_FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP", "gif": "GIF"}
@@ -262,6 +264,21 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path)
     first, again, other = (digests(tmp_path / name) for name in ("first", "again", "other"))
     assert first == again
     assert not set(first.values()) & set(other.values())
+
+
+def test_a_clip_has_the_same_bytes_wherever_its_buffers_lie() -> None:
+    def clip(seed: int) -> bytes:
+        rng = Random(seed)
+        scene = draw_scene(rng)
+        return encode_video(scene, "right", side_px=112, frames=24, frames_per_s=8, rng=rng)
+
+    elsewhere: list[bytes] = []
+    for seed in range(8):
+        made = set()
+        for number in range(6):
+            elsewhere.append(bytes(1 + 99_991 * number))  # moves what is allocated next
+            made.add(clip(seed))
+        assert len(made) == 1
 
 
 def test_a_small_corpus_has_every_kind_and_a_sample_of_three_replicas(tmp_path: Path) -> None:
