@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -68,10 +69,15 @@ def test_limits_are_raised_and_a_rank_takes_what_it_is_counted_as(corpus, tmp_pa
 
 
 def connected(service: ServiceProcess, workers: list[int], ranks: int) -> list[int]:
-    """What the coordinator and each worker have open while so many ranks train."""
+    """What the coordinator and each worker have open all the while so many ranks train: files that
+    are read and samples that are handed over come and go."""
     training = Ranks(service.address, ranks, pace_s=0.05).start()
     wait_for(lambda: training.steps_done >= 4, 60)
     counts = [descriptors(pid) for pid in [service.pid, *workers]]
+    for _ in range(40):
+        time.sleep(0.02)
+        seen = [descriptors(pid) for pid in [service.pid, *workers]]
+        counts = [min(pair) for pair in zip(counts, seen, strict=True)]
     training.stopping = True
     training.join()
     return counts
