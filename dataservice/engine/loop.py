@@ -108,6 +108,7 @@ class AttemptLoop:
         self._releasing = 0
         self._next_step = attempt.start.step
         self._recorded = attempt.start.step - 1
+        self._quarantined = 0
         self._taken_up: Cursor | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle: asyncio.Task[None] | None = None
@@ -122,6 +123,12 @@ class AttemptLoop:
     def committed_step(self) -> int:
         """The last step that every rank has trained."""
         return self._commits.through_step
+
+    @property
+    def quarantined(self) -> int:
+        """Bad samples put on record since this loop began: those of a step may be known after it
+        was trained."""
+        return self._quarantined
 
     @property
     def window(self) -> WindowNow:
@@ -210,6 +217,7 @@ class AttemptLoop:
         try:
             if receipt.bad_samples:
                 await in_store(self._records.quarantine, receipt)
+                self._quarantined += len(receipt.bad_samples)
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:

@@ -54,11 +54,13 @@ class _Counted:
 
 @dataclass(kw_only=True, slots=True)
 class _Known:
-    """What is known of one job: `progress` in an attempt, and what was `counted` for it. The
-    attempt is told by its number and by when its job was made; itself it would be kept alive."""
+    """What is known of one job: `progress` in an attempt, `at` which step and bad samples on record
+    it was begun to be counted, and what was `counted` for it. The attempt is told by its number and
+    by when its job was made; itself it would be kept alive."""
 
     attempt: tuple[float, int]
     progress: JobProgress | None = None
+    at: tuple[int, int] | None = None
     counted: _Counted | None = None
     counting: asyncio.Task[None] | None = None
 
@@ -94,7 +96,7 @@ class ProgressView:
         setup = None if attempt is None else job.setups.get(attempt.spec_version)
         if attempt is None or not attempt.complete or loop is None or setup is None:
             return None  # until it is complete, the loop may be that of the attempt before
-        name, step = job.record.name, loop.committed_step
+        name, now = job.record.name, (loop.committed_step, loop.quarantined)
         numbered = (job.record.created_unix_s, attempt.number)
         known = self._known.get(name)
         if known is None or known.attempt != numbered:
@@ -102,11 +104,14 @@ class ProgressView:
             known = self._known[name] = _Known(attempt=numbered, counted=counted)
         if known.counting is not None and known.counting.done():
             known.counting = None
-        if known.counting is None and (known.progress is None or known.progress.step != step):
-            known.counting = asyncio.create_task(self._count(known, setup, attempt, step))
+        if known.counting is None and known.at != now:
+            known.counting = asyncio.create_task(self._count(known, setup, attempt, now))
         return known
 
-    async def _count(self, known: _Known, setup: JobSetup, attempt: Attempt, step: int) -> None:
+    async def _count(
+        self, known: _Known, setup: JobSetup, attempt: Attempt, now: tuple[int, int]
+    ) -> None:
+        step, _ = now
         try:
             behind, masked = await in_store(_recorded, self._store, attempt, step)
             cursor = await in_counting(pass_over, setup, behind, to_step=step + 1)
@@ -117,7 +122,7 @@ class ProgressView:
         except Exception:  # whoever looks sees the rest
             log.exception("its progress was not counted", extra=attempt.about)
             return
-        known.counted = counted
+        known.counted, known.at = counted, now
         known.progress = _progress(setup, step, cursor, counted.drawn, masked)
 
     async def _counted(self, before: _Counted | None, setup: JobSetup, cursor: Cursor) -> _Counted:

@@ -1,5 +1,6 @@
 """How far a job is through each source: by what its ranks trained, whoever asks, and when."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from dataservice.engine import progress as progress_view
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
-from tests.engine.sessions import leave, open_all, train
+from tests.engine.sessions import leave, open_all, settled, train
 from tests.engine.support import Books, TornSource, all_plans, make_coordinator, make_setup
 
 SOURCES = ("a", "b")
@@ -57,6 +58,20 @@ def drawn(setup, first, last):
     ids = np.concatenate([plan.sample_ids for plan in plans])
     found = Counter(setup.catalog.source_names[n] for n in setup.catalog.source_numbers(ids))
     return [found[source] for source in SOURCES]
+
+
+async def all_masked(coordinator, source):
+    """The progress once everything drawn of this source is on record as bad: what a worker finds
+    may be known after the step was trained."""
+    progress = None
+
+    async def known():
+        nonlocal progress
+        progress = await progress_of(coordinator)
+        return progress.sources[source].masked == progress.sources[source].drawn
+
+    await settled(known)
+    return progress
 
 
 def in_all(progress):
@@ -105,9 +120,9 @@ async def test_a_restarted_service_shows_the_same_progress(store):
     setup = a_job()
     first = await begun(store, setup, books=TornSource())
     await train(first, await open_all(first), 0, 7)
-    before = await progress_of(first)
+    before = await all_masked(first, 1)
     await first.stop()
-    assert before.sources[1].masked == before.sources[1].drawn > 0
+    assert before.sources[1].drawn > 0
     second = make_coordinator(store, TornSource(), setup)
     await second.start()
     await second.restored()
@@ -122,16 +137,36 @@ async def test_another_world_size_that_goes_on_from_a_checkpoint_counts_what_led
     coordinator = await begun(store, setup, books=TornSource())
     sessions = await open_all(coordinator, world=2)
     await train(coordinator, sessions, 0, 6)
+    await all_masked(coordinator, 1)
     leave(coordinator, sessions)
     checkpoint = Cursor.from_json(store.ledger_entry("job", 4, 1).cursor)
     sessions = await open_all(coordinator, world=4, cursor=checkpoint)
     went_back = await progress_of(coordinator)
     assert (went_back.step, in_all(went_back)) == (3, drawn(setup, 0, 3))
     await train(coordinator, sessions, 4, 4)
-    progress = await progress_of(coordinator)
+    progress = await all_masked(coordinator, 1)
     a, b = progress.sources
     assert [a.drawn, b.drawn] == drawn(setup, 0, 7)
     assert (a.masked, b.masked) == (0, b.drawn), "steps that were trained twice count once"
+    await coordinator.stop()
+
+
+async def test_samples_found_bad_after_their_step_was_trained_are_counted_too(store):
+    late = asyncio.Event()
+
+    class Late(TornSource):
+        async def prepare(self, worker, order):
+            receipt = await super().prepare(worker, order)
+            await late.wait()
+            return receipt
+
+    coordinator = await begun(store, a_job(), books=Late())
+    await train(coordinator, await open_all(coordinator), 0, 1)
+    before = await progress_of(coordinator)
+    assert before.step == 0
+    assert before.sources[1].masked == 0 < before.sources[1].drawn
+    late.set()
+    await all_masked(coordinator, 1)
     await coordinator.stop()
 
 
