@@ -42,6 +42,9 @@ def preview(
         typer.Option(help="The longest samples of each source.", min=1, max=MOST_SAMPLES),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
+    epoch: Annotated[
+        int, typer.Option(help="Augment samples as in this epoch, counted from 0.", min=0)
+    ] = 0,
     mixture: Annotated[
         bool, typer.Option("--mixture", help="Show the mixture of the sources, and no samples.")
     ] = False,
@@ -86,6 +89,7 @@ def preview(
         sources=source or (),
         custom_processors=settings.custom_processors,
         limits=settings.limits,
+        epoch=epoch,
         note=lambda text: warnings.print(Text(text, style="yellow"), soft_wrap=True),
     )
     shown = _Shown(previews)

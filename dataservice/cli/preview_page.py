@@ -7,7 +7,7 @@ forbids scripts and requests besides.
 import base64
 import html
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from dataservice.cli.show_preview import (
     title,
 )
 from dataservice.core.visible import LINE_BREAKS, visible
+from dataservice.decode.media import ItemArray
 from dataservice.jobs.preview import Medium, Piece, SamplePreview
 
 MOST_TILES = 64  # of one image that are shown
@@ -89,19 +90,30 @@ def _piece(preview: SamplePreview, piece: Piece) -> str:
 
 
 def _figure(medium: Medium) -> str:
-    said = medium_line(medium)
-    if medium.kind == "audio":
-        shown = _wave(np.concatenate(medium.arrays))
-    else:
-        pictures = [picture for array in medium.arrays for picture in array]
-        most = MOST_FRAMES if medium.kind == "video" else MOST_TILES
-        chosen = _spread(len(pictures), most)
-        if len(chosen) < len(pictures):
-            said += f"; {len(chosen)} of {len(pictures)} are shown"
-        shown = "".join(_picture(pictures[k], k + 1) for k in chosen)
+    said, shown = medium_line(medium), _shown(medium, medium.arrays)
+    if medium.before:
+        said += "; below it what it was"
+        shown += f"<br>{_shown(medium, medium.before)}"
+    if medium.kind != "audio":
+        pictures = sum(len(array) for array in medium.arrays)
+        chosen = _chosen(medium, pictures)
+        if len(chosen) < pictures:
+            said += f"; {len(chosen)} of {pictures} are shown"
     kind = "clip" if medium.kind == "video" else medium.kind
     caption = f"<figcaption>{_escaped(said)}</figcaption>"
     return f'<figure class="{kind}">{shown}{caption}</figure>\n'
+
+
+def _shown(medium: Medium, arrays: Sequence[ItemArray]) -> str:
+    if medium.kind == "audio":
+        return _wave(np.concatenate(arrays))
+    pictures = [picture for array in arrays for picture in array]
+    return "".join(_picture(pictures[k], k + 1) for k in _chosen(medium, len(pictures)))
+
+
+def _chosen(medium: Medium, pictures: int) -> list[int]:
+    """The pictures of a file that are shown."""
+    return _spread(pictures, MOST_FRAMES if medium.kind == "video" else MOST_TILES)
 
 
 def _spread(count: int, most: int) -> list[int]:

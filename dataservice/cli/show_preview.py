@@ -122,7 +122,8 @@ def medium_name(medium: "Medium") -> str:
 
 def medium_line(medium: "Medium") -> str:
     """A file's name, what the encoder gets of it, and how many tokens it becomes."""
-    return f"{medium_name(medium)} ({_one_line(medium.name)}): {_contents(medium)}"
+    augmented = ", augmented" if medium.before else ""
+    return f"{medium_name(medium)} ({_one_line(medium.name)}): {_contents(medium)}{augmented}"
 
 
 def _contents(medium: "Medium") -> str:
@@ -177,6 +178,7 @@ def preview_fields(preview: "SamplePreview") -> dict[str, Any]:
                 "kind": medium.kind,
                 "number": medium.number,
                 "name": medium.name,
+                "augmented": bool(medium.before),
                 "items": [asdict(item) for item in medium.items],
             }
             for medium in preview.media

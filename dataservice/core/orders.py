@@ -31,10 +31,12 @@ class PackKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSample:
-    """One sample of a pack order: where it lies and the shape that it must take."""
+    """One sample of a pack order: where it lies, the shape that it must take, and the epoch that
+    it was drawn in."""
 
     ref: SampleRef
     lengths: SampleLengths
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,9 +153,11 @@ class SampleDecoder(Protocol):
         """The token that fills padding and masked samples."""
         ...
 
-    def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
-        """Raises SampleError where the sample cannot be decoded, or does not come out in the
-        planned shape."""
+    def decode(
+        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+    ) -> DecodedSample:
+        """The sample augmented as in this epoch, or with None as it is. Raises SampleError where it
+        cannot be decoded, or does not come out in the planned shape."""
         ...
 
 

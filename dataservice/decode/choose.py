@@ -8,8 +8,8 @@ from dataservice.core.errors import SpecError
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
+from dataservice.decode.own_code import made_of
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
-from dataservice.decode.prepare import made_of
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.spec import BUILT_IN, CustomVisionSpec, PipelineSpec, VisionProcessorSpec
 from dataservice.decode.tokenizer import LoadedTokenizer

@@ -4,9 +4,7 @@ It runs wherever samples are measured or decoded, so it must give the same for t
 then differs from the index is refused like a file that changed.
 """
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
@@ -14,6 +12,7 @@ from typing import Protocol, cast
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaBlob, RawSample
+from dataservice.decode.own_code import made_of, version_of
 from dataservice.decode.spec import PrepareSpec
 
 
@@ -49,7 +48,7 @@ class Preparation:
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """(Name, the version that its class declares or the source of its module) of each."""
-        return tuple((name, _version_of(type(preparer))) for name, preparer in self.steps)
+        return tuple((name, version_of(type(preparer))) for name, preparer in self.steps)
 
 
 def _prepared(name: str, preparer: Preparer, sample: RawSample) -> RawSample:
@@ -96,46 +95,3 @@ def choose_preparation(specs: Sequence[PrepareSpec], custom: Mapping[str, type])
             )
         steps.append((spec.name, cast(Preparer, made)))
     return Preparation(steps=tuple(steps))
-
-
-def made_of(
-    custom: Mapping[str, Callable[..., object]],
-    name: str,
-    options: Mapping[str, object],
-    *,
-    what: str,
-    instead: str = "",
-) -> object:
-    """An object of a class that the service's config allows, with a job's options. Raises
-    SpecError."""
-    if name not in custom:
-        known = ", ".join(sorted(custom)) or "none"
-        raise SpecError(
-            f"{what} {quoted(name)} is not in the service's config, which has: {known}. Ask who "
-            "runs the service to add its import path, and give that file to commands as --config"
-            f"{instead}."
-        )
-    try:
-        return custom[name](**options)
-    except Exception as error:  # the user's own code may raise anything
-        raise SpecError(
-            f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
-            "Give the options that its class takes."
-        ) from error
-
-
-def _version_of(kind: type) -> str:
-    """What changes when the code does: the class's own `version`, or its module's source."""
-    version = getattr(kind, "version", None)
-    if isinstance(version, str | int):
-        return f"{kind.__module__}.{kind.__qualname__} version {version}"
-    return source_of(kind, whole_module=True)
-
-
-def source_of(kind: type, *, whole_module: bool = False) -> str:
-    """A class's name and, if Python has it, its source, or that of all its module."""
-    try:
-        text = inspect.getsource(sys.modules[kind.__module__] if whole_module else kind)
-    except (OSError, TypeError, KeyError):
-        text = ""
-    return f"{kind.__module__}.{kind.__qualname__}\n{text}"

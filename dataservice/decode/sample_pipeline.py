@@ -19,6 +19,7 @@ from dataservice.core.sample import (
     SampleLengths,
     piece_key,
 )
+from dataservice.decode.augment import Augmentation, choose_augmentation
 from dataservice.decode.chat_template import ChatTemplate
 from dataservice.decode.choose import (
     choose_end_of_document,
@@ -38,18 +39,27 @@ from dataservice.decode.media import (
     run_costs,
     texts_of,
 )
-from dataservice.decode.prepare import Preparation, choose_preparation, source_of
-from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
+from dataservice.decode.own_code import source_of
+from dataservice.decode.prepare import Preparation, choose_preparation
+from dataservice.decode.spec import CustomVisionSpec, PipelineSpec, PrepareSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
 from dataservice.decode.tokenizer import Guard, load_tokenizer
 
-__all__ = ["CONTENT_VERSION", "LENGTHS_VERSION", "Pipeline", "PipelineSpec", "build_pipeline"]
+__all__ = [
+    "AUGMENT",
+    "CONTENT_VERSION",
+    "LENGTHS_VERSION",
+    "Pipeline",
+    "PipelineSpec",
+    "build_pipeline",
+]
 
 # Increase when a release changes the lengths that the same spec gives: old indexes become stale.
 LENGTHS_VERSION = 3
 # Increase when a release changes the delivered pixels, sound or tokens of the same spec, but not
 # its lengths.
 CONTENT_VERSION = 3
+PREPARE, AUGMENT = "prepare", "augment"  # parts of the identity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         *,
         spec: PipelineSpec,
         preparation: Preparation,
+        augmentation: Augmentation,
         text: TextPipeline,
         media: MediaPipeline,
         identity: Mapping[str, PipelinePart],
@@ -81,10 +92,13 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         """Use `build_pipeline`."""
         self._rule = LengthRule.of(spec)
         self._preparation = preparation
+        self._augmentation = augmentation
         self._text = text
         self._media = media
         self.identity = identity
-        self._fingerprint = _digest(self.digests)
+        self._fingerprint = _digest(
+            {name: digest for name, digest in self.digests.items() if name != AUGMENT}
+        )
         self._pad_token_id = pad_token_id
 
     @property
@@ -94,8 +108,13 @@ class Pipeline(SampleMeasurer, SampleDecoder):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the whole identity: tokenizer, template and processors."""
+        """Digest of all that an index depends on: the identity without augmentation."""
         return self._fingerprint
+
+    @property
+    def augments(self) -> bool:
+        """Whether samples come out otherwise in each epoch."""
+        return AUGMENT in self.identity
 
     @property
     def pad_token_id(self) -> int:
@@ -124,8 +143,11 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             return (whole.lengths,)
         return tuple(self._piece(whole, number).lengths for number in range(1, pieces + 1))
 
-    def decode(self, raw: RawSample, planned: SampleLengths) -> DecodedSample:
-        """The sample as arrays of exactly the planned lengths.
+    def decode(
+        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+    ) -> DecodedSample:
+        """The sample as arrays of exactly the planned lengths: augmented as in this epoch, or with
+        None as it is.
 
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
@@ -143,16 +165,16 @@ class Pipeline(SampleMeasurer, SampleDecoder):
                 items.extend(self._media.decode(prepared.blobs[slot.file], media[slot.file]))
         for item, expected in zip(items, lengths.items, strict=True):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
+        if epoch is not None:
+            kinds = [(prepared.blobs[file].kind, file) for file in prepared.files_of_items]
+            items = list(self._augmentation(items, kinds, raw.key, epoch))
         return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
 
     def media_of(self, raw: RawSample) -> tuple[tuple[MediaBlob, ...], tuple[int, ...]]:
         """The sample's media, as the user's own code leaves them; and for each encoder item, in the
         order of `SampleLengths.items`, the place of its file among them. Raises SampleError."""
         prepared = self._prepared(raw)
-        slots, costs = prepared.sequence.slots, prepared.costs
-        return prepared.blobs, tuple(
-            slot.file for slot in slots for _ in costs[slot.file][slot.run]
-        )
+        return prepared.blobs, prepared.files_of_items
 
     def text_of(self, ids: Sequence[int], start: int, end: int) -> str:
         """What the tokens `ids[start:end]` of a sample write, control tokens included. Raises
@@ -232,6 +254,12 @@ class _Prepared:
     costs: Sequence[Sequence[Sequence[ItemCost]]]
     lengths: SampleLengths
 
+    @property
+    def files_of_items(self) -> tuple[int, ...]:
+        """The file of each encoder item, in the order of `lengths.items`."""
+        slots = self.sequence.slots
+        return tuple(slot.file for slot in slots for _ in self.costs[slot.file][slot.run])
+
 
 def build_pipeline(
     spec: PipelineSpec,
@@ -251,6 +279,7 @@ def build_pipeline(
     custom = custom_processors or {}
     vision = choose_vision(spec.vision, custom)
     preparation = choose_preparation(spec.prepare, custom)
+    augmentation = choose_augmentation(spec.augment, custom)
     placeholders = choose_placeholders(spec, tokenizer)
     guard = Guard(guarded_tokens(spec, tokenizer, placeholders))
     source = choose_template(spec, tokenizer)
@@ -260,6 +289,7 @@ def build_pipeline(
     return Pipeline(
         spec=spec,
         preparation=preparation,
+        augmentation=augmentation,
         text=TextPipeline(
             tokenizer=tokenizer,
             guard=guard,
@@ -296,7 +326,8 @@ def build_pipeline(
                     asdict(spec.audio) if spec.audio else None,
                 ),
             ),
-            **_code(spec, preparation),
+            **_code(PREPARE, preparation.sources, spec.prepare),
+            **_code(AUGMENT, augmentation.sources, spec.augment),
             # With other limits, the index would contain other samples.
             "limits": PipelinePart(
                 place="max_sample_tokens, longer_than and the service's limits",
@@ -307,12 +338,14 @@ def build_pipeline(
     )
 
 
-def _code(spec: PipelineSpec, preparation: Preparation) -> dict[str, PipelinePart]:
-    """The part of the identity that the user's own code is; jobs without have none."""
-    if not spec.prepare:
+def _code(
+    part: str, sources: Sequence[tuple[str, str]], specs: Sequence[PrepareSpec]
+) -> dict[str, PipelinePart]:
+    """A part of the identity that is the user's own code; jobs without have none."""
+    if not specs:
         return {}
-    digest = _digest(preparation.sources, [asdict(each) for each in spec.prepare])
-    return {"prepare": PipelinePart(place="the operator's own modules", digest=digest)}
+    digest = _digest(sources, [asdict(each) for each in specs])
+    return {part: PipelinePart(place="the operator's own modules", digest=digest)}
 
 
 def _lengths(

@@ -48,6 +48,17 @@ class PrepareSpec:
     """Keyword arguments its class is made with."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AugmentSpec(PrepareSpec):
+    """Code of the user's own, or a transform of torchvision's, that changes decoded pixels and
+    sound otherwise in each epoch; the service's config names it by import path."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    seed: int = 0
+    """Another seed gives other random changes."""
+
+
 BuiltInVision = (
     Qwen2VLProcessor
     | Qwen3VLProcessor
@@ -109,8 +120,8 @@ class LongerThan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpec:
-    """How samples become tokens and encoder items. All decides lengths, but for `positions` and
-    `tokens_per_second`, which say where a model places its tokens."""
+    """How samples become tokens and encoder items. All decides lengths, but for `augment`, and for
+    `positions` and `tokens_per_second`, which say where a model places its tokens."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -125,6 +136,9 @@ class PipelineSpec:
     prepare: tuple[PrepareSpec, ...] = ()
     """Code of the user's own that every sample passes through as it is read, in this order: it maps
     records and media, and leaves samples out."""
+    augment: tuple[AugmentSpec, ...] = ()
+    """Random changes of decoded pixels and sound, in this order: the same for a sample in an epoch,
+    whoever decodes it. They keep every length, so no index is made again for them."""
     vision: VisionProcessorSpec | None = None
     """Processor of images and video; none refuses samples that have them."""
     audio: AudioSpec | None = None
@@ -167,6 +181,12 @@ class PipelineSpec:
             raise SpecError(
                 f"tokens_per_second is {self.tokens_per_second}; it must be in 0..1000, or absent."
             )
+
+    @property
+    def own_code(self) -> bool:
+        """Whether it runs code that a team chose."""
+        custom = isinstance(self.vision, CustomVisionSpec)
+        return bool(self.prepare or self.augment or custom)
 
     @property
     def position_rule(self) -> PositionRule:

@@ -28,6 +28,7 @@ def pack_orders(
     and the share of the job's team. The samples of a pack are made each time that they are read: if
     they were kept, they would be most of what the coordinator holds."""
     details = catalog.details(plan.sample_ids[plan.pack_samples])
+    epochs = plan.sample_epoch[plan.pack_samples]
     offsets = plan.pack_offsets.tolist()
     return [
         PackOrder(
@@ -35,7 +36,7 @@ def pack_orders(
             degree=degree,
             pipeline=pipeline,
             share=share,
-            samples=_SamplesOfPack(details, offsets[pack], offsets[pack + 1]),
+            samples=_SamplesOfPack(details, epochs, offsets[pack], offsets[pack + 1]),
         )
         for pack, degree in enumerate(plan.pack_degree.tolist())
     ]
@@ -45,14 +46,21 @@ class _SamplesOfPack(Sequence[PackSample]):
     """The samples of one pack, made from the details of its step."""
 
     def __init__(
-        self, details: Sequence[tuple[SampleRef, SampleLengths]], start: int, stop: int
+        self,
+        details: Sequence[tuple[SampleRef, SampleLengths]],
+        epochs: NDArray[np.int32],
+        start: int,
+        stop: int,
     ) -> None:
         self._details = details
+        self._epochs = epochs
         self._start, self._stop = start, stop
 
     def __iter__(self) -> Iterator[PackSample]:
-        for ref, lengths in self._details[self._start : self._stop]:
-            yield PackSample(ref=ref, lengths=lengths)
+        rows = slice(self._start, self._stop)
+        epochs = self._epochs[rows].tolist()
+        for (ref, lengths), epoch in zip(self._details[rows], epochs, strict=True):
+            yield PackSample(ref=ref, lengths=lengths, epoch=epoch)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -65,8 +73,9 @@ class _SamplesOfPack(Sequence[PackSample]):
         rows = range(self._start, self._stop)
         if isinstance(place, slice):
             return [self[row - self._start] for row in rows[place]]
-        ref, lengths = self._details[rows[place]]
-        return PackSample(ref=ref, lengths=lengths)
+        row = rows[place]
+        ref, lengths = self._details[row]
+        return PackSample(ref=ref, lengths=lengths, epoch=int(self._epochs[row]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

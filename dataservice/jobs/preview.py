@@ -51,13 +51,14 @@ class Piece:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medium:
     """One file of a sample, the `number`-th of its kind from 1: its encoder items in order, and
-    what the encoder gets of each."""
+    what the encoder gets of each. Where they are augmented, `before` has what they were."""
 
     kind: MediaKind
     number: int
     name: str
     items: tuple[ItemLengths, ...]
     arrays: tuple[ItemArray, ...]
+    before: tuple[ItemArray, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +84,12 @@ def preview_job(
     sources: Sequence[str] = (),
     custom_processors: dict[str, str],
     limits: DecodeLimits = DEFAULT_LIMITS,
+    epoch: int = 0,
     note: Note = lambda text: None,
 ) -> Iterator[SamplePreview]:
-    """The wanted samples of these sources, by default of all, one after another. `note` is told
-    where a source has no usable index, and what that means for the choice.
+    """The wanted samples of these sources, by default of all, one after another, augmented as in
+    this epoch. `note` is told where a source has no usable index, and what that means for the
+    choice.
 
     Raises:
         SpecError: there is no such source, or the pipeline cannot be built.
@@ -100,7 +103,7 @@ def preview_job(
     for source in chosen:
         try:
             for found in find(source, spec.index, wanted, pipeline, limits=limits, note=note):
-                yield _previewed(found, reader, pipeline)
+                yield _previewed(found, reader, pipeline, epoch)
         except SourceError as error:
             problems.append(str(error))
     if problems:
@@ -114,10 +117,10 @@ def preview_sample(
     custom_processors: dict[str, str],
     limits: DecodeLimits = DEFAULT_LIMITS,
 ) -> SamplePreview:
-    """One sample of a job, whose place is known. Raises SpecError where the pipeline cannot be
-    built, SourceError where the source cannot be read."""
+    """One sample of a job, whose place is known, augmented as in epoch 0. Raises SpecError where
+    the pipeline cannot be built, SourceError where the source cannot be read."""
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    return _previewed(Found(ref=ref), SourceReader(spec.sources, limits=limits), pipeline)
+    return _previewed(Found(ref=ref), SourceReader(spec.sources, limits=limits), pipeline, 0)
 
 
 def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceSpec]:
@@ -137,7 +140,7 @@ def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceS
     return [source for name, source in by_name.items() if not names or name in names]
 
 
-def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> SamplePreview:
+def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline, epoch: int) -> SamplePreview:
     shown = partial(
         SamplePreview,
         source=found.ref.source,
@@ -150,8 +153,11 @@ def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> Sample
     try:
         raw = reader.read(found.ref)
         lengths = measured(raw, pipeline)
-        decoded = pipeline.decode(raw, found.planned or lengths)
-        media = _media(lengths, decoded, *pipeline.media_of(raw))
+        planned = found.planned or lengths
+        decoded = plain = pipeline.decode(raw, planned)
+        if pipeline.augments:
+            decoded = pipeline.decode(raw, planned, epoch)
+        media = _media(lengths, plain, decoded, *pipeline.media_of(raw))
         pieces = tuple(_pieces(decoded, media, pipeline))
     except SampleError as error:
         return shown(problem=str(error))
@@ -164,6 +170,7 @@ def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline) -> Sample
 
 def _media(
     lengths: SampleLengths,
+    plain: DecodedSample,
     decoded: DecodedSample,
     blobs: Sequence[MediaBlob],
     files: Sequence[int],
@@ -172,6 +179,10 @@ def _media(
     for item, file in enumerate(files):
         items[file].append(item)
     kinds = [blob.kind for blob in blobs]
+    changed = [
+        any(not np.array_equal(plain.items[item], decoded.items[item]) for item in of_file)
+        for of_file in items
+    ]
     return tuple(
         Medium(
             kind=blob.kind,
@@ -179,6 +190,7 @@ def _media(
             name=blob.name,
             items=tuple(lengths.items[item] for item in items[file]),
             arrays=tuple(decoded.items[item] for item in items[file]),
+            before=tuple(plain.items[item] for item in items[file] if changed[file]),
         )
         for file, blob in enumerate(blobs)
     )

@@ -15,6 +15,7 @@ from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.team import NO_TEAM
+from dataservice.decode.augment import is_transform
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
@@ -39,7 +40,7 @@ def worker_pipeline(
     the folders it may read, and the team whose code it runs."""
     return json.dumps(
         {
-            **({"code_of": team} if pipeline.prepare and team != NO_TEAM else {}),
+            **({"code_of": team} if pipeline.own_code and team != NO_TEAM else {}),
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -122,8 +123,8 @@ def _understood() -> Iterator[None]:
 
 
 def load_processors(paths: dict[str, str]) -> dict[str, type]:
-    """Import the operator's own processors and preparers, `name: package.module:Class`. Raises
-    SpecError."""
+    """Import the operator's own processors, preparers and augmenters, by name, each
+    `package.module:Class`. Raises SpecError."""
     return {name: _load_processor(name, path) for name, path in paths.items()}
 
 
@@ -138,11 +139,12 @@ def _load_processor(name: str, path: str) -> type:
             "package in the service's config."
         ) from error
     does = set(dir(loaded))
-    known = {"plan_image", "plan_video"} <= does or "prepare" in does
-    if not isinstance(loaded, type) or not known:
+    known = {"plan_image", "plan_video"} <= does or "prepare" in does or "augment" in does
+    if not isinstance(loaded, type) or not (known or is_transform(loaded)):
         raise SpecError(
             f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
-            "plan_video, or with prepare. See VisionProcessor in "
-            "dataservice/decode/processors/base.py, and Preparer in dataservice/decode/prepare.py."
+            "plan_video, with prepare or with augment, and no transform of torchvision. See "
+            "VisionProcessor in dataservice/decode/processors/base.py, Preparer in "
+            "dataservice/decode/prepare.py, and Augmenter in dataservice/decode/augment.py."
         )
     return loaded

@@ -19,6 +19,7 @@ from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
+from dataservice.decode.sample_pipeline import AUGMENT
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree
@@ -241,9 +242,10 @@ def job_setup(
     catalog = opened.catalog
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, job_limits)
-    order = _sample_order(catalog, spec)
+    data = _data_fingerprint(opened)
+    order = _sample_order(data, spec)
     return JobSetup(
-        record=_identified(record, catalog.fingerprint, order),
+        record=_identified(record, data, order),
         stream=_mixture(spec, catalog),
         catalog=catalog,
         batch=spec.batch,
@@ -314,9 +316,19 @@ def _topology(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def _sample_order(catalog: IndexedCatalog, spec: JobSpec) -> str:
-    """Name of the sample order: the digest of all that decides it."""
-    decides = (catalog.fingerprint, spec.seed, [source.weight for source in spec.sources])
+def _data_fingerprint(opened: OpenedJob) -> str:
+    """Changes when what is trained does: the index's fingerprint, with the augmentation that an
+    index knows nothing of."""
+    fingerprint = opened.catalog.fingerprint
+    augmented = opened.identity.get(AUGMENT)
+    if augmented is None:
+        return fingerprint
+    return hashlib.blake2b(f"{fingerprint} {augmented}".encode(), digest_size=16).hexdigest()
+
+
+def _sample_order(data: str, spec: JobSpec) -> str:
+    """Name of the sample order: the digest of all that decides it, and what its samples are."""
+    decides = (data, spec.seed, [source.weight for source in spec.sources])
     return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
 
 

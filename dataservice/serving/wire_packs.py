@@ -127,6 +127,7 @@ def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
         loss_tokens=sample.lengths.loss_tokens,
         items=[_item_to_proto(item) for item in sample.lengths.items],
         crc32=sample.ref.crc32,
+        epoch=sample.epoch,
     )
 
 
@@ -144,6 +145,7 @@ def _pack_sample_from_proto(message: worker_pb2.PackSample) -> PackSample:
             loss_tokens=message.loss_tokens,
             items=tuple(_item_from_proto(item) for item in message.items),
         ),
+        epoch=message.epoch,
     )
 
 

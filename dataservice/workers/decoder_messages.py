@@ -116,13 +116,13 @@ def _plain(sample: PackSample) -> list[Any]:
     return [
         (ref.sample_id, ref.source, ref.key, ref.crc32),
         (at.file, at.row_group, at.row, at.piece, spans),
-        (lengths.llm_tokens, lengths.loss_tokens),
+        (lengths.llm_tokens, lengths.loss_tokens, sample.epoch),
         [(i.modality, i.encoder_tokens, i.llm_tokens, i.position, i.shape) for i in lengths.items],
     ]
 
 
 def _sample(plain: list[Any]) -> PackSample:
-    (sample_id, source, key, crc32), at, (llm, loss), items = plain
+    (sample_id, source, key, crc32), at, (llm, loss, epoch), items = plain
     file, row_group, row, piece, spans = at
     location = SampleLocation(
         file=file,
@@ -146,7 +146,7 @@ def _sample(plain: list[Any]) -> PackSample:
         ),
     )
     ref = SampleRef(sample_id=sample_id, source=source, key=key, location=location, crc32=crc32)
-    return PackSample(ref=ref, lengths=lengths)
+    return PackSample(ref=ref, lengths=lengths, epoch=epoch)
 
 
 def _exactly(sock: socket.socket, size_bytes: int) -> bytes:

@@ -80,7 +80,7 @@ def read_and_decode(
         raw = pipeline.reader.read(sample.ref)
         read_s, read_cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
         read_bytes = _stored_bytes(sample.ref, raw)
-        decoded = pipeline.decoder.decode(raw, sample.lengths)
+        decoded = pipeline.decoder.decode(raw, sample.lengths, sample.epoch)
         check_planned_shape(decoded, sample.lengths)
     except (SampleError, SourceError) as error:
         reason = str(error) or type(error).__name__

@@ -83,6 +83,7 @@ samples = st.builds(
     lengths=st.builds(
         SampleLengths, llm_tokens=counts, loss_tokens=counts, items=several(item_lengths)
     ),
+    epoch=int32s,
 )
 orders = st.builds(
     PackOrder, key=pack_keys, degree=st.integers(1, 64), pipeline=words, samples=several(samples)

@@ -457,7 +457,7 @@ class Counting:
     def read(self, ref):
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned):
+    def decode(self, raw, planned, epoch=None):
         ids = np.full(planned.llm_tokens, raw.record["id"], dtype=np.int32)
         return DecodedSample(input_ids=ids, labels=ids)
 

@@ -129,7 +129,7 @@ def test_an_order_arrives_as_it_was_sent(ends):
         key="odd \udcff key",
         location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1, piece=2),
     )
-    samples = [PackSample(ref=ref, lengths=PLANNED), a_sample(2, "")]
+    samples = [PackSample(ref=ref, lengths=PLANNED, epoch=3), a_sample(2, "")]
     ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples))
     ends[0].close()
     assert read_order(ends[1]) == ('{"tokenizer": "ü"}', samples)

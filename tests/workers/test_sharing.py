@@ -25,7 +25,7 @@ class Sleeper:
     def read(self, ref):
         return RawSample(key=ref.key, record={})
 
-    def decode(self, raw, planned):
+    def decode(self, raw, planned, epoch=None):
         time.sleep(SLEEP_S[raw.key])
         ids = np.zeros(planned.llm_tokens, np.int32)
         return DecodedSample(input_ids=ids, labels=ids)

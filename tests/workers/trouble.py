@@ -46,7 +46,7 @@ class Decoder:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def decode(self, raw, planned):
+    def decode(self, raw, planned, epoch=None):
         self.mark(f"{raw.key}.{os.getpid()}")
         act = raw.key.partition("-")[0]
         if act in ACTS:

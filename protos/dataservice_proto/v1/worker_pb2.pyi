@@ -96,6 +96,7 @@ class PackSample(_message.Message):
     LOSS_TOKENS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.int
     source: _builtins.str
     key: _builtins.str
@@ -103,6 +104,8 @@ class PackSample(_message.Message):
     loss_tokens: _builtins.int
     crc32: _builtins.int
     """of its bytes when it was indexed; absent is not compared"""
+    epoch: _builtins.int
+    """that it was drawn in, which augmentation depends on"""
     @_builtins.property
     def location(self) -> Global___SampleLocation: ...
     @_builtins.property
@@ -118,10 +121,11 @@ class PackSample(_message.Message):
         loss_tokens: _builtins.int = ...,
         items: _abc.Iterable[Global___ItemLengths] | None = ...,
         crc32: _builtins.int | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "location", b"location"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "epoch", b"epoch", "items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
     _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015

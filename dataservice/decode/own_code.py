@@ -1,0 +1,52 @@
+"""Classes that the service's config allows jobs to name: how they are made, and what identifies
+them."""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+
+from dataservice.core.errors import SpecError
+from dataservice.core.quoting import cut, quoted
+
+
+def made_of(
+    custom: Mapping[str, Callable[..., object]],
+    name: str,
+    options: Mapping[str, object],
+    *,
+    what: str,
+    instead: str = "",
+) -> object:
+    """An object of a class that the service's config allows, with a job's options. Raises
+    SpecError."""
+    if name not in custom:
+        known = ", ".join(sorted(custom)) or "none"
+        raise SpecError(
+            f"{what} {quoted(name)} is not in the service's config, which has: {known}. Ask who "
+            "runs the service to add its import path, and give that file to commands as --config"
+            f"{instead}."
+        )
+    try:
+        return custom[name](**options)
+    except Exception as error:  # the user's own code may raise anything
+        raise SpecError(
+            f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
+            "Give the options that its class takes."
+        ) from error
+
+
+def version_of(kind: type) -> str:
+    """What changes when the code does: the class's own `version`, or its module's source."""
+    version = getattr(kind, "version", None)
+    if isinstance(version, str | int):
+        return f"{kind.__module__}.{kind.__qualname__} version {version}"
+    return source_of(kind, whole_module=True)
+
+
+def source_of(kind: type, *, whole_module: bool = False) -> str:
+    """A class's name and, if Python has it, its source, or that of all its module."""
+    try:
+        text = inspect.getsource(sys.modules[kind.__module__] if whole_module else kind)
+    except (OSError, TypeError, KeyError):
+        text = ""
+    return f"{kind.__module__}.{kind.__qualname__}\n{text}"
