@@ -9,25 +9,25 @@ made again, also after a cancellation (KeyboardInterrupt). A sample that cannot 
 stop the run: the manifest lists it with its reason.
 """
 
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import Synchronized
 
 import numpy as np
 
-from dataservice.core.errors import IndexStaleError, SourceError, StorageAwayError
+from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.core.ports import SampleMeasurer
-from dataservice.sources.filesystem import translate
-from dataservice.sources.formats.protocol import ScannedSample
-from dataservice.sources.formats.registry import list_files, open_format
+from dataservice.sources.formats.registry import list_files
+from dataservice.sources.index_files import (
+    DamagedFilesError,
+    IndexTask,
+    MakeMeasurer,
+    Progress,
+    index_files,
+)
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
-from dataservice.sources.index_part import Counter, read_record, write_part
+from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import (
     IndexedFile,
     LeftOutFile,
@@ -41,18 +41,6 @@ from dataservice.sources.manifest import (
 from dataservice.sources.part_reader import read_part, read_tokens
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
 from dataservice.sources.storage import SourceFile
-
-
-class DamagedFilesError(SourceError):
-    """Files of a source are damaged; the message says which ones and how."""
-
-
-MakeMeasurer = Callable[[], SampleMeasurer]
-Progress = Callable[[int, int, int], None]  # rows done, bytes done, bytes in all
-
-_POLL_S = 0.2
-# Below this size, starting processes costs more than it saves: each loads its own tokenizer.
-SMALLEST_POOLED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +111,7 @@ def build_index(
     recipe = Recipe.of(spec, make_measurer().fingerprint)
     records = dict(_current_parts(folder, files, recipe, limits))
     reused = len(records)
-    task = _Task(
+    task = IndexTask(
         spec=spec,
         out_dir=out_dir,
         recipe=recipe,
@@ -133,7 +121,7 @@ def build_index(
     )
     damaged: list[LeftOutFile] = []
     todo = [file for file in files if file.name not in records]
-    for result in _index_files(task, todo, workers, progress):
+    for result in index_files(task, todo, workers, progress):
         if isinstance(result, LeftOutFile):
             damaged.append(result)
         else:
@@ -252,140 +240,3 @@ def _require_samples(spec: SourceSpec, manifest: Manifest) -> None:
         f"{longest}Mend what the reasons name, or correct the source's format or the job's "
         "pipeline."
     )
-
-
-# ---- one file, here or in another process -------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Task:
-    """The settings that all files of a run share; pickled once to each process."""
-
-    spec: SourceSpec
-    out_dir: str
-    recipe: Recipe
-    make_measurer: MakeMeasurer
-    limits: DecodeLimits
-    samples_per_file: int | None
-
-
-class _FileIndexer:
-    """Indexes files one after another, with one measurer."""
-
-    def __init__(self, task: _Task, counter: Counter) -> None:
-        self._task = task
-        self._counter = counter
-        self._measurer = task.make_measurer()
-        self._format = open_format(task.spec, task.limits)
-        self._folder = IndexFolder(task.out_dir, task.spec.name)
-
-    def index(self, file: SourceFile) -> PartRecord | LeftOutFile:
-        """Write the part of one file, or say what is wrong with it."""
-        try:
-            with self._folder.replace(part_name(file.name)) as stream:
-                return write_part(
-                    stream,
-                    file=file,
-                    samples=self._scanned(file),
-                    recipe=self._task.recipe,
-                    measurer=self._measurer,
-                    counter=self._counter,
-                    most_samples=self._task.samples_per_file,
-                )
-        except DamagedFilesError as error:
-            return LeftOutFile(name=file.name, reason=str(error))
-
-    def _scanned(self, file: SourceFile) -> Iterator[ScannedSample]:
-        """The file's samples. Marks errors of reading the file, to tell them from errors of writing
-        the index."""
-        owner = f"source {self._task.spec.name!r}"
-        try:
-            with translate(owner, file.path, "be read"):
-                yield from self._format.scan(file)
-        except StorageAwayError:
-            raise
-        except SourceError as error:
-            raise DamagedFilesError(str(error).removeprefix(f"{owner}: ")) from error
-
-
-def _index_files(
-    task: _Task, files: Sequence[SourceFile], workers: int, progress: Progress | None
-) -> Iterator[PartRecord | LeftOutFile]:
-    """The result of each file, in the order in which files are finished."""
-    total_bytes = sum(file.size_bytes for file in files)
-    report = progress or (lambda _rows, _done_bytes, _total_bytes: None)
-    report(0, 0, total_bytes)
-    if min(workers, len(files)) > 1 and total_bytes >= SMALLEST_POOLED_BYTES:
-        yield from _index_in_pool(task, files, min(workers, len(files)), report, total_bytes)
-    elif files:
-        indexer = _FileIndexer(task, _LocalCounter(report, total_bytes))
-        for file in files:
-            yield indexer.index(file)
-
-
-@dataclass(slots=True)
-class _LocalCounter:
-    """Counts and reports at once."""
-
-    report: Progress
-    total_bytes: int
-    rows: int = 0
-    size_bytes: int = 0
-
-    def add(self, rows: int, size_bytes: int) -> None:
-        self.rows += rows
-        self.size_bytes += size_bytes
-        self.report(self.rows, self.size_bytes, self.total_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedCounter:
-    """Counts in memory shared with the process that reports."""
-
-    rows: "Synchronized[int]"
-    size_bytes: "Synchronized[int]"
-
-    def add(self, rows: int, size_bytes: int) -> None:
-        with self.rows.get_lock():
-            self.rows.value += rows
-            self.size_bytes.value += size_bytes
-
-
-def _index_in_pool(
-    task: _Task, files: Sequence[SourceFile], workers: int, report: Progress, total_bytes: int
-) -> Iterator[PartRecord | LeftOutFile]:
-    context = multiprocessing.get_context("spawn")
-    counter = _SharedCounter(context.Value("q", 0), context.Value("q", 0))
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
-    ) as pool:
-        # Largest files first, so that no process works on a large one alone at the end.
-        order = sorted(files, key=lambda file: -file.size_bytes)
-        pending: set[Future[PartRecord | LeftOutFile]] = {
-            pool.submit(_index_in_process, f) for f in order
-        }
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
-                report(counter.rows.value, counter.size_bytes.value, total_bytes)
-                yield from [future.result() for future in done]
-        except BrokenProcessPool as error:
-            raise SourceError(
-                f"source {task.spec.name!r}: one of {workers} indexing processes died, perhaps "
-                "for want of memory. Run it again with fewer workers; finished files are kept."
-            ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-_indexer: _FileIndexer | None = None  # of this process of the pool
-
-
-def _start_process(task: _Task, counter: Counter) -> None:
-    global _indexer
-    _indexer = _FileIndexer(task, counter)
-
-
-def _index_in_process(file: SourceFile) -> PartRecord | LeftOutFile:
-    assert _indexer is not None
-    return _indexer.index(file)

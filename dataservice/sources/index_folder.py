@@ -73,6 +73,11 @@ class IndexFolder:
                 if name.startswith("part-") and name not in kept:
                     self._fs.rm(path)
 
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        with translate(self.owner, f"{self.path}/{name}", "be removed"):
+            self._fs.rm(f"{self.path}/{name}")
+
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         with translate(self.owner, f"{self.path}/{name}", "be written"):
@@ -88,3 +93,8 @@ class IndexFolder:
 def part_name(file_name: str) -> str:
     """Name of the part that indexes a source file, derived from the file's name in its source."""
     return f"part-{hashlib.sha256(file_name.encode()).hexdigest()[:16]}.parquet"
+
+
+def piece_name(file_name: str, number: int) -> str:
+    """Name of the part of one piece of a file, until the pieces are joined."""
+    return f"{part_name(file_name)}.{number}"

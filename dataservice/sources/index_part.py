@@ -1,6 +1,7 @@
 """One part of an index: the samples of one source file as Parquet, one row a sample."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any, Protocol
 
 import pyarrow as pa
@@ -98,9 +99,10 @@ def write_part(
     measurer: SampleMeasurer,
     counter: Counter,
     most_samples: int | None = None,
+    between: tuple[int, int],
 ) -> PartRecord:
     """Measure every sample, or the first `most_samples`, and write the part; the record lists the
-    samples that cannot be measured.
+    samples that cannot be measured. They lie `between` these bytes of the file.
 
     Memory is one row group, whatever the size of the file.
     """
@@ -119,16 +121,15 @@ def write_part(
             items = 0
             rows.clear()
 
-        for sample in _counted(samples, file, counter, most_samples):
+        for sample in _counted(samples, counter, most_samples, *between):
             try:
                 raw = usable(sample)
                 pieces, checks = measured_pieces(raw, measurer), sample_checks(raw)
             except SampleError as error:
                 if isinstance(error, SampleTooLongError):
                     long += LongSamples(left_out=1, longest_tokens=error.tokens)
-                longest = _LONGEST_REASON if len(skipped) < _MANY_SKIPPED else _SHORT_REASON
-                reason = str(error)[:longest]
-                skipped.append(SkippedSample(file=file.name, key=sample.key, reason=reason))
+                left_out = SkippedSample(file=file.name, key=sample.key, reason=str(error))
+                skipped.append(_shortened(left_out, len(skipped)))
                 continue
             media = media.with_sample(raw)
             if len(pieces) > 1:
@@ -152,6 +153,41 @@ def write_part(
         )
         writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
     return record
+
+
+def join_parts(stream: IO[bytes], pieces: Iterable[tuple[IO[bytes], PartRecord]]) -> PartRecord:
+    """Write the part of a file of which each piece has one; the record is what `write_part` would
+    have made of the whole. Memory is one row group."""
+    digest, media, long = RowsDigest(), MediaCounts(), LongSamples()
+    skipped: list[SkippedSample] = []
+    rows = 0
+    with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
+        for source, record in pieces:
+            with source, pq.ParquetFile(source) as part:
+                for group in range(part.num_row_groups):
+                    table = part.read_row_group(group)
+                    digest.add(table)
+                    writer.write_table(table)
+            rows += record.rows
+            media, long = media + record.media, long + record.long
+            skipped += [_shortened(each, len(skipped) + n) for n, each in enumerate(record.skipped)]
+        joined = replace(
+            record,
+            rows=rows,
+            identity=digest.identity,
+            places=digest.places,
+            media=media,
+            skipped=tuple(skipped),
+            long=long,
+        )
+        writer.add_key_value_metadata({_RECORD_KEY.decode(): joined.to_json()})
+    return joined
+
+
+def _shortened(skipped: SkippedSample, before: int) -> SkippedSample:
+    """With as much of its reason as the footer has room for, where so many others come `before`."""
+    longest = _LONGEST_REASON if before < _MANY_SKIPPED else _SHORT_REASON
+    return replace(skipped, reason=skipped.reason[:longest])
 
 
 def read_record(stream: IO[bytes]) -> PartRecord | None:
@@ -229,11 +265,15 @@ def _row(
 
 
 def _counted(
-    samples: Iterable[ScannedSample], file: SourceFile, counter: Counter, most_samples: int | None
+    samples: Iterable[ScannedSample],
+    counter: Counter,
+    most_samples: int | None,
+    start_bytes: int,
+    end_bytes: int,
 ) -> Iterator[ScannedSample]:
-    """The same samples, at most `most_samples`; counts rows and bytes at intervals, and the whole
-    file at its end."""
-    rows = counted_bytes = 0
+    """The same samples, at most `most_samples`; counts rows and bytes at intervals, and all bytes
+    at their end."""
+    rows, counted_bytes = 0, start_bytes
     for number, sample in enumerate(samples, start=1):
         yield sample
         rows += 1
@@ -243,4 +283,4 @@ def _counted(
         if rows == _COUNT_EVERY_ROWS:
             counter.add(rows, sample.behind_bytes - counted_bytes)
             rows, counted_bytes = 0, sample.behind_bytes
-    counter.add(rows, file.size_bytes - counted_bytes)
+    counter.add(rows, end_bytes - counted_bytes)

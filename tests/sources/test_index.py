@@ -15,12 +15,13 @@ from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
-from dataservice.sources import index
+from dataservice.sources import index_files
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
 from dataservice.sources.index import build_index
+from dataservice.sources.index_folder import part_name
 from dataservice.sources.manifest import MediaCounts
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import SourceFile
@@ -391,7 +392,7 @@ def spawnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], S
 
 @pytest.fixture
 def pool_for_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "SMALLEST_POOLED_BYTES", 0)
+    monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
 
 
 @pytest.mark.usefixtures("pool_for_any_size")
@@ -416,6 +417,42 @@ def test_several_processes_give_the_same_index_as_one(
     catalogs = [open_catalog([source], str(tmp_path / d), "length-1") for d in ("one", "two")]
     ids = np.arange(one.rows)
     assert catalogs[0].details(ids) == catalogs[1].details(ids)
+
+
+@pytest.mark.usefixtures("pool_for_any_size")
+def test_several_processes_index_one_large_file_as_one_process_does(
+    tmp_path: Path,
+    spec: Spec,
+    write_jsonl: Write,
+    spawnable: Callable[[], SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    records: list[dict[str, object]] = [{"text": "x" * (k % 90 + 1)} for k in range(2000)]
+    for k in (3, 700, 1999):
+        records[k] = {"text": "x", "image": "absent.jpg"}
+    write_jsonl(tmp_path / "data" / "large.jsonl", records)
+    write_jsonl(tmp_path / "data" / "small.jsonl", records[:5])
+    source = spec(tmp_path / "data", "jsonl")
+    told: list[tuple[int, int, int]] = []
+    one = build_index(source, out_dir=str(tmp_path / "one"), make_measurer=spawnable)
+    two = build_index(
+        source,
+        out_dir=str(tmp_path / "two"),
+        make_measurer=spawnable,
+        workers=2,
+        progress=lambda *numbers: told.append(numbers),
+    )
+    assert replace(two, seconds=one.seconds) == one
+    assert len(two.skipped) == 4
+    assert told[-1] == (len(records) + 5, told[-1][2], told[-1][2])
+    names = [sorted(path.name for path in (tmp_path / d / "src").iterdir()) for d in ("one", "two")]
+    assert names[0] == names[1], "no piece is left behind"
+    catalogs = [open_catalog([source], str(tmp_path / d), "length-1") for d in ("one", "two")]
+    ids = np.arange(one.rows)
+    assert catalogs[0].details(ids) == catalogs[1].details(ids)
+    groups = pq.ParquetFile(tmp_path / "two" / "src" / part_name("large.jsonl")).num_row_groups
+    assert groups > 4, "its pieces were indexed each for itself"
 
 
 def test_a_file_of_which_much_is_left_out_has_an_index_that_opens(

@@ -1,15 +1,20 @@
 """JSONL: lines, media beside the file, paths that climb out."""
 
 import gzip
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import RawSample
+from dataservice.sources.formats.protocol import Divisible, ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 from tests.sources.support import scan
 
@@ -151,3 +156,51 @@ def test_an_endless_line_is_passed_over_by_number(tmp_path: Path, spec: Spec) ->
     with pytest.raises(SampleError, match="max_record_bytes"):
         opened.read(second.key, second.location)
     assert isinstance(first.raw, RawSample)
+
+
+LINES = st.lists(
+    st.one_of(
+        st.just(b""),
+        st.just(b"   \r"),
+        st.just(b"no json"),
+        st.integers(0, 150).map(lambda size: json.dumps({"text": "x" * size}).encode()),
+    ),
+    max_size=30,
+)
+
+
+@given(lines=LINES, ends=st.booleans(), piece_bytes=st.integers(1, 400))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_pieces_of_a_file_hold_its_samples_each_once_under_the_same_names(
+    tmp_path: Path, spec: Spec, lines: list[bytes], ends: bool, piece_bytes: int
+) -> None:
+    """Also where lines are blank, damaged, longer than a piece or than the limit."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n" * ends)
+    source = spec(path, "jsonl")
+    opened = open_format(source, DecodeLimits(max_record_bytes=100))
+    assert isinstance(opened, Divisible)
+    (file,) = list_files(source)
+    whole = list(opened.scan(file))
+    pieces = opened.divided(file, piece_bytes)
+    assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert sum(piece.end - piece.start for piece in pieces) == path.stat().st_size
+    found, before = [], 0
+    for piece in pieces:
+        found += opened.scan_piece(file, replace(piece, records_before=before))
+        before += opened.records_in(file, piece)
+    assert [_told(each) for each in found] == [_told(each) for each in whole]
+
+
+def _told(sample: ScannedSample) -> tuple[object, ...]:
+    raw = str(sample.raw) if isinstance(sample.raw, SampleError) else sample.raw
+    return sample.key, sample.location, raw, sample.behind_bytes
+
+
+def test_a_file_that_is_no_jsonl_is_not_divided(tmp_path: Path, spec: Spec) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("[\n" + json.dumps({"text": "x"}) + "\n]")
+    source = spec(path, "jsonl")
+    opened = open_format(source)
+    assert isinstance(opened, Divisible)
+    assert opened.divided(list_files(source)[0], 4) == ()

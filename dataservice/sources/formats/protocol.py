@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dataservice.core.errors import SampleError
 from dataservice.core.sample import RawSample, SampleLocation
@@ -23,6 +23,16 @@ class ScannedSample:
     behind_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilePiece:
+    """Bytes `start` to `end` of a file, which begin with a record and end behind one;
+    `records_before` lie before them."""
+
+    start: int
+    end: int
+    records_before: int = 0
+
+
 class Format(Protocol):
     """The files of one source. Safe for use from several threads."""
 
@@ -37,4 +47,24 @@ class Format(Protocol):
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample. Raises SampleError when the sample cannot be read, SourceError when its file
         cannot."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A format whose files can be divided at records, so that several processes scan one file."""
+
+    def divided(self, file: SourceFile, piece_bytes: int) -> tuple[FilePiece, ...]:
+        """The file as pieces of about this size, in order, whose `records_before` are not known
+        yet; the empty tuple where `scan` would refuse the whole file. Raises SourceError when it
+        cannot be read."""
+        ...
+
+    def records_in(self, file: SourceFile, piece: FilePiece) -> int:
+        """Number of records of a piece. Raises SourceError when it cannot be read."""
+        ...
+
+    def scan_piece(self, file: SourceFile, piece: FilePiece) -> Iterator[ScannedSample]:
+        """The samples of a piece, as `scan` gives them. Raises SourceError when the file is
+        damaged."""
         ...
