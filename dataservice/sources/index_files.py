@@ -266,13 +266,13 @@ def _index_in_pool(
         workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
     ) as executor:
         pool = _Pool(executor)
-        # Largest files first, so that no process works on a large one alone at the end.
-        for file in sorted(files, key=lambda file: -file.size_bytes):
-            if file.name in shared:
-                _SharedFile(file, shared[file.name], pool).begin()
-            else:
-                pool.submit(lambda result: [result], _index_in_process, file)
         try:
+            # Largest files first, so that no process works on a large one alone at the end.
+            for file in sorted(files, key=lambda file: -file.size_bytes):
+                if file.name in shared:
+                    _SharedFile(file, shared[file.name], pool).begin()
+                else:
+                    pool.submit(lambda result: [result], _index_in_process, file)
             while pool.pending:
                 yield from pool.finished()
                 report(counter.rows.value, counter.size_bytes.value, total_bytes)
