@@ -5,6 +5,7 @@ checkpoint. Only paths, ports and addresses are of this machine.
 
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,19 @@ def dev(rendered) -> Cluster:
     return Cluster(rendered["dev"])
 
 
+# Not of those that the kernel gives to whoever asks for any, between our choice and its use; nor of
+# those that this and other tests name.
+PORTS = iter(random.sample(range(12_000, 19_000), 2_000))
+
+
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as open_sockets:
-        found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in found:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in found]
+    found: list[int] = []
+    while len(found) < count:
+        port = next(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))  # Ray listens on every address
+            found.append(port)
+    return found
 
 
 @contextmanager
@@ -178,12 +186,12 @@ def wait_until_serving(
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline_s and process.poll() is None:
             try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2)
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
             except grpc.RpcError:
-                time.sleep(0.2)
-                continue
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            return
+                pass  # nobody is there yet
+            time.sleep(0.2)
     raise AssertionError(log.read_text()[-4000:])
 
 
@@ -209,7 +217,7 @@ def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(de
             assert served is not None, log.read_text()
             assert int(served[1]) in port_range(config["worker_ports"])
             (first, *_) = port_range(config["worker_metrics_ports"])
-            with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=30) as answer:
                 assert 'dataservice_worker_decoding_slots{worker="worker-0.1"} 2.0' in (
                     answer.read().decode()
                 )
