@@ -32,6 +32,7 @@ from demo.tokenizer import train_tokenizer
 from tests.deploy.agreement import start_flags
 from tests.deploy.cluster import DEPLOY, Cluster
 from tests.deploy.network import port_range
+from tests.waiting import wait_for
 
 HOST = "127.0.0.2"  # Ray would replace 127.0.0.1 by this machine's own address
 START_LIMIT_S = 120.0
@@ -115,15 +116,17 @@ def ray_cluster(dev: Cluster, home: Path, env: dict[str, str]) -> Iterator[str]:
     node = dev.pods["coordinator"].container("raylet")["command"]
     cpus = {"num-cpus": group["rayStartParams"]["num-cpus"]}
     temp = f"/tmp/r{secrets.token_hex(3)}"  # Ray's sockets allow no long path
-    with (
-        running(
-            [*ray_start(head, 21000, port=str(port)), "--head", f"--temp-dir={temp}"],
-            home / "head.log",
-            env,
-        ),
-        running(ray_start(node, 21200, address=address, **cpus), home / "node.log", env),
-    ):
-        yield address
+    command = [*ray_start(head, 21000, port=str(port)), "--head", f"--temp-dir={temp}"]
+    with running(command, home / "head.log", env):
+        # A node gives up where the head is not there in time, as it may not be on a busy machine.
+        wait_for(lambda: listens(port), START_LIMIT_S)
+        with running(ray_start(node, 21200, address=address, **cpus), home / "node.log", env):
+            yield address
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex((HOST, port)) == 0
 
 
 def local_config(dev: Cluster, home: Path, ray_address: str) -> dict[str, Any]:

@@ -36,7 +36,12 @@ from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
-from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+from dataservice.workers.ray_pool import (
+    SMALLEST_OBJECT_STORE_BYTES,
+    RayPoolConfig,
+    RayWorkerPool,
+    remove_folder,
+)
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 from tests.waiting import until, wait_for
@@ -581,6 +586,24 @@ def test_a_pool_without_an_address_runs_a_ray_that_no_stranger_gets_into_and_end
             env={**os.environ, "TMPDIR": directory},
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_ray_s_folder_goes_though_a_last_line_is_written_meanwhile(tmp_path, monkeypatch):
+    home = tmp_path / "dataservice-x"
+    home.mkdir()
+    remove, tries = shutil.rmtree, []
+
+    def remove_while_ray_writes(folder, **options):
+        remove(folder, **options)
+        if not tries:
+            folder.mkdir()
+            (folder / "raylet.out").write_text("bye")
+        tries.append(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_while_ray_writes)
+    remove_folder(home)
+    assert len(tries) == 2
+    assert not home.exists()
 
 
 @pytest.mark.parametrize(
