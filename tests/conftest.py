@@ -1,6 +1,14 @@
 import signal
 
+from hypothesis import HealthCheck, settings
+
 # A shell starts what it puts in the background with SIGINT ignored, and processes hand that on:
 # programs that tests start would not hear the ^C that tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test may fail for the time it took: by itself, hypothesis allows an example 200 ms.
+settings.register_profile(
+    "without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("without a clock")
