@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import threading
 import time
 import warnings
 
@@ -13,8 +14,15 @@ def test_connections_that_come_as_the_gate_closes_are_closed_with_it():
         warnings.simplefilter("always")
         with Gate() as gate:
             host, _, port = through_gate(gate.control, "127.0.0.1:1").rpartition(":")
-            # The loop stands still, so that it learns of them together with the order to close.
-            gate._loop.call_soon_threadsafe(time.sleep, 0.5)
+            # The gate stands still, so that it learns of them together with the order to close.
+            standing = threading.Event()
+
+            def stand_still(address):
+                standing.set()
+                time.sleep(0.5)
+
+            threading.Thread(target=gate.cut, args=[stand_still]).start()
+            standing.wait()
             late = [socket.create_connection((host, int(port))) for _ in range(3)]
         for line in late:
             line.close()

@@ -34,24 +34,23 @@ def test_what_is_ready_is_told_without_waiting_and_without_the_threads_failure()
 
 @pytest.mark.parametrize("wait", ["next", "peek", "flush"])
 def test_waits_hold_their_lock_once_so_that_an_interrupt_can_give_it_back(monkeypatch, wait):
-    go_on, released = threading.Event(), []
+    go_on = threading.Event()
     if wait == "flush":
         waiting = Committer(lambda trained: go_on.wait())
         waiting.put(0)
     else:
         waiting = Prefetcher(lambda: go_on.wait() and None, depth=1)
-    changed = waiting._changed
 
-    def interrupted(timeout_s):
+    def interrupted(changed, holds, timeout_s):
         changed.release()
-        released.append(not changed._is_owned())
+        with pytest.raises(RuntimeError, match="un-acquired"):
+            changed.notify(0)
+        changed.acquire()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(changed, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            getattr(waiting, wait)(60.0)
-    assert released == [True]
+    monkeypatch.setattr("trainer_client.prefetch.wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(waiting, wait)(60.0)
     waiting.close()
     go_on.set()
     waiting.join(60.0)

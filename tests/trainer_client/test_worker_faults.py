@@ -3,6 +3,7 @@
 import threading
 import time
 import types
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,7 +11,13 @@ import pytest
 from soak.gate import Gate, through_gate
 from soak.rank import GatedTransport
 from tests.waiting import wait_for
-from trainer_client import CorruptPart, MalformedShard, PlanDigestMismatch, WorkerUnreachable
+from trainer_client import (
+    CorruptPart,
+    MalformedShard,
+    MisuseError,
+    PlanDigestMismatch,
+    WorkerUnreachable,
+)
 from trainer_client.backoff import Backoff
 
 
@@ -199,8 +206,14 @@ def test_a_loop_is_left_at_once_while_a_worker_is_silent(service):
     dataset = service.dataset()
     shards = iter(dataset)
 
+    def iterated():
+        with suppress(MisuseError):
+            dataset.peek(wait=False)
+            return True
+        return False
+
     def leave():
-        wait_for(lambda: service.workers["w0"].calls and dataset._run)
+        wait_for(lambda: service.workers["w0"].calls and iterated())
         dataset.close()
 
     leaving = threading.Thread(target=leave)
