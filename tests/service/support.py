@@ -35,6 +35,8 @@ __all__ = [
     "wait_for",
 ]
 
+HOLD_LIMIT_S = 60.0
+
 
 @contextmanager
 def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServiceProcess]:
@@ -76,7 +78,9 @@ def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> P
 @dataclass
 class Ranks:
     """Trainer ranks of one attempt, each in a thread; what they received, and how they ended.
-    `elsewhere` are ranks that somebody else runs."""
+    `elsewhere` are ranks that somebody else runs. With `hold_at`, none commits that step
+    before `release`: what a test does while they are `held` is done in the midst of training,
+    however long it takes."""
 
     address: str
     world_size: int
@@ -91,12 +95,14 @@ class Ranks:
     steps_done: int = 0
     stopping: bool = False
     stop_after: int | None = None
+    hold_at: int | None = None
     pace_s: float = 0.0
     measured_s: float | None = None
     phase_s: Mapping[str, float] | None = None
     elsewhere: Collection[int] = ()
     parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
     _threads: list[threading.Thread] = field(default_factory=list)
+    _go: threading.Event = field(default_factory=threading.Event)
 
     def start(
         self, *, state: dict[str, str | int] | None = None, stop_after: int | None = None
@@ -119,6 +125,19 @@ class Ranks:
         if self.errors:
             raise next(iter(self.errors.values()))
         return self
+
+    @property
+    def held(self) -> bool:
+        """Whether every rank stands at `hold_at`."""
+        shards = list(self.shards.values())
+        return len(shards) == self.world_size - len(self.elsewhere) and all(
+            mine and mine[-1].step == self.hold_at for mine in shards
+        )
+
+    def release(self, hold_at: int | None = None) -> None:
+        """Let ranks that are held go on, to another step where one is given."""
+        go, self._go, self.hold_at = self._go, threading.Event(), hold_at
+        go.set()
 
     def stop_at_one_step(self) -> "Ranks":
         """End all ranks behind one step that none of them has begun, and wait."""
@@ -143,7 +162,10 @@ class Ranks:
                 if state is not None:
                     dataset.load_state_dict(state)
                 for shard in dataset:
+                    go = self._go  # before we count as held
                     mine.append(shard)
+                    if shard.step == self.hold_at:
+                        go.wait(HOLD_LIMIT_S)
                     time.sleep(self.pace_s)
                     dataset.commit(shard.step, measured_s=self.measured_s, phase_s=self.phase_s)
                     if rank == 0:

@@ -76,9 +76,10 @@ def test_killed_trainers_resume_at_another_world_size_and_visit_each_sample_once
 def test_a_newer_start_of_the_job_fences_ranks_that_lost_their_connection(corpus, tmp_path):
     with serving(tmp_path) as service:
         service.cli("job", "submit", str(job_file(corpus, tmp_path)))
-        old = Ranks(service.address, 3, pace_s=0.2).start()
-        wait_for(lambda: old.steps_done >= 1)
+        old = Ranks(service.address, 3, hold_at=1).start()
+        wait_for(lambda: old.held)
         service.kill()  # the old ranks keep trying; the new ones come first
+        old.release()
         old_address, service.address = service.address, ""
         service.start()
         Ranks(service.address, 3).start(stop_after=1).join()
