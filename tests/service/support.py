@@ -89,6 +89,7 @@ class Ranks:
     token_file: Path | None = None
     tls: Tls | None = None
     connect_timeout_s: float = 20.0
+    timeout_s: float = 60.0
     shards: dict[int, list[Shard]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     state: dict[str, str | int] | None = None
@@ -157,7 +158,7 @@ class Ranks:
                 tls=self.tls,
                 parts=self.parts_of(rank),
                 connect_timeout_s=self.connect_timeout_s,
-                timeout_s=60.0,
+                timeout_s=self.timeout_s,
             ) as dataset:
                 if state is not None:
                     dataset.load_state_dict(state)
