@@ -27,7 +27,7 @@ Which = Callable[[str], bool]
 """Whether a fault affects this address."""
 
 CHUNK_BYTES = 1 << 16
-ANSWER_LIMIT_S = 10.0
+ANSWER_LIMIT_S = 30.0
 CLOSING_S = 0.05
 TURNS_TO_BEGIN = 10  # of the loop; a connection that was accepted takes four
 

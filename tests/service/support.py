@@ -38,6 +38,8 @@ __all__ = [
     "wait_for",
 ]
 
+HOLD_LIMIT_S = 60.0
+
 
 @contextmanager
 def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServiceProcess]:
@@ -97,7 +99,9 @@ class Ranks:
     `elsewhere` are ranks that somebody else runs.
 
     Once they are `stopping`, all end behind one step that none of them has begun: a rank that ended
-    behind an earlier one would take no more steps, and the others would wait for it.
+    behind an earlier one would take no more steps, and the others would wait for it. With
+    `hold_at`, none commits that step before `release`: what a test does while they are `held` is
+    done in the midst of training, however long it takes.
     """
 
     address: str
@@ -107,12 +111,14 @@ class Ranks:
     token_file: Path | None = None
     tls: Tls | None = None
     connect_timeout_s: float = 20.0
+    timeout_s: float = 60.0
     shards: dict[int, list[Shard]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     state: dict[str, str | int] | None = None
     steps_done: int = 0
     stopping: bool = False
     stop_after: int | None = None
+    hold_at: int | None = None
     pace_s: float = 0.0
     measured_s: float | None = None
     phase_s: Mapping[str, float] | None = None
@@ -121,6 +127,7 @@ class Ranks:
     _threads: list[threading.Thread] = field(default_factory=list)
     _steps: threading.Lock = field(default_factory=threading.Lock)
     _newest_step: int = -1
+    _go: threading.Event = field(default_factory=threading.Event)
 
     def start(
         self, *, state: dict[str, str | int] | None = None, stop_after: int | None = None
@@ -144,6 +151,19 @@ class Ranks:
             raise next(iter(self.errors.values()))
         return self
 
+    @property
+    def held(self) -> bool:
+        """Whether every rank stands at `hold_at`."""
+        shards = list(self.shards.values())
+        return len(shards) == self.world_size - len(self.elsewhere) and all(
+            mine and mine[-1].step == self.hold_at for mine in shards
+        )
+
+    def release(self, hold_at: int | None = None) -> None:
+        """Let ranks that are held go on, to another step where one is given."""
+        go, self._go, self.hold_at = self._go, threading.Event(), hold_at
+        go.set()
+
     def stop_at_one_step(self) -> "Ranks":
         """End all ranks, and wait."""
         self.stopping = True
@@ -162,12 +182,15 @@ class Ranks:
                 tls=self.tls,
                 parts=self.parts_of(rank),
                 connect_timeout_s=self.connect_timeout_s,
-                timeout_s=60.0,
+                timeout_s=self.timeout_s,
             ) as dataset:
                 if state is not None:
                     dataset.load_state_dict(state)
                 for shard in dataset:
+                    go = self._go  # before we count as held
                     self._note_begun(mine, shard)
+                    if shard.step == self.hold_at:
+                        go.wait(HOLD_LIMIT_S)
                     time.sleep(self.pace_s)
                     dataset.commit(shard.step, measured_s=self.measured_s, phase_s=self.phase_s)
                     if rank == 0:
