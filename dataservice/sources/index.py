@@ -361,10 +361,10 @@ def _index_in_pool(
     ) as pool:
         # Largest files first, so that no process works on a large one alone at the end.
         order = sorted(files, key=lambda file: -file.size_bytes)
-        pending: set[Future[PartRecord | LeftOutFile]] = {
-            pool.submit(_index_in_process, f) for f in order
-        }
         try:
+            pending: set[Future[PartRecord | LeftOutFile]] = {
+                pool.submit(_index_in_process, f) for f in order
+            }
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 report(counter.rows.value, counter.size_bytes.value, total_bytes)
