@@ -6,6 +6,7 @@ node k   its CPUs are where workers live; killed, stopped and started one by one
 """
 
 import contextlib
+import random
 import secrets
 import shutil
 import signal
@@ -126,7 +127,7 @@ def cluster(
     end of the block. Workers inherit `environment`."""
     home.mkdir(parents=True, exist_ok=True)
     temp_dir = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets need a short path
-    port = _free_port()
+    port = free_port()
     arguments = (
         *("--head", "--port", str(port)),
         *("--num-cpus", "0"),
@@ -151,7 +152,11 @@ def cluster(
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that is free now, for a process that binds it in some seconds: below those that the
+    system gives to whoever asks for any, so that no connection takes it meanwhile."""
+    while True:
+        port = random.randrange(28000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,8 +52,8 @@ class ServiceProcess:
 
     def start(self) -> "ServiceProcess":
         """Start it, at its former address if it had one, and wait until it serves."""
-        listen = self.address or "127.0.0.1:0"
-        arguments = ["serve", "--listen", listen, "--state-dir", str(self.state_dir)]
+        self.address = self.address or self._kept_address()
+        arguments = ["serve", "--listen", self.address, "--state-dir", str(self.state_dir)]
         arguments += ["--pool", self.pool, *self.flags]
         if self.log.exists():
             self.log.rename(self.home / f"service.{self.starts}.log")
@@ -72,6 +74,16 @@ class ServiceProcess:
             time.sleep(0.05)
         self._abort()
         raise AssertionError(f"the service did not start:\n{self.log.read_text()}")
+
+    def _kept_address(self) -> str:
+        """An address that is this service's also while it is down. A socket that is bound, and
+        never listens, keeps the system from giving the port to another process, and lets the
+        service listen on it."""
+        kept = socket.socket()
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        weakref.finalize(self, kept.close)
+        return f"127.0.0.1:{kept.getsockname()[1]}"
 
     def stop(self) -> None:
         """Send SIGTERM, as Kubernetes does; the service must then end by itself, and cleanly."""

@@ -111,10 +111,15 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 def left_behind(
     service: ServiceProcess, shared_memory: set[str], wait_s: float = 15.0
 ) -> list[str]:
-    """The leftovers of a stopped service; its processes get a moment to end."""
+    """The leftovers of a stopped service; all of it gets a moment to end."""
     deadline_s = time.monotonic() + wait_s
-    while (alive := processes.family(service.home)) and time.monotonic() < deadline_s:
+    while (found := _left(service, shared_memory)) and time.monotonic() < deadline_s:
         time.sleep(0.2)
+    return found
+
+
+def _left(service: ServiceProcess, shared_memory: set[str]) -> list[str]:
+    alive = processes.family(service.home)
     found = [f"process {p.pid} still lives: {processes.title(p)[:80]}" for p in alive]
     found += [f"{path} is still there" for path in sorted(shared_memory) if Path(path).exists()]
     port = int(service.address.rpartition(":")[2])

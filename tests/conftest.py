@@ -1,6 +1,12 @@
 import signal
 
+from hypothesis import HealthCheck, settings
+
 # A shell starts what it puts in the background with SIGINT ignored, and processes hand that on:
 # programs that tests start would not hear the ^C that tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test asserts a time: on a busy machine an example may take long, and so may drawing one.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")

@@ -7,8 +7,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# The first plan of a process compiles kernels, which takes most of a minute on a busy machine.
+LIMIT_S = 120.0
 
-def wait_for(condition: Callable[[], T], limit_s: float = 30.0) -> T:
+
+def wait_for(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
     """Poll until the condition holds; returns what it gave."""
     deadline_s = time.monotonic() + limit_s
     while not (found := condition()):
@@ -17,7 +20,7 @@ def wait_for(condition: Callable[[], T], limit_s: float = 30.0) -> T:
     return found
 
 
-async def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     """The same in a coroutine: its loop goes on meanwhile."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110

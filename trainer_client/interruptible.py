@@ -3,7 +3,9 @@
 Python runs a signal's handler between two bytecodes of the main thread. A signal that arrives
 after the last look and before a lock's wait begins is noted, but wakes nobody: the handler runs
 when that wait ends. On a busy machine that moment lasts until the thread is scheduled again, and
-every tenth Ctrl-C falls into it, so the main thread never waits long at a stretch.
+every tenth Ctrl-C falls into it, so the main thread never waits long at a stretch. A handler that
+raises just after the condition has let go of its lock would leave the caller without it, and the
+caller's `with` would raise RuntimeError in the interrupt's place; so the lock is taken again.
 """
 
 import threading
@@ -16,11 +18,23 @@ NOTICE_S = 0.5
 
 def wait_for(changed: threading.Condition, holds: Callable[[], object], timeout_s: float) -> bool:
     """`Condition.wait_for`: whether `holds()` came true within `timeout_s`. The caller holds
-    `changed`."""
+    `changed`, once (its lock may be one that can be held twice)."""
     deadline_s = time.monotonic() + timeout_s
     while not holds():
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return False
-        changed.wait(min(left_s, NOTICE_S))
+        try:
+            changed.wait(min(left_s, NOTICE_S))
+        except BaseException:
+            _hold(changed)
+            raise
     return True
+
+
+def _hold(changed: threading.Condition) -> None:
+    """Take the lock, unless this thread has it."""
+    try:
+        changed.notify(0)
+    except RuntimeError:
+        changed.acquire()

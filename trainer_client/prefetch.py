@@ -38,7 +38,7 @@ class Prefetcher(Generic[Item]):
     def next(self, timeout_s: float) -> Item | None:
         """Take the next item, None after the last. Raises ServiceTimeout where it takes longer."""
         with self._changed:
-            item = self.peek(timeout_s)
+            item = self._first(timeout_s)
             if item is not None:
                 self._ready.popleft()
                 self._changed.notify_all()
@@ -47,20 +47,7 @@ class Prefetcher(Generic[Item]):
     def peek(self, timeout_s: float) -> Item | None:
         """The item that `next` will take. Raises ServiceTimeout where it takes longer."""
         with self._changed:
-            if not wait_for(self._changed, self._something_to_say, timeout_s):
-                raise ServiceTimeout(
-                    f"the next step did not come within {timeout_s:g} s, and no call failed. Look "
-                    "at `dataservice status` for what the job waits for: workers that decode too "
-                    "slowly, a rank that does not ask for its shard, or a network that drops "
-                    "packets. Raise timeout_s if such a wait is usual."
-                )
-            if self._ready:
-                return self._ready[0]
-            if self._closed:
-                raise MisuseError("the dataset was closed while it was iterated")
-            if self._failure is not None:
-                raise self._failure
-            return None
+            return self._first(timeout_s)
 
     def ready(self) -> Item | None:
         """The item that `next` will take, None if it is not there yet; never waits or raises."""
@@ -77,6 +64,22 @@ class Prefetcher(Generic[Item]):
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; call after `close`."""
         self._thread.join(timeout_s)
+
+    def _first(self, timeout_s: float) -> Item | None:
+        if not wait_for(self._changed, self._something_to_say, timeout_s):
+            raise ServiceTimeout(
+                f"the next step did not come within {timeout_s:g} s, and no call failed. Look "
+                "at `dataservice status` for what the job waits for: workers that decode too "
+                "slowly, a rank that does not ask for its shard, or a network that drops "
+                "packets. Raise timeout_s if such a wait is usual."
+            )
+        if self._ready:
+            return self._ready[0]
+        if self._closed:
+            raise MisuseError("the dataset was closed while it was iterated")
+        if self._failure is not None:
+            raise self._failure
+        return None
 
     def _something_to_say(self) -> bool:
         return bool(self._ready) or self._ended or self._closed or self._failure is not None

@@ -42,6 +42,7 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 PROBE_S = 2.0
+REASON_S = 1.0  # for the last call, which only asks gRPC why it cannot connect
 RETRY_S = 0.2
 
 
@@ -209,7 +210,7 @@ def wait_until_reachable(
     reason = "no answer"
     try:
         # Without wait_for_ready, gRPC says why the connection fails.
-        stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=1.0)
+        stub.GetJob(coordinator_pb2.JobRequest(job=job), timeout=REASON_S)
     except grpc.RpcError as refused:
         if not _no_answer(refused):
             return

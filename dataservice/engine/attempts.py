@@ -25,7 +25,7 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.job_statistics import JobStatistics
-from dataservice.engine.jobs import RunningJob
+from dataservice.engine.jobs import RunningJob, was_deleted
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import detach
@@ -54,7 +54,10 @@ class Attempts:
     ) -> Attempt:
         """The attempt that a rank may join now: one that forms of its launch, or a new one.
         Raises ConflictError where the job drains, RankClaimedError where another client holds the
-        rank, FencedError where a newer launch trains."""
+        rank, FencedError where a newer launch trains, NotFoundError where the job was deleted since
+        the rank asked."""
+        if job.deleted:
+            raise was_deleted(job.record.name)
         if job.record.state == "draining":
             raise ConflictError(
                 f"job {job.record.name!r} is draining and takes no new attempt. Submit it under "

@@ -71,7 +71,7 @@ no longer describes its sources."""
 class RunningJob:
     """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
     job under each version of its file that is in use. `checking` checks whether the index is
-    current, once for all ranks that ask meanwhile."""
+    current, once for all ranks that ask meanwhile. `deleted` is for ranks that still ask then."""
 
     record: JobRecord
     setups: dict[int, JobSetup] = field(default_factory=dict)
@@ -85,6 +85,7 @@ class RunningJob:
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     checking: asyncio.Task[None] | None = None
+    deleted: bool = False
 
     @property
     def setup(self) -> JobSetup | None:
@@ -337,8 +338,9 @@ class JobTable:
             await job.loop.stop()
         await in_store(self._store.delete_job, name)
         del self.running[name]
+        job.deleted = True
         for attempt in _attempts_of(job):  # a rank may have come meanwhile
-            attempt.end(NotFoundError(f"job {name!r} was deleted. Submit it again to train."))
+            attempt.end(was_deleted(name))
         self._metrics.job_deleted(name)
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
@@ -440,6 +442,11 @@ class JobTable:
         self._metrics.pack_prepared(receipt)
         if job.loop is not None:
             await job.loop.note_receipt(step, receipt)
+
+
+def was_deleted(name: str) -> NotFoundError:
+    """What ranks of a deleted job are told."""
+    return NotFoundError(f"job {name!r} was deleted. Submit it again to train.")
 
 
 def _attempts_of(job: RunningJob) -> list[Attempt]:

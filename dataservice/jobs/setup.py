@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dataservice.core.errors import SourceError, SpecError, StateError
+from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup
@@ -179,11 +179,13 @@ def check_files(
     time. `built` is called once the pipeline is built.
 
     Raises IndexStaleError or SourceError where the index does not describe the sources any more,
-    or is not that of `identity`.
+    or is not that of `identity`, and where the augmentation is another one.
     """
     spec, roots = _read_back(record, allowed_roots)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
     built()
+    data = _data_fingerprint(identity, pipeline.digests)
+    _require_same_augmentation(record, _sample_order(data, spec))
     return require_same_index(
         spec.sources,
         spec.index,
@@ -242,7 +244,7 @@ def job_setup(
     catalog = opened.catalog
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, job_limits)
-    data = _data_fingerprint(opened)
+    data = _data_fingerprint(catalog.identity, opened.identity)
     order = _sample_order(data, spec)
     return JobSetup(
         record=_identified(record, data, order),
@@ -316,14 +318,24 @@ def _topology(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def _data_fingerprint(opened: OpenedJob) -> str:
+def _data_fingerprint(index: IndexIdentity, pipeline: Mapping[str, str]) -> str:
     """Changes when what is trained does: the index's fingerprint, with the augmentation that an
     index knows nothing of."""
-    fingerprint = opened.catalog.fingerprint
-    augmented = opened.identity.get(AUGMENT)
+    augmented = pipeline.get(AUGMENT)
     if augmented is None:
-        return fingerprint
-    return hashlib.blake2b(f"{fingerprint} {augmented}".encode(), digest_size=16).hexdigest()
+        return index.fingerprint
+    return hashlib.blake2b(f"{index.fingerprint} {augmented}".encode(), digest_size=16).hexdigest()
+
+
+def _require_same_augmentation(record: JobRecord, order: str) -> None:
+    """Raises IndexStaleError where a job would go on with other pictures. What else decides its
+    order is part of its index, which is compared as well."""
+    if record.order not in ("", order):
+        raise IndexStaleError(
+            f"the augmentation of job {record.name!r} is not what it was registered with: its code "
+            "or a library was replaced. Restore it and start the trainers again from their "
+            "checkpoint; or submit the job file under another name, as a run from the beginning."
+        )
 
 
 def _sample_order(data: str, spec: JobSpec) -> str:

@@ -5,7 +5,8 @@ Contract.
   fork     gives a live child. A nursery that is gone or does not answer in time is killed with all
            its children and started again; when that fails too, `fork` raises WorkerLostError.
   end      kills the child, whatever it is doing, and says how it ended. Never raises.
-  close    kills nursery and children.
+  close    kills nursery and children; nothing starts behind it, `start` and `fork` raise
+           WorkerLostError.
 
 Safe to call from several threads; they take turns, and the nursery answers in milliseconds.
 """
@@ -74,6 +75,7 @@ class Nursery:
         that outlives the children: the kernel ends them together with that thread."""
         with self._lock:
             if self._control is None:
+                self._require_open()
                 self._start()
 
     def fork(self) -> ForkedProcess:
@@ -108,10 +110,9 @@ class Nursery:
     def refuse(self) -> None:
         """Start no more children. A nursery that a thread is waiting for is killed."""
         self._closed = True
-        program = self._program
         if self._lock.acquire(timeout=GIVE_UP_S):
             self._lock.release()
-        elif program is not None:
+        elif (program := self._program) is not None:  # else `_start` finds out that it is closed
             program.kill()
 
     def close(self) -> None:
@@ -123,8 +124,7 @@ class Nursery:
     def _fork(self) -> ForkedProcess | str:
         """A child, or the reason why the nursery could not fork. Raises OSError when there is no
         nursery."""
-        if self._closed:
-            raise WorkerLostError("it has been stopped.")
+        self._require_open()
         if self._control is None:
             self._start()
         ours, theirs = socket.socketpair()
@@ -138,6 +138,10 @@ class Nursery:
             ours.close()
             return str(answer)
         return ForkedProcess(process_id=answer, process=descriptors[0], orders=ours)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WorkerLostError("it has been stopped.")
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -158,6 +162,9 @@ class Nursery:
                 env=_environment(),
             )
         self._control = ours
+        if self._closed:
+            self._stop()
+            self._require_open()
         try:
             ours.settimeout(START_LIMIT_S)
             ours.send(self._hello)

@@ -43,6 +43,8 @@ SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
 # Seconds that a leftover worker has to introduce itself.
 INTRODUCTION_S = 5.0
 END_S = 2.0  # for a worker to exit after it has finished its streams
+REMOVALS = 50
+REMOVAL_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,8 +271,7 @@ class RayWorkerPool(SupervisedPool[_Actor]):
             with _sigterm_kept():
                 ray.shutdown()
         if self._private_dir is not None:
-            # Ray's processes may still write a last line here; nobody needs the files.
-            await asyncio.to_thread(shutil.rmtree, self._private_dir, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, self._private_dir)
             self._private_dir = None
 
 
@@ -294,6 +295,17 @@ def _private_temp_dir() -> Path | None:
         tempfile.gettempdir(),
     )
     return None
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder whose files nobody needs. Ray's processes may still write a last line there
+    meanwhile: it is then removed again."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(REMOVAL_PAUSE_S)
+    log.warning("what Ray left in %s could not be removed", folder)
 
 
 def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:

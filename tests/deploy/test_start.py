@@ -5,6 +5,7 @@ checkpoint. Only paths, ports and addresses are of this machine.
 
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from demo.tokenizer import train_tokenizer
 from tests.deploy.agreement import start_flags
 from tests.deploy.cluster import DEPLOY, Cluster
 from tests.deploy.network import port_range
+from tests.waiting import wait_for
 
 HOST = "127.0.0.2"  # Ray would replace 127.0.0.1 by this machine's own address
 START_LIMIT_S = 120.0
@@ -43,12 +45,19 @@ def dev(rendered) -> Cluster:
     return Cluster(rendered["dev"])
 
 
+# Not of those that the kernel gives to whoever asks for any, between our choice and its use; nor of
+# those that this and other tests name.
+PORTS = iter(random.sample(range(12_000, 19_000), 2_000))
+
+
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as open_sockets:
-        found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in found:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in found]
+    found: list[int] = []
+    while len(found) < count:
+        port = next(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))  # Ray listens on every address
+            found.append(port)
+    return found
 
 
 @contextmanager
@@ -107,15 +116,17 @@ def ray_cluster(dev: Cluster, home: Path, env: dict[str, str]) -> Iterator[str]:
     node = dev.pods["coordinator"].container("raylet")["command"]
     cpus = {"num-cpus": group["rayStartParams"]["num-cpus"]}
     temp = f"/tmp/r{secrets.token_hex(3)}"  # Ray's sockets allow no long path
-    with (
-        running(
-            [*ray_start(head, 21000, port=str(port)), "--head", f"--temp-dir={temp}"],
-            home / "head.log",
-            env,
-        ),
-        running(ray_start(node, 21200, address=address, **cpus), home / "node.log", env),
-    ):
-        yield address
+    command = [*ray_start(head, 21000, port=str(port)), "--head", f"--temp-dir={temp}"]
+    with running(command, home / "head.log", env):
+        # A node gives up where the head is not there in time, as it may not be on a busy machine.
+        wait_for(lambda: listens(port), START_LIMIT_S)
+        with running(ray_start(node, 21200, address=address, **cpus), home / "node.log", env):
+            yield address
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex((HOST, port)) == 0
 
 
 def local_config(dev: Cluster, home: Path, ray_address: str) -> dict[str, Any]:
@@ -178,12 +189,12 @@ def wait_until_serving(
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline_s and process.poll() is None:
             try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2)
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
             except grpc.RpcError:
-                time.sleep(0.2)
-                continue
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            return
+                pass  # nobody is there yet
+            time.sleep(0.2)
     raise AssertionError(log.read_text()[-4000:])
 
 
@@ -209,7 +220,7 @@ def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(de
             assert served is not None, log.read_text()
             assert int(served[1]) in port_range(config["worker_ports"])
             (first, *_) = port_range(config["worker_metrics_ports"])
-            with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=30) as answer:
                 assert 'dataservice_worker_decoding_slots{worker="worker-0.1"} 2.0' in (
                     answer.read().decode()
                 )

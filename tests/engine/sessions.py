@@ -8,6 +8,7 @@ from dataservice.engine.api import EndOfData, SessionOpened
 from dataservice.engine.coordinator import Coordinator
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
+from tests.waiting import LIMIT_S
 
 START = Cursor()
 
@@ -81,6 +82,13 @@ async def train(
     return shards
 
 
+async def train_until_told(coordinator, sessions, first, steps):
+    """Train these steps, and wait for the error that ends the attempt: what workers tell is noted
+    in threads, so it may come after the last step."""
+    await train(coordinator, sessions, first, steps)
+    await asyncio.wait_for(coordinator.session_ended(sessions[0].session), LIMIT_S)
+
+
 def leave(coordinator, sessions):
     for opened in sessions:
         coordinator.close_session(opened.session)
@@ -96,6 +104,16 @@ async def started(*jobs, store=None, books=None, **more):
 
 
 async def settled(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def only_missing(coordinator, *ranks, job="job"):
+    """Wait until an attempt forms that lacks just these ranks: the others have joined it."""
+
+    async def others_are_here():
+        (seen,) = (await coordinator.health([job], team=None)).jobs
+        return seen.health.missing_ranks == ranks
+
+    await settled(others_are_here)

@@ -154,7 +154,7 @@ def make_coordinator(
     store: MemoryStateStore,
     books: Books,
     *setups: JobSetup,
-    timeout_s: float = 5.0,
+    timeout_s: float = 120.0,
     idle_release_s: float = 60.0,
     metrics: Metrics | None = None,
     **more: Any,

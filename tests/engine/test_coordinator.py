@@ -17,7 +17,7 @@ from dataservice.core.errors import (
 from dataservice.core.orders import RankShard, WantedParts
 from dataservice.core.tickets import check_ticket, prove
 from dataservice.engine.api import EndOfData
-from tests.engine.sessions import leave, open_all, open_rank, shard_of, train
+from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
 from tests.waiting import until
@@ -181,13 +181,13 @@ async def test_contradicting_ranks_are_refused_before_anything_is_planned(store,
     coordinator = make_coordinator(store, books, make_setup())
     await coordinator.submit("job", "")
     first = asyncio.create_task(open_rank(coordinator, 0))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 1)
     with pytest.raises(WorldSizeError, match="world size 3"):
         await open_rank(coordinator, 1, world=3)
     with pytest.raises(WorldSizeError):
         await first
     first = asyncio.create_task(open_rank(coordinator, 0))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 1)
     with pytest.raises(CursorMismatchError):
         await open_rank(coordinator, 1, cursor=Cursor(step=5, position=80))
     with pytest.raises(CursorMismatchError):
@@ -219,7 +219,7 @@ async def test_a_forming_attempt_that_everyone_leaves_is_forgotten(store, books)
     coordinator = make_coordinator(store, books, make_setup())
     await coordinator.submit("job", "")
     waiting = asyncio.create_task(open_rank(coordinator, 0, world=3))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 1, 2)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     sessions = await open_all(coordinator, world=2)

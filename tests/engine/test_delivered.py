@@ -1,7 +1,6 @@
 """What is delivered again must be what was delivered before: by another copy, another attempt,
 another coordinator."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from dataservice.engine.delivered import Delivered
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.scripted_workers import ORDERS, PLAN
-from tests.engine.sessions import open_all, shard_of, train
+from tests.engine.sessions import open_all, shard_of, train_until_told
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.trained_steps import STEPS, sample_of, trained
 from tests.ledger import ledger_of
@@ -99,9 +98,8 @@ async def test_a_coordinator_that_restarts_hands_out_no_other_bytes(store):
     books = Books()
     coordinator, sessions = await trained(store, books, 4)
     await shard_of(coordinator, sessions[0], 4)  # rank 0 has it, rank 1 has not
-    await asyncio.sleep(0.05)
+    await until(lambda: store.ledger_entry("job", 4).content is not None)
     await coordinator.stop()
-    assert store.ledger_entry("job", 4).content is not None
     books.held.clear()
     books.other_bytes[""] = {sample_of(4, 1)}
     counts = Counts()
@@ -109,7 +107,7 @@ async def test_a_coordinator_that_restarts_hands_out_no_other_bytes(store):
     await successor.start()
     back = await open_all(successor, rejoin=1)
     with pytest.raises(StateError, match="not what attempt 1 delivered"):
-        await train(successor, back, 4, 3)
+        await train_until_told(successor, back, 4, 3)
     assert counts.otherwise == 1
     assert (await successor.job("job")).failure.startswith("step 4 of job")
     await successor.stop()

@@ -58,18 +58,20 @@ async def test_what_a_dead_worker_held_or_decoded_is_ordered_again(
 
 
 async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
-    dispatcher, workers, counts
+    hedged_soon, dispatcher, workers, counts
 ):
     workers.stick("w2")
     step = await dispatcher.dispatch(PLAN, ORDERS)
     stuck = [p for p in PACKS if "w2" in step.placements[p].copies]
     assert len(stuck) > 2
+    await until(lambda: all(step.placements[p].ready for p in PACKS if p not in stuck))
     await asyncio.sleep(0.3)
     assert counts.hedged == 0  # no rank has asked for the step
     await dispatcher.holders(step, 0, PACKS)
     await until(lambda: counts.hedged == 2)
     await asyncio.sleep(0.3)
     assert counts.hedged == 2, "and no more"
+    await until(lambda: sum(step.placements[p].ready for p in stuck) == 2)
     hedged = [p for p in stuck if step.placements[p].ready]
     assert len(hedged) == counts.hedged
     # The slow order is taken back, and ranks are sent to where the pack is.
@@ -85,7 +87,7 @@ async def test_a_slow_pack_that_ranks_wait_for_is_hedged_within_the_budget(
 
 @pytest.mark.parametrize(("decode_s", "hedged"), [(0.0, True), (60.0, False)])
 async def test_a_slower_pace_of_all_moves_the_yardstick(
-    dispatcher, workers, counts, decode_s, hedged
+    hedged_soon, dispatcher, workers, counts, decode_s, hedged
 ):
     workers.decode_s = decode_s
     first = await dispatcher.dispatch(PLAN, ORDERS)
@@ -144,6 +146,7 @@ async def test_a_stalled_stream_moves_the_rank_only_if_the_pack_had_long_been_re
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
     mine = [p for p in PACKS if "w0" in step.placements[p].copies]
+    monkeypatch.setattr(placement, "STREAM_PATIENCE_S", 600.0)
     soon = await dispatcher.holders(step, 0, mine, slow=["w0"])
     assert {info.worker for info in soon.values()} == {"w0"}
     monkeypatch.setattr(placement, "STREAM_PATIENCE_S", 0.0)
@@ -238,8 +241,9 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
 
 
 async def test_nothing_leaks_over_a_hundred_losses_at_random(
-    dispatcher, balancers, workers, counts
+    hedged_soon, dispatcher, balancers, workers, counts, monkeypatch
 ):
+    monkeypatch.setattr(dispatch, "HOLDERS_WAIT_S", 10.0)  # where all workers are stuck
     rng = random.Random(7)
     steps = [step_of(n) for n in range(3)]
     live = [await dispatcher.dispatch(*each) for each in steps]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,10 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import FencedError, NotFoundError, StateError
 from dataservice.engine.api import EndOfData
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.sessions import leave, open_all, open_rank, shard_of, train
+from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import Books, TornSource, make_coordinator, make_setup
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 
 class FullDisk(MemoryStateStore):
@@ -62,7 +64,7 @@ async def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_once_there_is_r
     shards = await train(coordinator, sessions, 0, 2)
     store.full = {method}
     with pytest.raises(StateError, match=method):
-        await asyncio.wait_for(train(coordinator, sessions, 2, 100), 10.0)
+        await asyncio.wait_for(train(coordinator, sessions, 2, 100), 120.0)
     for opened in sessions:
         with pytest.raises(StateError, match=method):
             await coordinator.session_ended(opened.session)
@@ -109,14 +111,15 @@ async def test_a_drain_that_could_not_be_recorded_has_not_happened():
 
 
 class SlowAttempts(MemoryStateStore):
-    """Recording an attempt takes until `go`."""
+    """Recording an attempt, which has `begun`, takes until `go`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def put_attempt(self, attempt):
-        assert self.go.wait(10)
+        self.begun.set()
+        assert self.go.wait(60)
         super().put_attempt(attempt)
 
 
@@ -125,13 +128,13 @@ async def test_the_rank_that_came_last_may_die_and_the_others_still_begin():
     coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
     first = asyncio.create_task(open_rank(coordinator, 0))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 1)
     last = asyncio.create_task(open_rank(coordinator, 1))
-    await asyncio.sleep(0.05)
+    await until(store.begun.is_set)
     last.cancel()
     await asyncio.gather(last, return_exceptions=True)
     store.go.set()
-    opened = await asyncio.wait_for(first, 5.0)
+    opened = await asyncio.wait_for(first, 120.0)
     assert opened.attempt == 1
     # Its trainers start again, all of them; the attempt that lacks a rank is fenced.
     coordinator.close_session(opened.session)
@@ -144,9 +147,11 @@ async def test_a_start_that_comes_while_another_begins_is_the_attempt_behind_it(
     coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
     first = [asyncio.create_task(open_rank(coordinator, r)) for r in (0, 1)]
-    await asyncio.sleep(0.05)
-    second = [asyncio.create_task(open_rank(coordinator, r)) for r in (0, 1)]
-    await asyncio.sleep(0.05)
+    await until(store.begun.is_set)
+    second = [asyncio.create_task(open_rank(coordinator, 0))]
+    await only_missing(coordinator, 1)
+    second.append(asyncio.create_task(open_rank(coordinator, 1)))
+    await asyncio.sleep(0)  # where others wait already, a rank joins at once
     store.go.set()
     for told in await asyncio.gather(*first, return_exceptions=True):
         if not isinstance(told, FencedError):  # they may hear of both at once
@@ -158,14 +163,15 @@ async def test_a_start_that_comes_while_another_begins_is_the_attempt_behind_it(
 
 
 class SlowDeletion(MemoryStateStore):
-    """Deleting a job takes until `go`."""
+    """Deleting a job, which has `begun`, takes until `go`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def delete_job(self, name):
-        assert self.go.wait(10)
+        self.begun.set()
+        assert self.go.wait(60)
         super().delete_job(name)
 
 
@@ -174,14 +180,34 @@ async def test_a_job_that_is_deleted_while_ranks_wait_for_others_tells_them():
     coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
     deleting = asyncio.create_task(coordinator.delete("job"))
-    await asyncio.sleep(0.05)
+    await until(store.begun.is_set)
     waiting = asyncio.create_task(open_rank(coordinator, 0, world=3))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 1, 2)
     assert not waiting.done()
     store.go.set()
     await deleting
     with pytest.raises(NotFoundError, match="was deleted"):
-        await asyncio.wait_for(waiting, 2.0)
+        await asyncio.wait_for(waiting, 120.0)
+    await coordinator.stop()
+
+
+async def test_a_rank_that_comes_while_its_job_is_deleted_waits_for_nobody():
+    """It is let in to an attempt only after its index was checked."""
+    checking, go = threading.Event(), threading.Event()
+
+    def check():
+        checking.set()
+        assert go.wait(60)
+
+    setup = replace(make_setup(), require_current=check)
+    coordinator = make_coordinator(MemoryStateStore(), Books(), setup)
+    await coordinator.submit("job", "")
+    opening = asyncio.create_task(open_rank(coordinator, 0))
+    await until(checking.is_set)
+    await coordinator.delete("job")
+    go.set()
+    with pytest.raises(NotFoundError, match="was deleted"):
+        await asyncio.wait_for(opening, 120.0)
     await coordinator.stop()
 
 
@@ -228,6 +254,7 @@ async def test_a_restart_decodes_nothing_for_a_job_whose_ranks_do_not_come_back(
     planned, books.orders = store.last_planned_step("job"), {}
     again = make_coordinator(store, books, make_setup())
     await again.start()
+    await again.restored()
     await asyncio.sleep(0.2)
     assert not books.orders
     status = await again.job("job")
@@ -255,7 +282,7 @@ async def test_a_rank_that_has_all_its_data_does_not_keep_the_others_from_theirs
     """Its prefetch is through, so it asks for nothing more; what it trains says what it has."""
     again = await restarted_when_rank_0_has_all_and_rank_1_does_not()
     ahead, behind = await open_all(again, rejoin=1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         for step in (4, 5, 6):
             await again.commit(ahead.session, step - 1)
             got = await shard_of(again, behind, step)
@@ -267,7 +294,7 @@ async def test_ranks_come_to_the_end_after_a_restart_though_one_has_ended_before
     """It trained all and is gone for good, before the others' commits were known."""
     again = await restarted_when_rank_0_has_all_and_rank_1_does_not()
     behind = await open_rank(again, 1, rejoin=1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         steps = [await shard_of(again, behind, step) for step in (5, 6)]
     assert steps[-1] == EndOfData(steps=6)
     await again.stop()
@@ -316,7 +343,5 @@ async def test_a_step_planned_again_for_a_rank_that_is_gone_is_not_left_at_the_w
     await train(again, sessions, 2, 100)
     for opened in sessions:
         await shard_of(again, opened, 13)
-    async with asyncio.timeout(5):
-        while any(key.step < 13 for key in books.held):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(key.step < 13 for key in books.held))
     await again.stop()

@@ -26,7 +26,7 @@ class Gates:
 
     def _run(self, name):
         self.begun.append(name)
-        assert self._gates[name].wait(20)
+        assert self._gates[name].wait(60)
         return name
 
     def let_go(self, *names):
@@ -93,7 +93,7 @@ async def test_without_teams_the_jobs_have_all_threads_and_take_turns(gates):
     names = ["x0", "x1", "x2", "x3", "y0"]
     work = [asyncio.create_task(threads.run(name[0], gates.work(name))) for name in names]
     await until(lambda: len(gates.begun) == 2)
-    assert gates.begun == ["x0", "x1"]
+    assert set(gates.begun) == {"x0", "x1"}  # in threads, of which either may be the quicker
     gates.let_go("x0")
     await until(lambda: len(gates.begun) == 3)
     assert gates.begun[2] == "y0"

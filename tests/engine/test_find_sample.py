@@ -46,6 +46,7 @@ async def test_a_sample_is_found_in_the_steps_that_trained_it_and_in_no_other(st
     coordinator = make_coordinator(store, books, setup)
     await coordinator.submit("job", "")
     first = await train(coordinator, await open_all(coordinator), 0, 20)
+    await until(lambda: store.last_planned_step("job") == 22)  # ready_steps is 3
     trained = defaultdict(list)
     for step, shard in enumerate(first):
         plan = (await coordinator.explain("job", step, None)).plan

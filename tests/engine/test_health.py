@@ -9,7 +9,7 @@ from dataservice.core.health import OTHERS, Finding, RankReport
 from dataservice.core.team import TeamSpec
 from dataservice.engine.health import report_every_s
 from dataservice.state.memory import MemoryStateStore
-from tests.engine.sessions import open_all, open_rank, settled, started, train
+from tests.engine.sessions import only_missing, open_all, open_rank, settled, started, train
 from tests.engine.support import Books
 
 
@@ -45,7 +45,7 @@ async def test_a_job_without_trainers_has_no_ranks():
 async def test_ranks_that_have_not_opened_are_missing():
     coordinator = await started("job")
     opening = asyncio.create_task(open_rank(coordinator, 1, world=3))
-    await asyncio.sleep(0.05)
+    await only_missing(coordinator, 0, 2)
     (job,), _ = await health_of(coordinator, "job")
     assert (job.world_size, job.missing_ranks) == (3, (0, 2))
     assert job.forming_s > 0
@@ -97,7 +97,7 @@ async def test_the_end_of_an_attempt_is_told_with_its_reason():
     coordinator = await started("job", store=FullDisk())
     for opened in await open_all(coordinator):
         with pytest.raises(StateError):
-            await asyncio.wait_for(coordinator.session_ended(opened.session), 5.0)
+            await asyncio.wait_for(coordinator.session_ended(opened.session), 120.0)
     (job,), _ = await health_of(coordinator, "job")
     assert (job.failure, job.ranks) == ("the disk is full", ())
     await coordinator.stop()
@@ -119,11 +119,14 @@ async def test_another_team_in_line_is_not_named_to_a_team():
     coordinator = await started("a/1", "b/1", books=StuckBooks())
     for job in ("a/1", "b/1"):
         await open_all(coordinator, world=1, job=job)
-    await asyncio.sleep(0.05)
+
+    async def both_wait():
+        _, told_admin = await health_of(coordinator, "a/1")
+        return set(told_admin.waiting_teams) == {"a", "b"}
+
+    await settled(both_wait)
     _, told_a = await health_of(coordinator, "a/1", team="a")
-    _, told_admin = await health_of(coordinator, "a/1")
     assert set(told_a.waiting_teams) == {"a", OTHERS}
-    assert set(told_admin.waiting_teams) == {"a", "b"}
     await coordinator.stop()
 
 

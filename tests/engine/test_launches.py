@@ -5,12 +5,13 @@ import asyncio
 import pytest
 
 from dataservice.core.errors import FencedError, RankClaimedError, WorldSizeError
-from tests.engine.sessions import open_all, open_rank, shard_of, train
+from dataservice.engine.attempt import Attempt
+from tests.engine.sessions import only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 
 
-async def submitted(store, *, timeout_s: float = 5.0):
-    coordinator = make_coordinator(store, Books(), make_setup(), timeout_s=timeout_s)
+async def submitted(store):
+    coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
     return coordinator
 
@@ -19,17 +20,15 @@ def opening(coordinator, launch, rank):
     return asyncio.create_task(open_rank(coordinator, rank, launch=launch))
 
 
-async def settled() -> None:
-    await asyncio.sleep(0.1)
-
-
 async def test_two_launches_that_open_in_turns_never_share_an_attempt(store):
     coordinator = await submitted(store)
     ranks = {}
-    for launch, rank in (("X", 0), ("Y", 1), ("X", 1), ("Y", 0)):
+    for launch, rank, missing in (("X", 0, 1), ("Y", 1, 0)):
         ranks[launch, rank] = opening(coordinator, launch, rank)
-        await settled()
+        await only_missing(coordinator, missing)
+    ranks["X", 1] = opening(coordinator, "X", 1)
     of_x = [await ranks["X", rank] for rank in range(2)]
+    ranks["Y", 0] = opening(coordinator, "Y", 0)
     of_y = [await ranks["Y", rank] for rank in range(2)]
     assert {opened.attempt for opened in of_x} == {1}
     assert {opened.attempt for opened in of_y} == {2}
@@ -44,7 +43,7 @@ async def test_two_launches_that_open_in_turns_never_share_an_attempt(store):
 async def test_an_older_launch_that_still_forms_is_told_when_the_newer_begins(store):
     coordinator = await submitted(store)
     older = opening(coordinator, "X", 0)
-    await settled()
+    await only_missing(coordinator, 1)
     newer = await open_all(coordinator, launch="Y")
     with pytest.raises(FencedError, match=r"that was forming .*launch X: X:0.*launch Y: Y:0, Y:1"):
         await older
@@ -52,14 +51,24 @@ async def test_an_older_launch_that_still_forms_is_told_when_the_newer_begins(st
     await coordinator.stop()
 
 
-async def test_a_newer_launch_that_never_completes_keeps_nobody_from_training(store):
-    coordinator = await submitted(store, timeout_s=0.5)
+async def test_a_newer_launch_that_never_completes_keeps_nobody_from_training(store, monkeypatch):
+    wait_complete, x_trains = Attempt.wait_complete, asyncio.Event()
+
+    async def for_as_long_as_it_takes(attempt, timeout_s):
+        if attempt.launch == "Y":  # its patience ends once the other launch has begun
+            await x_trains.wait()
+            timeout_s = 0.01
+        await wait_complete(attempt, timeout_s)
+
+    monkeypatch.setattr(Attempt, "wait_complete", for_as_long_as_it_takes)
+    coordinator = await submitted(store)
     first = opening(coordinator, "X", 0)
-    await settled()
+    await only_missing(coordinator, 1)
     stray = opening(coordinator, "Y", 1)
-    await settled()
+    await only_missing(coordinator, 0)
     sessions = [await open_rank(coordinator, 1, launch="X"), await first]
     assert {opened.attempt for opened in sessions} == {1}
+    x_trains.set()
     with pytest.raises(WorldSizeError, match=r"ranks \[0\] of 2 \(launch Y: Y:1\)"):
         await stray
     assert len(await train(coordinator, sessions[::-1], 0, 100)) == 13
@@ -69,7 +78,7 @@ async def test_a_newer_launch_that_never_completes_keeps_nobody_from_training(st
 async def test_late_ranks_of_a_launch_that_was_replaced_fence_nobody(store):
     coordinator = await submitted(store)
     late = opening(coordinator, "X", 0)
-    await settled()
+    await only_missing(coordinator, 1)
     sessions = await open_all(coordinator, launch="Y")
     with pytest.raises(FencedError):
         await late
@@ -132,7 +141,7 @@ async def test_every_pass_of_one_launch_is_an_attempt_of_its_own(store):
 async def test_ranks_whose_launch_has_no_name_train_among_themselves(store):
     coordinator = await submitted(store)
     named = opening(coordinator, "X", 0)
-    await settled()
+    await only_missing(coordinator, 1)
     sessions = await open_all(coordinator)
     with pytest.raises(RankClaimedError):
         await open_rank(coordinator, 0)

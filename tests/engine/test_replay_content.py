@@ -8,11 +8,17 @@ from tests.engine.sessions import shard_of, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.engine.trained_steps import STEPS, sample_of, trained
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 
 async def replayed(coordinator, first=0, last=100, attempt=None) -> list[ReplayedStep]:
     steps = coordinator.replay("job", first, last, attempt, content=True)
     return [step async for step in steps]
+
+
+def has_content(store, step):
+    entry = store.ledger_entry("job", step)
+    return entry is not None and entry.content is not None
 
 
 def verdicts(steps):
@@ -105,7 +111,8 @@ async def test_a_plan_that_changed_is_not_decoded(store, books):
 async def test_training_goes_on_and_keeps_its_packs_meanwhile(store, books):
     coordinator, sessions = await trained(store, books, 4)
     await shard_of(coordinator, sessions[0], 4)
-    await asyncio.sleep(0.05)
+    for ahead in (4, 5, 6):  # ready_steps is 3; what they delivered is noted behind that
+        await until(lambda: has_content(store, ahead))  # noqa: B023
     held = {key for key in books.held if key.step == 4}
     assert held
     replaying = asyncio.create_task(replayed(coordinator, 0, 6))

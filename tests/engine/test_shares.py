@@ -54,7 +54,7 @@ async def test_every_order_of_a_job_carries_its_team_s_share(monkeypatch):
         job="vision/job", rank=0, world_size=1, cursor=Cursor(), client="h:1", rejoin_attempt=0
     )
     await coordinator.shard(opened.session, 0, received_step=-1, failed_workers=())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not seen:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await coordinator.stop()

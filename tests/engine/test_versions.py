@@ -19,9 +19,10 @@ from dataservice.engine.coordinator import Coordinator
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
-from tests.engine.sessions import leave, open_all, open_rank, shard_of, train
+from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
+from tests.waiting import until
 
 FILE: dict[str, Any] = {
     "job": "job",
@@ -121,6 +122,7 @@ async def test_what_leaves_samples_and_order_holds_from_the_next_attempt_on(stor
     await coordinator.skip("job", [(4, 4)], "skip")
     sessions = await open_all(coordinator)
     trained = [await shard_of(coordinator, opened, 0) for opened in sessions]
+    await until(lambda: len(ledger_of(store, "job")) == 3)  # ready_steps is 3
     status = await coordinator.submit(job_file(**changes), "")
     assert (status.record.spec_version, status.attempt_version, status.pending) == (2, 1, True)
     assert status.skips
@@ -293,7 +295,7 @@ async def test_a_version_submitted_while_ranks_open_waits_for_the_attempt_behind
     coordinator = service(store)
     await coordinator.submit(job_file(), "")
     first = asyncio.create_task(open_rank(coordinator, 0))
-    await asyncio.sleep(0.1)
+    await only_missing(coordinator, 1)
     await coordinator.submit(job_file(batch={"samples": 5}), "")
     sessions = [await open_rank(coordinator, 1), await first]
     assert (await coordinator.job("job")).pending

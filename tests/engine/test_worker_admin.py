@@ -7,7 +7,7 @@ import pytest
 
 from dataservice.core.errors import ConflictError, NotFoundError
 from dataservice.engine.coordinator import Coordinator
-from tests.engine.sessions import open_all, shard_of, train
+from tests.engine.sessions import open_all, settled, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.waiting import until
 
@@ -62,9 +62,12 @@ async def test_a_coordinator_that_stops_leaves_packs_where_its_successor_finds_t
 async def test_workers_are_listed_with_what_they_hold(coordinator, books):
     await open_all(coordinator)
     await until(lambda: {key.step for key in books.held} >= {0, 1, 2})
+
     # An order is off the line only once its worker's answer came.
-    while any(each.outstanding_tokens for each in await coordinator.workers()):  # noqa: ASYNC110
-        await asyncio.sleep(0.002)
+    async def nothing_is_outstanding():
+        return not any(each.outstanding_tokens for each in await coordinator.workers())
+
+    await settled(nothing_is_outstanding)
     statuses = {each.info.worker: each for each in await coordinator.workers()}
     assert set(statuses) == set(books.alive)
     for name, status in statuses.items():

@@ -25,8 +25,7 @@ Phase = Callable[[Stage, Training], AbstractContextManager[None]]
 @contextmanager
 def planning(stage: Stage, training: Training) -> Iterator[None]:
     """The next plan cannot be recorded."""
-    training.hold("trained", STEP)
-    wait_for(f"step {STEP} is trained", lambda: training.held)
+    hold(training)
     with locked(stage.ledger):
         training.release()
         starve(training)
@@ -36,8 +35,9 @@ def planning(stage: Stage, training: Training) -> Iterator[None]:
 @contextmanager
 def decoding(stage: Stage, training: Training) -> Iterator[None]:
     """Workers wait inside a decoder."""
-    wait_for(f"step {STEP} is trained", lambda: training.steps > STEP)
+    hold(training)  # else all of the short epoch may be decoded before the gate is closed
     stage.decoding.close()
+    training.release()
     try:
         wait_for("a decoder waits", lambda: bool(stage.decoding.waiting))
         yield
@@ -48,8 +48,9 @@ def decoding(stage: Stage, training: Training) -> Iterator[None]:
 @contextmanager
 def streaming(stage: Stage, training: Training) -> Iterator[None]:
     """A stream to a rank stands still in its midst."""
-    wait_for(f"step {STEP} is trained", lambda: training.steps > STEP)
+    hold(training)  # else the ranks may have received all before the gate is set
     stage.gate.hold(stage.is_worker, PART_BYTES)
+    training.release()
     try:
         wait_for("a stream is held", stage.gate.holds)
         yield
@@ -60,8 +61,7 @@ def streaming(stage: Stage, training: Training) -> Iterator[None]:
 @contextmanager
 def commit(stage: Stage, training: Training) -> Iterator[None]:
     """Commits are under way and cannot be recorded."""
-    training.hold("trained", STEP)
-    wait_for(f"step {STEP} is trained", lambda: training.held)
+    hold(training)
     with locked(stage.ledger):
         training.hold("committed", STEP)
         wait_for("commits are sent", lambda: training.held)
@@ -78,6 +78,12 @@ PHASES: dict[str, Phase] = {
     "streaming": streaming,
     "commit": commit,
 }
+
+
+def hold(training: Training) -> None:
+    """Return once all ranks stand behind step STEP, which none of them has committed."""
+    training.hold("trained", STEP)
+    wait_for(f"step {STEP} is trained", lambda: training.held)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Stage:
         """Submit a job of its own and train it, once every worker decodes (again); whatever
         happens, its ranks end."""
         decoding = processes.decoders
-        wait_for("workers decode", lambda: len(decoding(self.service.home)) >= WORKERS, 60.0)
+        wait_for("workers decode", lambda: len(decoding(self.service.home)) >= WORKERS)
         job = f"job-{next(self.numbers)}"
         job_file = write_job(self.data, job, shape or JobShape())
         with CoordinatorClient(self.service.address) as client:
@@ -101,7 +101,7 @@ def staged(data: Path, home: Path, pool: str, *, nodes: int = 0) -> Iterator[Sta
         yield Stage(data=data, service=service, gate=gate, decoding=decoding, cluster=joined)
 
 
-def wait_for(what: str, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+def wait_for(what: str, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     """Poll until true."""
     deadline_s = time.monotonic() + limit_s
     while not condition():

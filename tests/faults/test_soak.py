@@ -11,8 +11,12 @@ KILLS = 6
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path):
-    options = SoakOptions(kills=KILLS, seed=142, limit_s=120.0, nodes=0, epochs=2)
+    # Growth is judged by a soak of some length alone: here, processes that begin anew would be it.
+    options = SoakOptions(
+        kills=KILLS, seed=142, limit_s=400.0, nodes=0, epochs=2, least_watched=10_000
+    )
     result = soak(tmp_path / "soak", options)
     assert result.broken == []
     assert result.kills >= KILLS

@@ -53,12 +53,18 @@ async def run_epoch(metrics, store, books):
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     await train(coordinator, sessions, 0, 100)
-    await asyncio.sleep(0.05)
     return coordinator, sessions
 
 
 async def plans_of(coordinator, steps):
     return [(await coordinator.explain("job", step, None)).plan for step in range(steps)]
+
+
+async def all_receipts(coordinator, metrics):
+    """Wait for those that come after the ranks have trained; how many packs there were."""
+    packs = sum(plan.packs for plan in await plans_of(coordinator, 13))
+    await until(lambda: value(metrics, "decoded_packs_total", job="job") == packs)
+    return packs
 
 
 async def test_an_epoch_is_counted_as_it_was_planned_and_committed(metrics):
@@ -125,14 +131,19 @@ async def test_ready_steps_are_the_window_and_none_once_the_job_stops(metrics):
 async def test_packs_bytes_decode_seconds_and_bad_samples_come_from_the_receipts(metrics):
     store = MemoryStateStore()
     coordinator, _ = await run_epoch(metrics, store, PickyBooks())
-    packs = sum(plan.packs for plan in await plans_of(coordinator, 13))
+    packs = await all_receipts(coordinator, metrics)
     assert value(metrics, "decoded_packs_total", job="job") == packs
     assert value(metrics, "decode_seconds_total", job="job") == packs / 4
     assert value(metrics, "prepared_bytes_total", job="job") == packs * 1000
+    await until(lambda: len(store.quarantine("job")) == packs)
     kept = Counter(entry.source for entry in store.quarantine("job"))
     assert series(metrics, "quarantined_samples_total") == kept
     assert set(kept) == {"a", "b"}
     await coordinator.stop()
+
+
+def used_of(metrics, source):
+    return value(metrics, "error_budget_used_ratio", job="job", source=source)
 
 
 async def test_how_near_a_source_is_to_stopping_its_job_is_a_gauge(metrics):
@@ -142,19 +153,22 @@ async def test_how_near_a_source_is_to_stopping_its_job_is_a_gauge(metrics):
     coordinator = make_coordinator(store, PickyBooks(), setup, metrics=metrics)
     await coordinator.submit("job", "")
     await train(coordinator, await open_all(coordinator), 0, 100)
-    await asyncio.sleep(0.05)
+    packs = await all_receipts(coordinator, metrics)
+    await until(lambda: len(store.quarantine("job")) == packs)
     samples = Counter("a" if number < 66 else "b" for number in range(200))
     for source, bad in Counter(entry.source for entry in store.quarantine("job")).items():
-        used = value(metrics, "error_budget_used_ratio", job="job", source=source)
-        assert used == bad / max(49, samples[source] / 2)
+        most = max(49, samples[source] / 2)
+        await until(lambda source=source, used=bad / most: used_of(metrics, source) == used)
     await coordinator.stop()
 
 
 async def test_a_lost_worker_is_counted_and_its_line_is_gone(metrics):
     books = Books(deaf={"w0"})
     coordinator, _ = await run_epoch(metrics, MemoryStateStore(), books)
+    await until(
+        lambda: series(metrics, "worker_outstanding_tokens") == dict.fromkeys(books.alive, 0.0)
+    )
     assert value(metrics, "lost_workers_total") == 1
-    assert series(metrics, "worker_outstanding_tokens") == dict.fromkeys(books.alive, 0.0)
     await coordinator.stop()
 
 
@@ -183,11 +197,18 @@ async def test_a_deleted_job_leaves_no_series(metrics):
 
 async def test_log_records_say_what_they_are_about(metrics, caplog):
     caplog.set_level("INFO", "dataservice.engine")
+
+    def every(message: str) -> list[dict[str, object]]:
+        told = [vars(r) for r in caplog.records if r.getMessage().startswith(message)]
+        names = ("job", "attempt", "step", "rank")
+        return [{n: each[n] for n in names if n in each} for each in told]
+
     coordinator = make_coordinator(MemoryStateStore(), PickyBooks(), make_setup())
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     shard = await shard_of(coordinator, sessions[1], 0)
-    await asyncio.sleep(0.05)
+    of_step_0 = {"job": "job", "attempt": 1, "step": 0}
+    await until(lambda: of_step_0 in every("quarantined"))
     failed = tuple(ticket.worker for ticket in shard.tickets)
     await shard_of(coordinator, sessions[1], 0, failed)
     for opened in sessions:
@@ -197,14 +218,8 @@ async def test_log_records_say_what_they_are_about(metrics, caplog):
     )
     await coordinator.stop()
 
-    def about(message: str) -> dict[str, object]:
-        record = next(r for r in caplog.records if r.getMessage().startswith(message))
-        names = ("job", "attempt", "step", "rank")
-        return {n: vars(record)[n] for n in names if n in vars(record)}
-
-    assert about("attempt opened by 2 ranks") == {"job": "job", "attempt": 1}
-    assert about("planned 16 samples") == {"job": "job", "attempt": 1, "step": 0}
-    assert about("quarantined") == {"job": "job", "attempt": 1, "step": 0}
-    assert about("the rank cannot fetch") == {"job": "job", "attempt": 1, "step": 0, "rank": 1}
-    assert about("fenced by attempt 2") == {"job": "job", "attempt": 1}
-    assert about("attempt opened by 3 ranks") == {"job": "job", "attempt": 2}
+    assert every("attempt opened by 2 ranks")[0] == {"job": "job", "attempt": 1}
+    assert every("planned 16 samples")[0] == of_step_0
+    assert every("the rank cannot fetch")[0] == {**of_step_0, "rank": 1}
+    assert every("fenced by attempt 2")[0] == {"job": "job", "attempt": 1}
+    assert every("attempt opened by 3 ranks")[0] == {"job": "job", "attempt": 2}

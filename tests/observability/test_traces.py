@@ -21,7 +21,9 @@ from trainer_client.traces import note
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch) -> Iterator[Collector]:
+    # It shares a process with those that send: on a busy machine they may all be slow.
+    monkeypatch.setattr("dataservice.observability.traces.CLOSE_S", 30.0)
     with collecting() as server:
         yield server
 
@@ -46,7 +48,9 @@ def test_plan_packs_and_ranks_of_a_step_are_one_trace_of_the_plan_s_digest(colle
     )
     trainer = provider_of_a_trainer(collector)
     plan = plan_of(0)
+    before_s = time.time()
     TracedMetrics(coordinator).step_planned("job", plan, plan_s=0.5)
+    recording_s = time.time() - before_s
     worker.part("prepare pack", plan.digest, began_s=time.time() - 0.25, job="job", pack=3)
     monkeypatch.setattr(trace, "get_tracer", trainer.get_tracer)
     note("receive", plan.digest, began_s=time.time() - 0.125, job="job", step=0, rank=1)
@@ -62,7 +66,8 @@ def test_plan_packs_and_ranks_of_a_step_are_one_trace_of_the_plan_s_digest(colle
     assert {span.trace_id.hex() for _, span in spans.values()} == {plan.digest}
     root = spans["plan"][1]
     assert root.parent_span_id == b""
-    assert 0.49e9 < root.end_time_unix_nano - root.start_time_unix_nano < 10e9
+    shown_s = (root.end_time_unix_nano - root.start_time_unix_nano) / 1e9
+    assert 0.49 < shown_s < 0.51 + recording_s
     for name in ("prepare pack", "receive"):
         assert spans[name][1].parent_span_id == root.span_id
 

@@ -2,7 +2,8 @@
 
     torchrun ... launched_rank.py ADDRESS FOLDER NAME [--group] [--break-at STEP]
 
-FOLDER/NAME-RANK.open lets it open; FOLDER/NAME-RANK.jsonl tells what it did.
+FOLDER/NAME-RANK.open lets it open; FOLDER/NAME-RANK.jsonl tells what it did. It trains no step
+while FOLDER/NAME.hold is there.
 """
 
 import argparse
@@ -57,6 +58,8 @@ def train(given, checkpoint: Path, tell) -> None:
             if shard.step == given.break_at and not RESTARTS:
                 wait_for_all(given, shard.step)
                 os._exit(1)  # as when a collective fails, which every rank had come to
+            while (given.folder / f"{given.name}.hold").exists():
+                time.sleep(0.02)
             dataset.commit(shard.step)
             checkpoint.write_text(json.dumps(dataset.state_dict()))
     tell(ended=True)

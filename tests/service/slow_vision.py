@@ -7,7 +7,7 @@ from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 
 NAME = "slow"
 IMPORT_PATH = f"{__name__}:SlowVision"
-SLEEP_S = 0.006
+SLEEP_S = 0.02
 
 
 class SlowVision:

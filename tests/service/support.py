@@ -2,14 +2,16 @@
 
 import json
 import re
+import socket
 import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import yaml
@@ -28,12 +30,15 @@ __all__ = [
     "dataservice",
     "differing_bytes",
     "explained",
+    "free_ports",
     "job_file",
     "metrics_addresses",
     "scraped",
     "serving",
     "wait_for",
 ]
+
+HOLD_LIMIT_S = 60.0
 
 
 @contextmanager
@@ -47,6 +52,21 @@ def serving(home: Path, pool: str = "local", *flags: str) -> Iterator[ServicePro
         service.end()
 
 
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of so many neighbouring ports that are free now. They lie below those that the
+    system gives to whoever asks for any, so that nobody takes one of them before it is used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        first = SystemRandom().randrange(25_000, 32_000)
+        try:
+            with ExitStack() as found:
+                for port in range(first, first + count):
+                    found.enter_context(socket.create_server((host, port), family=family))
+        except OSError:
+            continue
+        return first
+
+
 def metrics_addresses(service: ServiceProcess) -> list[str]:
     """Where each worker that counts is scraped, then the coordinator."""
     return re.findall(r"metrics at http://(\S+)/metrics", service.log.read_text())
@@ -54,7 +74,7 @@ def metrics_addresses(service: ServiceProcess) -> list[str]:
 
 def scraped(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every series and its value, by name and labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -76,7 +96,13 @@ def job_file(corpus: Path, home: Path, *, job: str = "job", **changes: Any) -> P
 @dataclass
 class Ranks:
     """Trainer ranks of one attempt, each in a thread; what they received, and how they ended.
-    `elsewhere` are ranks that somebody else runs."""
+    `elsewhere` are ranks that somebody else runs.
+
+    Once they are `stopping`, all end behind one step that none of them has begun: a rank that ended
+    behind an earlier one would take no more steps, and the others would wait for it. With
+    `hold_at`, none commits that step before `release`: what a test does while they are `held` is
+    done in the midst of training, however long it takes.
+    """
 
     address: str
     world_size: int
@@ -85,18 +111,23 @@ class Ranks:
     token_file: Path | None = None
     tls: Tls | None = None
     connect_timeout_s: float = 20.0
+    timeout_s: float = 60.0
     shards: dict[int, list[Shard]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     state: dict[str, str | int] | None = None
     steps_done: int = 0
     stopping: bool = False
     stop_after: int | None = None
+    hold_at: int | None = None
     pace_s: float = 0.0
     measured_s: float | None = None
     phase_s: Mapping[str, float] | None = None
     elsewhere: Collection[int] = ()
     parts_of: Callable[[int], Collection[str]] = lambda rank: EVERYTHING
     _threads: list[threading.Thread] = field(default_factory=list)
+    _steps: threading.Lock = field(default_factory=threading.Lock)
+    _newest_step: int = -1
+    _go: threading.Event = field(default_factory=threading.Event)
 
     def start(
         self, *, state: dict[str, str | int] | None = None, stop_after: int | None = None
@@ -120,9 +151,22 @@ class Ranks:
             raise next(iter(self.errors.values()))
         return self
 
+    @property
+    def held(self) -> bool:
+        """Whether every rank stands at `hold_at`."""
+        shards = list(self.shards.values())
+        return len(shards) == self.world_size - len(self.elsewhere) and all(
+            mine and mine[-1].step == self.hold_at for mine in shards
+        )
+
+    def release(self, hold_at: int | None = None) -> None:
+        """Let ranks that are held go on, to another step where one is given."""
+        go, self._go, self.hold_at = self._go, threading.Event(), hold_at
+        go.set()
+
     def stop_at_one_step(self) -> "Ranks":
-        """End all ranks behind one step that none of them has begun, and wait."""
-        self.stop_after = max(map(len, self.shards.values())) + 2
+        """End all ranks, and wait."""
+        self.stopping = True
         return self.join()
 
     def _train(self, rank: int, state: dict[str, str | int] | None) -> None:
@@ -138,23 +182,37 @@ class Ranks:
                 tls=self.tls,
                 parts=self.parts_of(rank),
                 connect_timeout_s=self.connect_timeout_s,
-                timeout_s=60.0,
+                timeout_s=self.timeout_s,
             ) as dataset:
                 if state is not None:
                     dataset.load_state_dict(state)
                 for shard in dataset:
-                    mine.append(shard)
+                    go = self._go  # before we count as held
+                    self._note_begun(mine, shard)
+                    if shard.step == self.hold_at:
+                        go.wait(HOLD_LIMIT_S)
                     time.sleep(self.pace_s)
                     dataset.commit(shard.step, measured_s=self.measured_s, phase_s=self.phase_s)
                     if rank == 0:
                         self.steps_done = shard.step + 1
-                    done = self.stop_after is not None and shard.step + 1 >= self.stop_after
-                    if done or self.stopping:
+                    if self._is_last(shard.step):
+                        dataset.state_dict()  # waits longer for the commits than closing does
                         break
                 if rank == 0:
                     self.state = dataset.state_dict()
         except Exception as error:
             self.errors[rank] = error
+
+    def _note_begun(self, mine: list[Shard], shard: Shard) -> None:
+        with self._steps:
+            mine.append(shard)
+            self._newest_step = max(self._newest_step, shard.step)
+
+    def _is_last(self, step: int) -> bool:
+        with self._steps:
+            if self.stopping and self.stop_after is None:
+                self.stop_after = self._newest_step + 2
+            return self.stop_after is not None and step + 1 >= self.stop_after
 
     @property
     def digests(self) -> dict[int, str]:

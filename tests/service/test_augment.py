@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from soak.processes import decoders
 from soak.rank import row_of
 from soak.service import ServiceProcess
 from tests.cli.support import CommandLine, Done, says
 from tests.service.small import IMAGES, make_corpus, write_job
-from tests.service.support import Ranks, serving
+from tests.service.support import Ranks, serving, wait_for
 from trainer_client import ClientError
 
 pytestmark = pytest.mark.long
@@ -71,7 +72,7 @@ def written(home: Path, strength: int) -> Path:
     return path
 
 
-def job_of(home: Path, *, augmented: bool = True) -> Path:
+def job_of(home: Path, *, augmented: bool = True, **changes: object) -> Path:
     plain = yaml.safe_load(write_job(home).read_text())
     more = {"augment": [{"name": "noise"}]} if augmented else {}
     return write_job(
@@ -79,7 +80,7 @@ def job_of(home: Path, *, augmented: bool = True) -> Path:
         sources=plain["sources"][:1],
         pipeline={**plain["pipeline"], **more},
         batch={"samples": IMAGES},
-        epochs=EPOCHS,
+        **{"epochs": EPOCHS, **changes},
     )
 
 
@@ -112,15 +113,27 @@ def test_epochs_differ_and_world_sizes_workers_and_replays_do_not(home, service,
     assert not set(plain[0]) & set().union(*seen)
 
 
+def test_workers_refuse_augmentation_that_was_replaced_under_a_running_job(home, service, run):
+    run("job", "submit", job_of(home, epochs=50, ready_steps=1))
+    ranks = Ranks(service.address, 1, hold_at=0).start()
+    wait_for(lambda: ranks.held)
+    written(home, 90)
+    for decoder in decoders(service.home):
+        decoder.kill()
+    ranks.release()
+    with pytest.raises(ClientError, match=r"the augment .*is not what the job was opened with"):
+        ranks.join()
+
+
 def test_other_augmentation_is_refused_where_a_checkpoint_goes_on(home, service, run, cli):
     ranks = Ranks(service.address, 2).start(stop_after=2).join()
     written(home, 90)
     run("workers", "restart")
-    with pytest.raises(ClientError, match=r"the augment .*is not what the job was opened with"):
+    with pytest.raises(ClientError, match=r"augmentation of job 'job' is not what it was regist"):
         Ranks(service.address, 2).start(state=ranks.state).join()
     refused = cli("job", "submit", job_of(home))
     assert refused.code != 0
-    says(refused.said, "registered in sample order", "under another name")
+    says(refused.said, "augmentation of job 'job'", "under another name")
     written(home, 9)
     run("workers", "restart")
     Ranks(service.address, 2).start(state=ranks.state).join()

@@ -19,7 +19,7 @@ from dataservice.workers.sample_digest import sample_digests
 from soak.service import ServiceProcess
 from tests.cli.support import CommandLine
 from tests.service.small import beheaded_member, make_corpus, spoil, write_job
-from tests.service.support import Ranks, differing_bytes, explained, serving
+from tests.service.support import Ranks, differing_bytes, explained, serving, wait_for
 from trainer_client import ClientError
 
 pytestmark = pytest.mark.long
@@ -66,6 +66,18 @@ def renew_workers(service: ServiceProcess, cli: CommandLine) -> None:
     cli.ok("workers", "restart")
 
 
+def noted(ranks: Ranks, cli: CommandLine) -> None:
+    """Wait until the ledger has what each step delivered: the ranks may have trained the last ones
+    before workers told of all their packs."""
+
+    def digest(step: int) -> str | None:
+        said = cli.ok("explain", "job", "--step", str(step), "--json")
+        return json.loads(said.out)["content_digest"]
+
+    for step in ranks.digests:
+        wait_for(lambda step=step: digest(step))
+
+
 def recorded(service: ServiceProcess) -> dict[int, bytes]:
     """What the ledger has of each step."""
     with closing(sqlite3.connect(service.state_dir / "state.db")) as state:
@@ -74,6 +86,7 @@ def recorded(service: ServiceProcess) -> dict[int, bytes]:
 
 def test_other_ids_of_the_same_lengths_are_found_by_a_replay_of_the_content(home, service, cli):
     ranks = Ranks(service.address, 2).start().join()
+    noted(ranks, cli)
     last = max(ranks.digests)
     replay = ("job", "replay", "job", "--steps", f"0-{last}")
     same = json.loads(cli.ok(*replay, "--content", "--json").out)
@@ -113,6 +126,7 @@ def test_trainers_that_resume_are_not_given_other_ids_for_steps_that_were_traine
 
 def test_a_picture_replaced_in_place_is_named_with_its_step_and_pack(home, service, cli):
     ranks = Ranks(service.address, 2).start().join()
+    noted(ranks, cli)
     spoil(home / "images" / "images-0.tar", beheaded_member("image-00.jpg"))
     steps = f"0-{max(ranks.digests)}"
     done = cli("job", "replay", "job", "--steps", steps, "--content", "--json")
@@ -130,6 +144,7 @@ def test_what_is_recorded_is_what_a_decode_past_the_service_gives(home, service,
     """And so is what the ranks received."""
     ranks = Ranks(service.address, 2).start().join()
     assert differing_bytes(ranks, home / "job.yaml") == []
+    noted(ranks, cli)
     of = {step: explained(service, step) for step in ranks.digests}
     service.stop()
     found = recorded(service)

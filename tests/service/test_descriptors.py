@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -29,16 +30,24 @@ def limit(pid: int) -> int:
     return int(re.search(r"Max open files +(\d+)", text)[1])
 
 
-def below(pid: int) -> list[int]:
-    """The processes that came of this one, of whichever thread."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    found = [int(child) for text in texts for child in text.split()]
-    return [*found, *(each for child in found for each in below(child))]
-
-
-def called(service: ServiceProcess, name: bytes) -> list[int]:
+def called(service: ServiceProcess, name: str) -> list[int]:
     """The service's processes whose command line has this name."""
-    return [pid for pid in below(service.pid) if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for process in psutil.Process(service.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if name in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def least_open(pids: list[int]) -> list[int]:
+    """What each process has open all the while: files that are read, samples that are handed over
+    and connections of the command line come and go."""
+    counts = [descriptors(pid) for pid in pids]
+    for _ in range(40):
+        time.sleep(0.02)
+        counts = [min(count, descriptors(pid)) for count, pid in zip(counts, pids, strict=True)]
+    return counts
 
 
 @pytest.mark.parametrize("pool", ["local", "ray"])
@@ -48,14 +57,15 @@ def test_limits_are_raised_and_a_rank_takes_what_it_is_counted_as(corpus, tmp_pa
     service.environment["NOFILE"] = "700:5000"
     try:
         service.start()
-        workers = called(service, b"_WorkerProcess")  # as Ray calls its actors
+        workers = called(service, "_WorkerProcess")  # as Ray calls its actors
         assert len(workers) == (2 if pool == "ray" else 0)
-        nurseries = called(service, b"nursery_program")  # of openers, and of each decoder
-        assert len(nurseries) >= 3
+        # Of openers, and of each decoder.
+        wait_for(lambda: len(called(service, "nursery_program")) >= 3)
+        nurseries = called(service, "nursery_program")
         assert {limit(pid) for pid in [service.pid, *workers, *nurseries]} == {5000}
-        at_rest = descriptors(service.pid)
+        at_rest, *at_workers = least_open([service.pid, *workers])
         assert at_rest <= AT_REST + 2 * A_WORKER
-        assert all(descriptors(pid) <= AT_REST for pid in workers)
+        assert all(count <= AT_REST for count in at_workers)
         service.cli("job", "submit", str(job_file(corpus, tmp_path, epochs=1000)))
 
         few = connected(service, workers, 3)
@@ -69,17 +79,13 @@ def test_limits_are_raised_and_a_rank_takes_what_it_is_counted_as(corpus, tmp_pa
 
 
 def connected(service: ServiceProcess, workers: list[int], ranks: int) -> list[int]:
-    """What the coordinator and each worker have open all the while so many ranks train: files that
-    are read and samples that are handed over come and go."""
+    """What the coordinator and each worker have open while so many ranks train, each of which has
+    long come to fetch from every worker."""
     training = Ranks(service.address, ranks, pace_s=0.05).start()
-    wait_for(lambda: training.steps_done >= 4, 60)
-    counts = [descriptors(pid) for pid in [service.pid, *workers]]
-    for _ in range(40):
-        time.sleep(0.02)
-        seen = [descriptors(pid) for pid in [service.pid, *workers]]
-        counts = [min(pair) for pair in zip(counts, seen, strict=True)]
-    training.stopping = True
-    training.join()
+    wait_for(lambda: len(training.shards) == ranks, 60)
+    wait_for(lambda: min(map(len, training.shards.values())) >= 20, 90)
+    counts = least_open([service.pid, *workers])
+    training.stop_at_one_step()
     return counts
 
 

@@ -17,10 +17,12 @@ from dataservice.serving.coordinator_client import CoordinatorClient
 from tests.service.small import LARGE, LOOPS, SAMPLES, indexed_job, make_corpus, write_job
 from tests.service.support import Ranks, ServiceProcess, serving
 
-pytestmark = pytest.mark.long
+# What opens jobs has the lowest priority: beside other tests its seconds of CPU may take minutes.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 HONEST, HOSTILE = "honest", "hostile"
 SUBMISSIONS = 12
+ANSWER_LIMIT_S = 300.0
 LONGEST_LINE = 64 * 1024
 
 
@@ -34,7 +36,8 @@ class Teams:
 
     def client(self, team: str) -> CoordinatorClient:
         token = self.tokens[team]
-        return CoordinatorClient(self.service.address, access=Access(token=lambda: token))
+        access = Access(token=lambda: token)
+        return CoordinatorClient(self.service.address, access=access, timeout_s=ANSWER_LIMIT_S)
 
     def submit(self, team: str, path: Path) -> None:
         with self.client(team) as client:
@@ -73,18 +76,22 @@ def teams(tmp_path: Path) -> Iterator[Teams]:
     config = {
         "tokens_file": str(tmp_path / "tokens.yaml"),
         "allowed_roots": [str(tmp_path / "{team}")],
-        "job_opening": {"pipeline_cpu_s": 2},
+        "job_opening": {"pipeline_cpu_s": 1},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     with serving(tmp_path / "s", "local", "--config", str(tmp_path / "config.yaml")) as service:
         yield Teams(service=service, homes=homes, tokens=tokens)
 
 
-def refused(teams: Teams, path: Path, reasons: list[str]) -> None:
-    try:
-        teams.submit(HOSTILE, path)
-    except ServiceError as error:
-        reasons.append(str(error))
+def refused(teams: Teams, path: Path, reasons: list[str], enough: threading.Event) -> None:
+    """Submit a job that is refused, again and again until it is enough."""
+    while True:
+        try:
+            teams.submit(HOSTILE, path)
+        except ServiceError as error:
+            reasons.append(str(error))
+        if enough.is_set():
+            return
 
 
 def test_another_team_trains_and_is_answered_while_hostile_jobs_are_submitted(teams):
@@ -95,21 +102,26 @@ def test_another_team_trains_and_is_answered_while_hostile_jobs_are_submitted(te
     ]
     before = teams.resident_bytes
     reasons: list[str] = []
-    attackers = [threading.Thread(target=refused, args=(teams, path, reasons)) for path in paths]
+    enough = threading.Event()
+    attackers = [
+        threading.Thread(target=refused, args=(teams, path, reasons, enough), daemon=True)
+        for path in paths
+    ]
     for attacker in attackers:
         attacker.start()
     with teams.client(HONEST) as client:
         ranks = teams.train(HONEST).start().join()
         assert client.job("job").committed_step >= 0
         client.health("job")
-        assert any(attacker.is_alive() for attacker in attackers), "the attack outlasts the job"
+        assert all(attacker.is_alive() for attacker in attackers), "the attack outlasts the job"
+        enough.set()
         teams.submit(HONEST, teams.write(HONEST, "another"))
     assert len(ranks.visits) == SAMPLES
     assert set(ranks.visits.values()) == {1}
     assert teams.resident_bytes < before + 500e6
     for attacker in attackers:
-        attacker.join(120)
-    assert len(reasons) == SUBMISSIONS
+        attacker.join(ANSWER_LIMIT_S)
+    assert len(reasons) >= SUBMISSIONS
     lines = teams.service.log.read_bytes().splitlines()
     assert max(map(len, lines)) < LONGEST_LINE
     teams.service.stop()

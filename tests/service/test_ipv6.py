@@ -1,7 +1,6 @@
 """The whole path over ::1: a real service and its workers, a rank, the command line and the
 scrapers, in the clear and by TLS."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.ipv6 import needs_ipv6
 from tests.service.small import SAMPLES, indexed_job, make_corpus
-from tests.service.support import Ranks, ServiceProcess, metrics_addresses, scraped, wait_for
+from tests.service.support import (
+    Ranks,
+    ServiceProcess,
+    free_ports,
+    metrics_addresses,
+    scraped,
+    wait_for,
+)
 from trainer_client import Tls
 
 pytestmark = [needs_ipv6, pytest.mark.long]
@@ -24,12 +30,6 @@ pytestmark = [needs_ipv6, pytest.mark.long]
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = make_corpus(tmp_path_factory.mktemp("ipv6") / "corpus")
     return indexed_job(home)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports of ::1 that were free just now."""
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as found:
-        return min(int(found.getsockname()[1]), 65535 - count)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def secured(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture(params=["ray", "local by TLS"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceProcess]:
     pool, _, by_tls = request.param.partition(" by ")
-    first = free_ports(5)
+    first = free_ports(5, "::1")
     plain = {
         "workers": 2,
         "worker_host": "::1",
@@ -74,7 +74,7 @@ def test_a_job_is_trained_over_ipv6(service: ServiceProcess, job: Path, tmp_path
     tls = Tls(ca_file=tmp_path / "ca.pem") if by_tls else None
     ranks = Ranks(service.address, 2, tls=tls).start().join()
     assert sorted(ranks.visits) == list(range(SAMPLES))
-    assert "2 of 2 workers" in service.cli("status", *flags).stdout
+    wait_for(lambda: "2 of 2 workers" in service.cli("status", *flags).stdout)
     assert "[::1]:" in service.cli("workers", "list", *flags).stdout
 
     assert all(address.startswith("[::1]:") for address in metrics_addresses(service))

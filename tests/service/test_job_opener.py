@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,12 @@ from dataservice.jobs.sample_pipeline import decoder_of
 from dataservice.jobs.setup import index_job, job_record, open_job
 from tests.service.deadly_vision import IMPORT_PATH, NAME
 from tests.service.small import LARGE, LOOPS, indexed_job, make_corpus, write_job
+from tests.waiting import wait_for
 
-QUICK = OpeningLimits(pipeline_cpu_s=2, timeout_s=60)
+QUICK = OpeningLimits(pipeline_cpu_s=1)
+ENDLESS = OpeningLimits(pipeline_cpu_s=3600)
+# What opens jobs has the lowest priority: beside other tests its seconds of CPU may take minutes.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +87,11 @@ def test_its_process_has_ended_and_nothing_of_it_is_left(opener, home):
     for _ in range(3):
         opened(opener, home / "job.yaml")
     assert children() <= before
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
 
 
 def test_a_template_that_loops_is_refused_by_the_limit_it_met(opener, home):
-    with pytest.raises(SpecError, match=r"chat template.*more than 2 s of CPU"):
+    with pytest.raises(SpecError, match=r"chat template.*more than 1 s of CPU"):
         opened(opener, with_template(home, LOOPS))
 
 
@@ -114,7 +117,7 @@ def test_a_process_that_dies_refuses_its_job_alone(opener, home):
     assert opened(opener, home / "job.yaml").catalog.samples
 
 
-def test_storage_that_never_answers_is_given_up(home, tmp_path):
+def test_storage_that_never_answers_is_given_up(opener, home, tmp_path):
     moved = shutil.copytree(home, tmp_path / "moved")
     impatient = JobOpener(
         custom_processors={},
@@ -123,7 +126,7 @@ def test_storage_that_never_answers_is_given_up(home, tmp_path):
         opening=OpeningLimits(timeout_s=5),
     )
     impatient.start()
-    record = impatient.read_job((moved / "job.yaml").read_text(), str(moved), "")
+    record = opener.read_job((moved / "job.yaml").read_text(), str(moved), "")
     (moved / "tokenizer" / "tokenizer.json").unlink()
     os.mkfifo(moved / "tokenizer" / "tokenizer.json")
     try:
@@ -135,7 +138,7 @@ def test_storage_that_never_answers_is_given_up(home, tmp_path):
 
 def test_closing_ends_what_is_being_opened(home):
     closing = JobOpener(
-        custom_processors={}, limits=DEFAULT_LIMITS, allowed_roots=None, opening=OpeningLimits()
+        custom_processors={}, limits=DEFAULT_LIMITS, allowed_roots=None, opening=ENDLESS
     )
     closing.start()
     path = with_template(home, LOOPS)
@@ -150,14 +153,11 @@ def test_closing_ends_what_is_being_opened(home):
     thread = threading.Thread(target=try_it)
     before = children()
     thread.start()
-    while children() <= before:
-        time.sleep(0.01)
-    began_s = time.monotonic()
+    wait_for(lambda: not children() <= before, 120)
     closing.close()
-    thread.join(20)
+    thread.join(60)  # it would load its template for an hour
     assert not thread.is_alive()
     assert errors
-    assert time.monotonic() - began_s < 15
 
 
 def test_whether_the_index_is_current_is_looked_at_outside_too(opener, home, tmp_path):

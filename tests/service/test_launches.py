@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ import pytest
 
 from dataservice.serving.coordinator_client import CoordinatorClient
 from soak.service import ROOT
-from tests.service.support import job_file, serving, wait_for
+from tests.service.support import free_ports, job_file, serving, wait_for
 
 RANK = Path(__file__).with_name("launched_rank.py")
 LIMIT_S = 180.0
@@ -50,18 +49,12 @@ def agents_of(how: str, *program: str, more: tuple[str, ...] = ()) -> list[list[
     """The commands of one launch of two ranks: on one host, or statically on two."""
     if how == "one host":
         return [["--nproc-per-node", "2", *more, *program]]
-    port = str(free_port())
+    port = str(free_ports(1))
     return [
         ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1",
          "--master-addr", "127.0.0.1", "--master-port", port, *more, *program]
         for node in range(2)
     ]  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def told(folder: Path, launch: str, rank: int) -> list[dict[str, Any]]:
@@ -93,6 +86,7 @@ def test_ranks_of_two_launches_that_open_in_turns_never_train_together(
             agents_of(how, str(RANK), service.address, str(tmp_path), name, *["--group"] * group)
             for name in "XY"
         ]
+        (tmp_path / "X.hold").touch()  # or it might be through before Y begins
         with torchruns(*launches[0], *launches[1]):
             ranks = [(name, rank) for name in "XY" for rank in range(2)]
             wait_for(lambda: all(told(tmp_path, *rank) for rank in ranks), LIMIT_S)
@@ -104,6 +98,7 @@ def test_ranks_of_two_launches_that_open_in_turns_never_train_together(
             ):  # fmt: skip
                 (tmp_path / f"{name}-{rank}.open").touch()
                 wait_for(lambda seen=seen: standing(service.address) == seen, LIMIT_S)
+            (tmp_path / "X.hold").unlink()
             wait_for(lambda: all(over(tmp_path, *rank) for rank in ranks), LIMIT_S)
         shown = json.loads(service.cli("job", "show", "job", "--json").stdout)[0]
     steps = {rank: [t for t in told(tmp_path, *rank) if "step" in t] for rank in ranks}

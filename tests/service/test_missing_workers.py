@@ -9,6 +9,7 @@ import yaml
 from tests.service.support import (
     Ranks,
     ServiceProcess,
+    free_ports,
     job_file,
     metrics_addresses,
     scraped,
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def taken():
-    with socket.create_server(("127.0.0.1", 0)) as found:
+    """A port that is in use, behind two that are free."""
+    with socket.create_server(("127.0.0.1", free_ports(3) + 2)) as found:
         yield found
 
 

@@ -1,9 +1,7 @@
 """A large job of one team beside a small one of another, on a real service."""
 
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -78,16 +76,18 @@ def test_a_large_job_delays_no_one_and_leaves_its_memory(tmp_path, jobs):
             large = Trainer(service.address, LARGE, tokens[LARGE], pace_s=0.0).start()
             trainers.append(large)
             large.wait_steps(1)
-            beside = small.wait_steps(30)
+            before = len(large.step_s)
+            small.wait_steps(30)
+            meanwhile = len(large.step_s) - before
             large.wait_steps(1)
         finally:
             for trainer in trainers:
                 trainer.stop()
-        assert np.quantile(small.get_shard_s[beside], 0.9) < 2.0, small.get_shard_s[beside]
+        # Behind the large job's steps, the small one's would come one or two at a time.
+        assert meanwhile <= 30 // 3
         with client(service, tokens[LARGE]) as own:
             wait_for(lambda: _deleted(own), 60)
-        time.sleep(6.0)
-        assert resident_bytes(service.pid) < before_bytes + 300 * MIB
+        wait_for(lambda: resident_bytes(service.pid) < before_bytes + 300 * MIB, 60)
 
 
 def _deleted(own) -> bool:

@@ -80,9 +80,10 @@ def test_an_object_store_that_is_away_for_a_while_is_waited_for(store, tmp_path)
     epochs = 12
     with serving(tmp_path, "local", *served(store, tmp_path)) as service:
         service.cli("job", "submit", str(store.job(epochs=epochs, ready_steps=2)))
-        ranks = Ranks(service.address, 2).start()
-        wait_for(lambda: ranks.steps_done >= 4)
+        ranks = Ranks(service.address, 2, hold_at=4).start()
+        wait_for(lambda: ranks.held)
         store.network.cut(lambda _: True)
+        ranks.release()
         wait_for(lambda: "storage is asked again" in service.log.read_text())
         before = ranks.steps_done
         store.network.heal()

@@ -47,15 +47,21 @@ class Watched:
             )
             self.ranks.start().join()
             *workers, coordinator = metrics_addresses(service)
-            wait_for(lambda: not any(outstanding(scraped(coordinator))))  # the last receipts
-            self.series = scraped(coordinator)
-            self.workers = [scraped(address) for address in workers]
+            wait_for(lambda: self.settled(coordinator, workers))
             steps = len(self.ranks.digests)
             with CoordinatorClient(service.address) as client:
                 self.plans = [client.explain("job", step).plan for step in range(steps)]
             service.stop()
             lines = service.log.read_text().splitlines()
         self.log = [json.loads(line) for line in lines if line[0] == "{"]
+
+    def settled(self, coordinator, workers):
+        """Look, and whether this was the last look: ranks that have joined may still count as
+        waiting, receipts of their last step may be under way, and workers may hold it."""
+        self.series = scraped(coordinator)
+        self.workers = [scraped(address) for address in workers]
+        left = self.of_job("worst_exposed_wait_rank") == -1
+        return left and not any(outstanding(self.series)) and not self.of_workers("held_bytes")
 
     def traced(self, name, collector):
         """The traces that have a span of this name."""

@@ -14,7 +14,7 @@ from tests.service.support import (
 )
 from trainer_client import Fenced
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of a service
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,11 @@ def test_killed_trainers_resume_at_another_world_size_and_visit_each_sample_once
 def test_a_newer_start_of_the_job_fences_ranks_that_lost_their_connection(corpus, tmp_path):
     with serving(tmp_path) as service:
         service.cli("job", "submit", str(job_file(corpus, tmp_path)))
-        old = Ranks(service.address, 3, pace_s=0.2).start()
-        wait_for(lambda: old.steps_done >= 1)
+        # They keep trying for as long as two starts of a service may take.
+        old = Ranks(service.address, 3, hold_at=1, timeout_s=200.0).start()
+        wait_for(lambda: old.held)
         service.kill()  # the old ranks keep trying; the new ones come first
+        old.release()
         old_address, service.address = service.address, ""
         service.start()
         Ranks(service.address, 3).start(stop_after=1).join()
@@ -86,4 +88,4 @@ def test_a_newer_start_of_the_job_fences_ranks_that_lost_their_connection(corpus
         service.address = old_address
         service.start()
         with pytest.raises(Fenced, match="attempt 1"):
-            old.join()
+            old.join(limit_s=200.0)

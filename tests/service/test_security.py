@@ -3,7 +3,6 @@
 import hmac
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from dataservice_proto.v1 import (
 from dataservice.core.errors import NotFoundError, QuotaError, RoleError, SpecError, TokenError
 from dataservice.core.tls import ClientTls
 from dataservice.engine.api import JobStatus
-from dataservice.operate.tokens_file import LOOK_S, make_token
+from dataservice.operate.tokens_file import make_token
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
 from tests.service.support import (
@@ -42,7 +41,7 @@ from trainer_client import AccessDenied, ServiceUnreachable, Tls, UnknownJob
 from trainer_client.transport import GrpcTransport
 
 RANKS = 3
-HANDOVER_S = 2 * LOOK_S  # calls made with the old token have ended by then
+HANDED_OVER = 6  # more steps than are received ahead lie between it and the new token
 WHO = {
     "vision": ("vision", "team"),
     "vision-next": ("vision", "team"),
@@ -266,18 +265,25 @@ def test_a_running_job_goes_on_when_its_token_and_the_certificate_are_replaced(
     before = teams.tokens["vision"]
     held = teams.home / "token"
     held.write_text(before)
-    running = teams.ranks("vision", token=None, token_file=held, pace_s=0.3).start()
-    wait_for(lambda: running.steps_done >= 1)
-    at = running.steps_done
+    running = teams.ranks("vision", token=None, token_file=held, hold_at=1).start()
+    wait_for(lambda: running.held)
     teams.renew("vision-next")
     issue(teams.authority, teams.home)
     with teams.client("vision-next") as client:
         wait_for(lambda: knows(client))
     held.write_text(teams.tokens["vision-next"])
-    time.sleep(HANDOVER_S)
+    running.release(hold_at=HANDED_OVER)
+    wait_for(lambda: running.held)
+    with teams.client("vision-next") as client:
+        # Each rank makes one call of a kind after the other: the last that had the old token have
+        # ended.
+        wait_for(lambda: client.job("job").committed_step == HANDED_OVER - 1)
     del teams.entries["vision"]
     teams.renew()
-    assert running.join().steps_done > at + 3
+    with teams.client("vision") as client:
+        wait_for(lambda: not knows(client))
+    running.release()
+    assert running.join().steps_done > HANDED_OVER + 3
     stale = teams.ranks("vision", token=before).start()
     with pytest.raises(AccessDenied):
         stale.join()

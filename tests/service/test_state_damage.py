@@ -7,7 +7,7 @@ import pytest
 from tests.service.support import Ranks, dataservice, job_file, serving, wait_for
 from trainer_client import ServiceFailed
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of a service
 
 
 def limit_files(process: int, size_bytes: int) -> None:
@@ -25,10 +25,11 @@ def test_a_state_that_fills_up_ends_the_attempt_and_goes_on_without_a_restart(
         undisturbed = Ranks(service.address, 3).start().join().visits
         first = Ranks(service.address, 3).start(stop_after=2).join()
         assert service.process is not None
-        running = Ranks(service.address, 3, pace_s=0.1).start(state=first.state)
-        wait_for(lambda: running.steps_done >= 3)
+        running = Ranks(service.address, 3, hold_at=3).start(state=first.state)
+        wait_for(lambda: running.held)
         log = tmp_path / "state" / "state.db-wal"
         limit_files(service.process.pid, log.stat().st_size)
+        running.release()
         with pytest.raises(ServiceFailed, match=r"state\.db: .*need not be restarted"):
             running.join()
         assert len(running.errors) == 3

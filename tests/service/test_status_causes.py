@@ -113,11 +113,6 @@ def says(service: ServiceProcess, job: str, sentence: str, *arguments: str) -> N
         raise AssertionError(f"it never said {sentence!r}, and last {heard[-1]!r}") from None
 
 
-def ended(ranks: Ranks) -> None:
-    ranks.stopping = True
-    ranks.join()
-
-
 # ---- storage --------------------------------------------------------------------------------
 
 
@@ -148,7 +143,7 @@ def test_workers_that_wait_for_slow_storage_are_met_with_slots_and_not_with_work
         service.cli("job", "submit", str(job))
         ranks = Ranks(service.address, 2, job="far", pace_s=STEP_S, measured_s=STEP_S).start()
         says(service, "far", f"{WAITS}: {READ}; {slots}, for a slot that waits takes no CPU")
-        ended(ranks)
+        ranks.stop_at_one_step()
 
 
 def test_storage_that_becomes_slow_is_named_with_its_usual_pace(corpus, network, tmp_path):
@@ -157,11 +152,11 @@ def test_storage_that_becomes_slow_is_named_with_its_usual_pace(corpus, network,
         service.cli("job", "submit", str(job))
         ranks = Ranks(service.address, 2, job="fading", pace_s=0.4, measured_s=0.4).start()
         wait_for(lambda: ranks.steps_done >= USUAL_STEPS, limit_s=90)
-        assert "usual" not in status(service, "fading")
+        wait_for(lambda: "usual" not in status(service, "fading"), limit_s=90)
         with slow(network, 0.2):
             usual = r"where [\d.]+ s is usual; look at its storage"
             says(service, "fading", f"{WAITS}: {READ}, {usual}")
-        ended(ranks)
+        ranks.stop_at_one_step()
 
 
 # ---- memory ---------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ def test_workers_whose_memory_is_full_are_named_though_slots_are_free(corpus, tm
         pace = {"pace_s": IMAGE_STEP_S, "measured_s": IMAGE_STEP_S}
         ranks = Ranks(service.address, 1, job="full", **pace).start()
         says(service, "full", f"{WAITS}: {full}; raise held_bytes_per_worker, or add workers")
-        ended(ranks)
+        ranks.stop_at_one_step()
 
 
 def test_a_team_that_holds_all_the_bytes_it_may_is_told_which_limit_holds_it_back(corpus, tmp_path):
@@ -198,7 +193,7 @@ def test_a_team_that_holds_all_the_bytes_it_may_is_told_which_limit_holds_it_bac
         pace = {"pace_s": IMAGE_STEP_S, "measured_s": IMAGE_STEP_S}
         ranks = Ranks(service.address, 1, job="bounded", token=token, **pace).start()
         says(service, "bounded", f"{WAITS}: {full} {remedy}", *own)
-        ended(ranks)
+        ranks.stop_at_one_step()
 
 
 # ---- no trainer -----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tests.service.support import ServiceProcess, job_file, serving
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
 LIMIT_S = 170
+INSTALLED_WITHIN_S = 300
 
 # What the last change that is labelled WIRE brought into the protos: the first commit that has it
 # has the oldest client that this service must still serve.
@@ -137,6 +138,7 @@ def git(*arguments: str) -> bytes:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(INSTALLED_WITHIN_S + LIMIT_S)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_trainer_with_libraries_of_its_own_gets_every_sample(name, secured, tmp_path):
     versions = ENVIRONMENTS[name]
@@ -148,6 +150,7 @@ def test_a_trainer_with_libraries_of_its_own_gets_every_sample(name, secured, tm
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_the_oldest_client_of_this_wire_gets_every_sample(secured, oldest_client, tmp_path):
     told = secured.train(tmp_path, Path(sys.executable), oldest_client)
     assert Path(told["client"]).is_relative_to(oldest_client)

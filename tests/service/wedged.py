@@ -15,8 +15,10 @@ STORE, PLANNING, LOOP = "store", "planning", "loop"
 
 
 def hang(what: str) -> None:
-    """Blocks this thread while the file is there."""
-    while (Path(os.environ["WEDGES"]) / what).exists():
+    """Blocks this thread while the file is there; another with .hangs tells that one is."""
+    file = Path(os.environ["WEDGES"]) / what
+    while file.exists():
+        file.with_suffix(".hangs").touch()
         time.sleep(0.02)
 
 

@@ -1,13 +1,16 @@
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, SpecError
 from dataservice.engine.api import NamedPack, ReplayedStep
+from dataservice.serving import coordinator_client
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.serving.status_codes import ServiceUnreachableError
 
@@ -143,7 +146,18 @@ def test_a_service_that_does_not_answer_in_time_is_named_too():
             client.jobs()
 
 
-async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinator):
+async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinator, monkeypatch):
+    seen, limits_s = [], []
+
+    class Timer(threading.Timer):
+        """Runs out only where no step comes, however slow the machine is."""
+
+        def __init__(self, limit_s, act):
+            limits_s.append(limit_s)
+            super().__init__(0.0 if len(seen) == 3 else 120.0, act)
+
+    monkeypatch.setattr(coordinator_client, "threading", SimpleNamespace(Timer=Timer))
+
     async def replay(job, first_step, last_step, attempt, content=False):
         for step in range(first_step, last_step):
             yield ReplayedStep(step=step, attempt=1, ledger_digest="", plan_digest="")
@@ -152,14 +166,14 @@ async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinat
     api.replay = replay
 
     def ask():
-        seen = []
         with CoordinatorClient(coordinator, timeout_s=1.0) as client:
             try:
-                seen.extend(step.step for step in client.replay("vlm", 0, 3))
+                for step in client.replay("vlm", 0, 3):
+                    seen.append(step.step)
             except ServiceUnreachableError as error:
-                return seen, str(error)
+                return str(error)
         raise AssertionError("it ended by itself")
 
-    seen, told = await asyncio.to_thread(ask)
-    assert seen == [0, 1, 2]
+    told = await asyncio.to_thread(ask)
+    assert (seen, limits_s) == ([0, 1, 2], [1.0] * 4)
     assert "did not answer within 1 s" in told

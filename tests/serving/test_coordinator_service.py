@@ -121,7 +121,8 @@ async def test_a_killed_client_releases_its_claim(coordinator, api, make):
 
 
 async def test_a_client_behind_a_dead_network_loses_its_claim(api, make, network, channel_to):
-    keepalive = Keepalive(interval_s=0.3, timeout_s=0.3)
+    # Pings that a busy machine answers late are no dead network.
+    keepalive = Keepalive(interval_s=0.3, timeout_s=3.0)
     handle = await serve_coordinator(api, "127.0.0.1:0", keepalive=keepalive)
     address = through_gate(network.control, handle.address)
     stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(address))

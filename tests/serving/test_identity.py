@@ -14,7 +14,7 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from dataservice.core.errors import SpecError, TokenError
+from dataservice.core.errors import QuotaError, SpecError, TokenError
 from dataservice.core.team import Identity, TeamSpec
 from dataservice.core.tokens import token_digest
 from dataservice.operate.tokens_file import TokensFile, expiry, make_token, read_tokens
@@ -97,12 +97,13 @@ def ask(service, channel_to):
             response_deserializer=GetMessageClass(descriptor.output_type).FromString,
         )
         given = header or (None if token is None else f"Bearer {token}")
+        limit_s = 120  # the first plan of a machine compiles its kernels
         metadata = () if given is None else (("authorization", given),)
         request = GetMessageClass(descriptor.input_type)(**fields)
         try:
             if not descriptor.server_streaming:
-                return Code.OK, await call(request, metadata=metadata, timeout=20)
-            answers = call(request, metadata=metadata, timeout=20)
+                return Code.OK, await call(request, metadata=metadata, timeout=limit_s)
+            answers = call(request, metadata=metadata, timeout=limit_s)
             last = await answers.read()
             answers.cancel()
             return (Code.OK, last) if last is not grpc.aio.EOF else (await answers.code(), None)
@@ -360,7 +361,9 @@ async def test_two_jobs_submitted_at_once_do_not_pass_one_quota():
         engine.submit("w/c", "", team="w", max_jobs=1),
         return_exceptions=True,
     )
-    assert [isinstance(each, Exception) for each in done] == [False, True, False]
+    refused = [isinstance(each, QuotaError) for each in done]
+    # Which of the two comes first, the threads that read their files decide.
+    assert (sorted(refused[:2]), done[2].record.name) == ([False, True], "w/c")
 
 
 # ---- an open service, and what is beside the service's own calls ---------------------------

@@ -53,6 +53,12 @@ def stranger(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("tls") / "theirs")
 
 
+@pytest.fixture(autouse=True)
+def _patient_probe(monkeypatch):
+    """The reason of a refusal is asked of a port, which on a busy machine may be slow to say."""
+    monkeypatch.setattr("dataservice.serving.tls.PROBE_S", 30.0)
+
+
 @pytest.fixture
 async def serve(api):
     """Serve the coordinator with these certificates; its address."""
@@ -71,7 +77,7 @@ async def jobs(address, tls=None, **access):
     """List the jobs with the CLI's client, as a fresh connection."""
 
     def call():
-        with CoordinatorClient(address, timeout_s=10, access=Access(tls=tls, **access)) as client:
+        with CoordinatorClient(address, timeout_s=30, access=Access(tls=tls, **access)) as client:
             return client.jobs()
 
     return await asyncio.to_thread(call)

@@ -4,8 +4,11 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -473,6 +476,37 @@ def test_a_process_that_dies_gives_an_error_and_not_a_hang(
 ) -> None:
     for k in range(3):
         write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "die" if k == 1 else "live"}])
+    with pytest.raises(SourceError, match=r"one of 2 indexing processes died"):
+        build_index(
+            spec(tmp_path / "data", "jsonl"),
+            out_dir=str(tmp_path / "index"),
+            make_measurer=spawnable,
+            workers=2,
+        )
+
+
+@pytest.mark.usefixtures("pool_for_any_size")
+def test_a_process_that_dies_while_files_are_handed_out_gives_the_same_error(
+    tmp_path: Path,
+    spec: Spec,
+    write_jsonl: Write,
+    spawnable: Callable[[], SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Dying(ProcessPoolExecutor):
+        """One of its processes dies behind the first file."""
+
+        submitted = 0
+
+        def submit(self, *given: Any, **named: Any) -> Future[Any]:
+            self.submitted += 1
+            if self.submitted > 1:
+                raise BrokenProcessPool("a child process terminated abruptly")
+            return super().submit(*given, **named)
+
+    monkeypatch.setattr(index_files, "ProcessPoolExecutor", Dying)
+    for k in range(3):
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "live"}])
     with pytest.raises(SourceError, match=r"one of 2 indexing processes died"):
         build_index(
             spec(tmp_path / "data", "jsonl"),

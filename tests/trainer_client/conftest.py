@@ -5,6 +5,7 @@ one of its two images; in wave 1 replica 0 has pack 1 and replica 1 is idle but 
 sound. Everything follows from the step's number.
 """
 
+import socket
 import threading
 import zlib
 from collections import defaultdict
@@ -178,6 +179,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 class Claim:
     rank: int
     session: str
+    complete: bool = False  # every rank has claimed: it stays so when the first of them leaves
     ended: threading.Event = field(default_factory=threading.Event)
     fault: Fault | None = None
 
@@ -219,16 +221,17 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def OpenSession(self, request, context):
         self.opens.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
         self._fault("OpenSession", context)
         if request.job != JOB:
             Fault(Code.NOT_FOUND, f"no job {request.job!r}", "NotFoundError").raise_in(context)
         claim = self._claim(request, context)
-        context.add_callback(claim.ended.set)
+        self.metadata.append(dict(context.invocation_metadata()))
+        if not context.add_callback(claim.ended.set):
+            claim.ended.set()  # the client has gone already
         try:
             with self.changed:
-                complete = lambda: len(self.claims) >= self.ranks or claim.ended.is_set()  # noqa: E731
-                while not self.changed.wait_for(complete, 0.05):
+                granted = lambda: claim.complete or claim.ended.is_set()  # noqa: E731
+                while not self.changed.wait_for(granted, 0.05):
                     pass
             start = int(request.cursor.removeprefix("cursor-") or 0)
             yield coordinator_pb2.SessionEvent(
@@ -303,6 +306,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 self.attempt += 1
             claim = Claim(request.rank, f"session-{self.sessions}")
             self.claims[request.rank] = claim
+            if len(self.claims) >= self.ranks:
+                for each in self.claims.values():
+                    each.complete = True
             self.changed.notify_all()
             return claim
 
@@ -329,6 +335,7 @@ class Service:
         names = ("w0", "w1", "w0-spare", "w1-spare")
         self.workers = {name: ScriptedWorker(name) for name in names}
         self._servers: dict[str, tuple[grpc.Server, ThreadPoolExecutor]] = {}
+        self._ports: dict[str, socket.socket] = {}
         self.addresses = self.coordinator.addresses
         for name in ("coordinator", *names):
             self.start(name)
@@ -339,20 +346,21 @@ class Service:
 
     def start(self, name: str, credentials: grpc.ServerCredentials | None = None) -> None:
         """Serve; on the former port if it was served before."""
+        if name not in self.addresses:
+            self._ports[name] = reserved_port()
+            self.addresses[name] = f"127.0.0.1:{self._ports[name].getsockname()[1]}"
         pool = ThreadPoolExecutor(max_workers=12)
         server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         if name == "coordinator":
             coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, server)
         else:
             worker_pb2_grpc.add_WorkerServicer_to_server(self.workers[name], server)
-        address = self.addresses.get(name, "127.0.0.1:0")
         if credentials is None:
-            port = server.add_insecure_port(address)
+            server.add_insecure_port(self.addresses[name])
         else:
-            port = server.add_secure_port(address, credentials)
+            server.add_secure_port(self.addresses[name], credentials)
+        self._servers[name] = (server, pool)  # first: whoever it serves may kill it
         server.start()
-        self.addresses[name] = f"127.0.0.1:{port}"
-        self._servers[name] = (server, pool)
 
     def kill(self, name: str) -> None:
         """Close the port and every connection at once."""
@@ -366,6 +374,8 @@ class Service:
         self.coordinator.planned.set()
         for name in list(self._servers):
             self.kill(name)
+        for port in self._ports.values():
+            port.close()
 
     def fail(self, method: str, code: str, message: str, error_class: str = "") -> None:
         """Have the next call of a coordinator's method, or of a worker, refused."""
@@ -376,16 +386,44 @@ class Service:
             self.coordinator.faults[method].append(fault)
 
     def end_session(self, rank: int, code: str = "", message: str = "", cls: str = "") -> None:
-        """End a rank's stream, with an error or as if it simply stopped."""
-        claim = self.coordinator.claims[rank]
+        """End a rank's stream, with an error or as if it simply stopped.
+
+        Its session is unknown from here on, however long the stream takes to end.
+        """
+        with self.coordinator.changed:
+            claim = self.coordinator.claims.pop(rank)
         claim.fault = Fault(Code[code], message, cls) if code else None
         claim.ended.set()
 
     def dataset(self, rank: int = 0, **options: object) -> ShardDataset:
-        """A client of this service, with short deadlines."""
+        """A client of this service. No deadline passes by itself, even on a busy machine; a test
+        of one shortens it, and only where nothing else can pass it first."""
         known = {"job": JOB, "rank": rank, "world_size": 2}
-        deadlines = {"connect_timeout_s": 2.0, "timeout_s": 10.0, "stall_timeout_s": 5.0}
+        deadlines = {"connect_timeout_s": 60.0, "timeout_s": 60.0, "stall_timeout_s": 60.0}
         return ShardDataset(self.address, **{**known, **deadlines, **options})  # type: ignore[arg-type]
+
+
+def reserved_port() -> socket.socket:
+    """A port that nobody else is given, also while its server is down: a socket that is bound and
+    never listens, beside which a server with SO_REUSEADDR (as gRPC's) can listen."""
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port
+
+
+@pytest.fixture(autouse=True)
+def a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own limits, for a machine on which any thread may stand still for seconds."""
+    for name in (
+        "run.CLOSING_FLUSH_S",
+        "run.JOIN_S",
+        "session.CLAIM_GRACE_S",
+        "session.STALE_SESSION_S",
+        "transport.PROBE_S",
+        "transport.REASON_S",
+    ):
+        monkeypatch.setattr(f"trainer_client.{name}", 60.0)
 
 
 @pytest.fixture

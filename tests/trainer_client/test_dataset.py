@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.waiting import wait_for
 from trainer_client import (
     BadArgument,
     CursorMismatch,
@@ -266,10 +267,20 @@ def test_the_service_hears_how_far_the_bytes_have_arrived(service):
 
 
 def test_the_wait_for_a_shard_is_measured(service):
-    service.coordinator.planned.clear()
+    coordinator = service.coordinator
+    coordinator.report_every_s = 0.02
+    coordinator.edit = lambda shard: coordinator.planned.clear()  # behind step 0
+
+    def plan_once_the_loop_has_waited():
+        wait_for(lambda: coordinator.reports and coordinator.reports[-1].waiting_s > 0.2)
+        coordinator.planned.set()
+
     shards = iter(service.dataset())
-    threading.Timer(0.3, service.coordinator.planned.set).start()
+    next(shards)
+    planning = threading.Thread(target=plan_once_the_loop_has_waited)
+    planning.start()
     assert next(shards).wait_s > 0.2
+    planning.join()
     shards.close()
 
 

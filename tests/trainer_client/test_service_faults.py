@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from tests.waiting import wait_for
 from trainer_client import (
     AccessDenied,
     CursorMismatch,
@@ -17,6 +18,7 @@ from trainer_client import (
     UnknownJob,
     WrongWorldSize,
 )
+from trainer_client.backoff import Backoff
 
 
 def restart(service, after_s=0.3):
@@ -75,9 +77,16 @@ def test_of_two_clients_of_one_rank_the_second_is_refused(service, monkeypatch):
 def test_a_claim_that_is_about_to_end_is_waited_for(service):
     first = iter(service.dataset(rank=0))
     next(first)
-    threading.Timer(0.3, service.end_session, [0, "ABORTED", "fenced"]).start()
+
+    def end_once_it_is_asked_for():
+        wait_for(lambda: len(service.coordinator.opens) > 1)
+        service.end_session(0, "ABORTED", "fenced")
+
+    ending = threading.Thread(target=end_once_it_is_asked_for)
+    ending.start()
     second = iter(service.dataset(rank=0))
     assert next(second).step == 0
+    ending.join()
     second.close()
     first.close()
 
@@ -110,6 +119,7 @@ def test_a_restarted_coordinator_is_rejoined_and_no_step_is_lost_or_repeated(mak
     for shard in dataset:
         steps.append(shard.step)
         if shard.step in (1, 4):
+            dataset.state_dict()  # waits for commits: one without an answer would be sent again
             restart(service)
     assert steps == list(range(8))
     assert service.coordinator.commits == list(range(8))
@@ -136,10 +146,12 @@ def test_a_claim_that_the_broken_stream_still_holds_is_waited_for(make_service):
     assert [shard.step for shard in shards] == [1, 2, 3, 4, 5]
 
 
-def test_a_coordinator_that_stays_away_stops_training_with_an_error(make_service):
+def test_a_coordinator_that_stays_away_stops_training_with_an_error(make_service, monkeypatch):
     service = make_service(steps=20)
-    shards = iter(service.dataset(timeout_s=1.0))
+    shards = iter(service.dataset())
     next(shards)
+    for module in ("session", "steps"):
+        monkeypatch.setattr(f"trainer_client.{module}.Backoff", lambda stop, _: Backoff(stop, 1.0))
     service.kill("coordinator")
     with pytest.raises(ServiceUnreachable):
         list(shards)
@@ -168,20 +180,30 @@ def test_a_fenced_trainer_saves_no_checkpoint(make_service):
 
 
 def test_a_step_that_is_never_planned_stops_the_wait(service, monkeypatch):
-    monkeypatch.setattr("trainer_client.run.GRACE_S", 0.0)
     monkeypatch.setattr("trainer_client.steps.POLL_S", 0.2)
-    service.coordinator.planned.clear()
+    coordinator = service.coordinator
+    coordinator.edit = lambda shard: coordinator.planned.clear()  # behind step 0
+    shards = iter(service.dataset(timeout_s=60.0))
+    next(shards)
+    wait_for(lambda: sum(ask.step == 1 for ask in coordinator.asks) > 2)
+    monkeypatch.setattr("trainer_client.run.GRACE_S", 1.0 - 60.0)  # the loop's own wait alone
     with pytest.raises(ServiceTimeout, match="did not come within 1 s"):
-        next(iter(service.dataset(timeout_s=1.0)))
-    assert len(service.coordinator.asks) > 2
+        next(shards)
 
 
 def test_a_slow_step_is_asked_for_again_until_it_is_planned(service, monkeypatch):
     monkeypatch.setattr("trainer_client.steps.POLL_S", 0.2)
     service.coordinator.planned.clear()
-    threading.Timer(0.7, service.coordinator.planned.set).start()
+
+    def plan_once_it_was_asked_for_again():
+        wait_for(lambda: len(service.coordinator.asks) > 2)
+        service.coordinator.planned.set()
+
+    planning = threading.Thread(target=plan_once_it_was_asked_for_again)
+    planning.start()
     shards = iter(service.dataset())
     assert next(shards).step == 0
+    planning.join()
     shards.close()
 
 
@@ -195,8 +217,11 @@ def test_a_commit_that_fails_for_a_moment_is_sent_again_in_order(service):
 def test_a_commit_that_is_refused_stops_the_loop(make_service):
     service = make_service(steps=20)
     service.fail("CommitStep", "FAILED_PRECONDITION", "not your step", "ConflictError")
+    shards = iter(service.dataset())
+    next(shards), next(shards)
+    wait_for(lambda: "shard-commit" not in [thread.name for thread in threading.enumerate()])
     with pytest.raises(RequestRefused, match="not your step"):
-        list(service.dataset())
+        list(shards)
 
 
 def test_a_checkpoint_does_not_wait_for_a_coordinator_that_is_away(make_service, monkeypatch):

@@ -1,13 +1,24 @@
 """Workers die, stall, refuse and send wrong bytes; the shard still comes whole, or an error."""
 
+import threading
 import time
+import types
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from soak.gate import Gate, through_gate
 from soak.rank import GatedTransport
-from trainer_client import CorruptPart, MalformedShard, PlanDigestMismatch, WorkerUnreachable
+from tests.waiting import wait_for
+from trainer_client import (
+    CorruptPart,
+    MalformedShard,
+    MisuseError,
+    PlanDigestMismatch,
+    WorkerUnreachable,
+)
+from trainer_client.backoff import Backoff
 
 
 def check(service, shards):
@@ -69,7 +80,34 @@ def test_a_part_that_stays_corrupt_stops_training_by_name(service):
         next(iter(service.dataset()))
 
 
-def test_a_worker_that_stops_sending_is_given_up(service):
+@pytest.fixture
+def time_passes_for_w0_alone(service, monkeypatch):
+    """Called with when w0 has begun to be silent: from then on, and only while its first stream is
+    all that is waited for, time passes for the stalls of streams. So no other one stalls, however
+    long a busy machine keeps it waiting."""
+
+    def since(silent):
+        now_s, looked_s = 0.0, time.monotonic()
+
+        def w0_alone():
+            streams = [t for t in threading.enumerate() if t.name == "shard-fetch"]
+            others_ended = service.workers["w1"].calls == 1 and len(streams) == 1
+            return others_ended and len(named(service)) == 1 and bool(silent())
+
+        def monotonic():
+            nonlocal now_s, looked_s
+            spent_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+            now_s += spent_s * w0_alone()
+            return now_s
+
+        clock = types.SimpleNamespace(monotonic=monotonic)
+        monkeypatch.setattr("trainer_client.fetch.time", clock)
+
+    return since
+
+
+def test_a_worker_that_stops_sending_is_given_up(service, time_passes_for_w0_alone):
+    time_passes_for_w0_alone(lambda: service.workers["w0"].calls)
     service.workers["w0"].release.clear()
     check(service, iter(service.dataset(stall_timeout_s=0.5)))
     assert named(service) == [[], []]  # it may be decoding still: it is named as slow
@@ -97,7 +135,8 @@ def gated(service, gate, **options):
     return iter(service.dataset(transport=transport, prefetch_steps=1, **options))
 
 
-def test_a_worker_behind_a_silent_network_costs_one_stall(service, gate):
+def test_a_worker_behind_a_silent_network_costs_one_stall(service, gate, time_passes_for_w0_alone):
+    time_passes_for_w0_alone(lambda: True)
     # It accepts connections, and nothing comes: neither an answer nor an end.
     gate.silence(lambda address: address == service.addresses["w0"])
     check(service, gated(service, gate, stall_timeout_s=0.5))
@@ -106,7 +145,10 @@ def test_a_worker_behind_a_silent_network_costs_one_stall(service, gate):
     assert service.workers["w0"].calls == 0
 
 
-def test_a_stream_that_the_network_drops_in_its_midst_costs_one_stall(service, gate):
+def test_a_stream_that_the_network_drops_in_its_midst_costs_one_stall(
+    service, gate, time_passes_for_w0_alone
+):
+    time_passes_for_w0_alone(gate.holds)
     gate.hold(lambda address: address == service.addresses["w0"], after_bytes=400)
     check(service, gated(service, gate, stall_timeout_s=0.5))
     assert slow_ones(service) == [[], ["w0"]]
@@ -114,51 +156,71 @@ def test_a_stream_that_the_network_drops_in_its_midst_costs_one_stall(service, g
 
 
 def test_a_network_that_is_slow_but_alive_is_borne(service, gate):
-    # A connection and its first message take many times what a stream may be silent at first.
-    gate.delay(lambda address: address in service.addresses.values(), 0.15)
+    # A connection and its first message take many times what a stream may be silent at first; for
+    # two rounds so long that none can get through, though a busy machine looks at them late.
+    def delay(delay_s):
+        gate.delay(lambda address: address != service.address, delay_s)
+
+    delay(60.0)
+    service.coordinator.edit = lambda shard: delay(0.15) if len(slow_ones(service)) > 2 else None
     check(service, gated(service, gate, stall_timeout_s=0.06))
     assert not any(named(service))
     assert len(slow_ones(service)) > 2
 
 
-def test_workers_that_never_deliver_stop_training_with_the_last_reason(service):
+def test_workers_that_never_deliver_stop_training_with_the_last_reason(service, monkeypatch):
+    monkeypatch.setattr("trainer_client.steps.Backoff", lambda stop, _: Backoff(stop, 0.5))
     for name in service.workers:
         service.kill(name)
     with pytest.raises(WorkerUnreachable, match=r"step 0: 3 parts did not come .* worker w") as e:
-        next(iter(service.dataset(timeout_s=0.5)))
+        next(iter(service.dataset()))
     assert "refused" in str(e.value)
     assert "failed or silent: w" in str(e.value)
 
 
-class ByTheClock(list):
-    """After how many messages a worker's stream breaks, by the seconds since the first call."""
+class CountedRetries:
+    """A deadline that passes with the seventh retry."""
 
-    def __init__(self, script):
-        super().__init__([None])
-        self.script, self.began_s = script, None
+    spent_s = 0.0
 
-    def pop(self, _place):
-        self.began_s = self.began_s or time.monotonic()
-        spent_s = time.monotonic() - self.began_s
-        return next(after for until_s, after in self.script if spent_s < until_s)
+    def __init__(self, stop, deadline_s):
+        self.attempts = 0
+
+    def wait(self):
+        self.attempts += 1
+        return self.attempts < 7
 
 
 def test_the_deadline_is_for_the_next_part_and_not_for_all_of_a_step(service, monkeypatch):
-    monkeypatch.setattr("trainer_client.backoff.LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("trainer_client.steps.Backoff", CountedRetries)
     # No part, then the first of two, then both: each in less than the deadline, not together.
-    script = ByTheClock([(1.2, 1), (2.4, 3), (99.0, None)])
+    script = [1] * 5 + [3] * 5
     service.workers["w0"].drop_after = service.workers["w0-spare"].drop_after = script
-    check(service, iter(service.dataset(timeout_s=1.8, prefetch_steps=1)))
+    check(service, iter(service.dataset(prefetch_steps=1)))
+    assert len(named(service)) == 11
 
 
 def test_a_loop_is_left_at_once_while_a_worker_is_silent(service):
     for worker in service.workers.values():
         worker.release.clear()
-    dataset = service.dataset(timeout_s=60.0, stall_timeout_s=60.0)
+    dataset = service.dataset()
     shards = iter(dataset)
-    service.coordinator.edit = lambda shard: dataset.close()
+
+    def iterated():
+        with suppress(MisuseError):
+            dataset.peek(wait=False)
+            return True
+        return False
+
+    def leave():
+        wait_for(lambda: service.workers["w0"].calls and iterated())
+        dataset.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
     with pytest.raises(Exception, match="closed"):
         next(shards)
+    leaving.join()
 
 
 def test_a_plan_that_changes_between_two_tries_is_refused(service):

@@ -1,6 +1,7 @@
 """What a pool's worker serves where no decoding is wanted, and whoever asks it."""
 
 import asyncio
+import contextlib
 import os
 import sys
 
@@ -42,3 +43,16 @@ async def ask(address):
         writer.close()
     await writer.wait_closed()
     return answer[0], int(answer[1])
+
+
+async def nobody_at(address):
+    """Wait until nobody listens there: a process that was killed may take a while to end."""
+    async with asyncio.timeout(30):
+        while True:
+            # Whoever ends just now takes the connection and gives no answer.
+            with contextlib.suppress(ConnectionResetError, IndexError):
+                try:
+                    await ask(address)
+                except ConnectionRefusedError:
+                    return
+            await asyncio.sleep(0.01)

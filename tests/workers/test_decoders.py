@@ -85,4 +85,4 @@ def test_two_slots_decode_at_once(decoders, tmp_path):
     with ThreadPoolExecutor(2) as callers:
         pipeline = pipeline_in(tmp_path)
         calls = [callers.submit(decode, decoders, pipeline, key) for key in ("meet-a", "meet-b")]
-        assert [call.result(30)[0].reason for call in calls] == ["", ""]
+        assert [call.result(90)[0].reason for call in calls] == ["", ""]

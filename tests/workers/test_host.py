@@ -21,6 +21,7 @@ from dataservice.workers.host import DecodingHost
 from dataservice.workers.pack import planned_bytes
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
+from tests.waiting import until
 
 PAD = 9
 SHAPE = (1, 2, 2, 3)
@@ -163,11 +164,13 @@ async def test_parts_are_waited_for_until_the_pack_is_ready(host, library):
     await work
 
 
-async def test_a_rank_that_comes_before_the_order_waits_for_it(host):
+async def test_a_rank_that_comes_before_the_order_waits_for_it(library):
+    host = DecodingHost(threads(library), order_grace_s=60)
     early = asyncio.create_task(host.sequence(order("a").key, 0))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     await host.prepare(order("a"))
     assert (await early)["input_ids"].tolist() == [1] * 4
+    host.close()
 
 
 async def test_what_was_never_ordered_is_not_found(host):
@@ -192,10 +195,7 @@ async def test_releasing_drops_work_not_yet_started_and_tells_who_waits(host, li
             await task
     library.gate.set()
     await host.prepare(order("z", pack=1))
-    for _ in range(200):  # what was in a thread runs out unused
-        if len(library.decoded) == 3:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: len(library.decoded) == 3)  # what was in a thread runs out unused
     assert sorted(library.decoded) == ["a", "b", "z"]
 
 
@@ -249,25 +249,28 @@ def size_of(*keys):
     return planned_bytes(order(*keys))
 
 
-async def test_packs_beyond_the_limit_of_bytes_wait_until_others_are_released(library):
+async def test_packs_beyond_the_limit_of_bytes_wait_until_others_are_released(library, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     host = DecodingHost(threads(library), held_bytes=2 * size_of("a"))
     now, next_one, later = (order("a", step=step, pack=step) for step in range(3))
     had_room = await host.prepare(now)
     await host.prepare(next_one)
     waiting = asyncio.create_task(host.prepare(later))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
     assert not waiting.done()
     assert (host.stats().packs_pending, host.stats().packs_waiting) == (1, 1)
     assert later.key in host.held()
+    now_s += 0.5
     host.release([now.key])
     had_none = await waiting
-    assert had_room.room_s < 0.04 < had_none.room_s
+    assert (had_room.room_s, had_none.room_s) == (0.0, 0.5)
     assert host.stats().packs_waiting == 0
     host.close()
 
 
 async def test_a_rank_that_asks_for_a_pack_never_waits_for_room(library):
-    host = DecodingHost(threads(library), held_bytes=1, order_grace_s=5)
+    host = DecodingHost(threads(library), held_bytes=1, order_grace_s=60)
     await host.prepare(order("a", step=0))
     ordered = asyncio.create_task(host.prepare(order("b", step=1)))
     await asyncio.sleep(0.05)

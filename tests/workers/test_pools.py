@@ -1,6 +1,7 @@
 """One contract over both pools. Ray's tests share one small Ray a test process."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -35,18 +36,24 @@ from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
-from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+from dataservice.workers.ray_pool import (
+    SMALLEST_OBJECT_STORE_BYTES,
+    RayPoolConfig,
+    RayWorkerPool,
+    remove_folder,
+)
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
-from tests.waiting import until
-from tests.workers.served import ask, serve
+from tests.waiting import until, wait_for
+from tests.workers.served import ask, nobody_at, serve
 
 pytestmark = pytest.mark.long
 
 # A test module cannot be imported by Ray's workers: send what it defines by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-QUICK = {"slots_per_worker": 3, "health_interval_s": 0.1, "health_timeout_s": 1.5}
+# Often asked; but on a busy machine a worker that lives may take seconds to answer.
+QUICK = {"slots_per_worker": 3, "health_interval_s": 0.1, "health_timeout_s": 30.0}
 
 
 class Occupant:
@@ -71,7 +78,7 @@ async def serve_never(worker):
 
 
 @pytest.fixture(scope="module")
-def small_ray():
+def whole_ray():
     """Ray's sockets need a short path, which pytest's own directories are not."""
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -87,6 +94,21 @@ def small_ray():
     yield
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def small_ray(whole_ray, monkeypatch):
+    """Ray for one test, which finds no name of a worker taken."""
+    monkeypatch.setattr("dataservice.workers.ray_pool.INTRODUCTION_S", 30.0)
+    yield
+    for each in named_actors():  # those of a test that failed
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(each["name"], namespace=each["namespace"]))
+    wait_for(lambda: not named_actors())
+
+
+def named_actors():
+    return ray.util.list_named_actors(all_namespaces=True)
 
 
 def local_pool(serve, **config):
@@ -118,10 +140,15 @@ async def stopped():
 @pytest.fixture(
     params=["local", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))],
 )
-def make_pool(request, stopped):
+def kind(request):
     if request.param == "ray":
         request.getfixturevalue("small_ray")
-    return stopped({"local": local_pool, "ray": ray_pool}[request.param])
+    return request.param
+
+
+@pytest.fixture
+def make_pool(kind, stopped):  # in this order: pools are stopped before Ray is looked through
+    return stopped({"local": local_pool, "ray": ray_pool}[kind])
 
 
 @pytest.fixture
@@ -139,8 +166,7 @@ async def test_every_worker_serves_under_its_own_name_until_the_pool_stops(make_
     await pool.stop()
     assert pool.workers() == ()
     for each in workers:
-        with pytest.raises(ConnectionRefusedError):
-            await ask(each.address)
+        await nobody_at(each.address)
 
 
 async def test_a_replaced_worker_is_gone_and_its_successor_has_a_new_name(make_pool):
@@ -153,8 +179,7 @@ async def test_a_replaced_worker_is_gone_and_its_successor_has_a_new_name(make_p
     assert new.worker == "worker-0.2"
     assert (await ask(new.address))[0] == "worker-0.2"
     if new.address != old.address:
-        with pytest.raises(ConnectionRefusedError):
-            await ask(old.address)
+        await nobody_at(old.address)
     await pool.replace(old.worker)
     assert pool.workers() == (new,)
 
@@ -194,21 +219,27 @@ async def test_workers_that_start_do_not_wait_long_for_one_that_hangs():
     await pool.stop()
 
 
-async def test_a_worker_that_ray_has_no_room_for_is_waited_for_without_the_others(make_ray_pool):
+async def test_a_worker_that_ray_has_no_room_for_is_waited_for_without_the_others(
+    make_ray_pool, monkeypatch
+):
     """Each takes one of two CPUs, and a third actor of somebody else's has one of them."""
+    monkeypatch.setattr("dataservice.workers.ray_pool.END_S", 30.0)  # for Ray to tell what is free
     other = ray.remote(num_cpus=1)(Occupant).remote()
     await other.here.remote()
-    pool = make_ray_pool(serve, workers=2, start_timeout_s=20.0, cpus_per_worker=1.0)
+    # `others_timeout_s`: the pool must not give up waiting before the worker is given up.
+    pool = make_ray_pool(
+        serve, workers=2, start_timeout_s=30.0, others_timeout_s=90.0, cpus_per_worker=1.0
+    )
     await pool.start()
     (placed,) = pool.workers()
     assert (await ask(placed.address))[0] == placed.worker
     assert re.match(
         r"1 of 2 workers are missing and tried again every .* s: worker-[01]\.\d+ did not start "
-        r"within 20 s: it takes 1 CPUs, and of 2 in the cluster 0 are free\.",
+        r"within 30 s: it takes 1 CPUs, and of 2 in the cluster 0 are free\.",
         pool.shortfall(),
     )
     ray.kill(other)
-    await until(lambda: len(pool.workers()) == 2)
+    await until(lambda: len(pool.workers()) == 2, limit_s=90)
     assert placed in pool.workers()
     assert pool.shortfall() == ""
 
@@ -225,7 +256,8 @@ async def test_workers_of_larger_settings_serve_as_far_as_there_is_room(make_ray
         namespace="service-a",
         settings="larger",
         cpus_per_worker=1.0,
-        start_timeout_s=20.0,
+        start_timeout_s=30.0,
+        others_timeout_s=90.0,
     )
     await larger.start()
     assert len(larger.workers()) == 2
@@ -263,7 +295,7 @@ async def test_a_seat_that_cannot_be_filled_is_tried_again():
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_ray_worker_that_dies_or_hangs_is_noticed_and_replaced(make_ray_pool, blow):
-    pool = make_ray_pool(serve, workers=2)
+    pool = make_ray_pool(serve, workers=2, health_timeout_s=5.0)
     await pool.start()
     first, second = pool.workers()
     _, process_id = await ask(first.address)
@@ -304,8 +336,7 @@ async def test_a_renewed_worker_serves_beside_its_successor_until_it_is_drained(
     drain.over.set()
     await renewing
     assert set(states(pool)) == {"worker-0.2", "worker-1.1"}
-    with pytest.raises(ConnectionRefusedError):
-        await ask(old.address)
+    await nobody_at(old.address)
     assert (await ask(other.address))[0] == "worker-1.1"
 
 
@@ -396,15 +427,15 @@ async def test_workers_outlive_their_pool_and_the_next_one_takes_them_over(small
     await successor.start()
     assert successor.workers() == serving[:1]
     assert await ask(serving[0].address) == processes[0]
-    with pytest.raises(ConnectionRefusedError):
-        await ask(serving[1].address)
+    await nobody_at(serving[1].address)
     await successor.replace("worker-0.1")  # it can be ended, and is watched, as one's own
     assert states(successor) == {"worker-0.2": "serving"}
     await end_workers(successor, workers=1)
 
 
 async def test_workers_of_other_settings_or_that_do_not_answer_are_replaced(small_ray, monkeypatch):
-    monkeypatch.setattr("dataservice.workers.ray_pool.INTRODUCTION_S", 1.0)
+    # The one that is stopped lets it pass; the other must not.
+    monkeypatch.setattr("dataservice.workers.ray_pool.INTRODUCTION_S", 10.0)
     former = kept_pool(serve, workers=2)
     await former.start()
     stopped = (await ask(former.workers()[0].address))[1]
@@ -423,10 +454,10 @@ async def test_workers_of_other_settings_or_that_do_not_answer_are_replaced(smal
 
 
 async def test_a_worker_that_nobody_asks_after_ends_itself(small_ray):
-    pool = kept_pool(serve, workers=1, orphan_after_s=1.0)
+    pool = kept_pool(serve, workers=1, orphan_after_s=4.0)
     await pool.start()
     (info,) = pool.workers()
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(6.0)
     _, process_id = await ask(info.address)  # it is asked after
     await pool.stop()
     await until(lambda: not Path(f"/proc/{process_id}").exists())
@@ -445,8 +476,7 @@ async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
     await last.start()
     assert last.workers() == (info,)
     await last.stop()
-    with pytest.raises(ConnectionRefusedError):
-        await ask(info.address)
+    await nobody_at(info.address)
 
 
 class Counting:
@@ -556,6 +586,24 @@ def test_a_pool_without_an_address_runs_a_ray_that_no_stranger_gets_into_and_end
             env={**os.environ, "TMPDIR": directory},
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_ray_s_folder_goes_though_a_last_line_is_written_meanwhile(tmp_path, monkeypatch):
+    home = tmp_path / "dataservice-x"
+    home.mkdir()
+    remove, tries = shutil.rmtree, []
+
+    def remove_while_ray_writes(folder, **options):
+        remove(folder, **options)
+        if not tries:
+            folder.mkdir()
+            (folder / "raylet.out").write_text("bye")
+        tries.append(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_while_ray_writes)
+    remove_folder(home)
+    assert len(tries) == 2
+    assert not home.exists()
 
 
 @pytest.mark.parametrize(

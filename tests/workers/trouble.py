@@ -29,6 +29,7 @@ from dataservice.workers.sample_pipelines import PipelineFactory
 
 PAD = 9
 IMAGE = (2, 224, 224, 3)
+GATE = "is-open"
 
 
 class Reader:
@@ -106,10 +107,19 @@ def work_s(decoder, raw):
         pass
 
 
+def wait_at_gate(decoder, raw):
+    """Until the test has done what it wants to do meanwhile: see `open_gate`."""
+    deadline_s = time.monotonic() + 120
+    while not (decoder.folder / GATE).exists():
+        if time.monotonic() > deadline_s:
+            raise SampleError("the gate was never opened")
+        time.sleep(0.01)
+
+
 def meet(decoder, raw):
     """Wait until the other of a pair is being decoded too."""
     other = {"meet-a": "meet-b", "meet-b": "meet-a"}[raw.key]
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not any(decoder.folder.glob(f"{other}.*")):
         if time.monotonic() > deadline_s:
             raise SampleError("the other never came")
@@ -117,6 +127,7 @@ def meet(decoder, raw):
 
 
 ACTS = {
+    "gate": wait_at_gate,
     "meet": meet,
     "refuse": refuse,
     "surprise": surprise,
@@ -166,6 +177,11 @@ def a_sample(number, key, *, tokens=4, images=0, sounds=0):
         ),
         lengths=SampleLengths(llm_tokens=tokens, loss_tokens=tokens, items=items),
     )
+
+
+def open_gate(folder):
+    """Let every sample `gate` of this folder go on."""
+    (folder / GATE).touch()
 
 
 def decode(decoders, pipeline, *keys, **shape):

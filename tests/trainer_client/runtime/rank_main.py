@@ -27,7 +27,7 @@ def main(order):
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=120),
             )
         spec = importlib.util.spec_from_file_location("scenario", order["file"])
         module = importlib.util.module_from_spec(spec)

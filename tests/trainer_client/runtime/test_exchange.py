@@ -25,7 +25,7 @@ def whole_features(seed, rows):
 
 
 def exchange_cases(rank, size, seeds):
-    with GroupPool(timeout_s=30) as pool:
+    with GroupPool(timeout_s=60) as pool:
         return [one_exchange(seed, rank, size, pool.everyone) for seed in seeds] + [
             two_modalities(rank, size, pool.everyone),
             frozen(rank, size, pool.everyone),

@@ -186,7 +186,7 @@ def through_flash(rank, size, seeds):
         FlashKernel()
     )
     answer = {}
-    with GroupPool(timeout_s=30) as pool:
+    with GroupPool(timeout_s=60) as pool:
         for seed in seeds:
             rng = np.random.default_rng(seed)
             degree, causal = 1 + seed % size, bool(seed // size % 2)

@@ -20,7 +20,7 @@ def summed(group, value):
 
 def pool_cases(rank, size):
     seen = {}
-    with GroupPool(timeout_s=30, max_groups=2) as pool:
+    with GroupPool(timeout_s=60, max_groups=2) as pool:
         # Ranks outside (0, 3) make no call at all, and nobody waits for them.
         if rank in (0, 3):
             seen["members only"] = summed(pool.get((0, 3)), rank)
@@ -28,7 +28,7 @@ def pool_cases(rank, size):
         seen["alone"] = summed(pool.get((rank,)), rank)
         seen["ring order"] = pool.get((1, 0)).index if rank < 2 else None
         seen["kept"] = random_steps(pool, rank, size)
-    with GroupPool(timeout_s=30) as again:
+    with GroupPool(timeout_s=60) as again:
         seen["second pool"] = summed(again.everyone, rank)
     return seen
 
@@ -61,7 +61,7 @@ def test_groups_are_made_by_their_members_and_bounded(world):
 
 def lanes_case(rank, size):
     """Two tensor-parallel lanes of two replicas each: ranks 0, 2 and ranks 1, 3."""
-    with GroupPool(replica=rank // 2, replicas=2, lane=f"tp{rank % 2}", timeout_s=30) as pool:
+    with GroupPool(replica=rank // 2, replicas=2, lane=f"tp{rank % 2}", timeout_s=60) as pool:
         return summed(pool.everyone, rank), dist.get_world_size()
 
 
@@ -170,7 +170,7 @@ def test_every_rank_of_a_host_connects_on_its_own_gpu_in_whichever_thread(monkey
     def rank(local_rank):
         torch.cuda.set_device(torch.device("cuda", local_rank))
         options = {"store": store, "replica": local_rank, "replicas": 3, "backend": "nccl"}
-        with GroupPool(**options, timeout_s=30) as pool:
+        with GroupPool(**options, timeout_s=60) as pool:
             pool.prewarm([(0, 1, 2)])
             return pool.get((0, 1, 2)).device, pool.everyone.device
 

@@ -61,7 +61,7 @@ class Parts(torch.nn.Module):
 def gradient_case(rank, size):
     loss_module.BUCKET_BYTES = 30  # several buckets
     module = Parts()
-    with GroupPool(timeout_s=30) as pool:
+    with GroupPool(timeout_s=60) as pool:
         module.used.grad = torch.full((3, 2), float(rank))
         module.other_type.grad = torch.full((4,), 2.0, dtype=torch.float64)
         if rank == 1:

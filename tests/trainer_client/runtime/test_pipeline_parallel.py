@@ -233,7 +233,8 @@ def sharded_then_failing(rank, size):
     samples, replicas = random_samples(20), size // 2
     waves = random_plan(samples, replicas, (1, 2), 20)
     loss, grads = single_process(make_model(()), samples)
-    with PipelineMesh(stages=2, timeout_s=5) as mesh:
+    torch.distributed.barrier()
+    with PipelineMesh(stages=2, timeout_s=20) as mesh:
         shard = make_shard(samples, waves, replicas, mesh.replica, 20)
         for way in ("sharded", "all forward first"):
             model = make_model(())

@@ -63,7 +63,7 @@ def one_rank_with_another_plan(rank, size):
     waves = random_plan(samples, size, (1, 2), 3)
     digest = ("bb" if rank == 1 else "aa") * 32
     shard, model = make_shard(samples, waves, size, rank, 3, digest), make_model(())
-    with GroupPool(timeout_s=30) as pool:
+    with GroupPool(timeout_s=60) as pool:
         try:
             run_step(model, shard, pool)
         except PlanMismatchError as error:
@@ -82,7 +82,7 @@ def test_a_step_that_replicas_planned_differently_stops_all_of_them_with_both_di
 
 
 def agreement(rank, size):
-    with GroupPool(timeout_s=30) as pool:
+    with GroupPool(timeout_s=60) as pool:
         everyone = pool.everyone
         return [
             check_same_plan("aa" * 8, everyone, upcoming="cc" * 8),
@@ -101,7 +101,7 @@ def some_look_ahead(rank, size):
     """Replicas see the next step at different times; which groups are kept stays alike."""
     samples = random_samples(6)
     losses, kept = [], []
-    with GroupPool(timeout_s=30, max_groups=2) as pool:
+    with GroupPool(timeout_s=60, max_groups=2) as pool:
         shards = [
             make_shard(samples, random_plan(samples, size, (1, 2, 3), k), size, rank, k, f"{k:064}")
             for k in range(5)
