@@ -34,10 +34,11 @@ class Augmenter(Protocol):
     """
 
     def augment(self, item: ItemArray, kind: MediaKind, rng: np.random.Generator) -> ItemArray:
-        """An encoder item, changed: of an image or a clip uint8[frames, height, width, 3] (tiles
-        count as frames), of a recording float32[samples] at 16 kHz; in the same shape and type.
-        Whatever is random is drawn from `rng`, which is the same for all items of one file. `item`
-        may be changed in place. Raises SampleError with the reason why it cannot be used."""
+        """An encoder item, changed: of an image or a clip uint8[frames, height, width, 3], of a
+        recording float32[samples] at 16 kHz; in the same shape and type. Where the processor cuts
+        pictures into tiles, its tiles and their thumbnail are the frames. Whatever is random is
+        drawn from `rng`, which begins alike for all items of one file. `item` may be changed in
+        place. Raises SampleError with the reason why it cannot be used."""
         ...
 
 
@@ -58,6 +59,8 @@ class Augmentation:
         of its file. Raises SampleError where an augmenter fails or changes a shape."""
         made = tuple(items)
         for place, (name, augmenter, seed) in enumerate(self.steps):
+            if place:  # what the one before returned may be an array that it keeps
+                made = tuple(item.copy() for item in made)
             made = tuple(
                 _augmented(name, augmenter, item, kind, _rng(seed, place, key, epoch, file))
                 for item, (kind, file) in zip(made, kinds, strict=True)
@@ -129,8 +132,8 @@ def is_transform(kind: type) -> bool:
 
 
 class _Transform:
-    """A transform of torchvision's, for pictures and clips; sound stays as it is. All frames of a
-    clip are given to it at once, so that it changes them alike."""
+    """A transform of torchvision's, for pictures and clips; sound stays as it is. All frames of an
+    item are given to it at once, so that it changes them alike."""
 
     # Transforms draw from the global generators of torch and random, which threads share.
     _drawing = threading.Lock()

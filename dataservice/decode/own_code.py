@@ -26,8 +26,9 @@ def made_of(
             "runs the service to add its import path, and give that file to commands as --config"
             f"{instead}."
         )
+    kind = custom[name]
     try:
-        return custom[name](**options)
+        return kind(**options)
     except Exception as error:  # the user's own code may raise anything
         raise SpecError(
             f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
@@ -44,7 +45,19 @@ def version_of(kind: type) -> str:
 
 
 def source_of(kind: type, *, whole_module: bool = False) -> str:
-    """A class's name and, if Python has it, its source, or that of all its module."""
+    """A class's name and, if Python has it, its source, or that of all its module: as it was when
+    this was first asked, which is to be when the class is imported. A process that runs what the
+    file held before must not take itself for one that runs what it holds now."""
+    known = kind, whole_module
+    if known not in _SOURCES:
+        _SOURCES[known] = _read_source(kind, whole_module)
+    return _SOURCES[known]
+
+
+_SOURCES: dict[tuple[type, bool], str] = {}
+
+
+def _read_source(kind: type, whole_module: bool) -> str:
     try:
         text = inspect.getsource(sys.modules[kind.__module__] if whole_module else kind)
     except (OSError, TypeError, KeyError):

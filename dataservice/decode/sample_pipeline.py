@@ -41,7 +41,7 @@ from dataservice.decode.media import (
 )
 from dataservice.decode.own_code import source_of
 from dataservice.decode.prepare import Preparation, choose_preparation
-from dataservice.decode.spec import CustomVisionSpec, PipelineSpec, PrepareSpec
+from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec, PrepareSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
 from dataservice.decode.tokenizer import Guard, load_tokenizer
 
@@ -339,7 +339,7 @@ def build_pipeline(
 
 
 def _code(
-    part: str, sources: Sequence[tuple[str, str]], specs: Sequence[PrepareSpec]
+    part: str, sources: Sequence[tuple[str, str]], specs: Sequence[PrepareSpec | AugmentSpec]
 ) -> dict[str, PipelinePart]:
     """A part of the identity that is the user's own code; jobs without have none."""
     if not specs:

@@ -49,12 +49,16 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AugmentSpec(PrepareSpec):
+class AugmentSpec:
     """Code of the user's own, or a transform of torchvision's, that changes decoded pixels and
     sound otherwise in each epoch; the service's config names it by import path."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
+    name: str
+    """Its name in the service's config."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments its class is made with."""
     seed: int = 0
     """Another seed gives other random changes."""
 

@@ -16,6 +16,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.team import NO_TEAM
 from dataservice.decode.augment import is_transform
+from dataservice.decode.own_code import source_of
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
@@ -106,8 +107,7 @@ def pipeline_of(
     be loaded."""
     with _understood():
         spec = _PIPELINE.validate_json(pipeline)
-    processors = load_processors(custom_processors)
-    return build_pipeline(spec, custom_processors=processors, limits=limits)
+    return build_pipeline(spec, custom_processors=_OnDemand(custom_processors), limits=limits)
 
 
 @contextlib.contextmanager
@@ -120,6 +120,23 @@ def _understood() -> Iterator[None]:
             f"this is no job's pipeline: {type(error).__name__}: {str(error)[:200]}. Coordinator "
             "and workers must be of one release."
         ) from error
+
+
+class _OnDemand(Mapping[str, type]):
+    """The operator's own classes by name, of which only those that a job names are imported."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> type:
+        """Raises SpecError where it cannot be imported."""
+        return _load_processor(name, self._paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def load_processors(paths: dict[str, str]) -> dict[str, type]:
@@ -147,4 +164,6 @@ def _load_processor(name: str, path: str) -> type:
             "VisionProcessor in dataservice/decode/processors/base.py, Preparer in "
             "dataservice/decode/prepare.py, and Augmenter in dataservice/decode/augment.py."
         )
+    for whole_module in (False, True):
+        source_of(loaded, whole_module=whole_module)
     return loaded

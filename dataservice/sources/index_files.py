@@ -11,10 +11,13 @@ single process would have made.
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
@@ -86,11 +89,21 @@ def _divided(
     format = open_format(task.spec, task.limits)
     if not isinstance(format, Divisible) or task.samples_per_file is not None:
         return {}
-    wanted_bytes = math.ceil(total_bytes / (_PIECES_A_PROCESS * workers))
-    piece_bytes = min(max(wanted_bytes, SMALLEST_PIECE_BYTES), _LARGEST_PIECE_BYTES)
-    large = [file for file in files if file.size_bytes > 2 * piece_bytes]
-    found = {file.name: format.divided(file, piece_bytes) for file in large}
-    return {name: pieces for name, pieces in found.items() if len(pieces) > 1}
+    share_bytes = max(math.ceil(total_bytes / (_PIECES_A_PROCESS * workers)), SMALLEST_PIECE_BYTES)
+    found = {}
+    for file in files:
+        if file.size_bytes <= 2 * share_bytes:
+            continue  # processes that take whole files end together all the same
+        try:
+            with translate(f"source {task.spec.name!r}", file.path, "be read"):
+                pieces = format.divided(file, min(share_bytes, _LARGEST_PIECE_BYTES))
+        except StorageAwayError:
+            raise
+        except SourceError:
+            continue  # whoever scans it says why
+        if len(pieces) > 1:
+            found[file.name] = pieces
+    return found
 
 
 class _FileIndexer:
@@ -107,9 +120,13 @@ class _FileIndexer:
         """Write the part of one file, or say what is wrong with it."""
         return self._write(part_name(file.name), file, self._format.scan)
 
-    def count(self, file: SourceFile, piece: FilePiece) -> int:
-        """The records of a piece."""
-        return self._divisible.records_in(file, piece)
+    def count(self, file: SourceFile, piece: FilePiece) -> int | LeftOutFile:
+        """The records of a piece, or what is wrong with its file."""
+        try:
+            with self._reading(file):
+                return self._divisible.records_in(file, piece)
+        except DamagedFilesError as error:
+            return LeftOutFile(name=file.name, reason=str(error))
 
     def index_piece(self, file: SourceFile, number: int, piece: FilePiece) -> Result:
         """The same as `index` for one piece of a file, as a part of its own."""
@@ -118,11 +135,14 @@ class _FileIndexer:
 
     def join(self, file: SourceFile, records: Sequence[PartRecord]) -> Result:
         """Write the part of a file whose pieces are indexed, in their order."""
-        names = [piece_name(file.name, number) for number in range(len(records))]
-        with self._folder.replace(part_name(file.name)) as stream:
-            joined = join_parts(stream, zip(map(self._folder.open, names), records, strict=True))
-        for name in names:
-            self._folder.remove(name)
+        folder, name = self._folder, part_name(file.name)
+        pieces = (folder.open(piece_name(file.name, number)) for number in range(len(records)))
+        with (
+            translate(folder.owner, f"{folder.path}/{name}", "be made"),
+            folder.replace(name) as part,
+        ):
+            joined = join_parts(part, zip(pieces, records, strict=True))
+        folder.remove_pieces([file.name])
         return joined
 
     @property
@@ -155,12 +175,16 @@ class _FileIndexer:
     def _scanned(
         self, file: SourceFile, scan: Callable[[SourceFile], Iterator[ScannedSample]]
     ) -> Iterator[ScannedSample]:
-        """The file's samples. Marks errors of reading the file, to tell them from errors of writing
-        the index."""
+        with self._reading(file):
+            yield from scan(file)
+
+    @contextmanager
+    def _reading(self, file: SourceFile) -> Iterator[None]:
+        """Marks errors of reading the file, to tell them from errors of writing the index."""
         owner = f"source {self._task.spec.name!r}"
         try:
             with translate(owner, file.path, "be read"):
-                yield from scan(file)
+                yield
         except StorageAwayError:
             raise
         except SourceError as error:
@@ -196,24 +220,36 @@ class _SharedCounter:
 
 
 Then = Callable[[Any], Sequence[Result]]
+_JOIN = -1  # the first place of all: behind it a file is done, and kept
 
 
 class _Pool:
-    """What is to be done in the processes, and what is to follow it."""
+    """What is to be done in the processes, in its order, and what is to follow it."""
 
-    def __init__(self, executor: ProcessPoolExecutor) -> None:
+    def __init__(self, executor: ProcessPoolExecutor, workers: int) -> None:
         self._executor = executor
-        self.pending: dict[Future[Any], Then] = {}
+        self._most = 2 * workers  # handed out: what follows from one must not wait behind all
+        self._numbers = count()
+        self._waiting: list[tuple[int, int, Then, Callable[..., Any], Sequence[object]]] = []
+        self._handed_out: dict[Future[Any], Then] = {}
 
-    def submit(self, then: Then, work: Callable[..., Any], *of: object) -> None:
-        """Do `work` in a process; `then` gets its result, and gives those that are final."""
-        self.pending[self._executor.submit(work, *of)] = then
+    def submit(self, place: int, then: Then, work: Callable[..., Any], *of: object) -> None:
+        """Do `work` in a process, before what has a higher place; `then` gets its result, and gives
+        those that are final."""
+        heappush(self._waiting, (place, next(self._numbers), then, work, of))
 
-    def finished(self) -> Iterator[Result]:
-        """What has become final in the next moment. Raises what work raised."""
-        done, _ = wait(self.pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+    def finished(self) -> Iterator[Result] | None:
+        """What has become final in the next moment; None once all is done. Raises what work
+        raised."""
+        while self._waiting and len(self._handed_out) < self._most:
+            _, _, then, work, of = heappop(self._waiting)
+            self._handed_out[self._executor.submit(work, *of)] = then
+        return self._next() if self._handed_out else None
+
+    def _next(self) -> Iterator[Result]:
+        done, _ = wait(self._handed_out, timeout=_POLL_S, return_when=FIRST_COMPLETED)
         for future in done:
-            yield from self.pending.pop(future)(future.result())
+            yield from self._handed_out.pop(future)(future.result())
 
 
 @dataclass(slots=True)
@@ -222,23 +258,32 @@ class _SharedFile:
 
     file: SourceFile
     pieces: Sequence[FilePiece]
+    place: int
     pool: _Pool
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int | LeftOutFile] = field(default_factory=dict)
     results: dict[int, Result] = field(default_factory=dict)
 
     def begin(self) -> None:
         for number, piece in enumerate(self.pieces):
-            self.pool.submit(partial(self._counted, number), _count_in_process, self.file, piece)
+            then = partial(self._counted, number)
+            self.pool.submit(self.place, then, _count_in_process, self.file, piece)
 
-    def _counted(self, number: int, records: int) -> Sequence[Result]:
+    def _counted(self, number: int, records: int | LeftOutFile) -> Sequence[Result]:
         self.counts[number] = records
-        if len(self.counts) == len(self.pieces):
-            before = 0
-            for place, piece in enumerate(self.pieces):
-                counted = replace(piece, records_before=before)
-                then = partial(self._indexed, place)
-                self.pool.submit(then, _index_piece_in_process, self.file, place, counted)
-                before += self.counts[place]
+        if len(self.counts) < len(self.pieces):
+            return []
+        before = 0
+        for place, piece in enumerate(self.pieces):
+            found = self.counts[place]
+            if isinstance(found, LeftOutFile):
+                return [found]
+            self.pool.submit(
+                self.place,
+                partial(self._indexed, place),
+                *(_index_piece_in_process, self.file, place),
+                replace(piece, records_before=before),
+            )
+            before += found
         return []
 
     def _indexed(self, number: int, result: Result) -> Sequence[Result]:
@@ -248,7 +293,7 @@ class _SharedFile:
         results = [self.results[place] for place in range(len(self.pieces))]
         damaged = [result for result in results if isinstance(result, LeftOutFile)]
         if not damaged:
-            self.pool.submit(lambda joined: [joined], _join_in_process, self.file, results)
+            self.pool.submit(_JOIN, lambda joined: [joined], _join_in_process, self.file, results)
         return damaged[:1]
 
 
@@ -265,16 +310,16 @@ def _index_in_pool(
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
     ) as executor:
-        pool = _Pool(executor)
+        pool = _Pool(executor, workers)
+        # Largest files first, so that no process works on a large one alone at the end.
+        for place, file in enumerate(sorted(files, key=lambda file: -file.size_bytes)):
+            if file.name in shared:
+                _SharedFile(file, shared[file.name], place, pool).begin()
+            else:
+                pool.submit(place, lambda result: [result], _index_in_process, file)
         try:
-            # Largest files first, so that no process works on a large one alone at the end.
-            for file in sorted(files, key=lambda file: -file.size_bytes):
-                if file.name in shared:
-                    _SharedFile(file, shared[file.name], pool).begin()
-                else:
-                    pool.submit(lambda result: [result], _index_in_process, file)
-            while pool.pending:
-                yield from pool.finished()
+            while (results := pool.finished()) is not None:
+                yield from results
                 report(counter.rows.value, counter.size_bytes.value, total_bytes)
         except BrokenProcessPool as error:
             raise SourceError(
@@ -283,6 +328,7 @@ def _index_in_pool(
             ) from error
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+            IndexFolder(task.out_dir, task.spec.name).remove_pieces(shared)
 
 
 _indexer: _FileIndexer | None = None  # of this process of the pool
@@ -302,7 +348,7 @@ def _index_in_process(file: SourceFile) -> Result:
     return _of_this_process().index(file)
 
 
-def _count_in_process(file: SourceFile, piece: FilePiece) -> int:
+def _count_in_process(file: SourceFile, piece: FilePiece) -> int | LeftOutFile:
     return _of_this_process().count(file, piece)
 
 

@@ -7,7 +7,7 @@ name
 
 import hashlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import IO
 
@@ -73,10 +73,16 @@ class IndexFolder:
                 if name.startswith("part-") and name not in kept:
                     self._fs.rm(path)
 
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        with translate(self.owner, f"{self.path}/{name}", "be removed"):
-            self._fs.rm(f"{self.path}/{name}")
+    def remove_pieces(self, file_names: Collection[str]) -> None:
+        """Remove the pieces of the parts of these source files, as far as there are any."""
+        parts = {part_name(name) for name in file_names}
+        if not parts:
+            return
+        with translate(self.owner, self.path, "be tidied"):
+            for path in self._fs.ls(self.path, detail=False, refresh=True):
+                name = str(path).rpartition("/")[2]
+                if name.rpartition(".")[0] in parts:
+                    self._fs.rm(path)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:

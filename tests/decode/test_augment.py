@@ -44,6 +44,25 @@ class Noise:
         return item if kind == "audio" else rng.integers(0, 256, item.shape, dtype=np.uint8)
 
 
+class Blot:
+    """Returns one and the same picture."""
+
+    kept = None
+
+    def augment(self, item, kind, rng):
+        if self.kept is None:
+            self.kept = np.full(item.shape, 128, item.dtype)
+        return self.kept
+
+
+class Lighter:
+    """Changes pictures in place."""
+
+    def augment(self, item, kind, rng):
+        item += 1
+        return item
+
+
 class Crop:
     def augment(self, item, kind, rng):
         return item[:, 1:]
@@ -74,7 +93,7 @@ class Jitter(torch.nn.Module):
 
 Jitter.__module__ = "torchvision.transforms.v2._color"
 
-KINDS = (Flip, Brighter, Louder, Noise, Crop, Floats, Fails, Jitter)
+KINDS = (Flip, Brighter, Louder, Blot, Lighter, Noise, Crop, Floats, Fails, Jitter)
 CUSTOM = {**{kind.__name__.lower(): kind for kind in KINDS}, "bare": object}
 
 
@@ -152,6 +171,13 @@ def test_augmenters_run_in_their_order_each_with_draws_of_its_own(pipeline, pict
     assert seen(pipeline("noise", "flip"), picture) != seen(pipeline("noise"), picture)
     twice = pipeline("noise", "noise")
     assert seen(twice, picture) != seen(pipeline("noise"), picture)
+
+
+def test_what_one_changes_in_place_is_not_what_another_keeps(pipeline, picture):
+    made = pipeline("blot", "lighter")
+    for _ in range(3):
+        (item,) = items_of(made, picture, 0)
+        assert set(np.unique(item).tolist()) == {129}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
-from dataservice.sources import index_files
+from dataservice.sources import index, index_files
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.registry import list_files
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
 from dataservice.sources.index import build_index
 from dataservice.sources.index_folder import part_name
@@ -456,6 +458,58 @@ def test_several_processes_index_one_large_file_as_one_process_does(
     assert catalogs[0].details(ids) == catalogs[1].details(ids)
     groups = pq.ParquetFile(tmp_path / "two" / "src" / part_name("large.jsonl")).num_row_groups
     assert groups > 4, "its pieces were indexed each for itself"
+
+
+@pytest.fixture
+def three_large(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> SourceSpec:
+    """Files that two processes share, each as several pieces."""
+    monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
+    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    for k in range(3):
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * 50}] * 600)
+    return spec(tmp_path / "data", "jsonl")
+
+
+def test_shared_files_that_are_finished_when_a_run_is_interrupted_are_kept(
+    tmp_path: Path, three_large: SourceSpec, spawnable: Callable[[], SampleMeasurer]
+) -> None:
+    index = tmp_path / "index" / "src"
+
+    def interrupt(rows: int, done_bytes: int, total_bytes: int) -> None:
+        if any(path.name.endswith(".parquet") for path in index.glob("part-*")):
+            raise KeyboardInterrupt
+
+    build = partial(build_index, three_large, make_measurer=spawnable, workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        build(out_dir=str(tmp_path / "index"), progress=interrupt)
+    left = [path.name for path in index.iterdir()]
+    assert left
+    assert all(name.endswith(".parquet") for name in left), "no piece stays"
+    assert build(out_dir=str(tmp_path / "index")).files_reused == len(left)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_large_file_that_is_gone_is_left_out_whoever_reads_it(
+    tmp_path: Path,
+    three_large: SourceSpec,
+    spawnable: Callable[[], SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+) -> None:
+    def gone(spec: SourceSpec) -> Sequence[SourceFile]:
+        files = list_files(spec)
+        (tmp_path / "data" / "1.jsonl").unlink()
+        return files
+
+    monkeypatch.setattr(index, "list_files", gone)
+    out = {"out_dir": str(tmp_path / "index"), "make_measurer": spawnable, "workers": workers}
+    with pytest.raises(
+        SourceError, match=r"(?s)1 of its 3 files are damaged; the others are.*1.js"
+    ):
+        build_index(three_large, **out)
+    assert len(list((tmp_path / "index" / "src").glob("part-*.parquet"))) == 2
 
 
 def test_a_file_of_which_much_is_left_out_has_an_index_that_opens(
