@@ -17,10 +17,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from dataservice.core.errors import SampleError, SpecError
-from dataservice.core.quoting import cut, quoted
+from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.media import ItemArray
-from dataservice.decode.own_code import made_of, version_of
+from dataservice.decode.own_code import made_of, running, version_of
 from dataservice.decode.spec import AugmentSpec
 
 TORCHVISION = "torchvision"
@@ -85,16 +85,8 @@ def _augmented(
     shape, dtype = item.shape, item.dtype
     if not item.flags.writeable:
         item = item.copy()
-    try:
+    with running(name):
         made = augmenter.augment(item, kind, rng)
-    except SampleError as error:
-        raise SampleError(f"{quoted(name)}: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # the user's own code may raise anything
-        raise SampleError(
-            f"{quoted(name)} failed with {type(error).__name__}: {cut(error)}. Mend its code."
-        ) from error
     if not isinstance(made, np.ndarray) or (made.shape, made.dtype) != (shape, dtype):
         found = f"{made.dtype}{list(made.shape)}" if isinstance(made, np.ndarray) else type(made)
         raise SampleError(

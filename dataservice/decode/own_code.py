@@ -3,9 +3,10 @@ them."""
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from dataservice.core.errors import SpecError
+from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 
 
@@ -33,6 +34,22 @@ def made_of(
         raise SpecError(
             f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
             "Give the options that its class takes."
+        ) from error
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Turn whatever the class of this name raises, but for want of memory, into SampleError."""
+    try:
+        yield
+    except SampleError as error:
+        raise SampleError(f"{quoted(name)}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        raise SampleError(
+            f"{quoted(name)} failed with {type(error).__name__}: {cut(error)}. Mend its code, or "
+            "leave the sample out."
         ) from error
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError, SpecError
-from dataservice.core.quoting import cut, quoted
+from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaBlob, RawSample
-from dataservice.decode.own_code import made_of, version_of
+from dataservice.decode.own_code import made_of, running, version_of
 from dataservice.decode.spec import PrepareSpec
 
 
@@ -52,17 +52,8 @@ class Preparation:
 
 
 def _prepared(name: str, preparer: Preparer, sample: RawSample) -> RawSample:
-    try:
+    with running(name):
         made = preparer.prepare(sample)
-    except SampleError as error:
-        raise SampleError(f"{quoted(name)}: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # the user's own code may raise anything
-        raise SampleError(
-            f"{quoted(name)} failed with {type(error).__name__}: {cut(error)}. Mend its code, or "
-            "leave the sample out."
-        ) from error
     if made is None:
         raise SampleError(f"{quoted(name)} leaves it out.")
     if not _is_sample(made):

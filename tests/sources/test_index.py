@@ -25,7 +25,7 @@ from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
-from dataservice.sources.index import build_index
+from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.index_folder import part_name
 from dataservice.sources.manifest import MediaCounts
 from dataservice.sources.reader import SourceReader
@@ -400,28 +400,33 @@ def pool_for_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
 
 
+def indexed_alike(
+    folder: Path, source: SourceSpec, measurer: Callable[[], SampleMeasurer]
+) -> IndexSummary:
+    """The source indexed by one process and by two, which must come to the same."""
+    told: list[tuple[int, int, int]] = []
+    build = partial(build_index, source, make_measurer=measurer)
+    one = build(out_dir=str(folder / "one"))
+    two = build(
+        out_dir=str(folder / "two"), workers=2, progress=lambda *numbers: told.append(numbers)
+    )
+    assert replace(two, seconds=one.seconds) == one
+    assert told[-1] == (one.rows + len(one.skipped), told[-1][2], told[-1][2])
+    names = [sorted(path.name for path in (folder / d / "src").iterdir()) for d in ("one", "two")]
+    assert names[0] == names[1], "nothing is left behind"
+    catalogs = [open_catalog([source], str(folder / d), "length-1") for d in ("one", "two")]
+    ids = np.arange(one.rows)
+    assert catalogs[0].details(ids) == catalogs[1].details(ids)
+    return two
+
+
 @pytest.mark.usefixtures("pool_for_any_size")
 def test_several_processes_give_the_same_index_as_one(
     tmp_path: Path, spec: Spec, write_jsonl: Write, spawnable: Callable[[], SampleMeasurer]
 ) -> None:
     for k in range(5):
         write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * (k + 1)}] * (200 * k + 3))
-    source = spec(tmp_path / "data", "jsonl")
-    told: list[tuple[int, int, int]] = []
-    one = build_index(source, out_dir=str(tmp_path / "one"), make_measurer=spawnable)
-    two = build_index(
-        source,
-        out_dir=str(tmp_path / "two"),
-        make_measurer=spawnable,
-        workers=2,
-        progress=lambda *numbers: told.append(numbers),
-    )
-    assert (two.fingerprint, two.rows) == (one.fingerprint, one.rows)
-    assert told[-1][0] == one.rows
-    assert told[-1][1] == told[-1][2]
-    catalogs = [open_catalog([source], str(tmp_path / d), "length-1") for d in ("one", "two")]
-    ids = np.arange(one.rows)
-    assert catalogs[0].details(ids) == catalogs[1].details(ids)
+    indexed_alike(tmp_path, spec(tmp_path / "data", "jsonl"), spawnable)
 
 
 @pytest.mark.usefixtures("pool_for_any_size")
@@ -438,24 +443,8 @@ def test_several_processes_index_one_large_file_as_one_process_does(
         records[k] = {"text": "x", "image": "absent.jpg"}
     write_jsonl(tmp_path / "data" / "large.jsonl", records)
     write_jsonl(tmp_path / "data" / "small.jsonl", records[:5])
-    source = spec(tmp_path / "data", "jsonl")
-    told: list[tuple[int, int, int]] = []
-    one = build_index(source, out_dir=str(tmp_path / "one"), make_measurer=spawnable)
-    two = build_index(
-        source,
-        out_dir=str(tmp_path / "two"),
-        make_measurer=spawnable,
-        workers=2,
-        progress=lambda *numbers: told.append(numbers),
-    )
-    assert replace(two, seconds=one.seconds) == one
-    assert len(two.skipped) == 4
-    assert told[-1] == (len(records) + 5, told[-1][2], told[-1][2])
-    names = [sorted(path.name for path in (tmp_path / d / "src").iterdir()) for d in ("one", "two")]
-    assert names[0] == names[1], "no piece is left behind"
-    catalogs = [open_catalog([source], str(tmp_path / d), "length-1") for d in ("one", "two")]
-    ids = np.arange(one.rows)
-    assert catalogs[0].details(ids) == catalogs[1].details(ids)
+    made = indexed_alike(tmp_path, spec(tmp_path / "data", "jsonl"), spawnable)
+    assert len(made.skipped) == 4
     groups = pq.ParquetFile(tmp_path / "two" / "src" / part_name("large.jsonl")).num_row_groups
     assert groups > 4, "its pieces were indexed each for itself"
 
