@@ -261,10 +261,10 @@ async def gated(make):
     pipeline, gate, begun = make.pipeline(), threading.Event(), []
     decode = pipeline.decode
 
-    def decode_behind_the_gate(raw, planned):
+    def decode_behind_the_gate(raw, planned, epoch=None):
         begun.append(raw.key)
         assert gate.wait(30)
-        return decode(raw, planned)
+        return decode(raw, planned, epoch)
 
     pipeline.decode = decode_behind_the_gate
     host = make.host(pipeline)
