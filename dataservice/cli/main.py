@@ -16,12 +16,18 @@ from dataservice.cli.explain import explain
 from dataservice.cli.preview import preview
 from dataservice.cli.progress import asking, index_progress, measuring_progress, starting
 from dataservice.cli.records import quarantine, replay, skip
-from dataservice.cli.show_mixture import mixture_tree
+from dataservice.cli.show_mixture import (
+    mixture_change_lines,
+    mixture_fields,
+    mixture_tree,
+    weights_of,
+)
 from dataservice.cli.status import status
 from dataservice.cli.terminal import Terminal
 from dataservice.cli.tokens import tokens
 from dataservice.cli.workers import workers as workers_commands
 from dataservice.core.errors import ServiceError, SpecError
+from dataservice.core.mixture_tree import MixtureTree
 from dataservice.engine.api import JobStatus
 from dataservice.jobs.yaml_file import read_text
 from dataservice.observability.logs import configure_logging
@@ -118,7 +124,7 @@ def index(
         raise
     _print_indexed(summaries, spec.index, as_json)
     if not as_json:
-        console.print(mixture_tree(spec.job, mixture_of_summaries(spec, summaries)))
+        _print_mixture(spec.job, mixture_of_summaries(spec, summaries))
 
 
 def _dry_run(
@@ -350,7 +356,7 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
         return
     console.print(show.job_table([shown]))
     if shown.mixture is not None:
-        console.print(mixture_tree(job, shown.mixture))
+        _print_mixture(job, shown.mixture)
     notes = (
         *show.failure_lines(shown),
         *show_records.version_lines(shown),
@@ -396,6 +402,44 @@ def recost(
 
 @jobs.command()
 @connected
+def mixture(
+    client: CoordinatorClient,
+    job: JobName,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(help="SOURCE=WEIGHT, for each source whose weight changes."),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(help="First step drawn by them; by default the first never planned.", min=0),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job's mixture, or change its weights from a step on.
+
+    Example: `dataservice job mixture vlm-sft --weight ocr=0.3 --from-step 2000`
+    """
+    begins = None
+    if weight:
+        begins = client.change_mixture(job, weights_of(weight), from_step)
+    elif from_step is not None:
+        raise SpecError("--from-step says when weights change; give --weight SOURCE=WEIGHT too.")
+    shown = client.job(job).mixture
+    if as_json:
+        fields = None if shown is None else mixture_fields(shown)
+        print(json.dumps({"job": job, "from_step": begins, "mixture": fields}))
+        return
+    if shown is not None:
+        _print_mixture(job, shown)
+    if begins is not None:
+        console.print(
+            f"{job} draws by these weights from step {begins} on, or the next window of steps",
+            highlight=False,
+        )
+
+
+@jobs.command()
+@connected
 def delete(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
     """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
     client.delete(job)
@@ -403,6 +447,12 @@ def delete(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> 
         print(json.dumps({"deleted": job}))
         return
     console.print(f"deleted {job}", highlight=False)
+
+
+def _print_mixture(job: str, mixture: MixtureTree) -> None:
+    console.print(mixture_tree(job, mixture))
+    for line in mixture_change_lines(mixture):
+        console.print(line)
 
 
 def _print_jobs(statuses: list[JobStatus], as_json: bool) -> None:

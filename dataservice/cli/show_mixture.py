@@ -1,8 +1,13 @@
 """What `job show`, `preview` and `index` print of a mixture: a job as a tree over its sources."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from rich.text import Text
+
 from dataservice.cli.listing import Listing
+from dataservice.core.errors import SpecError
 from dataservice.core.mixture_tree import MixtureTree
 
 FINGERPRINT_CHARACTERS = 12  # of a source, in a tree; --json has all
@@ -45,6 +50,36 @@ def mixture_tree(job: str, mixture: MixtureTree) -> Listing:
     return table
 
 
+def mixture_change_lines(mixture: MixtureTree) -> Iterator[Text]:
+    """What takes over from the figures of a tree, in the order in which it was asked for."""
+    for change in mixture.changes:
+        since = (
+            f"step {change.from_step}"
+            if change.from_epoch is None
+            else f"epoch {change.from_epoch}"
+        )
+        weights = ", ".join(f"{name} {weight:g}" for name, weight in change.weights.items())
+        yield Text(f"from {since}: {weights}")
+
+
+def weights_of(words: Sequence[str]) -> dict[str, float]:
+    """Weights by source from SOURCE=WEIGHT each. Raises SpecError."""
+    weights: dict[str, float] = {}
+    for word in words:
+        source, _, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            source, weight = "", 0.0
+        if not source or source in weights:
+            raise SpecError(
+                f"--weight {word}: give each source once, with a number, as --weight ocr=0.3 "
+                "--weight charts=2."
+            )
+        weights[source] = weight
+    return weights
+
+
 def mixture_fields(mixture: MixtureTree) -> dict[str, Any]:
     """The same as data, with whole fingerprints; shares are in percent of an epoch."""
     return {
@@ -58,6 +93,8 @@ def mixture_fields(mixture: MixtureTree) -> dict[str, Any]:
                 "samples": each.samples,
                 "tokens": each.tokens,
                 "weight": each.weight,
+                "passes": each.passes,
+                "max_passes": each.max_passes,
                 "epoch_samples": each.epoch.samples,
                 "epoch_tokens": each.epoch.tokens,
                 "sample_percent": 100 * mixture.sample_share(each),
@@ -66,6 +103,7 @@ def mixture_fields(mixture: MixtureTree) -> dict[str, Any]:
             }
             for each in mixture.sources
         ],
+        "changes": [asdict(change) for change in mixture.changes],
     }
 
 

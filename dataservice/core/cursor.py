@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields
 
 from dataservice.core.errors import CursorMismatchError
 
-# Version 2 added the window and the digest.
-CURSOR_VERSION = 2
+# Version 2 added the window and the digest, version 3 the changes of the mixture.
+CURSOR_VERSION = 3
 DIGEST_BYTES = 8
 
 
@@ -19,7 +19,8 @@ class Cursor:
     *window* begins; `step_in_window` counts the steps of that window already consumed.
     `order` identifies the order of samples that these places are in: another index, seed or weights
     give another order. `window` says what split the window into its steps; empty at the beginning
-    of a window, where nothing is split yet. This is all that a checkpoint has to keep.
+    of a window, where nothing is split yet. `begun` names the changes of the mixture that are in
+    force, and where each began. This is all that a checkpoint has to keep.
     """
 
     step: int = 0
@@ -28,6 +29,7 @@ class Cursor:
     step_in_window: int = 0
     order: str = ""
     window: str = ""
+    begun: str = ""
 
     @property
     def at_beginning(self) -> bool:

@@ -1,5 +1,6 @@
 """The parts of a job that several rooms speak of: its sources, its batch, its records."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
@@ -8,6 +9,10 @@ from dataservice.core.sample import MediaKind, PlaceholderRule
 
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 JobState = Literal["active", "draining"]
+MOST_WEIGHT = 1000
+MOST_CHANGES = 64
+"""Changes of a mixture, in a job file and recorded: a cursor names all that have begun."""
+WeightUnit = Literal["passes", "tokens"]
 SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text"]
 
 # Read by pydantic where the job file is validated: unknown keys are refused, and the string
@@ -120,7 +125,10 @@ class SourceSpec:
     (MosaicML Streaming), jsonl (an object a line), json (one array of objects) or text (each file a
     document)."""
     weight: float = 1.0
-    """Passes over the source in one epoch. 2 shows each sample twice, 0.5 every other one."""
+    """Passes over the source in one epoch: 2 shows each sample twice, 0.5 every other one, 0 none
+    until the mixture changes. Or shares of tokens: see `weights`."""
+    max_passes: float | None = None
+    """The most passes over the source in all epochs together, however its weight changes."""
     columns: ColumnMap = ColumnMap()
     """Which columns or keys are image, video, audio, conversation, question, answer, caption, text
     and system. By default they are found by their names and types."""
@@ -145,10 +153,14 @@ class SourceSpec:
             raise SpecError(
                 f"source name {self.name!r} must be non-empty, without spaces and slashes."
             )
-        if not 0 < self.weight <= 1000:
+        if not 0 <= self.weight <= MOST_WEIGHT:
             raise SpecError(
-                f"source {self.name!r} has weight {self.weight}; it must be in (0, 1000]. "
-                "Leave a source out instead of giving it weight 0."
+                f"source {self.name!r} has weight {self.weight}; it must be from 0 to "
+                f"{MOST_WEIGHT}."
+            )
+        if self.max_passes is not None and not 0 < self.max_passes < math.inf:
+            raise SpecError(
+                f"source {self.name!r} has max_passes {self.max_passes}; it must be above 0."
             )
         if self.image_column and self.columns.image:
             raise SpecError(
@@ -272,6 +284,51 @@ class QuarantineEntry:
     source: str
     key: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureChange:
+    """Weights that take over at the start of an epoch, or at a step. Sources that it does not name
+    keep theirs."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    weights: dict[str, float]
+    """By source: passes over it in one epoch, from there on. 0 leaves it out."""
+    from_epoch: int | None = None
+    """The epoch with which it begins; the first one of a job is 0."""
+    from_step: int | None = None
+    """Or: the step. In a window of several steps it begins with the next window."""
+
+    def __post_init__(self) -> None:
+        if self.from_epoch is not None:
+            one, begins = self.from_step is None, self.from_epoch >= 1
+        else:
+            one, begins = self.from_step is not None, (self.from_step or 0) >= 0
+        if not one or not begins:
+            raise SpecError(
+                f"a change of the mixture has from_epoch={self.from_epoch}, from_step="
+                f"{self.from_step}; give exactly one of them, an epoch from 1 or a step from 0 on."
+            )
+        if not self.weights:
+            raise SpecError("a change of the mixture needs the weight of at least one source.")
+        for source, weight in self.weights.items():
+            if not 0 <= weight <= MOST_WEIGHT:
+                raise SpecError(
+                    f"a change of the mixture gives source {source!r} weight {weight}; it must be "
+                    f"from 0 to {MOST_WEIGHT}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureRecord:
+    """A change of a job's mixture that was asked for while it ran, as JSON; `number` counts them
+    from 1 on."""
+
+    job: str
+    number: int
+    change_json: str
+    recorded_unix_s: float
 
 
 SkipAction = Literal["skip", "train"]

@@ -10,33 +10,38 @@ or less from one epoch to the next.
 
 from dataclasses import dataclass
 
+from dataservice.core.job import MixtureChange
 from dataservice.core.job_limits import EpochSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSource:
     """One source. `samples` and `tokens` (LLM tokens) are those of its index, each counted once;
-    `weight` is the number of passes over them in an epoch. `fingerprint` identifies its samples and
-    their lengths: another content has another."""
+    `passes` over them make an epoch, as `weight` says, and at most `max_passes` all epochs.
+    `fingerprint` identifies its samples and their lengths: another content has another."""
 
     source: str
     fingerprint: str
     samples: int
     tokens: int
     weight: float
+    passes: float
+    max_passes: float | None = None
 
     @property
     def epoch(self) -> EpochSize:
         """What an epoch draws from this source."""
-        return EpochSize(samples=self.weight * self.samples, tokens=self.weight * self.tokens)
+        return EpochSize(samples=self.passes * self.samples, tokens=self.passes * self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureTree:
-    """The sources of a job, in the order of its file, over this number of epochs."""
+    """The sources of a job, in the order of its file, over this number of epochs. Figures are those
+    of its beginning; `changes` of its file, and then those recorded later, take over from there."""
 
     epochs: int
     sources: tuple[MixtureSource, ...]
+    changes: tuple[MixtureChange, ...] = ()
 
     @property
     def epoch(self) -> EpochSize:
@@ -58,4 +63,5 @@ class MixtureTree:
     def times_seen(self, source: MixtureSource) -> float:
         """How often each sample of this source is drawn over all epochs, on average: no sample is
         drawn twice more than another."""
-        return self.epochs * source.weight
+        times = self.epochs * source.passes
+        return times if source.max_passes is None else min(times, source.max_passes)

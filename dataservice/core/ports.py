@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.job import BatchSize
+from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
@@ -34,17 +34,40 @@ class Draw:
     epoch: NDArray[np.int32]
     next_epoch: int
     next_position: int
+    next_begun: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """How many samples of each source, int64[sources] as in the catalog's `source_names`, lie
+    before a place: those `before_epoch`, its epoch, all of them `so_far`, and what there will be
+    `through_epoch` and `in_all` epochs by the weights that are known."""
+
+    before_epoch: NDArray[np.int64]
+    so_far: NDArray[np.int64]
+    through_epoch: NDArray[np.int64]
+    in_all: NDArray[np.int64]
 
 
 class SampleStream(Protocol):
     """A job's mixture: a fixed, seeded order of samples over all its epochs."""
 
-    def draw(self, *, epoch: int, position: int, batch: BatchSize) -> Draw:
+    def draw(self, *, epoch: int, position: int, batch: BatchSize, begun: str = "") -> Draw:
         """The samples of the step that starts at this place. Pure."""
         ...
 
-    def steps_left(self, cursor: Cursor, batch: BatchSize) -> int | None:
-        """Steps until the last epoch ends, or None where only drawing can tell."""
+    @property
+    def largest_epoch(self) -> float:
+        """How many samples an epoch has, before or after any change of its weights."""
+        ...
+
+    def changed(self, more: Mapping[str, MixtureChange]) -> "SampleStream":
+        """The same with further changes of its weights, by name. Raises SpecError."""
+        ...
+
+    def begin_changes(self, cursor: Cursor) -> Cursor:
+        """The cursor with the changes of the mixture that are due at its step. For a step that is
+        planned the first time; the ledger's cursors name those that were in force. Pure."""
         ...
 
     @property
@@ -52,14 +75,8 @@ class SampleStream(Protocol):
         """How many epochs there are."""
         ...
 
-    def drawn_before(self, epoch: int) -> NDArray[np.int64]:
-        """How many samples of each source all epochs before this one hold: int64[sources], the
-        sources as in the catalog's `source_names`."""
-        ...
-
-    def drawn_between(self, *, epoch: int, start: int, end: int) -> NDArray[np.int64]:
-        """How many samples of each source lie at the places `start` .. `end` - 1 of an epoch:
-        int64[sources]. The time it takes grows with their number."""
+    def drawn(self, cursor: Cursor) -> Drawn:
+        """How much of each source lies before this place. Takes no longer further on."""
         ...
 
 
@@ -391,6 +408,7 @@ class NoMetrics(Metrics):
 __all__ = [
     "Catalog",
     "Draw",
+    "Drawn",
     "Metrics",
     "NoMetrics",
     "PackHost",

@@ -8,6 +8,7 @@ from dataservice.core.job import (
     CostRecord,
     JobRecord,
     LedgerEntry,
+    MixtureRecord,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -104,6 +105,14 @@ class StateStore(Protocol):
 
     def costs(self, job: str) -> list[CostRecord]:
         """The job's cost records by the step they begin at."""
+        ...
+
+    def add_mixture(self, change: MixtureRecord) -> None:
+        """Insert a change of the job's mixture."""
+        ...
+
+    def mixtures(self, job: str) -> list[MixtureRecord]:
+        """The recorded changes of the job's mixture, by number."""
         ...
 
     def add_skips(

@@ -10,6 +10,7 @@ from dataservice.core.job import (
     CostRecord,
     JobRecord,
     LedgerEntry,
+    MixtureChange,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -257,6 +258,14 @@ class CoordinatorApi(Protocol):
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
         """Plan with other coefficients from a step on, by default the first that was never planned;
         the answer has that step. Raises ConflictError where the step was planned already."""
+        ...
+
+    async def change_mixture(
+        self, job: str, weights: Mapping[str, float], from_step: int | None
+    ) -> MixtureChange:
+        """Draw by other weights from a step on, by default the first that was never planned; the
+        answer has that step. Raises SpecError where a source or a weight is none, ConflictError
+        where the step was planned already and trainers are at work."""
         ...
 
     async def workers(self) -> list[WorkerStatus]:

@@ -17,6 +17,7 @@ from dataservice.core.health import RankReport, ServiceHealth
 from dataservice.core.job import (
     AttemptRecord,
     CostRecord,
+    MixtureChange,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -210,6 +211,12 @@ class Coordinator:
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
         """Plan by another cost model from a step on that is not planned yet."""
         return await self._table.recost(job, cost_json, from_step)
+
+    async def change_mixture(
+        self, job: str, weights: Mapping[str, float], from_step: int | None
+    ) -> MixtureChange:
+        """Draw by other weights from a step on."""
+        return await self._table.change_mixture(job, weights, from_step)
 
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were masked, and why."""

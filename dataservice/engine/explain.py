@@ -227,7 +227,8 @@ class Explainer:
         nearest = Cursor.from_json(known.cursor if known is not None else attempt.start_cursor)
         cursor = pass_over(setup, nearest, to_step=step)
         topology = setup.topology(attempt.world_size)
-        planned = plan_step(setup, cursor, topology) if cursor.step == step else None
+        begun = setup.stream.begin_changes(cursor)
+        planned = plan_step(setup, begun, topology) if cursor.step == step else None
         if planned is None:
             raise NotFoundError(f"the data of job {attempt.job!r} ends before step {step}.")
         return planned

@@ -10,9 +10,9 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from dataservice.core.errors import (
@@ -24,9 +24,12 @@ from dataservice.core.errors import (
     SpecError,
 )
 from dataservice.core.job import (
+    MOST_CHANGES,
     AttemptRecord,
     CostRecord,
     JobRecord,
+    MixtureChange,
+    MixtureRecord,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -55,7 +58,14 @@ from dataservice.engine.redecode import Redecoder
 from dataservice.engine.spec_changes import in_words, spec_changes
 from dataservice.engine.tasks import cancel_all, detach
 from dataservice.engine.threads import in_store
-from dataservice.engine.versions import SetupOf, job_versions, other_data, revised, with_costs
+from dataservice.engine.versions import (
+    SetupOf,
+    job_versions,
+    mixture_changes,
+    other_data,
+    revised,
+    with_changes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +196,7 @@ class JobTable:
             setup = job.setups.get(record.spec_version)
             if setup is None:
                 opened = await self._openings.run(team_of(record.name), self._open_job, record)
-                setup = await in_store(with_costs, opened, self._store, cost_model)
+                setup = await in_store(with_changes, opened, self._store, cost_model)
             if not job.restored:
                 last = await in_store(self._store.last_attempt, record.name)
                 if last is not None:
@@ -279,7 +289,7 @@ class JobTable:
                 await self._openings.run(team, current.require_current)
                 revising = partial(current.revise, current, record)
                 revision = await self._planners.run(record.name, revising)
-            setup = await in_store(with_costs, revision, self._store, cost_model)
+            setup = await in_store(with_changes, revision, self._store, cost_model)
             await in_store(self._store.put_job, record)
             known.record, known.setups[record.spec_version] = record, setup
         await self.setup(known)  # the last attempt may not have been restored for want of data
@@ -298,6 +308,10 @@ class JobTable:
         quarantined = await in_store(self._store.quarantined_samples, name)
         skips = await in_store(self._store.skips, name)
         last = job.newest_forming or job.attempt
+        mixture = job.setup.mixture if job.setup is not None else None
+        if mixture is not None:
+            recorded = mixture_changes(await in_store(self._store.mixtures, name)).values()
+            mixture = replace(mixture, changes=(*mixture.changes, *recorded))
         versions: tuple[JobVersion, ...] = ()
         if job.record.spec_version > 1:
             versions = await in_store(job_versions, self._store, name)
@@ -313,7 +327,7 @@ class JobTable:
             failure=last.failure if last is not None else "",
             attempt_version=job.attempt.spec_version if job.attempt is not None else 0,
             versions=versions,
-            mixture=job.setup.mixture if job.setup is not None else None,
+            mixture=mixture,
         )
 
     async def drain(self, name: str) -> JobStatus:
@@ -366,12 +380,63 @@ class JobTable:
                     "step out."
                 )
             await in_store(self._store.put_cost, record)
-            for version, setup in list(running.setups.items()):
-                running.setups[version] = await in_store(with_costs, setup, self._store, cost_model)
-            if running.loop is not None and running.attempt is not None:
-                running.loop.use(running.setups[running.attempt.spec_version])
+            await self._use_changes(running)
         log.info("cost %s from step %d on", cost.version, record.from_step, extra={"job": job})
         return record
+
+    async def change_mixture(
+        self, job: str, weights: Mapping[str, float], from_step: int | None
+    ) -> MixtureChange:
+        """Draw by other weights from a step on; durable before any step is drawn by them. Steps
+        that trainers may still ask for stay as they were planned, so an earlier step may be named
+        only while no trainer is there."""
+        running = self.get(job)
+        setup = await self.setup(running)
+        async with running.changing, running.planning:
+            planned = await in_store(self._store.last_planned_step, job)
+            change = MixtureChange(
+                weights=dict(weights), from_step=planned + 1 if from_step is None else from_step
+            )
+            self._require_unplanned(running, change.from_step or 0, planned)
+            known = await in_store(self._store.mixtures, job)
+            if len(known) >= MOST_CHANGES:
+                raise QuotaError(
+                    f"the mixture of job {job!r} was changed {len(known)} times, and no more "
+                    "changes are kept. Submit the job under another name, with the weights that "
+                    "it has now."
+                )
+            new = MixtureRecord(
+                job=job,
+                number=len(known) + 1,
+                change_json=json.dumps(asdict(change)),
+                recorded_unix_s=time.time(),
+            )
+            stream = setup.stream.changed(mixture_changes([*known, new]))
+            setup.job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
+            await in_store(self._store.add_mixture, new)
+            await self._use_changes(running)
+        about = ", ".join(f"{source} {weight:g}" for source, weight in change.weights.items())
+        log.info("weights %s from step %d on", about, change.from_step, extra={"job": job})
+        return change
+
+    def _require_unplanned(self, running: RunningJob, step: int, planned: int) -> None:
+        attempt = running.attempt
+        if step > planned or attempt is None or attempt.over or not attempt.clients:
+            return
+        raise ConflictError(
+            f"step {step} of job {running.record.name!r} was planned already, as was every step "
+            f"up to {planned}, and trainers are at work ({', '.join(attempt.clients[:8])}). Begin "
+            f"at step {planned + 1} or later; or stop them, change the mixture, and start them "
+            f"from a checkpoint at step {step} or before."
+        )
+
+    async def _use_changes(self, running: RunningJob) -> None:
+        """Plan the steps to come with the changes that are on record."""
+        for version, setup in list(running.setups.items()):
+            changed = await in_store(with_changes, setup, self._store, cost_model)
+            running.setups[version] = changed
+        if running.loop is not None and running.attempt is not None:
+            running.loop.use(running.setups[running.attempt.spec_version])
 
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were masked, and why."""

@@ -281,6 +281,7 @@ class AttemptLoop:
     async def _passed_over(self, cursor: Cursor) -> Cursor:
         """The cursor of the next step to train, or of the end of data."""
         while self._skips.record(cursor.step) is not None:
+            cursor = self._setup.stream.begin_changes(cursor)
             to_step = min(self._skips.next_trained(cursor.step), cursor.step + PASSED_AT_ONCE)
             passed = await self._passed_to(cursor, to_step)
             if passed == cursor:
@@ -302,7 +303,7 @@ class AttemptLoop:
 
     async def _next_made(self, cursor: Cursor) -> MadeStep | None:
         async with self._planning:
-            made = await self._made(cursor)
+            made = await self._made(self._setup.stream.begin_changes(cursor))
         self._recorded = max(self._recorded, cursor.step if made is not None else -1)
         return made
 

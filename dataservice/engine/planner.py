@@ -83,13 +83,16 @@ def _size(lengths: LengthTable) -> DrawnSize:
 
 def pass_over(setup: JobSetup, cursor: Cursor, *, to_step: int) -> Cursor:
     """The cursor of `to_step`, or of the end of data where that comes first. The samples between
-    are drawn, but their lengths are not looked up: O(windows) draws."""
+    are drawn, but their lengths are not looked up: O(windows) draws. Changes of the mixture begin
+    behind the cursor's own window, which is drawn as the cursor says."""
     while cursor.step < to_step:
         draws = _draw_window(setup, cursor)
         steps = min(len(draws) - cursor.step_in_window, to_step - cursor.step)
         if steps <= 0:
             break
         cursor = _behind(setup, cursor, draws, steps)
+        if cursor.step < to_step:
+            cursor = setup.stream.begin_changes(cursor)
     return cursor
 
 
@@ -99,18 +102,24 @@ def _behind(setup: JobSetup, cursor: Cursor, draws: list[Draw], steps: int) -> C
     if in_window < len(draws):
         return replace(cursor, step=step, step_in_window=in_window, window=window_of(setup))
     end = draws[-1]
-    return Cursor(step=step, epoch=end.next_epoch, position=end.next_position, order=cursor.order)
+    return Cursor(
+        step=step,
+        epoch=end.next_epoch,
+        position=end.next_position,
+        order=cursor.order,
+        begun=end.next_begun,
+    )
 
 
 def _draw_window(setup: JobSetup, cursor: Cursor) -> list[Draw]:
     draws: list[Draw] = []
-    epoch, position = cursor.epoch, cursor.position
+    epoch, position, begun = cursor.epoch, cursor.position, cursor.begun
     for _ in range(setup.options.window_steps):
-        draw = setup.stream.draw(epoch=epoch, position=position, batch=setup.batch)
+        draw = setup.stream.draw(epoch=epoch, position=position, batch=setup.batch, begun=begun)
         if len(draw.sample_ids) == 0:
             break
         draws.append(draw)
-        epoch, position = draw.next_epoch, draw.next_position
+        epoch, position, begun = draw.next_epoch, draw.next_position, draw.next_begun
     return draws
 
 
@@ -163,6 +172,7 @@ def in_order(cursor: Cursor, setup: JobSetup) -> Cursor:
             "former values and train to the end of the window, or take the last checkpoint before "
             f"step {cursor.step - cursor.step_in_window + 1}."
         )
+    setup.stream.drawn(cursor)  # refuses a place that is none
     return replace(cursor, order=setup.order)
 
 

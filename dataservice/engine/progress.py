@@ -8,10 +8,9 @@ The cursor alone says what is drawn. So the figures are the same after a restart
 ranks, and in an attempt that goes on from a checkpoint.
 
 Contract. Whoever looks waits WAIT_S at most; what is counted goes on, and is there when they look
-again. Until then they see the figures of the last look, which name their step. What was counted of
-an epoch is kept, so that a look costs the samples drawn since the last one; the first one after a
-restart costs those of the epoch so far, some 0.2 s for a million. Nothing is kept but numbers by
-source. An error leaves the figures as they were, and is logged.
+again. Until then they see the figures of the last look, which name their step. A look costs the
+same at any step. Nothing is kept but numbers by source. An error leaves the figures as they were,
+and is logged.
 """
 
 import asyncio
@@ -19,9 +18,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ServiceError
@@ -37,31 +33,17 @@ from dataservice.engine.threads import in_counting, in_store
 log = logging.getLogger(__name__)
 
 WAIT_S = 1.0
-COUNTED_AT_ONCE = 2**20
-"""Samples counted in one turn of the thread, for which other jobs wait."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Counted:
-    """`drawn` int64[sources] lie before a place of an epoch, in that epoch, in this order of
-    samples."""
-
-    order: str
-    epoch: int
-    position: int
-    drawn: NDArray[np.int64]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Known:
     """What is known of one job: `progress` in an attempt, `at` which step and bad samples on record
-    it was begun to be counted, and what was `counted` for it. The attempt is told by its number and
-    by when its job was made; itself it would be kept alive."""
+    it was begun to be counted. The attempt is told by its number and by when its job was made;
+    itself it would be kept alive."""
 
     attempt: tuple[float, int]
     progress: JobProgress | None = None
     at: tuple[int, int] | None = None
-    counted: _Counted | None = None
     counting: asyncio.Task[None] | None = None
 
 
@@ -100,8 +82,7 @@ class ProgressView:
         numbered = (job.record.created_unix_s, attempt.number)
         known = self._known.get(name)
         if known is None or known.attempt != numbered:
-            counted = None if known is None else known.counted
-            known = self._known[name] = _Known(attempt=numbered, counted=counted)
+            known = self._known[name] = _Known(attempt=numbered)
         if known.counting is not None and known.counting.done():
             known.counting = None
         if known.counting is None and known.at != now:
@@ -114,34 +95,14 @@ class ProgressView:
         step, _ = now
         try:
             behind, masked = await in_store(_recorded, self._store, attempt, step)
-            cursor = await in_counting(pass_over, setup, behind, to_step=step + 1)
-            counted = await self._counted(known.counted, setup, cursor)
+            progress = await in_counting(_progress, setup, step, behind, masked)
         except ServiceError as error:
             log.warning("its progress was not counted: %s", error, extra=attempt.about)
             return
         except Exception:  # whoever looks sees the rest
             log.exception("its progress was not counted", extra=attempt.about)
             return
-        known.counted, known.at = counted, now
-        known.progress = _progress(setup, step, cursor, counted.drawn, masked)
-
-    async def _counted(self, before: _Counted | None, setup: JobSetup, cursor: Cursor) -> _Counted:
-        """What lies before the cursor in its epoch, from what was counted before where that is of
-        use."""
-        epoch, position = cursor.epoch, 0
-        drawn = np.zeros(len(setup.catalog.source_names), dtype=np.int64)
-        if (
-            before is not None
-            and (before.order, before.epoch) == (setup.order, epoch)
-            and before.position <= cursor.position
-        ):
-            position, drawn = before.position, before.drawn
-        while position < cursor.position:
-            end = min(position + COUNTED_AT_ONCE, cursor.position)
-            between = setup.stream.drawn_between
-            drawn = drawn + await in_counting(between, epoch=epoch, start=position, end=end)
-            position = end
-        return _Counted(order=setup.order, epoch=epoch, position=position, drawn=drawn)
+        known.at, known.progress = now, progress
 
 
 def _recorded(store: StateStore, attempt: Attempt, step: int) -> tuple[Cursor, Mapping[str, int]]:
@@ -156,28 +117,20 @@ def _recorded(store: StateStore, attempt: Attempt, step: int) -> tuple[Cursor, M
     return attempt.start if entry is None else Cursor.from_json(entry.cursor), masked
 
 
-def _progress(
-    setup: JobSetup,
-    step: int,
-    cursor: Cursor,
-    drawn: NDArray[np.int64],
-    masked: Mapping[str, int],
-) -> JobProgress:
-    stream = setup.stream
-    before = stream.drawn_before(cursor.epoch) + drawn
-    epoch = min(cursor.epoch, stream.epochs - 1)  # behind the last one everything is drawn
-    first = stream.drawn_before(epoch)
+def _progress(setup: JobSetup, step: int, behind: Cursor, masked: Mapping[str, int]) -> JobProgress:
+    cursor, stream = pass_over(setup, behind, to_step=step + 1), setup.stream
+    drawn = stream.drawn(cursor)
     figures = zip(
         setup.catalog.source_names,
-        (before - first).tolist(),
-        (stream.drawn_before(epoch + 1) - first).tolist(),
-        before.tolist(),
-        stream.drawn_before(stream.epochs).tolist(),
+        (drawn.so_far - drawn.before_epoch).tolist(),
+        (drawn.through_epoch - drawn.before_epoch).tolist(),
+        drawn.so_far.tolist(),
+        drawn.in_all.tolist(),
         strict=True,
     )
     return JobProgress(
         step=step,
-        epoch=epoch,
+        epoch=min(cursor.epoch, stream.epochs - 1),  # behind the last one everything is drawn
         epochs=stream.epochs,
         sources=tuple(
             SourceProgress(

@@ -5,12 +5,14 @@ submitted. So one open catalog serves them all, and a step that was planned unde
 is planned again under that version. Functions that read the store are to be called in threads.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from dataservice.core.errors import NotFoundError
-from dataservice.core.job import JobRecord, SpecRecord
+from dataservice.core.job import JobRecord, MixtureChange, MixtureRecord, SpecRecord
 from dataservice.core.job_setup import CostChange, JobSetup
 from dataservice.core.plan_options import CostModel
 from dataservice.core.state_store import StateStore
@@ -22,9 +24,12 @@ SetupOf = Callable[[int], JobSetup]
 """The job as an attempt of this number had it."""
 
 
-def with_costs(setup: JobSetup, store: StateStore, read_cost: ReadCost) -> JobSetup:
-    """The setup of a version with the costs that take over in it."""
+def with_changes(setup: JobSetup, store: StateStore, read_cost: ReadCost) -> JobSetup:
+    """The setup of a version with the costs and weights that take over in it."""
     job = setup.record
+    weights = mixture_changes(store.mixtures(job.name))
+    if weights:
+        setup = replace(setup, stream=setup.stream.changed(weights))
     specs = {spec.version: spec.spec_json for spec in store.specs(job.name)}
     specs[job.spec_version] = job.spec_json  # it may be about to be stored
     since = _cost_since([specs[v] for v in sorted(specs) if v <= job.spec_version])
@@ -34,6 +39,21 @@ def with_costs(setup: JobSetup, store: StateStore, read_cost: ReadCost) -> JobSe
         if record.spec_version >= since
     )
     return replace(setup, cost_changes=changes)
+
+
+def mixture_changes(records: Iterable[MixtureRecord]) -> dict[str, MixtureChange]:
+    """Recorded changes of the mixture by the names that places call them by, which tell apart those
+    of a job of the same name that was deleted."""
+    return {
+        f"r{record.number}-{_short_digest(record.change_json)}": MixtureChange(
+            **json.loads(record.change_json)
+        )
+        for record in records
+    }
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
 def _cost_since(specs: Sequence[str]) -> int:
@@ -57,7 +77,7 @@ def revised(newest: JobSetup, version: int, store: StateStore, read_cost: ReadCo
             f"{sorted(specs)}. Restore the state directory that its attempts were recorded in."
         )
     older = replace(record, spec_version=version, spec_json=specs[version].spec_json)
-    return with_costs(newest.revise(newest, older), store, read_cost)
+    return with_changes(newest.revise(newest, older), store, read_cost)
 
 
 def job_versions(store: StateStore, job: str) -> tuple[JobVersion, ...]:

@@ -12,7 +12,14 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import BatchSize, ErrorBudget, SourceSpec
+from dataservice.core.job import (
+    MOST_CHANGES,
+    BatchSize,
+    ErrorBudget,
+    MixtureChange,
+    SourceSpec,
+    WeightUnit,
+)
 from dataservice.core.plan_options import PlanOptions
 from dataservice.decode.spec import PipelineSpec
 from dataservice.jobs.cost_file import read_cost_file
@@ -57,6 +64,11 @@ class JobSpec(Strict):
     """Name of the job; trainers give it when they connect."""
     sources: Annotated[list[SourceSpec], Field(min_length=1)]
     """The datasets that are mixed."""
+    weights: WeightUnit = "passes"
+    """What weights are: passes over a source in an epoch, or shares of an epoch's tokens. An epoch
+    by shares ends when the first source has been passed over once."""
+    mixture_changes: Annotated[tuple[MixtureChange, ...], Field(max_length=MOST_CHANGES)] = ()
+    """Weights that change with an epoch or a step. `dataservice job mixture` adds to them."""
     index: str
     """Folder or fsspec URL where `dataservice index` keeps the index of these sources."""
     pipeline: PipelineSpec
@@ -79,6 +91,11 @@ class JobSpec(Strict):
     @model_validator(mode="after")
     def _names_are_unique(self) -> "JobSpec":
         names = [source.name for source in self.sources]
+        for change in self.mixture_changes:
+            if strange := sorted(change.weights.keys() - set(names)):
+                raise ValueError(
+                    f"mixture_changes names {strange}, which are none of the sources {names}"
+                )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"source names {twice} occur twice; each must be unique")

@@ -1,17 +1,24 @@
 """A job's mixture in figures, from what its index holds."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 
+from dataservice.core.errors import SpecError
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.jobs.job_file import JobSpec
 from dataservice.sources.catalog import SourceTotals, read_totals
 from dataservice.sources.index import IndexSummary
+from dataservice.sources.mixture import passes_of
 
 
 def mixture_tree(spec: JobSpec, totals: Sequence[SourceTotals]) -> MixtureTree:
-    """The mixture of a job whose sources, in the order of its file, hold this."""
+    """The mixture of a job whose sources, in the order of its file, hold this; as it begins."""
+    weights = [Fraction(repr(source.weight)) for source in spec.sources]
+    tokens = share_tokens(spec, totals)
+    passes = weights if tokens is None else passes_of(weights, tokens)
     return MixtureTree(
         epochs=spec.epochs,
+        changes=spec.mixture_changes,
         sources=tuple(
             MixtureSource(
                 source=source.name,
@@ -19,10 +26,26 @@ def mixture_tree(spec: JobSpec, totals: Sequence[SourceTotals]) -> MixtureTree:
                 samples=held.samples,
                 tokens=held.tokens,
                 weight=source.weight,
+                passes=float(each),
+                max_passes=source.max_passes,
             )
-            for source, held in zip(spec.sources, totals, strict=True)
+            for source, held, each in zip(spec.sources, totals, passes, strict=True)
         ),
     )
+
+
+def share_tokens(spec: JobSpec, totals: Sequence[SourceTotals]) -> list[int] | None:
+    """The tokens of each source, where the job's weights are shares of tokens. Raises SpecError
+    where a source with a share has none."""
+    if spec.weights == "passes":
+        return None
+    for source, held in zip(spec.sources, totals, strict=True):
+        if not held.tokens:
+            raise SpecError(
+                f"source {source.name!r} has no tokens and can give no share of them. Leave it "
+                "out, or count weights in passes."
+            )
+    return [held.tokens for held in totals]
 
 
 def mixture_as_indexed(spec: JobSpec) -> MixtureTree:

@@ -22,7 +22,7 @@ from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.decode.sample_pipeline import AUGMENT
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
-from dataservice.jobs.mixture import mixture_tree
+from dataservice.jobs.mixture import mixture_tree, share_tokens
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.planning.stages.pack import step_limits
 from dataservice.sources.catalog import (
@@ -32,7 +32,7 @@ from dataservice.sources.catalog import (
     require_same_index,
 )
 from dataservice.sources.index import IndexSummary, build_index
-from dataservice.sources.mixture import Mixture
+from dataservice.sources.mixture import ORDER_VERSION, Mixture
 from dataservice.sources.roots import Roots
 
 Progress = Callable[[str, int, int, int], None]
@@ -246,9 +246,11 @@ def job_setup(
     mixture = _required_mixture(spec, catalog, job_limits)
     data = _data_fingerprint(catalog.identity, opened.identity)
     order = _sample_order(data, spec)
+    stream = _mixture(spec, catalog)
+    job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
     return JobSetup(
         record=_identified(record, data, order),
-        stream=_mixture(spec, catalog),
+        stream=stream,
         catalog=catalog,
         batch=spec.batch,
         options=spec.plan,
@@ -301,6 +303,10 @@ def _mixture(spec: JobSpec, catalog: IndexedCatalog) -> Mixture:
         seed=spec.seed,
         epochs=spec.epochs,
         llm_tokens=catalog.llm_tokens,
+        max_passes=[source.max_passes for source in spec.sources],
+        share_tokens=share_tokens(spec, catalog.totals),
+        names=catalog.source_names,
+        changes={f"file{place}": change for place, change in enumerate(spec.mixture_changes)},
     )
 
 
@@ -340,7 +346,12 @@ def _require_same_augmentation(record: JobRecord, order: str) -> None:
 
 def _sample_order(data: str, spec: JobSpec) -> str:
     """Name of the sample order: the digest of all that decides it, and what its samples are."""
-    decides = (data, spec.seed, [source.weight for source in spec.sources])
+    sources = [(source.weight, source.max_passes) for source in spec.sources]
+    changes = [
+        (sorted(each.weights.items()), each.from_epoch, each.from_step)
+        for each in spec.mixture_changes
+    ]
+    decides = (ORDER_VERSION, data, spec.seed, sources, spec.weights, changes)
     return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
 
 
@@ -351,16 +362,16 @@ def _isf_limits(catalog: IndexedCatalog, options: PlanOptions) -> IsfLimits | No
     return step_limits(catalog.lengths(np.arange(catalog.samples)), options, method="search")
 
 
-def _require_drawn(spec: JobSpec, sizes: Sequence[int]) -> None:
+def _require_drawn(mixture: MixtureTree) -> None:
     """Raises SpecError where a source's weight rounds to no sample: it would be left out
-    unnoticed."""
-    for source, size in zip(spec.sources, sizes, strict=True):
-        drawn = source.weight * size * spec.epochs
-        if drawn < 0.5:
+    unnoticed. Weight 0 says so."""
+    for source in mixture.sources:
+        drawn = mixture.times_seen(source) * source.samples
+        if source.passes and drawn < 0.5:
             raise SpecError(
-                f"source {source.name!r} gives no sample: weight {source.weight:g} of its {size} "
-                f"samples over {spec.epochs} epochs is {drawn:.2g}. Raise its weight to "
-                f"{1 / (size * spec.epochs):.2g} or more, or leave the source out."
+                f"source {source.source!r} gives no sample: {source.passes:.2g} passes over its "
+                f"{source.samples} samples in each of {mixture.epochs} epochs are {drawn:.2g} "
+                "samples. Raise its weight, or leave the source out."
             )
 
 
@@ -370,13 +381,13 @@ def _required_mixture(spec: JobSpec, catalog: IndexedCatalog, job_limits: JobLim
     _require_rows(spec, job_limits, catalog.sizes)
     mixture = mixture_tree(spec, catalog.totals)
     _require_steps(spec, mixture.epoch, job_limits)
-    _require_drawn(spec, catalog.sizes)
+    _require_drawn(mixture)
     return mixture
 
 
 def _require_rows(spec: JobSpec, job_limits: JobLimits, rows: Sequence[int]) -> None:
     """Raises QuotaError where the sources have too many rows, or too many are drawn from them."""
-    weights = [source.weight for source in spec.sources]
+    weights = [1.0 if spec.weights == "tokens" else source.weight for source in spec.sources]
     job_limits.check_epoch(rows, weights)
     samples = sum(weight * size for weight, size in zip(weights, rows, strict=True))
     if samples and spec.batch.samples is not None:

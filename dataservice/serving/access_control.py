@@ -45,6 +45,7 @@ RULES: dict[str, Rule] = {
     "DeleteJob": Rule(role="team", audited=True),
     "ListQuarantine": Rule(role="reader"),
     "RecostJob": Rule(role="team", audited=True),
+    "ChangeMixture": Rule(role="team", audited=True),
     "ExplainStep": Rule(role="reader"),
     "FindSample": Rule(role="reader"),
     "ReplaySteps": Rule(role="reader"),

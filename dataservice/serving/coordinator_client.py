@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -95,6 +95,18 @@ class CoordinatorClient:
         with self._translated():
             answer = self._stub.RecostJob(request, timeout=self._timeout_s)
         return answer.from_step, answer.cost_version
+
+    def change_mixture(
+        self, name: str, weights: Mapping[str, float], from_step: int | None = None
+    ) -> int:
+        """Draw by other weights from a step on, by default the first that was never planned.
+        Returns that step."""
+        request = coordinator_pb2.ChangeMixtureRequest(
+            job=name, weights=weights, from_step=from_step
+        )
+        with self._translated():
+            answer = self._stub.ChangeMixture(request, timeout=self._timeout_s)
+        return answer.from_step
 
     def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were trained with their labels masked."""

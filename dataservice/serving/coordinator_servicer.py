@@ -129,6 +129,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             from_step=record.from_step, cost_version=record.cost_version
         )
 
+    async def ChangeMixture(
+        self, request: coordinator_pb2.ChangeMixtureRequest, context: Context
+    ) -> coordinator_pb2.ChangeMixtureResponse:
+        """Draw by other weights from a step on."""
+        from_step = request.from_step if request.HasField("from_step") else None
+        async with self._access.call(context, "ChangeMixture", request) as visit:
+            job = visit.named(request.job)
+            change = await self._api.change_mixture(job, dict(request.weights), from_step)
+        return coordinator_pb2.ChangeMixtureResponse(from_step=change.from_step or 0)
+
     async def ExplainStep(
         self, request: coordinator_pb2.ExplainStepRequest, context: Context
     ) -> coordinator_pb2.ExplainStepResponse:

@@ -5,7 +5,14 @@ from typing import get_args
 
 from dataservice_proto.v1 import coordinator_pb2
 
-from dataservice.core.job import JobRecord, JobState, QuarantineEntry, SkipAction, SkipRecord
+from dataservice.core.job import (
+    JobRecord,
+    JobState,
+    MixtureChange,
+    QuarantineEntry,
+    SkipAction,
+    SkipRecord,
+)
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo, WorkerState
@@ -109,8 +116,16 @@ def _mixture_to_proto(mixture: MixtureTree) -> coordinator_pb2.MixtureTree:
                 samples=each.samples,
                 tokens=each.tokens,
                 weight=each.weight,
+                passes=each.passes,
+                max_passes=each.max_passes,
             )
             for each in mixture.sources
+        ],
+        changes=[
+            coordinator_pb2.MixtureChange(
+                weights=change.weights, from_epoch=change.from_epoch, from_step=change.from_step
+            )
+            for change in mixture.changes
         ],
     )
 
@@ -125,8 +140,18 @@ def _mixture_from_proto(message: coordinator_pb2.MixtureTree) -> MixtureTree:
                 samples=each.samples,
                 tokens=each.tokens,
                 weight=each.weight,
+                passes=each.passes,
+                max_passes=each.max_passes if each.HasField("max_passes") else None,
             )
             for each in message.sources
+        ),
+        changes=tuple(
+            MixtureChange(
+                weights=dict(change.weights),
+                from_epoch=change.from_epoch if change.HasField("from_epoch") else None,
+                from_step=change.from_step if change.HasField("from_step") else None,
+            )
+            for change in message.changes
         ),
     )
 

@@ -1,44 +1,129 @@
 """The mixture: the order of all samples of all sources over all epochs, from a seed.
 
-From a source with weight w, an epoch takes ⌊w⌋ full passes and a fraction w - ⌊w⌋. The fraction is
-a window that rolls round a fixed permutation of the source: epoch e takes the places from c(e) to
-c(e+1), where c(e) = e·fraction·samples rounded half up. So no sample appears twice in one window,
-and over epochs all samples appear equally often: with weight 0.5, once in any two epochs 2k and
-2k+1. All samples of the epoch are then shuffled together.
+The samples of each source stand in a ring, in a fixed order. A source of weight w has given
+c(t) = t·w·samples of them, rounded half up, after t epochs: an epoch takes a stretch of the ring
+that begins where the last one ended, shuffled. So a whole weight takes every sample that often, and
+with weight 0.5 each comes once in any two epochs 2k and 2k+1. Once round the ring is a pass: no
+sample comes again before all others of its source have come, at any place, whatever changes. The
+sources take turns in proportion (interleave.py).
 
-    slots of epoch 0      A: a0 a1 a2 a3 a4 │ B: b3 b0     A of weight 1, B of weight 0.5
-    slots of epoch 1      A: a0 a1 a2 a3 a4 │ B: b1 b2
-    place ──permutation by (seed, epoch)──▶ slot ──▶ source, pass, row
+    A, weight 1    ring a0 .. a4    epoch 0 takes all       a3 b1 a1 a4 b0 a0 a2
+    B, weight 0.5  ring b0 .. b3    b0 b1, epoch 1 b2 b3    b3 a0 a2 b2 a3 a1 a4
+
+Weights may change, at the start of an epoch or at a step. From there on a source whose weight
+changed gives by its new weight, first of all what its old weight had still to give in that epoch;
+all others go on as before. A place is (epoch, position, begun); `begun` names the changes in force
+there, each with the place where it began. So whoever has a place can draw from it: neither steps
+nor how the mixture came there are asked for.
 
 No order is stored: each place is computed from its number (shuffle.py), so the cost of a step
 depends on the samples it draws, not on the size of the sources.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, SpecError
-from dataservice.core.job import BatchSize
-from dataservice.core.ports import Draw
-from dataservice.sources.shuffle import permuted
+from dataservice.core.job import BatchSize, MixtureChange
+from dataservice.core.ports import Draw, Drawn
+from dataservice.sources.interleave import Interleaving
+from dataservice.sources.shuffle import permuted_each
 
-_WINDOW = 1  # hash domain: which samples a fraction takes
-_ORDER = 2  # hash domain: where in the epoch a sample appears
+_RING = 1  # hash domain: the order of a source's samples in its ring
+_TURNS = 2  # hash domain: how the sources take turns
+_WINDOW = 3  # hash domain: in which order an epoch gives what it takes of a ring
 # When a batch is counted in tokens, its number of samples is unknown: they are drawn in chunks of
 # doubling size.
 _FIRST_PIECE = 256
-# Counting keeps some ten arrays of this many numbers: larger ones leave the processor's cache.
-_COUNTED_PIECE = 2**14
+# Part of the name of a job's order: another order of the same sources has another.
+ORDER_VERSION = 2
+# Steps follow each other in one stretch; those of attempts and replays lie in a few others.
+_KEPT = 64
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """`count` samples of a row from the `start`-th on, in an order named by `epoch` and `position`:
+    those that a source gives in that epoch from that position on."""
+
+    start: int
+    count: int
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a source gives from a place on: `given` samples at time `since`, in epochs, and
+    `per_epoch` more each epoch, up to `most`. Its row is its ring again and again, but for what it
+    was giving whenever its weight changed in the middle: those windows stay `shuffled`, so that
+    what was left of them comes next."""
+
+    epoch: int
+    position: int
+    since: Fraction
+    given: int
+    per_epoch: Fraction
+    most: int | None
+    shuffled: tuple[_Window, ...] = ()
+
+    def at(self, time: Fraction | int) -> int:
+        given = self.given + math.floor((time - self.since) * self.per_epoch + Fraction(1, 2))
+        return given if self.most is None else min(given, self.most)
+
+    def window(self, epoch: int) -> _Window:
+        """What it gives in this epoch."""
+        start, position = self.given, self.position
+        if self.epoch < epoch:
+            start, position = self.at(epoch), 0
+        return _Window(start, max(0, self.at(epoch + 1) - start), epoch, position)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What is in force from a place on, until another change begins: where that is, which time
+    that is in epochs, how much each source had given, and gives from there on."""
+
+    epoch: int
+    position: int
+    time: Fraction
+    given: NDArray[np.int64]
+    weights: tuple[Fraction, ...]
+    lines: tuple[_Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The places of an epoch from `start` on, while nothing changes: when they begin, what was
+    `given` before, how the sources take turns, and what each gives in the epoch."""
+
+    start: int
+    time: Fraction
+    given: NDArray[np.int64]
+    turns: Interleaving
+    windows: tuple[_Window, ...]
+    shuffled: Mapping[int, tuple[_Window, ...]]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.turns.places
 
 
 class Mixture:
     """The port SampleStream. Pure and safe for use from several threads. The time and memory of a
-    draw depend only on the samples drawn."""
+    draw depend only on the samples drawn. `largest_epoch` is the number of samples that an epoch
+    has, by the weights it begins with or after any of its changes."""
 
     def __init__(
         self,
@@ -48,115 +133,183 @@ class Mixture:
         seed: int,
         epochs: int,
         llm_tokens: NDArray[np.int32] | None = None,
+        max_passes: Sequence[float | None] = (),
+        share_tokens: Sequence[int] | None = None,
+        names: Sequence[str] = (),
+        changes: Mapping[str, MixtureChange] | None = None,
     ) -> None:
         """
         Args:
             sizes: samples of each source; sample ids are dense over them, in this order.
             weights: passes over each source in an epoch.
             llm_tokens: int32[sum of sizes] by sample id; needed to draw by tokens.
+            max_passes: the most passes over each source in all epochs together; None for any
+                number.
+            share_tokens: tokens of each source, where weights are shares of an epoch's tokens:
+                see `passes_of`.
+            names: of the sources, as `changes` name them.
+            changes: what replaces weights, by the name that places call each change by.
 
         Raises:
             SpecError: the values cannot make a mixture.
         """
         _require_mixture(sizes, weights, epochs, llm_tokens)
+        self._again = partial(
+            Mixture,
+            sizes,
+            weights,
+            seed=seed,
+            epochs=epochs,
+            llm_tokens=llm_tokens,
+            max_passes=max_passes,
+            share_tokens=share_tokens,
+            names=names,
+        )
+        self._given = changes = dict(changes or {})
+        self._share_tokens = share_tokens
         self._sizes = tuple(int(size) for size in sizes)
-        # The shortest decimal that reads as this float: 0.1 means one tenth.
-        self._weights = tuple(Fraction(repr(float(weight))) for weight in weights)
         self._offsets = np.cumsum([0, *self._sizes], dtype=np.int64)
         self._seed = seed
         self._epochs = epochs
         self._llm_tokens = llm_tokens
-
-    def epoch_samples(self, epoch: int) -> int:
-        """How many samples this epoch holds."""
-        return self._samples_before(epoch + 1) - self._samples_before(epoch)
-
-    def draw(self, *, epoch: int, position: int, batch: BatchSize) -> Draw:
-        """The samples of one step that starts at this position; fewer at the end of the last epoch.
-
-        When the batch is counted in tokens, samples are taken while they fit, and always at least
-        one.
-
-        Raises:
-            CursorMismatchError: there is no such position.
-            SpecError: the batch is counted in tokens and this mixture has no lengths.
-        """
-        self._require_place(epoch, position)
-        ids: list[NDArray[np.int64]] = []
-        epochs: list[NDArray[np.int32]] = []
-        left = batch.samples or batch.tokens or 0
-        while epoch < self._epochs:
-            taken, cost = self._fitting(epoch, position, batch, left, first=not ids)
-            if len(taken):
-                ids.append(taken)
-                epochs.append(np.full(len(taken), epoch, dtype=np.int32))
-            left -= cost
-            position += len(taken)
-            if position < self.epoch_samples(epoch):
-                break
-            epoch, position = epoch + 1, 0  # the end of an epoch is the start of the next
-            if left <= 0:
-                break
-        epoch = self._skip_empty(epoch, position)
-        return Draw(
-            sample_ids=np.concatenate([np.zeros(0, dtype=np.int64), *ids]),
-            epoch=np.concatenate([np.zeros(0, dtype=np.int32), *epochs]),
-            next_epoch=epoch,
-            next_position=position,
+        self._changes = {
+            name: {_source(names, each): weight for each, weight in change.weights.items()}
+            for name, change in changes.items()
+        }
+        self._by_step = sorted(
+            (change.from_step, name)
+            for name, change in changes.items()
+            if change.from_step is not None
         )
+        self._by_epoch = sorted(
+            (change.from_epoch, name)
+            for name, change in changes.items()
+            if change.from_epoch is not None
+        )
+        most = [
+            None if most is None else math.floor(_exact(most) * size)
+            for most, size in zip(max_passes or [None] * len(sizes), self._sizes, strict=True)
+        ]
+        now = tuple(map(_exact, weights))
+        self._first = _Stage(
+            epoch=0,
+            position=0,
+            time=Fraction(0),
+            given=np.zeros(len(sizes), dtype=np.int64),
+            weights=now,
+            lines=tuple(
+                _Line(0, 0, Fraction(0), 0, per_epoch, each)
+                for per_epoch, each in zip(self._per_epoch(now), most, strict=True)
+            ),
+        )
+        self.largest_epoch = self._epoch_size(now)
+        for change in self._changes.values():
+            now = _replaced(now, change)
+            _require_some(now, names)
+            self.largest_epoch = max(self.largest_epoch, self._epoch_size(now))
+        self._stages: dict[str, _Stage] = {}
+        self._stretches: dict[tuple[int, str], _Stretch] = {}
 
-    def steps_left(self, cursor: Cursor, batch: BatchSize) -> int | None:
-        """Steps until the last epoch ends; None for batches counted in tokens, where only
-        drawing can tell. Raises CursorMismatchError."""
-        self._require_place(cursor.epoch, cursor.position)
-        if batch.samples is None:
-            return None
-        behind = self._samples_before(cursor.epoch) + cursor.position
-        left = self._samples_before(self._epochs) - behind
-        return max(0, -(-left // batch.samples) - cursor.step_in_window)
-
-    # ---- how much of each source ----------------------------------------------------------
+    def changed(self, more: Mapping[str, MixtureChange]) -> "Mixture":
+        """The same with further changes. Raises SpecError where they name other sources, or leave
+        no source a weight."""
+        return self._again(changes={**self._given, **more})
 
     @property
     def epochs(self) -> int:
         """How many epochs there are."""
         return self._epochs
 
-    def drawn_before(self, epoch: int) -> NDArray[np.int64]:
-        """How many samples of each source all epochs before this one hold: int64[sources].
-        O(sources)."""
-        before = [
-            epoch * math.floor(weight) * size + self._window_start(source, epoch)
-            for source, (size, weight) in enumerate(zip(self._sizes, self._weights, strict=True))
-        ]
-        return np.array(before, dtype=np.int64)
+    def epoch_samples(self, epoch: int, begun: str = "") -> int:
+        """How many samples this epoch holds, by the changes that have begun."""
+        return self._stretch(epoch, begun).end
 
-    def drawn_between(self, *, epoch: int, start: int, end: int) -> NDArray[np.int64]:
-        """How many samples of each source lie at the places `start` .. `end` - 1 of an epoch:
-        int64[sources]. O(end - start), in pieces that fit into a cache; no sample is looked at by
-        itself."""
-        counts = np.zeros(len(self._sizes), dtype=np.int64)
-        ends = np.cumsum(self._epoch_counts(epoch))
-        for begin in range(start, end, _COUNTED_PIECE):
-            slots = self._slots(epoch, begin, min(begin + _COUNTED_PIECE, end), int(ends[-1]))
-            source_of = np.searchsorted(ends, slots, side="right")
-            counts += np.bincount(source_of, minlength=len(counts))
-        return counts
+    def draw(self, *, epoch: int, position: int, batch: BatchSize, begun: str = "") -> Draw:
+        """The samples of one step that starts at this place; fewer at the end of the last epoch.
+
+        When the batch is counted in tokens, samples are taken while they fit, and always at least
+        one.
+
+        Raises:
+            CursorMismatchError: there is no such place.
+            SpecError: the batch is counted in tokens and this mixture has no lengths.
+        """
+        self._require_place(epoch, position, begun)
+        ids: list[NDArray[np.int64]] = []
+        epochs: list[NDArray[np.int32]] = []
+        left = batch.samples or batch.tokens or 0
+        while epoch < self._epochs:
+            stretch = self._stretch(epoch, begun)
+            taken, cost = self._fitting(stretch, position, batch, left, first=not ids)
+            if len(taken):
+                ids.append(taken)
+                epochs.append(np.full(len(taken), epoch, dtype=np.int32))
+            left -= cost
+            position += len(taken)
+            if position < stretch.end:
+                break
+            epoch, position = epoch + 1, 0  # the end of an epoch is the start of the next
+            begun = self._begun_with(epoch, begun)
+            if left <= 0:
+                break
+        # Few samples and weights far below 1 can leave an epoch without any.
+        while epoch < self._epochs and not position and not self.epoch_samples(epoch, begun):
+            epoch += 1
+            begun = self._begun_with(epoch, begun)
+        return Draw(
+            sample_ids=np.concatenate([np.zeros(0, dtype=np.int64), *ids]),
+            epoch=np.concatenate([np.zeros(0, dtype=np.int32), *epochs]),
+            next_epoch=epoch,
+            next_position=position,
+            next_begun=begun,
+        )
+
+    def begin_changes(self, cursor: Cursor) -> Cursor:
+        """The cursor with the changes that are due by its step. Inside a window of steps, which
+        was drawn as a whole, nothing begins."""
+        if cursor.step_in_window or cursor.epoch >= self._epochs:
+            return cursor
+        begun = cursor.begun
+        for step, name in self._by_step:
+            if step <= cursor.step and name not in _names(begun):
+                begun = _with(begun, name, cursor.epoch, cursor.position)
+        return replace(cursor, begun=begun)
+
+    def drawn(self, cursor: Cursor) -> Drawn:
+        """How much of each source lies before this place: O(sources), and a look at a thousand
+        places. Raises CursorMismatchError."""
+        epoch, begun = min(cursor.epoch, self._epochs - 1), cursor.begun
+        self._require_place(cursor.epoch, cursor.position, begun)
+        stretch = self._stretch(epoch, begun)
+        at_start = [each for each in _entries(begun) if (each[1], each[2]) <= (epoch, 0)]
+        first = self._stretch(epoch, ",".join(map(_entry, at_start)))
+        over = cursor.epoch > epoch
+        passed = stretch.turns.places if over else cursor.position - stretch.start
+        final = begun
+        for later in range(epoch + 1, self._epochs):
+            final = self._begun_with(later, final)
+        ends = [line.at(self._epochs) for line in self._stage(final).lines]
+        return Drawn(
+            before_epoch=first.given,
+            so_far=stretch.given + stretch.turns.before(passed),
+            through_epoch=stretch.given + stretch.turns.before(stretch.turns.places),
+            in_all=np.array(ends, dtype=np.int64),
+        )
 
     # ---- how much fits --------------------------------------------------------------------
 
     def _fitting(
-        self, epoch: int, position: int, batch: BatchSize, left: int, *, first: bool
+        self, stretch: _Stretch, position: int, batch: BatchSize, left: int, *, first: bool
     ) -> tuple[NDArray[np.int64], int]:
         """(ids that fit, from this position to the end of the epoch; their cost in the batch's
         unit)."""
         if batch.samples is not None:
-            end = min(position + left, self.epoch_samples(epoch))
-            return self._ids(epoch, position, end), end - position
-        return self._fitting_tokens(epoch, position, left, first=first)
+            end = min(position + left, stretch.end)
+            return self._ids(stretch, position, end), end - position
+        return self._fitting_tokens(stretch, position, left, first=first)
 
     def _fitting_tokens(
-        self, epoch: int, position: int, left: int, *, first: bool
+        self, stretch: _Stretch, position: int, left: int, *, first: bool
     ) -> tuple[NDArray[np.int64], int]:
         """The same, counted in tokens; the `first` sample of a step is taken whatever its
         length."""
@@ -165,10 +318,10 @@ class Mixture:
                 "the batch is counted in tokens, but the mixture was made without lengths. Pass "
                 "llm_tokens, or count the batch in samples."
             )
-        end, piece, cost = self.epoch_samples(epoch), _FIRST_PIECE, 0
+        end, piece, cost = stretch.end, _FIRST_PIECE, 0
         taken = [np.zeros(0, dtype=np.int64)]
         while position < end:
-            ids = self._ids(epoch, position, min(position + piece, end))
+            ids = self._ids(stretch, position, min(position + piece, end))
             behind = cost + np.cumsum(self._llm_tokens[ids], dtype=np.int64)
             count = int(np.searchsorted(behind, left, side="right"))
             count = max(count, int(first and len(taken) == 1))
@@ -181,66 +334,244 @@ class Mixture:
             piece *= 2
         return np.concatenate(taken), cost
 
-    def _skip_empty(self, epoch: int, position: int) -> int:
-        """This epoch, or at its start the next one that is not empty: few samples and a weight far
-        below 1 can leave an epoch without any."""
-        while epoch < self._epochs and not position and not self.epoch_samples(epoch):
-            epoch += 1
-        return epoch
+    def _ids(self, stretch: _Stretch, start: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at these positions of a stretch's epoch: int64[end - start]."""
+        source, rank = stretch.turns.turns(start - stretch.start, end - stretch.start)
+        row = stretch.given[source] + rank
+        settled = self._shuffle(source, row, stretch.windows)
+        for one, windows in stretch.shuffled.items():
+            mine = np.flatnonzero(source == one)
+            for window in reversed(windows):
+                place = row[mine]
+                inside = mine[(place >= window.start) & (place < window.start + window.count)]
+                places = row[inside]
+                settled[inside] |= self._shuffle(source[inside], places, {one: window})
+                row[inside] = places
+        row %= np.array(self._sizes)[source]
+        rest = np.flatnonzero(~settled)
+        present, which = _numbered(source[rest])
+        named = [(_RING, self._seed, each) for each in present]
+        row[rest] = permuted_each(row[rest], which, [self._sizes[each] for each in present], named)
+        return row + self._offsets[source]
 
-    def _require_place(self, epoch: int, position: int) -> None:
+    def _shuffle(
+        self,
+        source: NDArray[np.int64],
+        row: NDArray[np.int64],
+        windows: Sequence[_Window] | Mapping[int, _Window],
+    ) -> NDArray[np.bool_]:
+        """Where in the row of its source each of these places (int64[n]) is taken from, in `row`
+        itself. They lie in the windows of their sources, and are shuffled with the rest of the
+        window, pass by pass: none of a pass comes before all of the last one came. Returns which of
+        them were shuffled with their whole pass, so that the ring's own order adds nothing."""
+        if not len(row):
+            return np.zeros(0, dtype=np.bool_)
+        turns = row // np.array(self._sizes)[source]
+        first, width = int(turns.min()), int(np.ptp(turns)) + 1
+        present, which = _numbered(source * width + (turns - first))
+        starts, counts, whole, named = [], [], [], []
+        for each in present:
+            one, turn = each // width, each % width + first
+            window, size = windows[one], self._sizes[one]
+            start = max(window.start, turn * size)
+            starts.append(start)
+            counts.append(min(window.start + window.count, (turn + 1) * size) - start)
+            whole.append(counts[-1] == size)
+            named.append((_WINDOW, self._seed, one, window.epoch, window.position, turn))
+        begins = np.array(starts)[which]
+        row[:] = begins + permuted_each(row - begins, which, counts, named)
+        settled: NDArray[np.bool_] = np.array(whole)[which]
+        return settled
+
+    # ---- places ---------------------------------------------------------------------------
+
+    def _begun_with(self, epoch: int, begun: str) -> str:
+        """The changes in force at the start of an epoch, from those at the end of the last."""
+        for due, name in self._by_epoch:
+            if due == epoch and epoch < self._epochs:
+                begun = _with(begun, name, epoch, 0)
+        return begun
+
+    def _stage(self, begun: str) -> _Stage:
+        """What is in force where these changes have begun. Raises CursorMismatchError where there
+        is no such place."""
+        if not begun:
+            return self._first
+        found = self._stages.get(begun)
+        return _kept(self._stages, begun, self._made_stage(begun)) if found is None else found
+
+    def _stretch(self, epoch: int, begun: str) -> _Stretch:
+        """The last places of an epoch, at which exactly these changes are in force."""
+        key = (epoch, begun)
+        found = self._stretches.get(key)
+        return _kept(self._stretches, key, self._made_stretch(*key)) if found is None else found
+
+    def _made_stage(self, begun: str) -> _Stage:
+        if begun.count(",") > len(self._changes):
+            raise CursorMismatchError(
+                f"the checkpoint was made under {begun.count(',') + 1} changes of the mixture, and "
+                f"this job knows {len(self._changes)}. Take a checkpoint of this job, with the "
+                "state directory that its changes were recorded in."
+            )
+        before, _, last = begun.rpartition(",")
+        name, epoch, position = _entries(last)[0]
+        if name not in self._changes:
+            raise CursorMismatchError(
+                f"the checkpoint was made under a change of the mixture, {name!r}, that this job "
+                f"does not know; it knows {', '.join(self._changes) or 'none'}. Take a checkpoint "
+                "of this job, with the state directory that its changes were recorded in."
+            )
+        if name in _names(before):
+            raise CursorMismatchError(
+                f"the checkpoint's change of the mixture, {name!r}, began twice. Load the "
+                "state_dict that ShardDataset gave."
+            )
+        self._require_place(epoch, position, before)
+        stretch = self._stretch(epoch, before)
+        places, passed = stretch.turns.places, position - stretch.start
+        part = Fraction(passed, places) if places else Fraction(0)
+        time = stretch.time + (epoch + 1 - stretch.time) * part
+        given = stretch.given + stretch.turns.before(passed)
+        weights = _replaced(self._stage(before).weights, self._changes[name])
+        lines = tuple(
+            line
+            if line.per_epoch == per_epoch
+            else _Line(
+                epoch,
+                position,
+                time,
+                so_far,
+                per_epoch,
+                line.most,
+                (*line.shuffled, line.window(epoch)) if position else line.shuffled,
+            )
+            for line, per_epoch, so_far in zip(
+                self._stage(before).lines, self._per_epoch(weights), given.tolist(), strict=True
+            )
+        )
+        return _Stage(epoch, position, time, given, weights, lines)
+
+    def _epoch_size(self, weights: Sequence[Fraction]) -> float:
+        return float(sum(self._per_epoch(weights)))
+
+    def _per_epoch(self, weights: Sequence[Fraction]) -> list[Fraction]:
+        """How many samples of each source an epoch takes."""
+        passes = weights if self._share_tokens is None else passes_of(weights, self._share_tokens)
+        return [each * size for each, size in zip(passes, self._sizes, strict=True)]
+
+    def _made_stretch(self, epoch: int, begun: str) -> _Stretch:
+        stage = self._stage(begun)
+        windows = tuple(line.window(epoch) for line in stage.lines)
+        start, time, given = stage.position, stage.time, stage.given
+        if stage.epoch < epoch:
+            start, time = 0, Fraction(epoch)
+            given = np.array([window.start for window in windows], dtype=np.int64)
+        until = np.array([window.start + window.count for window in windows], dtype=np.int64)
+        turns = Interleaving(np.maximum(until - given, 0), _TURNS, self._seed, epoch, start)
+        lines = enumerate(stage.lines)
+        shuffled = {source: line.shuffled for source, line in lines if line.shuffled}
+        return _Stretch(start, time, given, turns, windows, shuffled)
+
+    def _require_place(self, epoch: int, position: int, begun: str) -> None:
         if not 0 <= epoch <= self._epochs:
             raise CursorMismatchError(
                 f"the cursor is in epoch {epoch}, the job has epochs 0 to {self._epochs - 1}. "
                 "Resume from a checkpoint of this job."
             )
-        samples = self.epoch_samples(epoch) if epoch < self._epochs else 0
-        if not 0 <= position <= samples:
+        stage = self._stage(begun)
+        stretch = self._stretch(epoch, begun) if epoch < self._epochs else None
+        start, end = (0, 0) if stretch is None else (stretch.start, stretch.end)
+        if stage.epoch > epoch or not start <= position <= end:
             raise CursorMismatchError(
-                f"the cursor is at sample {position} of epoch {epoch}, which has {samples}. "
-                "Resume from a checkpoint of this job, or restore the sources and weights that it "
-                "was trained with."
+                f"the cursor is at sample {position} of epoch {epoch}, which has "
+                f"{f'samples {start} to {end}' if start else end}. Resume from a checkpoint of "
+                "this job, or restore the sources and weights that it was trained with."
             )
 
-    # ---- what an epoch holds --------------------------------------------------------------
 
-    def _samples_before(self, epoch: int) -> int:
-        """Samples of all epochs before this one."""
-        return int(self.drawn_before(epoch).sum())
+# ---- the names of changes in a place, each as NAME@EPOCH:POSITION, in order ---------------
 
-    def _epoch_counts(self, epoch: int) -> NDArray[np.int64]:
-        """How many samples of each source this epoch holds: int64[sources]."""
-        return self.drawn_before(epoch + 1) - self.drawn_before(epoch)
 
-    def _window_start(self, source: int, epoch: int) -> int:
-        """c(epoch): where the rolling window of a source begins, counted without wrapping."""
-        fraction = self._weights[source] % 1
-        return math.floor(epoch * fraction * self._sizes[source] + Fraction(1, 2))
+def _entries(begun: str) -> list[tuple[str, int, int]]:
+    """Raises CursorMismatchError where it was not written here."""
+    try:
+        return [_parsed(each) for each in begun.split(",") if each]
+    except ValueError as error:
+        raise CursorMismatchError(
+            f"the cursor's changes of the mixture are {begun[:80]!r}; each is NAME@EPOCH:POSITION. "
+            "Load the state_dict that ShardDataset gave."
+        ) from error
 
-    def _slots(self, epoch: int, start: int, end: int, size: int) -> NDArray[np.int64]:
-        """The slots at the places `start` .. `end` - 1 of an epoch of `size` samples:
-        int64[end - start]. Those of one source lie next to each other, in the order of the
-        sources."""
-        return permuted(np.arange(start, end), size, _ORDER, self._seed, epoch)
 
-    def _ids(self, epoch: int, start: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at the places `start` .. `end` - 1 of an epoch: int64[end - start]."""
-        counts = self._epoch_counts(epoch)
-        ends = np.cumsum(counts)
-        slots = self._slots(epoch, start, end, int(ends[-1]))
-        sizes = np.array(self._sizes)
-        full = np.array([math.floor(weight) for weight in self._weights]) * sizes
-        window = np.array([self._window_start(source, epoch) for source in range(len(sizes))])
-        source_of = np.searchsorted(ends, slots, side="right")
-        within = slots - (ends - counts)[source_of]
-        rows = within % sizes[source_of]
-        rolled = np.flatnonzero(within >= full[source_of])
-        for source in np.unique(source_of[rolled]):
-            mine = rolled[source_of[rolled] == source]
-            places = (within[mine] - full[source] + window[source]) % sizes[source]
-            rows[mine] = permuted(places, int(sizes[source]), _WINDOW, self._seed, int(source))
-        ids: NDArray[np.int64] = rows + self._offsets[source_of]
-        return ids
+def _parsed(entry: str) -> tuple[str, int, int]:
+    name, _, place = entry.partition("@")
+    epoch, _, position = place.partition(":")
+    return name, int(epoch), int(position)
+
+
+def _entry(parsed: tuple[str, int, int]) -> str:
+    name, epoch, position = parsed
+    return f"{name}@{epoch}:{position}"
+
+
+def _names(begun: str) -> set[str]:
+    return {name for name, _, _ in _entries(begun)}
+
+
+def _with(begun: str, name: str, epoch: int, position: int) -> str:
+    entry = _entry((name, epoch, position))
+    return f"{begun},{entry}" if begun else entry
+
+
+def _numbered(labels: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64]]:
+    """The different ones of these small numbers, and for each the place of its own among them."""
+    there = np.bincount(labels) > 0
+    return np.flatnonzero(there).tolist(), (np.cumsum(there) - 1)[labels]
+
+
+def _kept(cache: dict[Key, Made], key: Key, made: Made) -> Made:
+    if len(cache) >= _KEPT:
+        cache.clear()
+    cache[key] = made
+    return made
+
+
+def passes_of(weights: Sequence[Fraction], tokens: Sequence[int]) -> list[Fraction]:
+    """Passes over sources of so many tokens in an epoch, of whose tokens each gives a share in
+    proportion to its weight. The epoch is as long as it can be without any source coming twice."""
+    per_token = [
+        weight / held if held else weight for weight, held in zip(weights, tokens, strict=True)
+    ]
+    most = max(per_token)
+    return [each / most for each in per_token]
+
+
+def _replaced(weights: tuple[Fraction, ...], change: Mapping[int, float]) -> tuple[Fraction, ...]:
+    return tuple(
+        _exact(change[source]) if source in change else weight
+        for source, weight in enumerate(weights)
+    )
+
+
+def _require_some(weights: Sequence[Fraction], names: Sequence[str]) -> None:
+    if not any(weights):
+        raise SpecError(
+            f"all sources ({', '.join(names) or len(weights)}) have weight 0: nothing is left to "
+            "train. Give at least one a weight."
+        )
+
+
+def _exact(weight: float) -> Fraction:
+    """The shortest decimal that reads as this float: 0.1 means one tenth."""
+    return Fraction(repr(float(weight)))
+
+
+def _source(names: Sequence[str], name: str) -> int:
+    if name not in names:
+        raise SpecError(
+            f"a change of the mixture names the source {name!r}; the job's are {', '.join(names)}."
+        )
+    return list(names).index(name)
 
 
 def _require_mixture(
@@ -254,10 +585,10 @@ def _require_mixture(
             f"a mixture needs at least one source and a weight for each; got {len(sizes)} sizes "
             f"and {len(weights)} weights."
         )
-    if min(sizes) < 1 or not all(0 < weight < math.inf for weight in weights):
+    if min(sizes) < 1 or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         raise SpecError(
-            f"sizes {tuple(sizes)} must be at least 1 and weights {tuple(weights)} above 0. Leave "
-            "empty sources out."
+            f"sizes {tuple(sizes)} must be at least 1, weights {tuple(weights)} at least 0 and one "
+            "of them above. Leave empty sources out."
         )
     if epochs < 1:
         raise SpecError(f"epochs is {epochs}; it must be at least 1.")

@@ -17,6 +17,8 @@ Changing anything here changes the order of every job.
 """
 
 import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,21 +38,46 @@ _ROUNDS = 12
 def permuted(places: IntArray, size: int, *names: int) -> NDArray[np.int64]:
     """The images of these positions (int[n], each in 0 .. size-1) under a permutation of `size`
     that depends only on `names`: int64[n]. O(n), whatever the size."""
-    rows = math.isqrt(max(size - 1, 0)) + 1
-    rows += rows % 2  # shifts with two odd sides would give only even permutations
-    columns = max(1, -(-size // rows))
-    round_keys = _round_keys(names)
-    out = _rounds(np.asarray(places, dtype=np.uint64), rows, columns, round_keys)
-    while len(outside := np.flatnonzero(out >= size)):
-        out[outside] = _rounds(out[outside], rows, columns, round_keys)
+    return permuted_each(places, np.zeros(len(places), dtype=np.int64), [size], [names])
+
+
+def permuted_each(
+    places: IntArray, which: IntArray, sizes: Sequence[int], names: Sequence[tuple[int, ...]]
+) -> NDArray[np.int64]:
+    """The same under several permutations at once: each of these positions (int[n]) under the one
+    of `sizes` and `names` that `which` (int[n]) counts: int64[n]."""
+    if not len(places):
+        return np.zeros(0, dtype=np.int64)
+    one = len(sizes) == 1
+    rows = np.array([_rows(size) for size in sizes], dtype=np.uint64)
+    columns = np.array([max(1, -(-size // _rows(size))) for size in sizes], dtype=np.uint64)
+    round_keys = np.stack([_round_keys(each) for each in names], axis=1)
+    below = np.array(sizes, dtype=np.uint64)
+
+    def through(numbers: NDArray[np.uint64], of: IntArray) -> NDArray[np.uint64]:
+        return _rounds(numbers, rows[of], columns[of], (keys[of] for keys in round_keys))
+
+    of = np.zeros(1, dtype=np.int64) if one else which  # one for all is broadcast
+    out = through(np.asarray(places, dtype=np.uint64), of)
+    while len(outside := np.flatnonzero(out >= below[of])):
+        out[outside] = through(out[outside], of if one else of[outside])
     return out.astype(np.int64)
 
 
+def _rows(size: int) -> int:
+    rows = math.isqrt(max(size - 1, 0)) + 1
+    return rows + rows % 2  # shifts with two odd sides would give only even permutations
+
+
 def _rounds(
-    numbers: NDArray[np.uint64], rows: int, columns: int, round_keys: NDArray[np.uint64]
+    numbers: NDArray[np.uint64],
+    rows: NDArray[np.uint64],
+    columns: NDArray[np.uint64],
+    round_keys: Iterable[NDArray[np.uint64]],
 ) -> NDArray[np.uint64]:
-    """One pass through the network: uint64[n] below rows · columns, to other such numbers."""
-    side, other = np.uint64(rows), np.uint64(columns)
+    """One pass through the network: uint64[n] below rows · columns, to other such numbers. Rows,
+    columns and the key of each round are uint64[n] or [1]."""
+    side, other = rows, columns
     left, right = numbers // other, numbers % other
     for key in round_keys:
         left = left + _below(side, split_mix(split_mix(right) ^ key))
@@ -59,18 +86,28 @@ def _rounds(
     return left * other + right
 
 
-def _below(limit: np.uint64, hashed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _below(limit: NDArray[np.uint64], hashed: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hashes as numbers below a limit of at most 32 bits. The 2^32 hash values are spread evenly:
     the counts of any two numbers differ by at most one."""
     return ((hashed >> _HALF) * limit) >> _HALF
 
 
+@lru_cache(maxsize=4096)
 def _round_keys(names: tuple[int, ...]) -> NDArray[np.uint64]:
     """One key per round, from all of `names` and their order."""
+    return split_mix(_state(names) ^ split_mix(np.arange(_ROUNDS, dtype=np.uint64)))
+
+
+def _state(names: tuple[int, ...]) -> NDArray[np.uint64]:
     state = np.zeros(1, dtype=np.uint64)
     for name in names:
         state = split_mix(state ^ np.array([name & _64_BITS], dtype=np.uint64))
-    return split_mix(state ^ split_mix(np.arange(_ROUNDS, dtype=np.uint64)))
+    return state
+
+
+def hashed(names: tuple[int, ...]) -> int:
+    """A number below 2^64 from all of these and their order."""
+    return int(split_mix(_state(names))[0])
 
 
 def split_mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

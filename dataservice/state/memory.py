@@ -12,6 +12,7 @@ from dataservice.core.job import (
     CostRecord,
     JobRecord,
     LedgerEntry,
+    MixtureRecord,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -30,6 +31,7 @@ class MemoryStateStore:
         self._ledger: dict[str, dict[tuple[int, int], LedgerEntry]] = {}
         self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
         self._costs: dict[str, list[CostRecord]] = {}
+        self._mixtures: dict[str, list[MixtureRecord]] = {}
         self._skips: dict[str, list[SkipRecord]] = {}
         self._specs: dict[str, dict[int, SpecRecord]] = {}
 
@@ -75,6 +77,7 @@ class MemoryStateStore:
         with self._turn:
             for table in (
                 self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
+                self._mixtures,
                 self._skips, self._specs,
             ):  # fmt: skip
                 table.pop(name, None)
@@ -179,6 +182,17 @@ class MemoryStateStore:
         """The job's cost records, by the step at which they begin."""
         with self._turn:
             return list(self._costs.get(job, []))
+
+    def add_mixture(self, change: MixtureRecord) -> None:
+        """Insert. Raises NotFoundError when there is no such job."""
+        with self._turn:
+            self._require_job(change.job)
+            self._mixtures.setdefault(change.job, []).append(change)
+
+    def mixtures(self, job: str) -> list[MixtureRecord]:
+        """The recorded changes of the job's mixture, by number."""
+        with self._turn:
+            return list(self._mixtures.get(job, []))
 
     def add_skips(
         self,

@@ -97,7 +97,17 @@ ALTER TABLE attempts ADD COLUMN launch TEXT NOT NULL DEFAULT '';
 ALTER TABLE costs ADD COLUMN spec_version INTEGER NOT NULL DEFAULT 1;
 """
 
-MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS, _VERSIONS)
+_MIXTURES = """
+CREATE TABLE mixtures (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    change_json TEXT NOT NULL,
+    recorded_unix_s REAL NOT NULL,
+    PRIMARY KEY (job, number)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS, _VERSIONS, _MIXTURES)
 """MIGRATIONS[k] migrates from version k to version k + 1."""
 
 _CREATE_MIGRATIONS = """

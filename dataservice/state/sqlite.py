@@ -21,6 +21,7 @@ from dataservice.core.job import (
     CostRecord,
     JobRecord,
     LedgerEntry,
+    MixtureRecord,
     QuarantineEntry,
     SkipAction,
     SkipRecord,
@@ -39,6 +40,7 @@ _Record = TypeVar(
     LedgerEntry,
     QuarantineEntry,
     CostRecord,
+    MixtureRecord,
     SkipRecord,
     SpecRecord,
 )
@@ -238,6 +240,18 @@ class SqliteStateStore:
     def costs(self, job: str) -> list[CostRecord]:
         """The job's cost records, by the step at which they begin."""
         return self._select(CostRecord, "FROM costs WHERE job = ? ORDER BY from_step", job)
+
+    # ---- changes of the mixture -----------------------------------------------------------
+
+    def add_mixture(self, change: MixtureRecord) -> None:
+        """Insert. Raises NotFoundError when there is no such job."""
+        with self._transaction() as db:
+            self._require_job(db, change.job)
+            db.execute("INSERT INTO mixtures VALUES (?, ?, ?, ?)", astuple(change))
+
+    def mixtures(self, job: str) -> list[MixtureRecord]:
+        """The recorded changes of the job's mixture, by number."""
+        return self._select(MixtureRecord, "FROM mixtures WHERE job = ? ORDER BY number", job)
 
     # ---- skips ----------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def test_a_cursor_that_was_altered_is_refused_and_named(name, value):
     ("changes", "says"),
     [
         ({"version": 99}, "version 99"),
-        ({"version": 1}, "has version 1; this service reads version 2. Resume with the release"),
+        ({"version": 1}, "has version 1; this service reads version 3. Resume with the release"),
         ({"steps": 1}, "other fields"),
         ({"step": None}, "other fields"),
         ({"step": -1}, "other values"),

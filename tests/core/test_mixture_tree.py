@@ -8,10 +8,21 @@ from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 
 
 def source(
-    name: str = "a", *, samples: int = 10, tokens: int = 100, weight: float = 1.0
+    name: str = "a",
+    *,
+    samples: int = 10,
+    tokens: int = 100,
+    weight: float = 1.0,
+    max_passes: float | None = None,
 ) -> MixtureSource:
     return MixtureSource(
-        source=name, fingerprint="f00", samples=samples, tokens=tokens, weight=weight
+        source=name,
+        fingerprint="f00",
+        samples=samples,
+        tokens=tokens,
+        weight=weight,
+        passes=weight,
+        max_passes=max_passes,
     )
 
 
@@ -42,3 +53,4 @@ def test_a_weight_counts_passes_over_a_source() -> None:
     assert mixture.sample_share(half) == pytest.approx(15 / 35)
     assert mixture.token_share(half) == pytest.approx(50 / 150)
     assert (mixture.times_seen(half), mixture.times_seen(twice)) == (1.5, 6)
+    assert mixture.times_seen(source(weight=2, max_passes=4.5)) == 4.5

@@ -65,7 +65,7 @@ def make_setup(
     options = PlanOptions(**{"memory_tokens": MEMORY_TOKENS, **plan})
     return JobSetup(
         record=JobRecord(name=name, spec_json=f'{{"job": "{name}"}}', index_fingerprint="f"),
-        stream=Mixture(catalog.sizes, [1.0, 1.0], seed=seed, epochs=1),
+        stream=Mixture(catalog.sizes, [1.0, 1.0], seed=seed, epochs=1, names=("a", "b")),
         catalog=catalog,
         batch=BatchSize(samples=batch),
         options=options,

@@ -158,15 +158,18 @@ async def receipts_of(order, books=None, worker="w0"):
 async def test_copies_of_a_pack_are_compared_where_both_could_decode():
     delivered = Delivered(PLAN, ORDERS)
     books = Books(alive=["w0", "w1"])
-    first, second = (s.ref for s in ORDERS[0].samples[:2])
+    order = max(ORDERS, key=lambda each: len(each.samples))
+    first, second = (s.ref for s in order.samples[:2])
     books.masks = {first.sample_id}
-    delivered.take(await receipts_of(ORDERS[0], books))
+    delivered.take(await receipts_of(order, books))
     books.masks = set()
-    delivered.take(await receipts_of(ORDERS[0], books, "w1"))
+    delivered.take(await receipts_of(order, books, "w1"))
     assert delivered.otherwise == {}
     books.other_bytes["w1"] = {first.sample_id, second.sample_id}
-    delivered.take(await receipts_of(ORDERS[0], books, "w1"))
-    assert delivered.otherwise == {0: [f"{ref.source}/{ref.key}" for ref in (first, second)]}
+    delivered.take(await receipts_of(order, books, "w1"))
+    assert delivered.otherwise == {
+        order.key.pack: [f"{ref.source}/{ref.key}" for ref in (first, second)]
+    }
     assert set(delivered.masked) == {first.sample_id}
 
 

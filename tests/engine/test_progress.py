@@ -190,22 +190,3 @@ async def test_a_window_of_steps_counts_once_its_last_step_is_trained(store):
     await train(coordinator, sessions, 6, 2)
     assert in_all(await progress_of(coordinator)) == drawn(setup, 0, 7)
     await coordinator.stop()
-
-
-async def test_a_look_counts_only_what_was_drawn_since_the_last_one(store):
-    setup = a_job()
-    counted = []
-
-    class Counting(Mixture):
-        def drawn_between(self, *, epoch, start, end):
-            counted.append((epoch, start, end))
-            return super().drawn_between(epoch=epoch, start=start, end=end)
-
-    stream = Counting(setup.catalog.sizes, WEIGHTS, seed=3, epochs=2)
-    coordinator = await begun(store, replace(setup, stream=stream))
-    sessions = await open_all(coordinator)
-    for first, steps in ((0, 2), (2, 0), (2, 3)):
-        await train(coordinator, sessions, first, steps)
-        await progress_of(coordinator)
-    assert counted == [(0, 0, 32), (0, 32, 80)]
-    await coordinator.stop()

@@ -64,8 +64,8 @@ MISTAKES = {
         "batch:": "line 14, batch: it is empty; give a mapping with keys such as samples and "
         "tokens. Size of one global batch.",
         "batch: {samples: 256}\n2.5: 3": "line 15, 2.5: there is no such key here; the keys here "
-        "are job, sources, index, pipeline, batch, plan, seed, epochs, topology, ready_steps and "
-        "error_budget",
+        "are job, sources, weights, mixture_changes, index, pipeline, batch, plan, seed, epochs, "
+        "topology, ready_steps and error_budget",
         "batch_size: 256": "line 14, batch_size: there is no such key here; did you mean batch?",
     },
     "  memory_tokens: 8192": {

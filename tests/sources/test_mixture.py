@@ -3,7 +3,7 @@
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,17 +12,31 @@ from hypothesis import strategies as st
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, SpecError
-from dataservice.core.job import BatchSize
+from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.ports import Draw
 from dataservice.sources.mixture import Mixture
 
 
 def draws(mixture: Mixture, batch: BatchSize) -> Iterator[Draw]:
     """All steps of a mixture."""
-    epoch = position = 0
-    while len((draw := mixture.draw(epoch=epoch, position=position, batch=batch)).sample_ids):
+    place = Cursor()
+    while len((draw := draw_at(mixture, place, batch)).sample_ids):
         yield draw
-        epoch, position = draw.next_epoch, draw.next_position
+        place = behind(place, draw)
+
+
+def draw_at(mixture: Mixture, place: Cursor, batch: BatchSize) -> Draw:
+    return mixture.draw(epoch=place.epoch, position=place.position, batch=batch, begun=place.begun)
+
+
+def behind(place: Cursor, draw: Draw) -> Cursor:
+    """The place of the next step."""
+    return Cursor(
+        step=place.step + 1,
+        epoch=draw.next_epoch,
+        position=draw.next_position,
+        begun=draw.next_begun,
+    )
 
 
 def visits(mixture: Mixture, batch: BatchSize) -> Counter[tuple[int, int]]:
@@ -71,36 +85,30 @@ def test_every_epoch_holds_what_its_weights_say_for_any_batch(
 
 
 @settings(max_examples=60, deadline=None)
-@given(sources, st.integers(1, 4), st.integers(0, 3), st.data())
+@given(sources, st.integers(1, 4), st.integers(1, 40), st.integers(0, 3))
 def test_what_lies_before_a_place_is_what_is_drawn_before_it(
-    given_sources: list[tuple[int, float]], epochs: int, seed: int, data: st.DataObject
+    given_sources: list[tuple[int, float]], epochs: int, samples: int, seed: int
 ) -> None:
     sizes, weights = zip(*given_sources, strict=True)
     mixture = Mixture(sizes, weights, seed=seed, epochs=epochs)
-    epoch = data.draw(st.integers(0, epochs - 1))
-    end = data.draw(st.integers(0, mixture.epoch_samples(epoch)))
-    start = data.draw(st.integers(0, end))
-    drawn = list(draws(mixture, BatchSize(samples=7)))
-    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(draw.sample_ids for draw in drawn)])
-    before = sum(mixture.epoch_samples(each) for each in range(epoch))
+    steps = list(draws(mixture, BatchSize(samples=samples)))
+    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(step.sample_ids for step in steps)])
+    of = np.concatenate([np.zeros(0, dtype=np.int64), *(step.epoch for step in steps)])
 
-    def of_sources(some: np.ndarray) -> list[int]:
+    def counts(some: np.ndarray) -> list[int]:
         numbers = np.searchsorted(np.cumsum(sizes), some, side="right")
         return np.bincount(numbers, minlength=len(sizes)).tolist()
 
-    assert mixture.drawn_before(epoch).tolist() == of_sources(ids[:before])
-    assert mixture.drawn_before(epochs).tolist() == of_sources(ids)
-    between = mixture.drawn_between(epoch=epoch, start=start, end=end)
-    assert between.tolist() == of_sources(ids[before + start : before + end])
-
-
-def test_a_long_way_is_counted_in_pieces_that_add_up() -> None:
-    sizes = [50_000, 3000, 20]
-    mixture = Mixture(sizes, [1, 0.5, 3], seed=2, epochs=2)
-    start, end = 17, 51_001
-    ids = mixture.draw(epoch=1, position=start, batch=BatchSize(samples=end - start)).sample_ids
-    drawn = np.bincount(np.searchsorted(np.cumsum(sizes), ids, side="right"), minlength=3)
-    assert mixture.drawn_between(epoch=1, start=start, end=end).tolist() == drawn.tolist()
+    place, passed = Cursor(), 0
+    for step in [None, *steps]:
+        if step is not None:
+            place, passed = behind(place, step), passed + len(step.sample_ids)
+        now = mixture.drawn(place)
+        epoch = min(place.epoch, epochs - 1)
+        assert now.so_far.tolist() == counts(ids[:passed])
+        assert now.before_epoch.tolist() == counts(ids[of < epoch])
+        assert now.through_epoch.tolist() == counts(ids[of <= epoch])
+        assert now.in_all.tolist() == counts(ids)
 
 
 def test_half_weight_shows_each_sample_once_in_two_epochs() -> None:
@@ -116,6 +124,9 @@ def test_weight_one_is_a_permutation_of_all_sources_mixed() -> None:
     assert 200 < (draw.sample_ids[:500] < 500).sum() < 300
 
 
+PINNED = [[3, 1, 2, 4, 5, 0], [5, 4, 2, 0, 1, 3], [5, 4, 0, 2, 1, 3]]
+
+
 def test_epochs_and_seeds_differ_and_the_order_is_pinned() -> None:
     whole = BatchSize(samples=6)
     first = Mixture([4, 2], [1, 1], seed=0, epochs=2)
@@ -126,7 +137,7 @@ def test_epochs_and_seeds_differ_and_the_order_is_pinned() -> None:
         .draw(epoch=0, position=0, batch=whole)
         .sample_ids.tolist(),
     ]
-    assert orders == [[4, 0, 2, 3, 5, 1], [4, 5, 2, 0, 3, 1], [5, 2, 4, 0, 3, 1]]
+    assert orders == PINNED
 
 
 def test_a_draw_takes_memory_for_what_is_drawn_and_not_for_what_there_is() -> None:
@@ -146,8 +157,8 @@ def test_neighbours_in_a_source_are_not_neighbours_in_the_epoch() -> None:
     for epoch in range(3):
         ids = mixture.draw(epoch=epoch, position=0, batch=BatchSize(samples=12_000)).sample_ids
         assert (np.abs(np.diff(ids)) == 1).sum() < 15  # 3 are to be expected
-        thirds = [(each >= 6000).mean() for each in np.split(ids, 12)]
-        assert 0.19 < min(thirds) < 0.25 < max(thirds) < 0.31
+        twelfths = [(each >= 6000).mean() for each in np.split(ids, 12)]
+        assert 0.245 < min(twelfths) <= max(twelfths) < 0.255  # of 1,000 samples each
 
 
 @settings(max_examples=40, deadline=None)
@@ -206,33 +217,13 @@ def test_tokens_are_drawn_while_they_fit_and_at_least_one_sample(
             assert step.sum() + following[0] > budget
 
 
-@settings(max_examples=60, deadline=None)
-@given(sources, st.integers(1, 4), st.integers(1, 50))
-def test_steps_left_counts_the_steps_that_can_be_drawn(
-    given_sources: list[tuple[int, float]], epochs: int, samples: int
-) -> None:
-    sizes, weights = zip(*given_sources, strict=True)
-    mixture, batch = Mixture(sizes, weights, seed=0, epochs=epochs), BatchSize(samples=samples)
-    steps = list(draws(mixture, batch))
-    places = [(0, 0), *((s.next_epoch, s.next_position) for s in steps)]
-    for number, (epoch, position) in enumerate(places):
-        window = Cursor(step=number, epoch=epoch, position=position)
-        assert mixture.steps_left(window, batch) == len(steps) - number
-        inside = Cursor(step=number + 1, epoch=epoch, position=position, step_in_window=1)
-        assert mixture.steps_left(inside, batch) == max(0, len(steps) - number - 1)
-
-
-def test_steps_left_is_unknown_for_batches_of_tokens() -> None:
-    assert Mixture([5], [1], seed=0, epochs=1).steps_left(Cursor(), BatchSize(tokens=8)) is None
-
-
 @pytest.mark.parametrize(("epoch", "position"), [(-1, 0), (3, 0), (0, 6), (0, -1), (2, 1)])
 def test_a_place_that_does_not_exist_is_refused(epoch: int, position: int) -> None:
     mixture = Mixture([5], [1], seed=0, epochs=2)
     with pytest.raises(CursorMismatchError, match=f"{max(epoch, position) or -1}"):
         mixture.draw(epoch=epoch, position=position, batch=BatchSize(samples=1))
     with pytest.raises(CursorMismatchError):
-        mixture.steps_left(Cursor(epoch=epoch, position=position), BatchSize(samples=1))
+        mixture.drawn(Cursor(epoch=epoch, position=position))
 
 
 def test_drawing_by_tokens_needs_lengths() -> None:
@@ -279,3 +270,200 @@ def test_what_was_drawn_cannot_be_changed_by_its_reader() -> None:
     draw.sample_ids[:] = 0
     again = mixture.draw(epoch=0, position=0, batch=BatchSize(samples=5))
     assert again.sample_ids.tolist() == before
+
+
+# ---- changes of the mixture ---------------------------------------------------------------
+
+NAMES = ("a", "b", "c", "d")
+any_weight = st.sampled_from([0.0, 0.1, 0.5, 0.7, 1.0, 2.0, 3.3])
+
+
+@st.composite
+def any_changes(draw: st.DrawFn) -> list[tuple[dict[int, float], int, bool]]:
+    """Weights by the number of a source, a step or an epoch, and whether it is a step."""
+    weights = st.dictionaries(st.integers(0, 3), any_weight, min_size=1)
+    return draw(st.lists(st.tuples(weights, st.integers(1, 12), st.booleans()), max_size=5))
+
+
+def changed(
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    changes: Sequence[tuple[dict[int, float], int, bool]],
+    **more: object,
+) -> Mixture:
+    """A mixture with those of the changes that name its sources and leave one a weight."""
+    names, kept, now = NAMES[: len(sizes)], {}, list(weights)
+    for number, (given_weights, first, by_step) in enumerate(changes):
+        mine = {source: w for source, w in given_weights.items() if source < len(sizes)}
+        after = [mine.get(source, weight) for source, weight in enumerate(now)]
+        if mine and any(after):
+            now = after
+            place = {"from_step": first} if by_step else {"from_epoch": first}
+            by_name = {NAMES[source]: weight for source, weight in mine.items()}
+            kept[f"change{number}"] = MixtureChange(weights=by_name, **place)
+    return Mixture(sizes, weights, names=names, changes=kept, **more)
+
+
+def trained(mixture: Mixture, batch: BatchSize) -> Iterator[tuple[Cursor, Draw]]:
+    """All steps as a job draws them, each with its place."""
+    place = mixture.begin_changes(Cursor())
+    while len((draw := draw_at(mixture, place, batch)).sample_ids):
+        yield place, draw
+        place = mixture.begin_changes(behind(place, draw))
+
+
+def given_by_sample(sizes: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
+    """How often each sample of each source is among these."""
+    counts = np.bincount(ids, minlength=sum(sizes))
+    return np.split(counts, np.cumsum(sizes)[:-1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(sources, st.integers(1, 4), batches, st.integers(0, 3), any_changes())
+def test_no_sample_comes_again_before_all_others_of_its_source_whatever_changes(
+    given_sources: list[tuple[int, float]],
+    epochs: int,
+    batch: BatchSize,
+    seed: int,
+    changes: list[tuple[dict[int, float], int, bool]],
+) -> None:
+    sizes, weights = zip(*given_sources, strict=True)
+    tokens = (np.arange(sum(sizes), dtype=np.int32) * 37) % 50 + 1
+    mixture = changed(sizes, weights, changes, seed=seed, epochs=epochs, llm_tokens=tokens)
+    ids = np.zeros(0, dtype=np.int64)
+    for place, draw in trained(mixture, batch):
+        so_far = mixture.drawn(place).so_far.tolist()
+        assert so_far == [int(each.sum()) for each in given_by_sample(sizes, ids)]
+        ids = np.concatenate([ids, draw.sample_ids])
+        for each in given_by_sample(sizes, ids):
+            assert each.max() - each.min() <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sources, st.integers(1, 3), st.integers(1, 30), any_changes(), st.integers(0, 9))
+def test_a_place_alone_says_what_comes_next(
+    given_sources: list[tuple[int, float]],
+    epochs: int,
+    samples: int,
+    changes: list[tuple[dict[int, float], int, bool]],
+    seed: int,
+) -> None:
+    sizes, weights = zip(*given_sources, strict=True)
+    batch = BatchSize(samples=samples)
+    mixture = changed(sizes, weights, changes, seed=seed, epochs=epochs)
+    for place, draw in list(trained(mixture, batch))[::-1]:
+        saved = Cursor.from_json(place.to_json())
+        again = draw_at(changed(sizes, weights, changes, seed=seed, epochs=epochs), saved, batch)
+        assert again.sample_ids.tolist() == draw.sample_ids.tolist()
+        assert (again.next_epoch, again.next_position) == (draw.next_epoch, draw.next_position)
+        assert again.next_begun == draw.next_begun
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 400), min_size=2, max_size=4),
+    st.integers(1, 60),
+    st.integers(0, 20),
+    any_weight,
+    st.integers(0, 3),
+)
+def test_sources_whose_weight_stays_go_on_as_if_nothing_had_changed(
+    sizes: list[int], samples: int, step: int, weight: float, seed: int
+) -> None:
+    weights = [1.0] * len(sizes)
+    mixture = changed(sizes, weights, [({0: weight}, step, True)], seed=seed, epochs=3)
+    steps = list(trained(mixture, BatchSize(samples=samples)))
+    ids = np.concatenate([draw.sample_ids for _, draw in steps])
+    epochs = np.concatenate([draw.epoch for _, draw in steps])
+    for epoch in range(3):
+        for each in given_by_sample(sizes, ids[epochs == epoch])[1:]:
+            assert each.tolist() == [1] * len(each)
+
+
+def test_a_new_weight_counts_for_the_rest_of_the_epoch_and_those_that_follow() -> None:
+    sizes, batch = [4000, 4000], BatchSize(samples=100)
+    mixture = changed(sizes, [1, 1], [({0: 0.25}, 20, True)], seed=5, epochs=3)
+    steps = list(trained(mixture, batch))
+    ids = np.concatenate([draw.sample_ids for _, draw in steps])
+    epochs = np.concatenate([draw.epoch for _, draw in steps])
+    by_epoch = [(ids[epochs == epoch] < 4000).sum() for epoch in range(3)]
+    assert by_epoch[0] == pytest.approx(1000 + 0.25 * 3000, abs=3)
+    assert by_epoch[1:] == [1000, 1000]
+    first = given_by_sample(sizes, ids[ids < 4000])[0]
+    assert first.max() == 1  # 3,750 of its 4,000 samples in three epochs, none of them twice
+    after = np.concatenate([draw.sample_ids for _, draw in steps[20:50]])
+    assert (after < 4000).mean() == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_source_left_out_comes_back_where_it_was() -> None:
+    mixture = changed(
+        [300, 300], [1, 1], [({0: 0.0}, 10, True), ({0: 1.0}, 20, True)], seed=1, epochs=2
+    )
+    steps = list(trained(mixture, BatchSize(samples=15)))
+    for place, draw in steps:
+        assert (draw.sample_ids < 300).any() == (not 10 <= place.step < 20)
+    ids = np.concatenate([draw.sample_ids for _, draw in steps])
+    first, second = given_by_sample([300, 300], ids)
+    assert first.max() - first.min() <= 1
+    assert second.tolist() == [2] * 300
+
+
+def test_a_source_of_weight_nought_waits_for_its_change() -> None:
+    mixture = changed([50, 50], [1, 0], [({1: 1.0}, 1, False)], seed=1, epochs=2)
+    draw_0, draw_1 = (draw for _, draw in trained(mixture, BatchSize(samples=50))), []
+    ids = [draw.sample_ids.tolist() for draw in draw_0]
+    assert sorted(ids[0]) == list(range(50))
+    assert sorted(ids[1] + ids[2]) == list(range(100))
+    assert draw_1 == []
+
+
+def test_a_change_begins_with_the_window_that_follows() -> None:
+    mixture = changed([50, 50], [1, 1], [({0: 0.5}, 3, True)], seed=1, epochs=2)
+    inside = Cursor(step=3, epoch=0, position=10, step_in_window=1)
+    assert mixture.begin_changes(inside) == inside
+    behind_it = Cursor(step=4, epoch=0, position=20)
+    begun = mixture.begin_changes(behind_it)
+    assert begun.begun == "change0@0:20"
+    assert mixture.begin_changes(begun) == begun
+
+
+def test_no_source_gives_more_than_its_most_passes() -> None:
+    mixture = Mixture([40, 60], [1, 1], seed=0, epochs=5, max_passes=[1.5, None])
+    ids = np.concatenate([draw.sample_ids for draw in draws(mixture, BatchSize(samples=7))])
+    first, second = given_by_sample([40, 60], ids)
+    assert (int(first.sum()), first.max()) == (60, 2)
+    assert second.tolist() == [5] * 60
+    assert [mixture.epoch_samples(epoch) for epoch in range(5)] == [100, 80, 60, 60, 60]
+
+
+def test_shares_of_tokens_are_shares_of_tokens() -> None:
+    sizes = [1000, 300, 2000]
+    lengths = np.repeat(np.array([50, 700, 10], dtype=np.int32), sizes)
+    tokens = [50_000, 210_000, 20_000]
+    mixture = Mixture(sizes, [3, 6, 1], seed=0, epochs=1, share_tokens=tokens)
+    ids = np.concatenate([draw.sample_ids for draw in draws(mixture, BatchSize(samples=64))])
+    of_source = np.searchsorted(np.cumsum(sizes), ids, side="right")
+    shares = np.bincount(of_source, weights=lengths[ids]) / lengths[ids].sum()
+    assert shares == pytest.approx([0.3, 0.6, 0.1], abs=0.002)
+    assert max(each.max() for each in given_by_sample(sizes, ids)) == 1
+    assert np.bincount(of_source)[0] == 1000  # the first to be passed over ends the epoch
+
+
+@pytest.mark.parametrize(
+    "begun",
+    ["strange@0:0", "change0", "change0@", "change0@0:-1", "change0@0:1000", "change0@9:0",
+     "change0@0:5,change0@0:6", "change0@1:0,change1@0:5", "," * 5000, "change0@0:x"],
+)  # fmt: skip
+def test_changes_that_never_began_are_refused(begun: str) -> None:
+    changes = [({0: 0.5}, 1, True), ({1: 0.5}, 2, True)]
+    mixture = changed([50, 50], [1, 1], changes, seed=0, epochs=2)
+    with pytest.raises(CursorMismatchError):
+        mixture.draw(epoch=1, position=10, batch=BatchSize(samples=1), begun=begun)
+
+
+def test_a_change_of_a_stranger_or_of_all_weights_to_nought_is_refused() -> None:
+    mixture = changed([50, 50], [1, 1], [], seed=0, epochs=2)
+    with pytest.raises(SpecError, match="names the source 'x'; the job's are a, b"):
+        mixture.changed({"r1": MixtureChange(weights={"x": 1.0}, from_step=3)})
+    with pytest.raises(SpecError, match="nothing is left"):
+        mixture.changed({"r1": MixtureChange(weights={"a": 0.0, "b": 0.0}, from_step=3)})

@@ -149,20 +149,26 @@ class MixtureTree(_message.Message):
 
     EPOCHS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     epochs: _builtins.int
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureSource]:
         """in the order of the job file"""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureChange]:
+        """of the job file, then those recorded"""
 
     def __init__(
         self,
         *,
         epochs: _builtins.int = ...,
         sources: _abc.Iterable[Global___MixtureSource] | None = ...,
+        changes: _abc.Iterable[Global___MixtureChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "epochs", b"epochs", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,6 +183,8 @@ class MixtureSource(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    MAX_PASSES_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     fingerprint: _builtins.str
     samples: _builtins.int
@@ -184,7 +192,11 @@ class MixtureSource(_message.Message):
     tokens: _builtins.int
     """LLM tokens of these"""
     weight: _builtins.float
-    """passes over them in an epoch"""
+    """as the job file has it"""
+    passes: _builtins.float
+    """over them in an epoch, by that weight"""
+    max_passes: _builtins.float
+    """over them in all epochs"""
     def __init__(
         self,
         *,
@@ -193,14 +205,74 @@ class MixtureSource(_message.Message):
         samples: _builtins.int = ...,
         tokens: _builtins.int = ...,
         weight: _builtins.float = ...,
+        passes: _builtins.float = ...,
+        max_passes: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_passes", b"_max_passes", "max_passes", b"max_passes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "samples", b"samples", "source", b"source", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_passes", b"_max_passes", "fingerprint", b"fingerprint", "max_passes", b"max_passes", "passes", b"passes", "samples", b"samples", "source", b"source", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_passes: _TypeAlias = _typing.Literal["max_passes"]  # noqa: Y015
+    _WhichOneofArgType__max_passes: _TypeAlias = _typing.Literal["_max_passes", b"_max_passes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_passes) -> _WhichOneofReturnType__max_passes | None: ...
 
 Global___MixtureSource: _TypeAlias = MixtureSource  # noqa: Y015
+
+@_typing.final
+class MixtureChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FROM_EPOCH_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    from_epoch: _builtins.int
+    """one of the two"""
+    from_step: _builtins.int
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """by source"""
+
+    def __init__(
+        self,
+        *,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        from_epoch: _builtins.int | None = ...,
+        from_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_epoch", b"_from_epoch", "_from_step", b"_from_step", "from_epoch", b"from_epoch", "from_step", b"from_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_epoch", b"_from_epoch", "_from_step", b"_from_step", "from_epoch", b"from_epoch", "from_step", b"from_step", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__from_epoch: _TypeAlias = _typing.Literal["from_epoch"]  # noqa: Y015
+    _WhichOneofArgType__from_epoch: _TypeAlias = _typing.Literal["_from_epoch", b"_from_epoch"]  # noqa: Y015
+    _WhichOneofReturnType__from_step: _TypeAlias = _typing.Literal["from_step"]  # noqa: Y015
+    _WhichOneofArgType__from_step: _TypeAlias = _typing.Literal["_from_step", b"_from_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_epoch) -> _WhichOneofReturnType__from_epoch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_step) -> _WhichOneofReturnType__from_step | None: ...
+
+Global___MixtureChange: _TypeAlias = MixtureChange  # noqa: Y015
 
 @_typing.final
 class JobVersion(_message.Message):
@@ -390,6 +462,76 @@ class RecostJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecostJobResponse: _TypeAlias = RecostJobResponse  # noqa: Y015
+
+@_typing.final
+class ChangeMixtureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    from_step: _builtins.int
+    """absent: the first step that was never planned"""
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """by source; others keep theirs"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        from_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "from_step", b"from_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "from_step", b"from_step", "job", b"job", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__from_step: _TypeAlias = _typing.Literal["from_step"]  # noqa: Y015
+    _WhichOneofArgType__from_step: _TypeAlias = _typing.Literal["_from_step", b"_from_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_step) -> _WhichOneofReturnType__from_step | None: ...
+
+Global___ChangeMixtureRequest: _TypeAlias = ChangeMixtureRequest  # noqa: Y015
+
+@_typing.final
+class ChangeMixtureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeMixtureResponse: _TypeAlias = ChangeMixtureResponse  # noqa: Y015
 
 @_typing.final
 class ExplainStepRequest(_message.Message):

@@ -44,6 +44,7 @@ class CoordinatorStub:
     """Every sample of a job that was trained with its labels masked, and why."""
     RecostJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]
     """Plan with other cost coefficients from a step on that was never planned."""
+    ChangeMixture: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeMixtureRequest, _coordinator_pb2.ChangeMixtureResponse]
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]
     """Plan a step of the ledger again and give the whole plan."""
     FindSample: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FindSampleRequest, _coordinator_pb2.FindSampleResponse]
@@ -86,6 +87,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Every sample of a job that was trained with its labels masked, and why."""
     RecostJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]  # type: ignore[assignment]
     """Plan with other cost coefficients from a step on that was never planned."""
+    ChangeMixture: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeMixtureRequest, _coordinator_pb2.ChangeMixtureResponse]  # type: ignore[assignment]
     ExplainStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExplainStepRequest, _coordinator_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Plan a step of the ledger again and give the whole plan."""
     FindSample: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FindSampleRequest, _coordinator_pb2.FindSampleResponse]  # type: ignore[assignment]
@@ -167,6 +169,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RecostJobResponse, _abc.Awaitable[_coordinator_pb2.RecostJobResponse]]:
         """Plan with other cost coefficients from a step on that was never planned."""
+
+    @_abc_1.abstractmethod
+    def ChangeMixture(
+        self,
+        request: _coordinator_pb2.ChangeMixtureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ChangeMixtureResponse, _abc.Awaitable[_coordinator_pb2.ChangeMixtureResponse]]: ...
 
     @_abc_1.abstractmethod
     def ExplainStep(
