@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import JobRecord
+from dataservice.core.job import JobRecord, MixtureChange
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.orders import (
     BadSample,
@@ -195,6 +195,10 @@ shards = st.builds(
     microbatches=several(microbatches()),
     tickets=several(tickets),
 )
+weights = st.dictionaries(words, st.floats(0, 1000), min_size=1, max_size=3)
+mixture_changes = st.builds(
+    MixtureChange, weights=weights, from_epoch=st.integers(1, 2**31)
+) | st.builds(MixtureChange, weights=weights, from_step=st.integers(0, 2**53))
 statuses = st.builds(
     JobStatus,
     record=st.builds(
@@ -235,8 +239,11 @@ statuses = st.builds(
                 samples=int64s,
                 tokens=int64s,
                 weight=reals,
+                passes=reals,
+                max_passes=st.none() | reals,
             )
         ),
+        changes=several(mixture_changes),
     ),
 )
 
