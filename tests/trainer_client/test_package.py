@@ -9,8 +9,8 @@ import trainer_client
 
 EXPORTS = """
 AccessDenied BadArgument BadData ClientError ClientWarning CorruptPart CursorMismatch
-FeatureExchange Fenced Group ItemNotes MalformedShard MediaNotRead Microbatch MisuseError
-ModalityBatch NotFetched PackItems PlanDigestMismatch PlanSummary PositionsNotRead
+FeatureExchange Fenced Group ItemNotes LossWeightsNotRead MalformedShard MediaNotRead Microbatch
+MisuseError ModalityBatch NotFetched PackItems PlanDigestMismatch PlanSummary PositionsNotRead
 RankAlreadyClaimed RankOutOfRange RequestRefused ServiceFailed ServiceTimeout ServiceUnreachable
 Shard ShardDataset SlowAttention StageReport
 StateMismatch Tls UncommittedSteps UnknownJob Wave WorkerUnreachable WrongWorldSize log_mel
