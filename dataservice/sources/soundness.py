@@ -68,7 +68,8 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     _require_shapes(table, lengths, limits)
     _require_notes(table, lengths, limits)
     _require_pieces(table)
-    weights = _floats(pc.fill_null(table[LOSS_WEIGHT], 1.0), levels=0)
+    own: Any = table[LOSS_WEIGHT]
+    weights = _floats(pc.fill_null(own, 1.0), levels=0)
     _require((weights >= 0) & (weights <= MAX_LOSS_WEIGHT), "loss_weight out of range")
     for name in ("span_offset_bytes", "span_size_bytes"):
         _require(_flat(table[name]) >= 0, f"{name} below 0")
