@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from trainer_client.errors import MalformedShard
 from trainer_client.fetch import Part, PartId
 from trainer_client.parts import WantedParts
-from trainer_client.positions import MropeRule, held_rows, in_sample, local_positions
+from trainer_client.positions import MropeRule, held_rows, in_sample, local_positions, sample_of
 from trainer_client.shard import (
     FeatureExchange,
     Group,
@@ -80,6 +80,9 @@ def plan_summary(shard: coordinator_pb2.RankShard) -> PlanSummary:
         replicas=summary.replicas,
         samples=summary.samples,
         loss_tokens=shard.loss_tokens,
+        weighted_loss_tokens=(
+            shard.weighted_loss_tokens if shard.HasField("weighted_loss_tokens") else None
+        ),
         predicted_s=summary.predicted_s,
         waves=tuple(_wave(index, of, summary.replicas) for index, of in enumerate(groups)),
         stages=tuple(_stage(stage) for stage in summary.stages),
@@ -139,7 +142,25 @@ def _microbatch(
         audio=phases.get(coordinator_pb2.AUDIO),
         items=items,
         mrope=_mrope(shard.positions, mb, bounds, items),
+        weights=_weights(shard, mb, bounds),
     )
+
+
+def _weights(
+    shard: coordinator_pb2.RankShard, mb: coordinator_pb2.Microbatch, bounds: NDArray[np.int64]
+) -> torch.Tensor | None:
+    """The loss weights of this rank's tokens, float64[local tokens]; None in a step without."""
+    weights = np.array(list(mb.loss_weights), dtype=np.float64)
+    wanted = len(bounds) - 1 if shard.HasField("weighted_loss_tokens") else 0
+    if len(weights) != wanted or not (np.isfinite(weights) & (weights >= 0)).all():
+        raise MalformedShard(
+            f"step {shard.step}: pack {mb.pack} came with {len(weights)} loss weights; the plan "
+            f"says {wanted} numbers from 0 on"
+        )
+    if not shard.HasField("weighted_loss_tokens"):
+        return None
+    rows = held_rows(bounds, max(1, len(mb.cp_group)), mb.cp_rank)
+    return torch.from_numpy(weights[sample_of(bounds, rows)])
 
 
 def _items(step: int, message: coordinator_pb2.PackItems) -> PackItems:

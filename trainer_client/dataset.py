@@ -31,8 +31,8 @@ from trainer_client.loaders import check_loader
 from trainer_client.media_watch import MediaWatch
 from trainer_client.parts import EVERYTHING, WantedParts
 from trainer_client.position import Position, Progress
-from trainer_client.position_watch import PositionWatch
 from trainer_client.prefetch import Trained
+from trainer_client.read_watch import LOSS_WEIGHTS, POSITIONS, ReadWatch
 from trainer_client.run import Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
@@ -119,7 +119,9 @@ class ShardDataset(IterableDataset[Shard]):
         self._progress = Progress(_BEGINNING, job=job)
         self._expects_commits = False
         self._media = MediaWatch(job=job, rank=self._options.rank)
-        self._positions = PositionWatch(job=job, rank=self._options.rank)
+        self._watches = tuple(
+            ReadWatch(duty, job=job, rank=self._options.rank) for duty in (POSITIONS, LOSS_WEIGHTS)
+        )
         self._untold: deque[int] = deque()  # steps handed out whose commit was not sent
         self._ended = False
         self._peeked_s = 0.0  # seconds waited in `peek` for the next shard
@@ -187,7 +189,7 @@ class ShardDataset(IterableDataset[Shard]):
                 f"step {step} cannot be committed: the last step yielded is "
                 f"{self._progress.last_handed}. Commit shard.step after training on it."
             )
-        self._positions.trained(step)
+        self._trained(step)
         if self._progress.commit(step):
             self._tell(step, Trained(step=step, measured_s=measured_s, phase_s=phase_s or {}))
             if self._ended and not self._untold:
@@ -281,12 +283,18 @@ class ShardDataset(IterableDataset[Shard]):
         self._progress.hand(Position(step=shard.step + 1, cursor=shard.cursor_after))
         self._untold.append(shard.step)
         self._media.hand(shard)
-        self._positions.hand(shard)
+        for watch in self._watches:
+            watch.hand(shard)
+
+    def _trained(self, step: int) -> None:
+        """Raises MisuseError where the loop has trained `step` otherwise than the job says."""
+        for watch in self._watches:
+            watch.trained(step)
 
     def _asked(self) -> None:
         """The loop asks for the next shard."""
         if not self._progress.by_commit_alone:
-            self._positions.trained(self._progress.last_handed)
+            self._trained(self._progress.last_handed)
             self._progress.ask()
             self._tell(self._progress.last_handed)
             self._media.asked(self._progress.last_handed)

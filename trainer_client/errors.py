@@ -6,7 +6,8 @@
     │   └── StateMismatch                    a state_dict of another job, shape or version
     ├── MisuseError (RuntimeError)           a method was called at a time when it means nothing
     │   ├── NotFetched (AttributeError)      a tensor was read that this rank did not ask for
-    │   └── PositionsNotRead                 the loop trains another model than the job is for
+    │   ├── PositionsNotRead                 the loop trains another model than the job is for
+    │   └── LossWeightsNotRead               the loop trains all samples alike, the job does not
     ├── ServiceUnreachable (ConnectionError) nothing answers at the coordinator's address
     │   └── WorkerUnreachable                workers did not deliver a step's bytes
     ├── ServiceTimeout (TimeoutError)        the service answers, but what was asked did not come
@@ -61,6 +62,10 @@ class NotFetched(MisuseError, AttributeError):
 
 class PositionsNotRead(MisuseError):
     """The job's model counts positions in time, height and width, and the loop read others."""
+
+
+class LossWeightsNotRead(MisuseError):
+    """The job weighs the loss of its samples, and the loop read labels without their weights."""
 
 
 class ServiceUnreachable(ClientError, ConnectionError):

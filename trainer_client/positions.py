@@ -44,9 +44,14 @@ def held_rows(bounds: NDArray[np.int64], degree: int, cp_rank: int) -> NDArray[n
     return rows
 
 
+def sample_of(bounds: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sample of each row, by its place in the pack."""
+    return np.searchsorted(bounds, rows, side="right") - 1
+
+
 def in_sample(bounds: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Each row's place in its sample."""
-    return rows - bounds[np.searchsorted(bounds, rows, side="right") - 1]
+    return rows - bounds[sample_of(bounds, rows)]
 
 
 def mrope_positions(

@@ -209,6 +209,7 @@ class Session:
             client=claim.client,
             rejoin_attempt=last.attempt if last else 0,
             launch=claim.launch,
+            loss_weights=True,
         )
         try:
             for event in self._stub.OpenSession(request):

@@ -58,9 +58,9 @@ class Recorded(Fetched[Value]):
     """A `Fetched` field whose name is put into the holder's `reads` when it is read."""
 
     def __get__(self, holder: object, owner: type | None = None) -> Value:
-        if holder is not None:
-            holder.__dict__["reads"].add(self._name)
-        return super().__get__(holder, owner)
+        value = super().__get__(holder, owner)  # raises where there is nothing to read
+        holder.__dict__["reads"].add(self._name)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,8 @@ class PlanSummary:
 
     `digest` names it: ranks whose digests differ must not train together. `loss_tokens`
     counts the labelled tokens of all ranks, the weight of the step's mean loss; samples that
-    were masked while decoding are still counted.
+    were masked while decoding are still counted. `weighted_loss_tokens` is the sum of the
+    `loss_weights` of the same tokens, None where all of them weigh 1.
     """
 
     digest: str
@@ -121,6 +122,7 @@ class PlanSummary:
     predicted_s: float
     waves: tuple[Wave, ...]
     stages: tuple[StageReport, ...]
+    weighted_loss_tokens: float | None = None
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -234,7 +236,9 @@ class Microbatch:
     replica's place among them. `vision` and `audio` are None only in a wave in which no
     replica has such an item (an idle replica, too, may encode and must join the exchange), and
     on ranks that asked neither for tokens nor for media. `items` are those of the whole pack,
-    known at any degree and wherever they are encoded. `reads` names the positions that were read.
+    known at any degree and wherever they are encoded. `loss_weights` weigh the loss of each token:
+    float64[local tokens], that of its sample times that of the source, and 1 in steps without
+    weights. `reads` names which of labels, weights and positions were read.
     """
 
     wave: int
@@ -243,7 +247,7 @@ class Microbatch:
     cp_rank: int
     predicted_s: float
     input_ids: Fetched[torch.Tensor] = Fetched("tokens")
-    labels: Fetched[torch.Tensor] = Fetched("labels")
+    labels: Recorded[torch.Tensor] = Recorded("labels")
     position_ids: Recorded[torch.Tensor] = Recorded("tokens")
     cu_seqlens: torch.Tensor
     lengths: torch.Tensor
@@ -252,7 +256,17 @@ class Microbatch:
     audio: ModalityBatch | None = None
     items: PackItems | None = None
     mrope: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
     reads: set[str] = field(default_factory=set)
+
+    @property
+    def loss_weights(self) -> torch.Tensor:
+        """The weight of each token's loss: float64[local tokens]."""
+        self.reads.add("loss_weights")
+        if self.weights is not None:
+            return self.weights
+        device = self.__dict__["position_ids"].device  # reading it would count as reading it
+        return torch.ones(self.local_tokens, dtype=torch.float64, device=device)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -281,6 +295,7 @@ class Microbatch:
             labels=None if labels is None else move(labels),
             position_ids=move(self.__dict__["position_ids"]),
             mrope=mrope,
+            weights=None if self.weights is None else move(self.weights),
             vision=self.vision and self.vision.mapped(move),
             audio=self.audio and self.audio.mapped(move),
         )

@@ -97,10 +97,12 @@ def _one_line(name: str) -> str:
 
 
 def lengths_line(preview: "SamplePreview") -> str:
-    """LLM tokens, those that carry loss, and what each encoder gets."""
+    """LLM tokens, those that carry loss, their weight unless it is 1, what each encoder gets."""
     lengths = preview.lengths
     assert lengths is not None, "a sample without a problem has lengths"
     line = f"{lengths.llm_tokens:,} LLM tokens, {lengths.loss_tokens:,} of them learnt"
+    if preview.loss_weight != 1:
+        line += f" with loss weight {preview.loss_weight:g}"
     for modality, tokens in encoder_tokens(preview).items():
         line += f"; {tokens:,} {modality} encoder tokens"
     return line
@@ -171,6 +173,7 @@ def preview_fields(preview: "SamplePreview") -> dict[str, Any]:
         "problem": preview.problem or None,
         "llm_tokens": lengths.llm_tokens if lengths else None,
         "loss_tokens": lengths.loss_tokens if lengths else None,
+        "loss_weight": preview.loss_weight if lengths else None,
         "encoder_tokens": encoder_tokens(preview),
         "pieces": [asdict(piece) for piece in preview.pieces],
         "media": [

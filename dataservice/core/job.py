@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from dataservice.core.errors import SpecError
-from dataservice.core.sample import MediaKind, PlaceholderRule
+from dataservice.core.sample import MAX_LOSS_WEIGHT, MediaKind, PlaceholderRule
 
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 JobState = Literal["active", "draining"]
@@ -70,6 +70,9 @@ class ColumnMap:
     """A document, all of it learnt."""
     system: str = ""
     """The system prompt of a conversation."""
+    loss_weight: str = ""
+    """A number from 0 to 1,000,000 that weighs the loss of the sample's tokens, beside the source's
+    `loss_weight`. A record without it has the weight 1."""
 
     def __post_init__(self) -> None:
         for kind in MEDIA_KINDS:
@@ -91,7 +94,7 @@ class ColumnMap:
             raise SpecError("columns names system without a conversation or a question.")
 
     def __str__(self) -> str:
-        named = [*self.media.items(), *self.texts.items()]
+        named = [*self.media.items(), *self.of_records.items()]
         return ", ".join(f"{role}: {column}" for role, column in named)
 
     @property
@@ -105,6 +108,11 @@ class ColumnMap:
         """The column of each role of text that is named."""
         roles = ("conversation", "question", "answer", "caption", "text", "system")
         return {role: column for role in roles if (column := getattr(self, role))}
+
+    @property
+    def of_records(self) -> dict[str, str]:
+        """The column of each role that is named and is not media: texts, and the loss weight."""
+        return {**self.texts, **({"loss_weight": self.loss_weight} if self.loss_weight else {})}
 
 
 _WHOLE_TEXTS = ("conversation", "question", "caption", "text")
@@ -129,9 +137,13 @@ class SourceSpec:
     until the mixture changes. Or shares of tokens: see `weights`."""
     max_passes: float | None = None
     """The most passes over the source in all epochs together, however its weight changes."""
+    loss_weight: float = 1.0
+    """Weighs the loss of this source's tokens in the mean over a step: from 0 to 1,000,000. With 0
+    they are read and not learnt."""
     columns: ColumnMap = ColumnMap()
     """Which columns or keys are image, video, audio, conversation, question, answer, caption, text
-    and system. By default they are found by their names and types."""
+    and system. By default they are found by their names and types. Also loss_weight, which has no
+    default."""
     image_column: str = ""
     """Parquet: the same as `columns: {image: …}`."""
     ignore: tuple[str, ...] = ()
@@ -162,6 +174,16 @@ class SourceSpec:
             raise SpecError(
                 f"source {self.name!r} has max_passes {self.max_passes}; it must be above 0."
             )
+        if not 0 <= self.loss_weight <= MAX_LOSS_WEIGHT:
+            raise SpecError(
+                f"source {self.name!r} has loss_weight {self.loss_weight}; it must be from 0 to "
+                f"{MAX_LOSS_WEIGHT:,.0f}. With 0 its tokens are read and not learnt."
+            )
+        if self.format == "text" and self.columns.loss_weight:
+            raise SpecError(
+                f"source {self.name!r} is text, whose files have no record, and names "
+                "columns.loss_weight. Give the whole source a loss_weight, or write jsonl."
+            )
         if self.image_column and self.columns.image:
             raise SpecError(
                 f"source {self.name!r} has image_column and columns.image; give columns alone."
@@ -171,6 +193,11 @@ class SourceSpec:
                 f"source {self.name!r} is webdataset, whose media are told by their members' "
                 "suffixes; name image, video and audio under columns in other formats only."
             )
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Whether tokens of this source may count other than once in the loss."""
+        return self.loss_weight != 1 or bool(self.columns.loss_weight)
 
     @property
     def media_columns(self) -> dict[MediaKind, tuple[str, ...]]:

@@ -36,7 +36,8 @@ class JobSetup:
     its sources; it lists files, so it is called once per attempt.
     `job_limits` are the operator's; `epoch_size` gives the mean size of a step before any is
     drawn. Without it a step is judged once it is drawn. `mixture` says what each source gives.
-    `positions` says how the model counts its tokens.
+    `positions` says how the model counts its tokens. `loss_weights` are those of the sources, in
+    the order of the job file; empty where neither a source nor its records weigh the loss.
     """
 
     record: JobRecord
@@ -60,6 +61,7 @@ class JobSetup:
     mixture: MixtureTree | None = None
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     positions: PositionRule = IN_SEQUENCE
+    loss_weights: tuple[float, ...] = ()
 
     def options_at(self, step: int) -> PlanOptions:
         """The options that this step is planned with. They never change once the step was planned:

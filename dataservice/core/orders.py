@@ -202,6 +202,7 @@ class Microbatch:
     `cu_seqlens` int32[S+1] are the padded sample offsets of the whole pack, `lengths`
     int32[S] the true lengths, `items` all its encoder items; `encodes[modality]` lists the items
     that this rank encodes, by pack, and `encode_notes[modality]` what is known of them.
+    `loss_weights` float64[S] are of the samples, empty where all samples of the step weigh 1.
     """
 
     wave: int
@@ -216,11 +217,14 @@ class Microbatch:
     routes: dict[Modality, FeatureRoutes]
     encode_notes: dict[Modality, ItemNotes] = field(default_factory=dict)
     items: PackItems = field(default_factory=PackItems.none)
+    loss_weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShard:
-    """One rank's part of a step. `positions` says how the model counts its tokens' positions."""
+    """One rank's part of a step. `positions` says how the model counts its tokens' positions;
+    `weighted_loss_tokens` is the sum of the weights of the step's loss tokens, None where all
+    weigh 1."""
 
     job: str
     attempt: int
@@ -233,3 +237,4 @@ class RankShard:
     microbatches: tuple[Microbatch, ...]
     tickets: tuple[Ticket, ...]
     positions: PositionRule = IN_SEQUENCE
+    weighted_loss_tokens: float | None = None

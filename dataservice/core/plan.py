@@ -63,7 +63,9 @@ class StepPlan:
     int32[P]; `replica_offsets` int64[P+1] into `pack_replicas` (the group's members in ring
     order); `pack_seconds` float64[P], predicted. Items [m], by sample then place:
     `item_sample`, `item_modality`, `item_encoder_tokens`, `item_llm_tokens`,
-    `item_position`, and `item_replica`, the replica that encodes it.
+    `item_position`, and `item_replica`, the replica that encodes it. `sample_loss_weights` [n]
+    weigh the loss of the samples' tokens; None where all weigh 1, and such a plan has the digest
+    and the JSON of a plan without the field.
     """
 
     step: int
@@ -88,6 +90,14 @@ class StepPlan:
     item_position: NDArray[np.int32]
     item_replica: NDArray[np.int32]
     stages: tuple[StageReport, ...] = ()
+    sample_loss_weights: NDArray[np.float64] | None = None
+
+    @property
+    def weighted_loss_tokens(self) -> float | None:
+        """The sum of the weights of all loss tokens; None where all weigh 1."""
+        if self.sample_loss_weights is None:
+            return None
+        return float((self.sample_loss_weights * self.sample_loss_tokens).sum())
 
     @property
     def packs(self) -> int:
@@ -154,9 +164,9 @@ class StepPlan:
         """
         hasher = hashlib.blake2b(digest_size=16)
         for field in fields(self):
-            if field.name == "stages":
-                continue
             value = getattr(self, field.name)
+            if field.name == "stages" or value is None:
+                continue
             hasher.update(field.name.encode())
             if isinstance(value, np.ndarray):
                 narrow = _narrowed(value)
@@ -171,6 +181,8 @@ class StepPlan:
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:
+                continue
             if isinstance(value, np.ndarray):
                 text = f'{{"dtype": {json.dumps(value.dtype.str)}, "values": [{_values(value)}]}}'
             elif field.name == "stages":

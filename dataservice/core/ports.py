@@ -125,6 +125,11 @@ class Catalog(Protocol):
         order."""
         ...
 
+    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
+        """The own loss weight of each of these samples, without its source's: float64[n], in the
+        order given."""
+        ...
+
     def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
         """The number of values (of pixels, of sound) that these samples' items decode to."""
         ...

@@ -29,6 +29,10 @@ PART_KINDS: Mapping[str, MediaKind] = {
 }
 
 
+# Products and sums of larger weights could leave the range of floats.
+MAX_LOSS_WEIGHT = 1e6
+
+
 class Modality(IntEnum):
     """An encoder's input. Images and video clips share the vision encoder."""
 
@@ -110,7 +114,8 @@ class RawSample:
     `record` is the sample's JSON object (`{"text": ...}` for a plain text member); `media`
     are its blobs in the order in which placeholders refer to them. With `placeholders` as text,
     `<image>` in a sample without an image is a word like others. `piece` says which piece of the
-    document is meant, as in SampleLocation; the record is that of the whole document.
+    document is meant, as in SampleLocation; the record is that of the whole document. `loss_weight`
+    is the record's own, where the source's `columns` name one.
     """
 
     key: str
@@ -118,6 +123,7 @@ class RawSample:
     media: tuple[MediaBlob, ...] = ()
     placeholders: PlaceholderRule = "strict"
     piece: int = 0
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

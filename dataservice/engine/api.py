@@ -288,9 +288,11 @@ class CoordinatorApi(Protocol):
         client: str,
         rejoin_attempt: int,
         launch: str = "",
+        reads_loss_weights: bool = True,
     ) -> SessionOpened:
         """Claim a rank. Returns once all ranks of the attempt, which are of one launch, have
-        claimed theirs. Cancelling gives the claim up."""
+        claimed theirs. Cancelling gives the claim up. Raises ConflictError where the job weighs its
+        loss and the client does not read weights."""
         ...
 
     async def session_ended(self, session: str) -> None:

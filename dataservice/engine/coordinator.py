@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
+    ConflictError,
     NotFoundError,
 )
 from dataservice.core.health import RankReport, ServiceHealth
@@ -261,8 +262,10 @@ class Coordinator:
         client: str,
         rejoin_attempt: int,
         launch: str = "",
+        reads_loss_weights: bool = True,
     ) -> SessionOpened:
-        """Claim a rank. Returns once every rank of the attempt has opened."""
+        """Claim a rank. Returns once every rank of the attempt has opened. Raises ConflictError
+        where the job weighs its loss and the client does not read weights."""
         running = self._table.get(job)
         if rejoin_attempt:
             await self._table.setup(running)
@@ -271,6 +274,13 @@ class Coordinator:
                 *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt, launch),
             )
         setup, topology, cursor = await self._checked(running, rank, world_size, cursor, launch)
+        if setup.loss_weights and not reads_loss_weights:
+            raise ConflictError(
+                f"job {job!r} weighs its loss (loss_weight of a source, or of its columns), and "
+                f"the client of rank {rank} ({client}) is of a release that would train all "
+                "samples alike. Install this release's client on the ranks; or take loss_weight "
+                "out of the job file."
+            )
         attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         session = self._remember(running, attempt, claim)

@@ -7,6 +7,7 @@ fixed by the cursor alone, before topology and cost are looked at.
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, PlanningError
@@ -73,8 +74,22 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     _size(lengths).require_step(setup.job_limits)
     step_of = split_window(lengths, steps=len(draws), options=setup.options, limits=setup.limits)
     mine = np.flatnonzero(step_of == cursor.step_in_window)
-    samples = StepSamples(sample_ids=ids[mine], epoch=epoch[mine], lengths=lengths.take(mine))
+    samples = StepSamples(
+        sample_ids=ids[mine],
+        epoch=epoch[mine],
+        lengths=lengths.take(mine),
+        loss_weights=_loss_weights(setup, ids[mine]),
+    )
     return samples, _behind(setup, cursor, draws, 1)
+
+
+def _loss_weights(setup: JobSetup, sample_ids: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """Each sample's own weight times its source's; None where all are 1."""
+    if not setup.loss_weights:
+        return None
+    of_source = np.array(setup.loss_weights)[setup.catalog.source_numbers(sample_ids)]
+    weights = of_source * setup.catalog.loss_weights(sample_ids)
+    return None if (weights == 1).all() else weights
 
 
 def _size(lengths: LengthTable) -> DrawnSize:

@@ -58,6 +58,7 @@ def rank_shard(
         plan_digest=ready.digest,
         cursor_after=ready.planned.next_cursor.to_json(),
         loss_tokens=int(plan.sample_loss_tokens.sum()),
+        weighted_loss_tokens=plan.weighted_loss_tokens,
         microbatches=microbatches,
         tickets=tickets,
         positions=positions,

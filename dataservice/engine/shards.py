@@ -178,6 +178,9 @@ def _microbatch(
         routes={m: _routes(parts, wave, m, replica) for m in modalities},
         encode_notes={m: parts.notes.take(parts.encode_item[encoded[m]]) for m in modalities},
         items=_items(parts, pack) if pack >= 0 else PackItems.none(),
+        loss_weights=(
+            np.zeros(0) if plan.sample_loss_weights is None else plan.sample_loss_weights[samples]
+        ),
     )
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 # Keys that may decide which samples there are, their order, and what they decode to. They are
 # compared by content: the same data under another path are the same.
-DATA_KEYS = ("sources", "index", "pipeline", "seed")
+DATA_KEYS = ("sources", "weights", "mixture_changes", "index", "pipeline", "seed")
+# Keys of a source that decide neither.
+NOT_OF_DATA = {"error_budget", "loss_weight"}
 NAMED_CHANGES = 8
 SHOWN_CHARACTERS = 60
 
@@ -24,7 +26,7 @@ class SpecChange:
     @property
     def of_data(self) -> bool:
         """Whether it may change samples or their order."""
-        return self.path[0] in DATA_KEYS and "error_budget" not in self.path[2:3]
+        return self.path[0] in DATA_KEYS and not {*self.path[2:3]} & NOT_OF_DATA
 
     @property
     def of_cost(self) -> bool:

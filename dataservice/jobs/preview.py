@@ -64,8 +64,8 @@ class Medium:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplePreview:
     """One sample. `number` counts the usable samples of its source from 0, as the index does;
-    None where it is unknown. Where `problem` says why the sample cannot be used, all behind it is
-    empty."""
+    None where it is unknown. `loss_weight` is its own weight times its source's. Where `problem`
+    says why the sample cannot be used, all behind it is empty."""
 
     source: str
     key: str
@@ -73,6 +73,7 @@ class SamplePreview:
     location: SampleLocation
     problem: str = ""
     lengths: SampleLengths | None = None
+    loss_weight: float = 1.0
     pieces: tuple[Piece, ...] = ()
     media: tuple[Medium, ...] = ()
 
@@ -98,12 +99,12 @@ def preview_job(
     """
     chosen = _chosen(spec, sources, wanted)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    reader = SourceReader(spec.sources, limits=limits)
+    preview = _Previews(spec, limits, pipeline, epoch)
     problems = []
     for source in chosen:
         try:
             for found in find(source, spec.index, wanted, pipeline, limits=limits, note=note):
-                yield _previewed(found, reader, pipeline, epoch)
+                yield preview.of(found)
         except SourceError as error:
             problems.append(str(error))
     if problems:
@@ -120,7 +121,7 @@ def preview_sample(
     """One sample of a job, whose place is known, augmented as in epoch 0. Raises SpecError where
     the pipeline cannot be built, SourceError where the source cannot be read."""
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    return _previewed(Found(ref=ref), SourceReader(spec.sources, limits=limits), pipeline, 0)
+    return _Previews(spec, limits, pipeline, 0).of(Found(ref=ref))
 
 
 def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceSpec]:
@@ -140,32 +141,44 @@ def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceS
     return [source for name, source in by_name.items() if not names or name in names]
 
 
-def _previewed(found: Found, reader: SourceReader, pipeline: Pipeline, epoch: int) -> SamplePreview:
-    shown = partial(
-        SamplePreview,
-        source=found.ref.source,
-        key=found.ref.key,
-        number=found.number,
-        location=found.ref.location,
-    )
-    if found.problem:
-        return shown(problem=found.problem)
-    try:
-        raw = reader.read(found.ref)
-        lengths = measured(raw, pipeline)
-        planned = found.planned or lengths
-        decoded = plain = pipeline.decode(raw, planned)
-        if pipeline.augments:
-            decoded = pipeline.decode(raw, planned, epoch)
-        media = _media(lengths, plain, decoded, *pipeline.media_of(raw))
-        pieces = tuple(_pieces(decoded, media, pipeline))
-    except SampleError as error:
-        return shown(problem=str(error))
-    return shown(
-        lengths=lengths,
-        pieces=pieces,
-        media=media,
-    )
+class _Previews:
+    """Reads and decodes samples of a job as its workers do, augmented as in this epoch."""
+
+    def __init__(self, spec: JobSpec, limits: DecodeLimits, pipeline: Pipeline, epoch: int) -> None:
+        self._reader = SourceReader(spec.sources, limits=limits)
+        self._loss_weights = {source.name: source.loss_weight for source in spec.sources}
+        self._pipeline = pipeline
+        self._epoch = epoch
+
+    def of(self, found: Found) -> SamplePreview:
+        """The preview of one sample."""
+        pipeline = self._pipeline
+        shown = partial(
+            SamplePreview,
+            source=found.ref.source,
+            key=found.ref.key,
+            number=found.number,
+            location=found.ref.location,
+        )
+        if found.problem:
+            return shown(problem=found.problem)
+        try:
+            raw = self._reader.read(found.ref)
+            lengths = measured(raw, pipeline)
+            planned = found.planned or lengths
+            decoded = plain = pipeline.decode(raw, planned)
+            if pipeline.augments:
+                decoded = pipeline.decode(raw, planned, self._epoch)
+            media = _media(lengths, plain, decoded, *pipeline.media_of(raw))
+            pieces = tuple(_pieces(decoded, media, pipeline))
+        except SampleError as error:
+            return shown(problem=str(error))
+        return shown(
+            lengths=lengths,
+            loss_weight=self._loss_weights[found.ref.source] * raw.loss_weight,
+            pieces=pieces,
+            media=media,
+        )
 
 
 def _media(

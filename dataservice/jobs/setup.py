@@ -265,6 +265,7 @@ def job_setup(
         mixture=mixture,
         job_limits=job_limits,
         positions=spec.pipeline.position_rule,
+        loss_weights=_loss_weights(spec),
         revise=partial(_revised, catalog),
         **_topology(spec),
     )
@@ -272,7 +273,8 @@ def job_setup(
 
 def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> JobSetup:
     """The setup for another version of the job file over the same data: with its batches, plans,
-    epochs, budgets and topology. What is costly to compute is kept where it does not change."""
+    epochs, budgets, loss weights and topology. What is costly to compute is kept where it does not
+    change."""
     before, spec = job_from_json(setup.record.spec_json), job_from_json(record.spec_json)
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, setup.job_limits)
@@ -288,6 +290,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
         options=spec.plan,
         ready_steps=spec.ready_steps,
         positions=spec.pipeline.position_rule,
+        loss_weights=_loss_weights(spec),
         limits=setup.limits if same_packs else _isf_limits(catalog, spec.plan),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
@@ -312,6 +315,11 @@ def _mixture(spec: JobSpec, catalog: IndexedCatalog) -> Mixture:
 
 def _budgets(spec: JobSpec) -> dict[str, ErrorBudget]:
     return {each.name: each.error_budget or spec.error_budget for each in spec.sources}
+
+
+def _loss_weights(spec: JobSpec) -> tuple[float, ...]:
+    weighs = any(source.weighs_loss for source in spec.sources)
+    return tuple(source.loss_weight for source in spec.sources) if weighs else ()
 
 
 def _topology(spec: JobSpec) -> dict[str, Any]:

@@ -27,11 +27,13 @@ from dataservice.planning.validate import check_items, check_packs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSamples:
-    """The samples of a step in draw order: `sample_ids` int64[n], `epoch` int32[n], lengths."""
+    """The samples of a step in draw order: `sample_ids` int64[n], `epoch` int32[n], lengths, and
+    `loss_weights` float64[n], None where all are 1."""
 
     sample_ids: NDArray[np.int64]
     epoch: NDArray[np.int32]
     lengths: LengthTable
+    loss_weights: NDArray[np.float64] | None = None
 
 
 def split_window(
@@ -126,6 +128,7 @@ def _grouped_plan(
         sample_epoch=samples.epoch,
         sample_tokens=lengths.llm_tokens,
         sample_loss_tokens=lengths.loss_tokens,
+        sample_loss_weights=samples.loss_weights,
         pack_offsets=sample_starts(joined([np.diff(w.sample_offsets) for w in waves], np.int64)),
         pack_samples=joined([w.samples for w in waves], np.int32),
         pack_wave=np.repeat(np.arange(len(waves), dtype=np.int32), [len(w.time_s) for w in waves]),

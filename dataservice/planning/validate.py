@@ -24,6 +24,10 @@ def check_packs(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> Non
     require(n == sample_count, f"the plan holds {n} samples, {sample_count} were drawn")
     for name in ("sample_epoch", "sample_tokens", "sample_loss_tokens"):
         require(len(getattr(plan, name)) == n, f"{name} is not of {n} samples")
+    weights = plan.sample_loss_weights
+    if weights is not None:
+        sound = len(weights) == n and bool((np.isfinite(weights) & (weights >= 0)).all())
+        require(sound, f"sample_loss_weights are not {n} finite numbers from 0 on")
     check_groups(
         Groups(plan.pack_samples, plan.pack_offsets, plan.pack_replicas, plan.replica_offsets),
         plan.pack_wave,

@@ -236,6 +236,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 client=client,
                 rejoin_attempt=request.rejoin_attempt,
                 launch=visible(request.launch, CLIENT_CHARS),
+                reads_loss_weights=request.loss_weights,
             )
             about = visit.job, request.rank, client
             self._job_of_session[opened.session] = visit.job

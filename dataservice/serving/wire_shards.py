@@ -45,6 +45,7 @@ def rank_shard_to_proto(
         plan_digest=shard.plan_digest,
         cursor_after=shard.cursor_after,
         loss_tokens=shard.loss_tokens,
+        weighted_loss_tokens=shard.weighted_loss_tokens,
         microbatches=[_microbatch_to_proto(microbatch) for microbatch in shard.microbatches],
         tickets=[ticket_to_proto(ticket) for ticket in shard.tickets],
         summary=summary,
@@ -67,6 +68,9 @@ def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:
         plan_digest=message.plan_digest,
         cursor_after=message.cursor_after,
         loss_tokens=message.loss_tokens,
+        weighted_loss_tokens=(
+            message.weighted_loss_tokens if message.HasField("weighted_loss_tokens") else None
+        ),
         microbatches=tuple(_microbatch_from_proto(each) for each in message.microbatches),
         tickets=tuple(ticket_from_proto(ticket) for ticket in message.tickets),
         positions=PositionRule(
@@ -116,6 +120,7 @@ def _microbatch_to_proto(microbatch: Microbatch) -> coordinator_pb2.Microbatch:
         lengths=microbatch.lengths.tolist(),
         phases=[_phase_to_proto(microbatch, modality) for modality in modalities],
         items=_items_to_proto(microbatch.items),
+        loss_weights=microbatch.loss_weights.tolist(),
     )
 
 
@@ -144,6 +149,7 @@ def _microbatch_from_proto(message: coordinator_pb2.Microbatch) -> Microbatch:
             for route, phase in zip(routes, message.phases, strict=True)
         },
         items=_items_from_proto(message.items),
+        loss_weights=np.array(list(message.loss_weights), dtype=np.float64),
     )
 
 

@@ -140,6 +140,12 @@ class IndexedCatalog(LengthsById):
         self.sources.require(sample_ids)
         return self.parts.details.item_notes(sample_ids)
 
+    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
+        """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an
+        id is unknown."""
+        self.sources.require(sample_ids)
+        return self.parts.details.loss_weights(sample_ids)
+
     def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
         """Number of values that these samples' encoder items decode to, by modality. Raises
         NotFoundError when an id is unknown."""

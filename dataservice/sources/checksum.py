@@ -1,8 +1,9 @@
 """A checksum and a digest of a sample's bytes at the time of indexing.
 
-Both cover the record and every media file as read, wherever the format stores them. The CRC-32 is
-compared on each read, so that a file damaged or replaced later is noticed even if its codec still
-decodes it. The digest tells whether two samples are the same; a job's identity depends on it.
+Both cover the record, its loss weight and every media file as read, wherever the format stores
+them. The CRC-32 is compared on each read, so that a file damaged or replaced later is noticed even
+if its codec still decodes it. The digest tells whether two samples are the same; a job's identity
+depends on it.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ CONTENT_BYTES = 16
 
 
 def sample_crc32(raw: RawSample) -> int:
-    """CRC-32 of record, media kinds and media bytes; names are not included. O(bytes)."""
+    """CRC-32 of record, loss weight, media kinds and media bytes; names are not included.
+    O(bytes)."""
     crc = 0
     for piece in _pieces(raw):
         crc = zlib.crc32(piece, crc)
@@ -34,6 +36,8 @@ def sample_checks(raw: RawSample) -> tuple[int, bytes]:
 
 def _pieces(raw: RawSample) -> Iterator[bytes]:
     yield json.dumps(raw.record, check_circular=False).encode()
+    if raw.loss_weight != 1:  # which `columns` may have taken out of the record
+        yield f"\0loss_weight {raw.loss_weight!r}\0".encode()
     for blob in raw.media:
         yield f"\0{blob.kind} {len(blob.data)}\0".encode()
         yield blob.data

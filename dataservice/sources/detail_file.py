@@ -1,4 +1,5 @@
-"""Locations, shapes and grids of samples, in an Arrow file that is memory-mapped, not loaded."""
+"""Locations, shapes, grids and loss weights of samples, in an Arrow file that is memory-mapped and
+not loaded."""
 
 import os
 import tempfile
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataservice.core.sample import (
+    MAX_LOSS_WEIGHT,
     ByteSpan,
     IntArray,
     ItemLengths,
@@ -23,10 +25,11 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
+from dataservice.sources.rows_digest import LOSS_WEIGHT
 
 NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
 _ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
-_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS)])
+_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)])
 # Rows per batch of the file, and rows that are turned into objects at once.
 BATCH_ROWS = 16_384
 BLOCK_ROWS = 256
@@ -56,10 +59,15 @@ class DetailFile:
         return int(self._starts[-1])
 
     def require_whole(self) -> None:
-        """Raises pa.ArrowException when a list or a string reaches beyond its column. Reads the
-        whole file."""
+        """Raises pa.ArrowException when a list or a string reaches beyond its column, a modality is
+        unknown or a loss weight out of range. Reads the whole file."""
         for batch in self._batches:
             batch.validate(full=True)
+            kinds = pc.list_flatten(batch.column("item_modality")).to_numpy(zero_copy_only=False)
+            weights = batch.column(LOSS_WEIGHT).to_numpy(zero_copy_only=False)
+            weighed = (weights >= 0) & (weights <= MAX_LOSS_WEIGHT)
+            if not (np.isin(kinds, _MODALITIES).all() and weighed.all()):
+                raise pa.ArrowInvalid("an unknown modality, or a loss weight out of range")
 
     def find_key(self, key: str) -> int | None:
         """The row of the first sample with this key, or None."""
@@ -102,6 +110,11 @@ class DetailFile:
         notes.grid[given] = pc.list_flatten(grids).to_numpy(zero_copy_only=False).reshape(-1, 4)
         notes.seconds_per_patch[:] = spans.to_numpy(zero_copy_only=False)  # nan where it is null
         return notes
+
+    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
+        """The own loss weight of each of these samples: float64[n]."""
+        taken = self._take(np.asarray(sample_ids, dtype=np.int64), [LOSS_WEIGHT])
+        return np.asarray(taken.column(LOSS_WEIGHT).to_numpy(), dtype=np.float64)
 
     def _take(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
         schema = pa.schema([_SCHEMA.field(name) for name in columns])

@@ -20,7 +20,7 @@ from dataservice.sources.manifest import (
     Recipe,
     SkippedSample,
 )
-from dataservice.sources.rows_digest import RowsDigest
+from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.storage import SourceFile
 
 LENGTH_COLUMNS = (
@@ -67,10 +67,11 @@ SCHEMA = pa.schema(
         ("item_seconds_per_patch", pa.list_(pa.float64())),
         ("item_key_frames_s", pa.list_(pa.list_(pa.float64()))),
         ("piece", pa.int32()),  # of a document that was cut, from 1; empty elsewhere
+        (LOSS_WEIGHT, pa.float64()),  # the record's own; empty where it is 1
     ]
 )
-# Columns that parts of older releases lack.
-ADDED_COLUMNS = ("piece",)
+# Columns that parts of older releases lack, with what an empty cell means.
+ADDED_COLUMNS = {"piece": 0, LOSS_WEIGHT: 1.0}
 _RECORD_KEY = b"dataservice.part"
 ROWS_PER_GROUP = 16_384
 _ITEMS_PER_GROUP = 2**18
@@ -135,7 +136,7 @@ def write_part(
             if len(pieces) > 1:
                 long += LongSamples(documents=1, pieces=len(pieces))
             for piece, lengths in pieces:
-                rows.append(_row(sample, piece, file, lengths, checks))
+                rows.append(_row(sample, piece, file, lengths, checks, raw.loss_weight))
                 items += len(lengths.items)
                 if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
                     flush()
@@ -236,6 +237,7 @@ def _row(
     file: SourceFile,
     lengths: SampleLengths,
     checks: tuple[int, bytes],
+    loss_weight: float,
 ) -> dict[str, Any]:
     location, items = sample.location, lengths.items
     crc32, content = checks
@@ -261,6 +263,7 @@ def _row(
         "item_seconds_per_patch": [item.seconds_per_patch for item in items],
         "item_key_frames_s": [item.key_frames_s for item in items],
         "piece": piece or None,
+        LOSS_WEIGHT: loss_weight if loss_weight != 1 else None,
     }
 
 

@@ -5,6 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataservice.core.sample import (
     IntArray,
     ItemNotes,
@@ -22,8 +25,11 @@ class MemoryCatalog(LengthsById):
     """The port Catalog over the samples of each source: (key, location, lengths)."""
 
     def __init__(
-        self, sources: Mapping[str, Sequence[tuple[str, SampleLocation, SampleLengths]]]
+        self,
+        sources: Mapping[str, Sequence[tuple[str, SampleLocation, SampleLengths]]],
+        loss_weights: Sequence[float] | None = None,
     ) -> None:
+        """`loss_weights` are the samples' own, by id; by default all 1."""
         self.sources = SourceRanges.of(list(sources), [len(rows) for rows in sources.values()])
         rows = [(source, *row) for source, given in sources.items() for row in given]
         self._details = [
@@ -31,7 +37,10 @@ class MemoryCatalog(LengthsById):
             for k, (source, key, location, lengths) in enumerate(rows)
         ]
         self._lengths = LengthTable.of([lengths for _, lengths in self._details])
-        self._fingerprint = hashlib.sha256(repr(self._details).encode()).hexdigest()
+        weights = np.ones(len(rows)) if loss_weights is None else loss_weights
+        self._loss_weights = np.array(weights, dtype=np.float64)
+        weighed = self._details if loss_weights is None else [*self._details, list(loss_weights)]
+        self._fingerprint = hashlib.sha256(repr(weighed).encode()).hexdigest()
 
     @property
     def fingerprint(self) -> str:
@@ -54,6 +63,12 @@ class MemoryCatalog(LengthsById):
         Raises NotFoundError when an id is unknown."""
         details = self.details(sample_ids)
         return ItemNotes.of([item for _, lengths in details for item in lengths.items])
+
+    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
+        """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an
+        id is unknown."""
+        self.sources.require(sample_ids)
+        return self._loss_weights[sample_ids]
 
     def decoded_values(self, sample_ids: IntArray) -> Counter[Modality]:
         """Number of values that these samples' encoder items decode to, by modality. Raises

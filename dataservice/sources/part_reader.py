@@ -13,20 +13,27 @@ from dataservice.core.errors import IndexStaleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
 from dataservice.sources.index_folder import IndexFolder, part_name
-from dataservice.sources.index_part import DETAIL_COLUMNS, ITEM_NOTES, LENGTH_COLUMNS
+from dataservice.sources.index_part import (
+    ADDED_COLUMNS,
+    DETAIL_COLUMNS,
+    ITEM_NOTES,
+    LENGTH_COLUMNS,
+    SCHEMA,
+)
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.manifest import AGAIN, PartRecord
-from dataservice.sources.rows_digest import RowsDigest
+from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.soundness import require_bounded, require_schema, require_sound
 
-_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, "content"]
+_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT, "content"]
 
 
 def read_part(
     folder: IndexFolder, record: PartRecord, limits: DecodeLimits
 ) -> Iterator[tuple[pa.Table, LengthTable]]:
     """The columns of a part, one row group at a time, each with its lengths. A row that is no piece
-    of a document has the piece 0, also where the part is of a release without the column.
+    of a document has the piece 0, and one without a loss weight has 1, also where the part is of a
+    release without the column.
 
     Raises IndexStaleError when the part is missing, damaged, or not the one that the manifest's
     `record` describes; the last is known only at the part's end.
@@ -39,7 +46,7 @@ def read_part(
             part = pq.ParquetFile(stream)
             require_schema(part.schema_arrow)
             for group in range(part.num_row_groups):
-                table = _with_pieces(part.read_row_group(group, columns=_COLUMNS))
+                table = _filled(part.read_row_group(group, columns=_COLUMNS))
                 lengths = lengths_of(table)
                 require_sound(table, lengths, limits)
                 digest.add(table)
@@ -55,14 +62,17 @@ def read_part(
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
 
 
-def _with_pieces(table: pa.Table) -> pa.Table:
-    """The table with 0 in place of empty cells of `piece`, or of the whole column."""
-    place = table.schema.get_field_index("piece")
-    if place < 0:
-        zeros = pa.array(np.zeros(table.num_rows, dtype=np.int32))
-        return table.append_column("piece", zeros)
-    pieces: Any = table["piece"]
-    return table.set_column(place, "piece", pc.fill_null(pieces, 0))
+def _filled(table: pa.Table) -> pa.Table:
+    """The table with the meaning of empty cells in their place, or in that of a whole column."""
+    for name, empty in ADDED_COLUMNS.items():
+        place, kind = table.schema.get_field_index(name), SCHEMA.field(name).type
+        if place < 0:
+            cells = pa.array(np.full(table.num_rows, empty), type=kind)
+            table = table.append_column(name, cells)
+        else:
+            given: Any = table[name]
+            table = table.set_column(place, name, pc.fill_null(given, pa.scalar(empty, kind)))
+    return table
 
 
 def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.int32]]:

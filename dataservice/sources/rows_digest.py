@@ -23,6 +23,8 @@ IDENTITY_COLUMNS = (
     "item_position",
     "item_shape",
 )
+# Digested where it is not 1, so that samples without weights are identified as they ever were.
+LOSS_WEIGHT = "loss_weight"
 PLACE_COLUMNS = (
     "span_name",
     "span_offset_bytes",
@@ -37,18 +39,21 @@ class RowsDigest:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], Any] = {}
+        self._rows = 0
 
     def add(self, rows: pa.Table | pa.RecordBatch) -> None:
-        """Add the next rows. Their columns must have no empty cells."""
+        """Add the next rows. Their columns must have no empty cells, but for the loss weight."""
         batches = rows.to_batches() if isinstance(rows, pa.Table) else [rows]
         for batch in (each for each in batches if each.num_rows):
             for name in (*IDENTITY_COLUMNS, *PLACE_COLUMNS):
                 self._feed(name, "", batch.column(name))
+            self._feed_weights(batch.column(LOSS_WEIGHT))
+            self._rows += batch.num_rows
 
     @property
     def identity(self) -> str:
-        """Digest of keys, contents and lengths: 32 hexadecimal digits."""
-        return self._digest(IDENTITY_COLUMNS)
+        """Digest of keys, contents, lengths and loss weights: 32 hexadecimal digits."""
+        return self._digest((*IDENTITY_COLUMNS, LOSS_WEIGHT))
 
     @property
     def places(self) -> str:
@@ -70,6 +75,13 @@ class RowsDigest:
             )
         else:
             self._stream(name, level, values.to_numpy())
+
+    def _feed_weights(self, column: Any) -> None:
+        weights = np.asarray(pc.fill_null(column, 1.0).to_numpy(zero_copy_only=False))
+        (rows,) = np.nonzero(weights != 1)
+        if len(rows):
+            self._stream(LOSS_WEIGHT, "#", (rows + self._rows).astype(np.int64))
+            self._stream(LOSS_WEIGHT, "", weights[rows])
 
     def _stream(self, name: str, level: str, data: Any) -> None:
         stream = self._streams.setdefault((name, level), hashlib.blake2b(digest_size=16))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import ItemKind, LengthTable, Modality
+from dataservice.core.sample import MAX_LOSS_WEIGHT, ItemKind, LengthTable, Modality
 from dataservice.sources.formats.parquet_footer import read_footer
 from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
 from dataservice.sources.index_part import (
@@ -23,6 +23,7 @@ from dataservice.sources.index_part import (
     ROWS_PER_GROUP,
     SCHEMA,
 )
+from dataservice.sources.rows_digest import LOSS_WEIGHT
 
 _ITEM_LISTS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 _SPAN_LISTS = ("span_name", "span_offset_bytes", "span_size_bytes")
@@ -67,6 +68,9 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     _require_shapes(table, lengths, limits)
     _require_notes(table, lengths, limits)
     _require_pieces(table)
+    own: Any = table[LOSS_WEIGHT]
+    weights = _floats(pc.fill_null(own, 1.0), levels=0)
+    _require((weights >= 0) & (weights <= MAX_LOSS_WEIGHT), "loss_weight out of range")
     for name in ("span_offset_bytes", "span_size_bytes"):
         _require(_flat(table[name]) >= 0, f"{name} below 0")
 

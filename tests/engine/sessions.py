@@ -22,6 +22,7 @@ async def open_rank(
     rejoin: int = 0,
     job: str = "job",
     launch: str = "",
+    reads_loss_weights: bool = True,
 ) -> SessionOpened:
     return await coordinator.open_session(
         job=job,
@@ -31,6 +32,7 @@ async def open_rank(
         client=f"{launch or 'host'}:{rank}",
         rejoin_attempt=rejoin,
         launch=launch,
+        reads_loss_weights=reads_loss_weights,
     )
 
 

@@ -273,3 +273,24 @@ async def test_explain_plans_a_step_of_the_ledger_again(store, books):
     with pytest.raises(NotFoundError, match="step 99 of job 'job' has not been planned"):
         await coordinator.explain("job", 99, None)
     await coordinator.stop()
+
+
+async def test_a_client_that_would_leave_out_loss_weights_is_refused(store, books):
+    coordinator = make_coordinator(store, books, replace(make_setup(), loss_weights=(0.5, 1.0)))
+    await coordinator.submit("job", "")
+    with pytest.raises(
+        ConflictError, match=r"'job' weighs its loss .* rank 1 \(host:1\) .*Install"
+    ):
+        await open_rank(coordinator, 1, reads_loss_weights=False)
+    sessions = await open_all(coordinator)
+    (shard,) = await train(coordinator, sessions, 0, 1)
+    assert shard.weighted_loss_tokens is not None
+    await coordinator.stop()
+
+
+async def test_without_weights_older_clients_train_on(store, books):
+    coordinator = make_coordinator(store, books, make_setup(memory_tokens=1024))
+    await coordinator.submit("job", "")
+    opened = await open_rank(coordinator, 0, world=1, reads_loss_weights=False)
+    assert (await shard_of(coordinator, opened, 0)).weighted_loss_tokens is None
+    await coordinator.stop()

@@ -9,8 +9,10 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import check_fits, plan_step
+from dataservice.engine.shards import cut_step, microbatches_of
 from dataservice.planning.stages import assign
 from dataservice.planning.validate import validate_plan
+from dataservice.sources.memory import MemoryCatalog
 from tests.engine.support import MEMORY_TOKENS, all_plans, make_setup
 
 
@@ -91,3 +93,69 @@ def test_a_sample_longer_than_all_replicas_together_is_named_before_training():
     with pytest.raises(PlanningError, match=r"sample [ab]/\d+ has \d+ tokens; 1 replicas"):
         check_fits(setup, Topology(world_size=1))
     check_fits(setup, Topology(world_size=4))
+
+
+def weighed(setup, own, of_sources):
+    """The job with these samples' own weights and these sources'."""
+    catalog = setup.catalog
+    ids = np.arange(catalog.samples)
+    sources = {
+        name: [
+            (ref.key, ref.location, lengths)
+            for ref, lengths in catalog.details(ids)
+            if ref.source == name
+        ]
+        for name in catalog.source_names
+    }
+    return replace(setup, catalog=MemoryCatalog(sources, own), loss_weights=of_sources)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_sample_weighs_its_own_weight_times_its_sources_at_any_world_size(window):
+    own = np.random.default_rng(2).choice([0.0, 0.25, 1.0, 3.0], 200)
+    setup = weighed(make_setup(window_steps=window), own, (0.5, 2.0))
+    expected = own * np.where(np.arange(200) < 66, 0.5, 2.0)
+    totals = []
+    for ranks in (3, 5):
+        plans = all_plans(setup, ranks)
+        for plan in plans:
+            validate_plan(plan, memory_tokens=MEMORY_TOKENS, sample_count=len(plan.sample_ids))
+            assert plan.sample_loss_weights.tolist() == expected[plan.sample_ids].tolist()
+            assert StepPlan.from_json(plan.to_json()).digest == plan.digest
+            by_pack = [
+                mb.loss_weights.tolist() == expected[mb.sample_ids].tolist()
+                for mb in microbatches_of(cut_step(plan), 1)
+            ]
+            assert all(by_pack)
+        totals.append([plan.weighted_loss_tokens for plan in plans])
+    assert totals[0] == pytest.approx(totals[1], rel=1e-12)
+    exact = sum(
+        expected[i] * tokens
+        for plan in plans
+        for i, tokens in zip(plan.sample_ids, plan.sample_loss_tokens.tolist(), strict=True)
+    )
+    assert sum(totals[1]) == pytest.approx(exact, rel=1e-12)
+
+
+def test_weights_that_are_all_1_change_no_plan():
+    plain = make_setup()
+    for setup in (weighed(plain, None, (1.0, 1.0)), weighed(plain, np.full(200, 2.0), (0.5, 0.5))):
+        for before, now in zip(all_plans(plain, 4), all_plans(setup, 4), strict=True):
+            assert now.sample_loss_weights is None
+            assert (now.digest, now.to_json()) == (before.digest, before.to_json())
+
+
+def test_other_weights_are_another_plan_of_the_same_packs():
+    plain, weighted = make_setup(), weighed(make_setup(), None, (1.0, 0.5))
+    for before, now in zip(all_plans(plain, 4), all_plans(weighted, 4), strict=True):
+        assert now.digest != before.digest
+        assert replace(now, sample_loss_weights=None).digest == before.digest
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3), np.full(16, np.nan), np.full(16, -1.0)])
+def test_weights_that_cannot_be_stop_at_the_planner(wrong):
+    plan = plan_step(make_setup(), Cursor(), Topology(world_size=4)).plan
+    with pytest.raises(PlanningError, match="sample_loss_weights are not 16 finite numbers"):
+        validate_plan(
+            replace(plan, sample_loss_weights=wrong), memory_tokens=MEMORY_TOKENS, sample_count=16
+        )

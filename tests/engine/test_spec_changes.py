@@ -34,6 +34,15 @@ def test_error_budgets_and_plans_are_not_data_and_paths_may_be():
     }
 
 
+def test_a_sources_loss_weight_may_change_and_the_column_of_its_samples_weights_is_data():
+    before = {"sources": [{"name": "a", "loss_weight": 1.0, "columns": {"loss_weight": ""}}]}
+    after = {"sources": [{"name": "a", "loss_weight": 0.5, "columns": {"loss_weight": "score"}}]}
+    of_data = {
+        each.path[2:]: each.of_data for each in spec_changes(*map(json.dumps, (before, after)))
+    }
+    assert of_data == {("loss_weight",): False, ("columns", "loss_weight"): True}
+
+
 def test_many_changes_and_long_values_are_told_in_short():
     changes = spec_changes("{}", json.dumps({f"k{n:02d}": "v" * 500 for n in range(30)}))
     assert in_words(changes).endswith(", and 22 more")

@@ -1,9 +1,12 @@
 """A preview is what the job trains: the same tokens, the same loss, the same arrays."""
 
+import json
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from dataservice.cli.show_preview import lengths_line, preview_fields
 from dataservice.core.errors import SourceError, SpecError
 from dataservice.jobs.find_samples import Wanted
 from dataservice.jobs.preview import preview_job
@@ -76,6 +79,20 @@ def test_media_are_the_arrays_that_the_encoders_get_file_by_file(home):
             assert array.tobytes() == judge.tobytes()
             assert array.shape == judge.shape
     assert [medium.number for medium in made.media] == [1, 2]
+
+
+def test_a_preview_tells_what_its_loss_weighs(home):
+    assert preview(home, "17").loss_weight == 1
+    source = {"name": "talks", "format": "jsonl", "url": "talks.jsonl", "loss_weight": 0.5}
+    write_job(home, sources=[source])
+    assert preview(home, "17").loss_weight == 0.5
+    with (home / "talks.jsonl").open("a") as lines:
+        lines.write(json.dumps({"id": "rare", "text": "a cat", "score": 3}) + "\n")
+    write_job(home, sources=[{**source, "columns": {"loss_weight": "score"}}])
+    assert preview(home, "rare").loss_weight == 1.5
+    assert preview(home, "17").loss_weight == 0.5
+    assert "of them learnt with loss weight 1.5" in lengths_line(preview(home, "rare"))
+    assert preview_fields(preview(home, "rare"))["loss_weight"] == 1.5
 
 
 def test_a_clip_of_several_items_is_one_file(home):

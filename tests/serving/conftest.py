@@ -291,6 +291,7 @@ class CoordinatorInMemory:
         self.known = {}
         self.claims = {}
         self.launches = []
+        self.reads_loss_weights = []
         self.closed = []
         self.committed = []
         self.phases = []
@@ -411,9 +412,10 @@ class CoordinatorInMemory:
         return made
 
     async def open_session(
-        self, *, job, rank, world_size, cursor, client, rejoin_attempt, launch=""
+        self, *, job, rank, world_size, cursor, client, rejoin_attempt, launch, reads_loss_weights
     ):
         self.launches.append(launch)
+        self.reads_loss_weights.append(reads_loss_weights)
         if job == "explode":
             raise KeyError("a private detail")
         if rank in self.claims:

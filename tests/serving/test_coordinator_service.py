@@ -67,6 +67,14 @@ async def test_a_session_says_of_which_launch_it_is_and_no_terminal_obeys_it(stu
     call.cancel()
 
 
+async def test_only_a_client_that_says_so_reads_loss_weights(stub, api):
+    for rank, said in enumerate((True, False)):
+        request = opening(rank=rank)
+        request.loss_weights = said
+        await stub.OpenSession(request).read()
+    assert api.reads_loss_weights == [True, False]
+
+
 async def test_a_session_without_a_cursor_starts_at_the_beginning(stub):
     call = stub.OpenSession(opening())
     assert (await call.read()).start_step == 0

@@ -165,6 +165,7 @@ def microbatches(draw):
         cu_seqlens=draw(int32_arrays),
         lengths=draw(int32_arrays),
         items=draw(pack_items()),
+        loss_weights=draw(arrays(np.float64, reals)),
         encodes=encodes,
         encode_notes={
             kind: draw(item_notes(sum(len(of.items) for of in encodes[kind]))) for kind in present
@@ -192,6 +193,7 @@ shards = st.builds(
     plan_digest=words,
     cursor_after=words,
     loss_tokens=int64s,
+    weighted_loss_tokens=st.none() | reals,
     microbatches=several(microbatches()),
     tickets=several(tickets),
 )

@@ -28,6 +28,37 @@ def test_a_consistent_shard_is_assembled(service):
     assert shard.cursor_after == "cursor-1"
 
 
+def weigh(shard, *weights):
+    shard.weighted_loss_tokens = 12.5
+    for mb, own in zip(shard.microbatches, weights, strict=True):
+        mb.loss_weights[:] = own
+
+
+def test_each_token_has_the_weight_of_its_sample(service):
+    message = service.rank_shard(0, 0)
+    weigh(message, [0.25, 3], [0.5])
+    shard = assemble_shard(message, parts_of_rank_0(service))
+    assert shard.plan.weighted_loss_tokens == 12.5
+    first, second = shard.microbatches
+    assert first.loss_weights.tolist() == [0.25] * 4 + [3.0] * 4  # two chunks of each sample
+    assert second.loss_weights.tolist() == [0.5] * 5
+    assert first.loss_weights.dtype is torch.float64
+
+
+def test_a_step_without_weights_weighs_every_token_1(service):
+    shard = assemble_shard(service.rank_shard(0, 0), parts_of_rank_0(service))
+    assert shard.plan.weighted_loss_tokens is None
+    assert [mb.loss_weights.tolist() for mb in shard.microbatches] == [[1.0] * 8, [1.0] * 5]
+
+
+@pytest.mark.parametrize("own", [[0.25], [0.25, float("nan")], [0.25, -1]])
+def test_weights_of_other_samples_than_the_plans_are_refused(service, own):
+    message = service.rank_shard(0, 0)
+    weigh(message, own, [0.5])
+    with pytest.raises(MalformedShard, match=r"loss weights; the plan says 2 numbers from 0 on"):
+        assemble_shard(message, parts_of_rank_0(service))
+
+
 def swap_waves(shard):
     first, second = list(shard.microbatches)
     del shard.microbatches[:]

@@ -9,8 +9,8 @@ import trainer_client
 
 EXPORTS = """
 AccessDenied BadArgument BadData ClientError ClientWarning CorruptPart CursorMismatch
-FeatureExchange Fenced Group ItemNotes MalformedShard MediaNotRead Microbatch MisuseError
-ModalityBatch NotFetched PackItems PlanDigestMismatch PlanSummary PositionsNotRead
+FeatureExchange Fenced Group ItemNotes LossWeightsNotRead MalformedShard MediaNotRead Microbatch
+MisuseError ModalityBatch NotFetched PackItems PlanDigestMismatch PlanSummary PositionsNotRead
 RankAlreadyClaimed RankOutOfRange RequestRefused ServiceFailed ServiceTimeout ServiceUnreachable
 Shard ShardDataset SlowAttention StageReport
 StateMismatch Tls UncommittedSteps UnknownJob Wave WorkerUnreachable WrongWorldSize log_mel
@@ -72,6 +72,6 @@ def test_every_error_is_a_client_error_and_keeps_its_python_kind():
     notices = [e for e in errors if issubclass(e, Warning)]
     assert {*notices} == {n for n in notices if issubclass(n, trainer_client.ClientWarning)}
     errors = [e for e in errors if e not in notices]
-    assert len(errors) == 22
+    assert len(errors) == 23
     assert all(issubclass(e, trainer_client.ClientError) for e in errors)
     assert all(issubclass(getattr(trainer_client, n), kind) for n, kind in kinds.items())

@@ -183,9 +183,16 @@ def megatron_batch(
 
     `groups` serves packs that are shared by changing groups, with Megatron's own context
     parallelism at 1. Without it, all packs must have Megatron's own degree `cp`
-    (`static_degree` of the job). Raises BadArgument for any other pack, and for M-RoPE in a shared
-    pack, for which Megatron has no packed layout.
+    (`static_degree` of the job). Raises BadArgument for any other pack, for M-RoPE in a shared
+    pack, for which Megatron has no packed layout, and for loss weights, since Megatron divides by a
+    whole number of tokens.
     """
+    if microbatch.weights is not None:
+        raise BadArgument(
+            f"pack {microbatch.pack} has loss weights, and Megatron divides its loss by a whole "
+            "number of tokens. Use run_step or run_pipeline_step of trainer_client.runtime, or "
+            "take loss_weight out of the job file."
+        )
     degree, cp_rank = _share(microbatch, groups, cp)
     rows = microbatch.local_tokens
     padding = _padding(rows, multiple=rows_multiple, degree=degree)

@@ -144,7 +144,8 @@ def titan_batch(microbatch: Microbatch, *, longest_tokens: int) -> Batch:
     others gather weights, and this rank must run the model with them.
 
     Raises BadArgument where they would compute something else than was planned: packs shared by
-    replicas, with images or sound, with M-RoPE, or with a sample beyond `longest_tokens`.
+    replicas, with images or sound, with M-RoPE, with loss weights, or with a sample beyond
+    `longest_tokens`.
     """
     where = f"a pack of wave {microbatch.wave}"
     if len(microbatch.cp_group) > 1:
@@ -157,6 +158,11 @@ def titan_batch(microbatch: Microbatch, *, longest_tokens: int) -> Batch:
         raise BadArgument(
             f"{where} has images or sound, which this adapter would leave out: it trains text. Use "
             "trainer_client.runtime.run_step with FSDP2 for them."
+        )
+    if microbatch.weights is not None:
+        raise BadArgument(
+            f"{where} has loss weights, and torchtitan's loss takes labels alone. Use "
+            "trainer_client.runtime.run_step with FSDP2, or take loss_weight out of the job file."
         )
     if microbatch.idle:
         nothing = torch.zeros((1, 1), dtype=torch.int64)

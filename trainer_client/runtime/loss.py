@@ -2,13 +2,16 @@
 
 Every replica divides its own sum of cross-entropies by the number of loss tokens of *all*
 replicas, and gradients are added, not averaged. So the result is the mean over the global batch's
-tokens, independent of how they were packed and divided among replicas.
+tokens, independent of how they were packed and divided among replicas. Where the job weighs its
+loss, each cross-entropy is multiplied by its sample's weight, and the sum of these weights over the
+loss tokens takes the place of their number.
 
 A trainer that lets DDP or FSDP reduce gradients gets their average: ``gradients.py`` multiplies
 the loss by the number of replicas to make that a sum.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,12 +20,15 @@ from torch.nn.functional import cross_entropy
 
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.shard import Microbatch, Shard
 
 IGNORED = -100
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients in one all-reduce; DDP's default
 
 
-def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) -> Tensor:
+def token_weighted_loss(
+    logits: Tensor, labels: Tensor, total_loss_tokens: float, weights: Tensor | None = None
+) -> Tensor:
     """Sum of cross-entropies over this replica's rows / loss tokens of the global batch.
 
     Parameters
@@ -31,8 +37,10 @@ def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) 
         row is the label of the same row; -100 marks rows without one.
     total_loss_tokens: labels other than -100 in the step, over all replicas and microbatches.
         A step without any (all its samples quarantined) gives 0 and zero gradients.
+    weights: [...], of each row's cross-entropy; then `total_loss_tokens` is their sum over the
+        same labels. Rows of weight 0 are left out, as rows without a label are.
 
-    Raises LayoutError where logits and labels differ in shape.
+    Raises LayoutError where logits, labels and weights differ in shape.
     """
     if logits.shape[:-1] != labels.shape:
         raise LayoutError(
@@ -42,8 +50,54 @@ def token_weighted_loss(logits: Tensor, labels: Tensor, total_loss_tokens: int) 
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
-    total = cross_entropy(rows, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
-    return total / max(total_loss_tokens, 1)
+    targets = labels.reshape(-1)
+    if weights is None:
+        total = cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+    else:
+        total = _weighted_sum(rows, targets, weights)
+    return total / (total_loss_tokens or 1)
+
+
+def _weighted_sum(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    if weights.numel() != targets.numel():
+        raise LayoutError(
+            f"there are {weights.numel()} loss weights for {targets.numel()} labels; give "
+            "mb.loss_weights beside mb.labels"
+        )
+    factors = weights.reshape(-1).to(rows.dtype)
+    targets = targets.masked_fill(factors == 0, IGNORED)  # 0 times an infinite loss is no number
+    each = cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")
+    return (each * factors).sum()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTokens:
+    """Labels other than -100 of a step, over all replicas: their number, and the sum of their
+    weights, which divides the step's loss. Without weights the two are equal."""
+
+    count: int
+    weight: float
+
+
+def step_loss_tokens(shard: Shard, group: PeerGroup, *, labelled: bool = True) -> LossTokens:
+    """The loss tokens of a step, from this replica's labels, or from nothing on a rank without
+    (`labelled`). Samples that were masked while decoding do not count. Collective over `group`."""
+    microbatches = shard.microbatches if labelled else ()
+    count = global_loss_tokens(count_loss_tokens(mb.labels for mb in microbatches), group)
+    if shard.plan.weighted_loss_tokens is None:
+        return LossTokens(count=count, weight=count)
+    weights = [mb.loss_weights[mb.labels != IGNORED].sum() for mb in microbatches]
+    own = float(torch.stack(weights).sum()) if weights else 0.0
+    total = torch.tensor([own], dtype=torch.float64, device=group.device)
+    group.post_sum(total, action="summing the loss weights").wait()
+    return LossTokens(count=count, weight=float(total))
+
+
+def microbatch_loss(logits: Tensor, microbatch: Microbatch, tokens: LossTokens) -> Tensor:
+    """A microbatch's part of the step's mean loss."""
+    labels = microbatch.labels.to(logits.device)
+    weights = None if microbatch.weights is None else microbatch.loss_weights.to(logits.device)
+    return token_weighted_loss(logits, labels, tokens.weight, weights)
 
 
 def count_loss_tokens(labels: Iterable[Tensor]) -> int:

@@ -24,11 +24,7 @@ from trainer_client.runtime.clock import OTHER, Clock, phase_clock, start_clock,
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import (
-    count_loss_tokens,
-    global_loss_tokens,
-    token_weighted_loss,
-)
+from trainer_client.runtime.loss import LossTokens, microbatch_loss, step_loss_tokens
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, StageLinks, empty_message
 from trainer_client.runtime.pipeline_schedule import (
@@ -72,7 +68,8 @@ class PipelineResult:
     """The result of a step: the same on all stages of a replica, except the seconds, which are
     this rank's own.
 
-    ``loss``: mean over the global batch's loss tokens. ``timeline``: of all stages.
+    ``loss``: mean over the global batch's loss tokens, weighted as in ``StepResult``.
+    ``timeline``: of all stages.
     ``phase_s``: as in ``StepResult``, and ``bubble``, the seconds of waiting for other stages.
     """
 
@@ -118,8 +115,7 @@ def run_pipeline_step(
         reductions = _reductions_of(chunks, everyone)
         _meet(shard, upcoming, mesh)
         labelled = mesh.stage == mesh.stages - 1
-        own = count_loss_tokens(each.labels for each in shard.microbatches) if labelled else 0
-        loss_tokens = global_loss_tokens(own, everyone)
+        loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
         stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
         stage.run()
         phases.switch("gradients")
@@ -127,7 +123,8 @@ def run_pipeline_step(
             reduction.finish()
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
         phases.switch(OTHER)
-        loss, tokens, timeline = _share(stage, loss_tokens if labelled else 0, mesh, schedule)
+        count = loss_tokens.count if labelled else 0
+        loss, tokens, timeline = _share(stage, count, mesh, schedule)
         phase_s = phases.seconds()
     return PipelineResult(
         loss=loss,
@@ -149,7 +146,7 @@ class _Stage:
         hidden: HiddenStates,
         schedule: PipelineSchedule,
         reductions: Sequence[GradientReduction],
-        loss_tokens: int,
+        loss_tokens: LossTokens,
     ) -> None:
         self._microbatches = shard.microbatches
         self._mesh = mesh
@@ -213,8 +210,7 @@ class _Stage:
         else:
             given = _call_later(chunk, microbatch, taken.requires_grad_(), self._mesh.groups)
         if self._schedule.target(self._mesh.stage, action) is None:
-            labels = microbatch.labels.to(given.device)
-            given = token_weighted_loss(given, labels, self._loss_tokens)
+            given = microbatch_loss(given, microbatch, self._loss_tokens)
             self.loss_sum += given.detach().to(self.loss_sum)
         else:
             self._check(action, given, microbatch)

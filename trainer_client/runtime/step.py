@@ -23,12 +23,7 @@ from trainer_client.runtime.exchange import exchange_features
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import (
-    IGNORED,
-    count_loss_tokens,
-    global_loss_tokens,
-    token_weighted_loss,
-)
+from trainer_client.runtime.loss import IGNORED, microbatch_loss, step_loss_tokens
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.shard import Microbatch, ModalityBatch, Shard
@@ -83,7 +78,8 @@ class MultimodalModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """``loss``: mean over the global batch's loss tokens. Seconds are this replica's own.
+    """``loss``: mean over the global batch's loss tokens, weighted where the job weighs them.
+    Seconds are this replica's own.
 
     ``phase_s``: seconds by phase: ``vision_forward``, ``vision_backward``, ``audio_...``,
     ``llm_...`` (rings included), ``exchange`` of features in both directions (waiting for slower
@@ -124,13 +120,12 @@ def run_step(
     device = _device_of(model)
     with groups.naming_lost("a step"), phase_clock(device) as phases:
         _prewarm(shard, upcoming, groups)
-        own_tokens = count_loss_tokens(microbatch.labels for microbatch in shard.microbatches)
-        loss_tokens = global_loss_tokens(own_tokens, everyone)
+        loss_tokens = step_loss_tokens(shard, everyone)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
         for number, microbatch in enumerate(shard.microbatches, start=1):
             with reduction.microbatch(last=number == len(shard.microbatches)):
                 logits = forward(microbatch, groups)
-                loss = token_weighted_loss(logits, microbatch.labels.to(logits.device), loss_tokens)
+                loss = microbatch_loss(logits, microbatch, loss_tokens)
                 phases.switch("llm_backward")
                 (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
             phases.switch(OTHER)
@@ -142,7 +137,7 @@ def run_step(
         phase_s = phases.seconds()
     return StepResult(
         loss=mean_loss,
-        loss_tokens=loss_tokens,
+        loss_tokens=loss_tokens.count,
         seconds=time.perf_counter() - started,
         phase_s=phase_s,
     )
@@ -239,6 +234,7 @@ def _one_token(idle: Microbatch) -> Microbatch:
         mrope=None if idle.mrope is None else token.expand(3, 1),
         cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
         lengths=idle.cu_seqlens.new_tensor([1]),
+        weights=None,
     )
 
 

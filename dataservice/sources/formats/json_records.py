@@ -7,7 +7,7 @@ from dataservice.core.sample import ByteSpan, RawSample, SampleLocation
 from dataservice.sources.formats.completeness import require_all_media
 from dataservice.sources.formats.content import parse_record, record_key
 from dataservice.sources.formats.file_format import FileFormat
-from dataservice.sources.formats.layout import laid_out
+from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_refs import media_keys, read_refs, refs_in, without_held
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.storage import SourceFile
@@ -78,4 +78,5 @@ class JsonRecords(FileFormat):
             record=without_held(laid, refs),
             media=media,
             placeholders=self._spec.placeholders,
+            loss_weight=loss_weight_of(record, self._spec),
         )

@@ -1,10 +1,12 @@
-"""Lays a record out under the keys that decoding reads, as the source's `columns` say."""
+"""Lays a record out under the keys that decoding reads, as the source's `columns` say, and reads
+its loss weight."""
 
 from collections.abc import Mapping
 
 from dataservice.core.errors import SampleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.quoting import quoted
+from dataservice.core.sample import MAX_LOSS_WEIGHT
 
 _KEY_OF_ROLE = {"conversation": "conversations"}
 # Keys besides the text that a conversation may have.
@@ -31,6 +33,32 @@ def laid_out(record: Mapping[str, object], spec: SourceSpec) -> dict[str, object
                 f"keys are {quoted(sorted(record))}. Correct it, or leave the sample out."
             )
     return laid
+
+
+def loss_weight_of(record: Mapping[str, object], spec: SourceSpec) -> float:
+    """The record's own loss weight; 1 where the source names none, or the record lacks it.
+
+    Raises:
+        SampleError: it is no number from 0 to MAX_LOSS_WEIGHT.
+    """
+    column = spec.columns.loss_weight
+    value = value_at(record, column) if column else None
+    if value is None:
+        return 1.0
+    # True is an int, and means something else.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _no_weight(column, value)
+    if not 0 <= value <= MAX_LOSS_WEIGHT:  # nan neither
+        raise _no_weight(column, value)
+    return float(value)
+
+
+def _no_weight(column: str, value: object) -> SampleError:
+    return SampleError(
+        f"columns.loss_weight of the source is {column!r}, where the record has {quoted(value)}; a "
+        f"loss weight is a number from 0 to {MAX_LOSS_WEIGHT:,.0f}. Correct it, or remove it, "
+        "which weighs 1."
+    )
 
 
 def value_at(record: Mapping[str, object], path: str) -> object:

@@ -51,7 +51,7 @@ def choose_columns(schema: pa.Schema, spec: SourceSpec, owner: str) -> Columns:
     named: dict[str, MediaKind | None] = {
         name: kind for kind, names in spec.media_columns.items() for name in names
     }
-    texts = _RECORD_COLUMNS | {column.split(".")[0] for column in spec.columns.texts.values()}
+    texts = _RECORD_COLUMNS | {column.split(".")[0] for column in spec.columns.of_records.values()}
     features = _features(schema)
     media: dict[str, MediaKind | None] = {}
     record, unknown = [], []
@@ -95,7 +95,7 @@ def refuse_media(batch: pa.RecordBatch, columns: Columns, owner: str) -> None:
 
 def _require_columns(schema: pa.Schema, spec: SourceSpec, owner: str) -> None:
     media = [column for columns in spec.media_columns.values() for column in columns]
-    for column in (*media, *spec.columns.texts.values()):
+    for column in (*media, *spec.columns.of_records.values()):
         # The first key of a dotted path is a column; media are read from columns alone.
         first = column if column in media else column.split(".")[0]
         if not {column, first} & set(schema.names):

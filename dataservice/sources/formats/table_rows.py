@@ -20,7 +20,7 @@ from dataservice.core.quoting import cut
 from dataservice.core.sample import MediaBlob, MediaKind, RawSample
 from dataservice.sources.formats.completeness import require_all_media
 from dataservice.sources.formats.content import in_reference_order, parse_json, record_key
-from dataservice.sources.formats.layout import laid_out
+from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_names import path_kind
 from dataservice.sources.formats.media_refs import (
     media_ref,
@@ -81,6 +81,7 @@ class TableRows:
             record=without_held(laid, refs),
             media=in_reference_order(media),
             placeholders=self._spec.placeholders,
+            loss_weight=loss_weight_of(record, self._spec),
         )
 
     def _media(self, columns: Columns, cells: Row, path: str) -> list[MediaBlob]:

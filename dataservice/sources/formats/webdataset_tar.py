@@ -31,7 +31,7 @@ from dataservice.sources.formats.content import (
 )
 from dataservice.sources.formats.energon import train_shards
 from dataservice.sources.formats.file_format import FileFormat
-from dataservice.sources.formats.layout import laid_out
+from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.listing import listed_files
 from dataservice.sources.formats.media_names import extension, media_kind
 from dataservice.sources.formats.protocol import ScannedSample
@@ -204,6 +204,7 @@ class WebDatasetTar(FileFormat):
             record=laid_out(record, self._spec),
             media=in_reference_order(media),
             placeholders=self._spec.placeholders,
+            loss_weight=loss_weight_of(record, self._spec),
         )
 
     # ---- which members are part of a sample ------------------------------------------------

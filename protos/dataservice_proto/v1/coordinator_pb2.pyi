@@ -1105,6 +1105,7 @@ class OpenSessionRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     REJOIN_ATTEMPT_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
+    LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -1116,6 +1117,8 @@ class OpenSessionRequest(_message.Message):
     """0: a new start; else come back to this attempt after a broken stream"""
     launch: _builtins.str
     """one start of all ranks: alike on all of them; empty: it has no name"""
+    loss_weights: _builtins.bool
+    """this client hands loss weights on to the trainer"""
     def __init__(
         self,
         *,
@@ -1126,10 +1129,11 @@ class OpenSessionRequest(_message.Message):
         client: _builtins.str = ...,
         rejoin_attempt: _builtins.int = ...,
         launch: _builtins.str = ...,
+        loss_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cursor", b"cursor", "job", b"job", "launch", b"launch", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cursor", b"cursor", "job", b"job", "launch", b"launch", "loss_weights", b"loss_weights", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1331,6 +1335,7 @@ class RankShard(_message.Message):
     TICKETS_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    WEIGHTED_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     step: _builtins.int
@@ -1340,6 +1345,8 @@ class RankShard(_message.Message):
     cursor_after: _builtins.str
     loss_tokens: _builtins.int
     """of the whole step, as planned"""
+    weighted_loss_tokens: _builtins.float
+    """The sum of the weights of the whole step's loss tokens, as planned; absent where all weigh 1."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Microbatch]: ...
     @_builtins.property
@@ -1363,12 +1370,15 @@ class RankShard(_message.Message):
         tickets: _abc.Iterable[_worker_pb2.Ticket] | None = ...,
         summary: Global___StepSummary | None = ...,
         positions: Global___PositionRule | None = ...,
+        weighted_loss_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "positions", b"positions", "summary", b"summary", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "microbatches", b"microbatches", "plan_digest", b"plan_digest", "positions", b"positions", "rank", b"rank", "replica", b"replica", "step", b"step", "summary", b"summary", "tickets", b"tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "attempt", b"attempt", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "microbatches", b"microbatches", "plan_digest", b"plan_digest", "positions", b"positions", "rank", b"rank", "replica", b"replica", "step", b"step", "summary", b"summary", "tickets", b"tickets", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weighted_loss_tokens: _TypeAlias = _typing.Literal["weighted_loss_tokens"]  # noqa: Y015
+    _WhichOneofArgType__weighted_loss_tokens: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weighted_loss_tokens) -> _WhichOneofReturnType__weighted_loss_tokens | None: ...
 
 Global___RankShard: _TypeAlias = RankShard  # noqa: Y015
 
@@ -1506,6 +1516,7 @@ class Microbatch(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
     wave: _builtins.int
     pack: _builtins.int
     """-1: this replica is idle in the wave"""
@@ -1523,6 +1534,10 @@ class Microbatch(_message.Message):
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderPhase]: ...
     @_builtins.property
     def items(self) -> Global___PackItems: ...
+    @_builtins.property
+    def loss_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of the samples; empty where all of the step weigh 1"""
+
     def __init__(
         self,
         *,
@@ -1536,10 +1551,11 @@ class Microbatch(_message.Message):
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         phases: _abc.Iterable[Global___EncoderPhase] | None = ...,
         items: Global___PackItems | None = ...,
+        loss_weights: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_group", b"cp_group", "cp_rank", b"cp_rank", "cu_seqlens", b"cu_seqlens", "items", b"items", "lengths", b"lengths", "pack", b"pack", "phases", b"phases", "sample_ids", b"sample_ids", "seconds", b"seconds", "wave", b"wave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_group", b"cp_group", "cp_rank", b"cp_rank", "cu_seqlens", b"cu_seqlens", "items", b"items", "lengths", b"lengths", "loss_weights", b"loss_weights", "pack", b"pack", "phases", b"phases", "sample_ids", b"sample_ids", "seconds", b"seconds", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ Against its documented rules; `test_megatron_core.py` holds the same against meg
 """
 
 import types
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -63,6 +64,13 @@ def shards():
     """Two steps of four replicas, with packs of several degrees; by step and replica."""
     _, steps = planned_steps(4, 2, **SHARED)
     return steps
+
+
+def test_loss_weights_are_refused(shards):
+    mb = shards[0][0].microbatches[0]
+    weighed = replace(mb, weights=torch.ones(mb.local_tokens, dtype=torch.float64))
+    with pytest.raises(BadArgument, match=r"loss weights.* whole number of tokens.*run_step"):
+        megatron_batch(weighed, groups=Groups())
 
 
 class Groups:

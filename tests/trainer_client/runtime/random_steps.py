@@ -163,12 +163,27 @@ def sample_logits(model, sample):
     return model.decoder(x, torch.arange(len(sample.ids)), dense_attention)
 
 
+def weighed(samples, seed):
+    """The same samples with random loss weights, 0 among them; one lost its labels by masking."""
+    rng = np.random.default_rng(seed)
+    weights = [0.0, 0.3, *rng.choice([0.0, 0.25, 1.0, 1 / 3, 7.5], len(samples) - 2)]
+    for sample, weight in zip(samples, weights, strict=True):
+        sample.weight = float(weight)
+    samples[-1].labels[:] = -100
+    return samples
+
+
+def weight_of(sample):
+    return getattr(sample, "weight", 1.0)
+
+
 def single_process(model, samples):
-    total = sum(int((s.labels != -100).sum()) for s in samples)
+    total = sum(weight_of(s) * int((s.labels != -100).sum()) for s in samples)
     loss_sum = 0.0
     for sample in samples:
         logits = sample_logits(model, sample)
-        loss_sum = loss_sum + cross_entropy(logits, sample.labels, reduction="sum")
+        own = cross_entropy(logits, sample.labels, reduction="sum")
+        loss_sum = loss_sum + weight_of(sample) * own
     loss = loss_sum / total
     loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
@@ -235,6 +250,7 @@ def make_shard(samples, waves, replicas, replica, seed, digest="ab"):
     plan = PlanSummary(
         digest=digest, replicas=replicas, samples=len(samples), loss_tokens=0, predicted_s=0.0,
         waves=tuple(groups), stages=(),
+        weighted_loss_tokens=1.0 if any(weight_of(s) != 1 for s in samples) else None,
     )  # fmt: skip
     return Shard(
         job="parity", attempt=0, step=0, rank=replica, replica=replica, cursor_after="",
@@ -250,6 +266,8 @@ def microbatch(number, members, pack, samples, layout, replica, batches):
         pick["labels"].append(int(samples[s].labels[p]) if real else -100)
         pick["positions"].append(p)
     ids, labels, positions = (torch.tensor(v, dtype=torch.int64) for v in pick.values())
+    weights = torch.tensor([weight_of(samples[s]) for s, *_ in rows], dtype=torch.float64)
+    weighs = any(weight_of(sample) != 1 for sample in samples)
     return Microbatch(
         wave=number,
         pack=0 if pack else -1,
@@ -262,6 +280,7 @@ def microbatch(number, members, pack, samples, layout, replica, batches):
         cu_seqlens=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
         lengths=torch.tensor([len(samples[s].ids) for s in pack], dtype=torch.int32),
         sample_ids=torch.tensor(pack, dtype=torch.int64),
+        weights=weights if weighs else None,
         **batches,
     )
 

@@ -48,6 +48,43 @@ def test_logits_that_do_not_match_the_labels_are_refused():
         token_weighted_loss(torch.zeros(3, 5), torch.zeros(4, dtype=torch.int64), 4)
 
 
+def test_weights_give_the_weighted_mean_of_all_parts():
+    logits, labels = torch.randn(9, 5).double(), torch.tensor([0, 4, -100, 2, 1, -100, 3, 3, 0])
+    weights = torch.tensor([0.3, 0.3, 9, 0, 0, 7.5, 7.5, 7.5, 1], dtype=torch.float64)
+    total = float(weights[labels != -100].sum())
+    each = cross_entropy(logits, labels, reduction="none")
+    parts = [
+        token_weighted_loss(logits[p], labels[p], total, weights[p])
+        for p in (slice(0, 2), slice(2, 9))
+    ]
+    torch.testing.assert_close(sum(parts), (each * weights).sum() / total)
+
+
+def test_a_sum_of_weights_below_one_divides_too():
+    logits, labels = torch.randn(2, 5).double(), torch.tensor([0, 4])
+    weights = torch.full((2,), 0.01, dtype=torch.float64)
+    loss = token_weighted_loss(logits, labels, 0.02, weights)
+    torch.testing.assert_close(loss, cross_entropy(logits, labels))
+
+
+def test_rows_of_weight_0_give_nothing_even_where_their_loss_is_infinite():
+    logits = torch.tensor([[0.0, -float("inf")], [1.0, 2.0]], requires_grad=True)
+    loss = token_weighted_loss(logits, torch.tensor([1, 1]), 2.0, torch.tensor([0.0, 2.0]))
+    loss.backward()
+    torch.testing.assert_close(loss, cross_entropy(logits[1:], torch.tensor([1])))
+    assert torch.equal(logits.grad[0], torch.zeros(2))
+
+
+def test_a_step_whose_weights_are_all_0_gives_zero():
+    loss = token_weighted_loss(torch.randn(2, 5), torch.tensor([1, 2]), 0.0, torch.zeros(2))
+    assert loss.item() == 0
+
+
+def test_weights_that_do_not_match_the_labels_are_refused():
+    with pytest.raises(LayoutError, match=r"3 loss weights for 4 labels.*mb\.loss_weights"):
+        token_weighted_loss(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64), 4, torch.ones(3))
+
+
 class Parts(torch.nn.Module):
     def __init__(self):
         super().__init__()

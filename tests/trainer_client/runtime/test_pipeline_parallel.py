@@ -22,6 +22,7 @@ from tests.trainer_client.runtime.random_steps import (
     random_plan,
     random_samples,
     single_process,
+    weighed,
 )
 from trainer_client import NotFetched
 from trainer_client.runtime import (
@@ -127,12 +128,14 @@ def differences(model, chunks, grads):
 
 
 def train_case(rank, case):
-    stages, virtual_stages, replicas, seed, degrees, frozen = case
+    stages, virtual_stages, replicas, seed, degrees, frozen, *weights = case
     with PipelineMesh(
         stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
         timeout_s=60, lane=str(case),
     ) as mesh:  # fmt: skip
         samples = random_samples(seed)
+        if weights:
+            samples = weighed(samples, *weights)
         waves = random_plan(samples, replicas, degrees, seed)
         shard = make_shard(samples, waves, replicas, mesh.replica, seed)
         shard = only_its_parts(shard, mesh.stage, stages)
@@ -166,6 +169,7 @@ CASES = [
     (3, 1, 2, 5, (1, 2), ("vision", "audio")),
     (1, 1, 2, 6, (1, 2), ()),
     (4, 1, 1, 7, (1,), ()),
+    (2, 1, 3, 8, (1, 2, 3), (), 8),  # with loss weights
 ]
 
 

@@ -9,6 +9,7 @@ from tests.trainer_client.runtime.random_steps import (
     random_plan,
     random_samples,
     single_process,
+    weighed,
     worst_difference,
 )
 from trainer_client.runtime import (
@@ -25,13 +26,15 @@ LARGEST_WORLD = 6
 def parity_cases(rank, size, cases):
     answer = {}
     for case in cases:
-        replicas, seed, degrees, frozen = case
+        replicas, seed, degrees, frozen, *weights = case
         if rank >= replicas:
             continue
         with GroupPool(
             replica=rank, replicas=replicas, lane=str(case), timeout_s=60, max_groups=4
         ) as pool:
             samples = random_samples(seed)
+            if weights:
+                samples = weighed(samples, *weights)
             waves = random_plan(samples, replicas, degrees, seed)
             shard = make_shard(samples, waves, replicas, rank, seed)
             model = make_model(frozen)
@@ -56,6 +59,18 @@ def test_any_plan_gives_the_loss_and_gradients_of_a_single_process(world):
     assert seen >= {1, 2, 3, 5}
     losses = {answers[0][case][3] for case in cases if case[1] == 9}
     assert max(losses) - min(losses) < 1e-12, "the same batch on 1, 2 and 3 replicas"
+
+
+def test_weighed_samples_train_as_their_weighted_mean_in_a_single_process(world):
+    every = (1, 2, 3, 5)
+    cases = [(6, seed, every, (), seed) for seed in range(20, 24)]
+    cases += [(size, 9, (1, 2), (), 9) for size in (1, 2, 3, 4)]
+    answers = world(parity_cases, LARGEST_WORLD, cases)
+    for rank, answer in answers.items():
+        for case, (parameter, difference, _, _) in answer.items():
+            assert difference <= 1e-10, (rank, case, parameter, difference)
+    losses = {answers[0][case][3] for case in cases if case[1] == 9}
+    assert max(losses) - min(losses) < 1e-12, "the same batch on 1 to 4 replicas"
 
 
 def one_rank_with_another_plan(rank, size):
