@@ -11,6 +11,7 @@ from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSour
 from dataservice.decode.own_code import made_of
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
 from dataservice.decode.processors.base import VisionProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import BUILT_IN, CustomVisionSpec, PipelineSpec, VisionProcessorSpec
 from dataservice.decode.tokenizer import LoadedTokenizer
 
@@ -18,6 +19,8 @@ from dataservice.decode.tokenizer import LoadedTokenizer
 def choose_vision(
     spec: VisionProcessorSpec | None, custom: Mapping[str, type]
 ) -> VisionProcessor | None:
+    if isinstance(spec, TransformersImageSpec):
+        return spec.load()
     if not isinstance(spec, CustomVisionSpec):
         return spec
     processor = made_of(

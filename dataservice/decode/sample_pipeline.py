@@ -41,6 +41,8 @@ from dataservice.decode.media import (
 )
 from dataservice.decode.own_code import source_of
 from dataservice.decode.prepare import Preparation, choose_preparation
+from dataservice.decode.processors.base import VisionProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageProcessor
 from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec, PrepareSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
 from dataservice.decode.tokenizer import Guard, load_tokenizer
@@ -321,7 +323,7 @@ def build_pipeline(
             "processors": PipelinePart(
                 place="the job's pipeline and the operator's own processors",
                 digest=_digest(
-                    asdict(spec.vision) if spec.vision else None,
+                    _told(spec, vision),
                     source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
                     asdict(spec.audio) if spec.audio else None,
                 ),
@@ -336,6 +338,13 @@ def build_pipeline(
         },
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def _told(spec: PipelineSpec, vision: VisionProcessor | None) -> dict[str, object] | None:
+    """What the job says of its vision processor; of one that a folder describes, what that says."""
+    if isinstance(vision, TransformersImageProcessor):
+        return vision.identity
+    return asdict(spec.vision) if spec.vision else None
 
 
 def _code(

@@ -18,6 +18,7 @@ from dataservice.decode.processors.llava_next import LlavaNextProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
 from dataservice.decode.processors.siglip import SiglipProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.processors.whisper import WhisperProcessor
 
 
@@ -78,8 +79,10 @@ BUILT_IN: tuple[str, ...] = tuple(
     for processor in get_args(BuiltInVision)
     for name in get_args(get_type_hints(processor)["kind"])
 )
-"""The names of all processors that are built in, beside custom."""
-VisionProcessorSpec = Annotated[BuiltInVision | CustomVisionSpec, Field(discriminator="kind")]
+"""The names of all families that are built in, beside transformers and custom."""
+VisionProcessorSpec = Annotated[
+    BuiltInVision | TransformersImageSpec | CustomVisionSpec, Field(discriminator="kind")
+]
 AudioSpec = WhisperProcessor
 
 
