@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
@@ -25,6 +24,7 @@ from dataservice.decode.choose import (
     choose_end_of_document,
     choose_placeholders,
     choose_template,
+    choose_tokenizer,
     choose_vision,
     distinct_pads,
     guarded_tokens,
@@ -45,7 +45,7 @@ from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.processors.transformers_image import TransformersImageProcessor
 from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec, PrepareSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
-from dataservice.decode.tokenizer import Guard, load_tokenizer
+from dataservice.decode.tokenizer import Guard
 
 __all__ = [
     "AUGMENT",
@@ -277,8 +277,8 @@ def build_pipeline(
     Raises:
         SpecError: a file is missing or damaged, a processor or token is unknown.
     """
-    tokenizer = load_tokenizer(spec.tokenizer)
     custom = custom_processors or {}
+    tokenizer = choose_tokenizer(spec, custom)
     vision = choose_vision(spec.vision, custom)
     preparation = choose_preparation(spec.prepare, custom)
     augmentation = choose_augmentation(spec.augment, custom)
@@ -307,7 +307,7 @@ def build_pipeline(
             ),
             "tokenizer": PipelinePart(place=tokenizer.path, digest=tokenizer.digest),
             "special tokens": PipelinePart(
-                place=str(Path(tokenizer.path).with_name("tokenizer_config.json")),
+                place=str(tokenizer.folder / "tokenizer_config.json"),
                 digest=_digest(
                     tokenizer.named,
                     tokenizer.adds_bos,

@@ -50,6 +50,18 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer of the user's own, which the service's config names by import path."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    name: str
+    """Its name in the service's config."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments its class is made with, beside `folder`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentSpec:
     """Code of the user's own, or a transform of torchvision's, that changes decoded pixels and
     sound otherwise in each epoch; the service's config names it by import path."""
@@ -134,6 +146,9 @@ class PipelineSpec:
 
     tokenizer: str
     """Path of a tokenizer.json, or of a folder that holds it with its tokenizer_config.json."""
+    tokenizer_code: TokenizerSpec | None = None
+    """Code of the user's own in place of tokenizer.json. It is made with the path above as
+    `folder`, where tokenizer_config.json and the chat template are read as ever."""
     chat_template: str = "auto"
     """auto (the tokenizer's own, else ChatML if it has its tokens), chatml, or the path of a
     .jinja file."""
@@ -193,7 +208,7 @@ class PipelineSpec:
     def own_code(self) -> bool:
         """Whether it runs code that a team chose."""
         custom = isinstance(self.vision, CustomVisionSpec)
-        return bool(self.prepare or self.augment or custom)
+        return bool(self.prepare or self.augment or self.tokenizer_code or custom)
 
     @property
     def position_rule(self) -> PositionRule:
