@@ -16,6 +16,7 @@ from trainer_client import ClientError
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
+REPLACED = "was started with other settings: it is replaced"
 CODE = """
 class Awake:
     def prepare(self, sample):
@@ -65,6 +66,13 @@ def test_a_module_that_only_the_runtime_environment_has_runs_in_the_decoding_pro
             service.start()
             ranks = Ranks(service.address, 2).start().join()
             assert ranks.visits == dict.fromkeys(range(SAMPLES), 1)
-            assert "was started with other settings" in service.log.read_text()
+            assert REPLACED in service.log.read_text()
+            service.stop()
+            service.start()
+            assert REPLACED not in service.log.read_text(), "the module is the same: it is kept"
+            service.stop()
+            (carried / "awake.py").write_text(f"{CODE}\n# changed\n")
+            service.start()
+            assert REPLACED in service.log.read_text()
         finally:
             service.end()
