@@ -9,15 +9,26 @@ from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
 from dataservice.decode.own_code import made_of
+from dataservice.decode.own_tokenizer import load_own_tokenizer
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
 from dataservice.decode.processors.base import VisionProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import BUILT_IN, CustomVisionSpec, PipelineSpec, VisionProcessorSpec
-from dataservice.decode.tokenizer import LoadedTokenizer
+from dataservice.decode.tokenizer import LoadedTokenizer, load_tokenizer
+
+
+def choose_tokenizer(spec: PipelineSpec, custom: Mapping[str, type]) -> LoadedTokenizer:
+    """The tokenizer.json of the spec, or the tokenizer of the user's own. Raises SpecError."""
+    if spec.tokenizer_code is None:
+        return load_tokenizer(spec.tokenizer)
+    return load_own_tokenizer(spec.tokenizer_code, spec.tokenizer, custom)
 
 
 def choose_vision(
     spec: VisionProcessorSpec | None, custom: Mapping[str, type]
 ) -> VisionProcessor | None:
+    if isinstance(spec, TransformersImageSpec):
+        return spec.load()
     if not isinstance(spec, CustomVisionSpec):
         return spec
     processor = made_of(

@@ -74,12 +74,13 @@ def decode_image(blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits) -> Pix
     Raises:
         SampleError: the image is damaged, truncated or too large.
     """
-    tiles = list(cut_views(_read(blob, limits), plan.views))
+    tiles = list(cut_views(read_image(blob, limits), plan.views))
     return tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
 
 
-def _read(blob: MediaBlob, limits: DecodeLimits) -> Image.Image:
-    """The whole picture, upright and RGB. What it was read from is freed before it is resized."""
+def read_image(blob: MediaBlob, limits: DecodeLimits) -> Image.Image:
+    """The whole picture, upright and RGB. What it was read from is freed before it is resized.
+    Raises SampleError."""
     with _opened(blob, limits) as image:
         orientation = _orientation(image)  # before the pixels are read: see there
         return _upright(_as_rgb(image), orientation)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,8 @@ from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemKind, MediaBlob, Modality
 from dataservice.decode.audio import audio_samples, decode_audio
-from dataservice.decode.image import decode_image, image_size
-from dataservice.decode.processors.base import VisionPlan, VisionProcessor
+from dataservice.decode.image import decode_image, image_size, read_image
+from dataservice.decode.processors.base import PixelMaker, VisionPlan, VisionProcessor
 from dataservice.decode.processors.whisper import AudioChunk, WhisperProcessor
 from dataservice.decode.video import Clip, check_cost, decode_video, read_clip
 
@@ -144,10 +145,27 @@ class MediaPipeline:
         if isinstance(media, AudioMedia):
             return decode_audio(blob, media.samples, media.chunks, self.limits)
         if isinstance(media, ImageMedia):
-            pixels = decode_image(blob, media.plan, self.limits)
+            pixels = self._decoded_image(blob, media.plan)
         else:
             pixels = decode_video(blob, media.clip, media.plan, self.limits)
         return tuple(np.split(pixels, media.plan.runs))
+
+    def _decoded_image(self, blob: MediaBlob, plan: VisionPlan) -> NDArray[np.uint8]:
+        """A picture's tiles: by the plan's views, or by the processor itself."""
+        if not callable(getattr(self.vision, "make_pixels", None)):
+            return decode_image(blob, plan, self.limits)
+        maker = cast(PixelMaker, self.vision)
+        picture = np.asarray(read_image(blob, self.limits))
+        with _naming(blob):
+            pixels = maker.make_pixels(picture)
+            if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+                raise SampleError("the vision processor makes no uint8 array. Mend the processor.")
+            if pixels.shape != plan.shape:
+                raise SampleError(
+                    f"the vision processor makes pixels {list(pixels.shape)}, and planned "
+                    f"{list(plan.shape)} of the picture's size. Mend the processor."
+                )
+        return pixels
 
     def _allowed(self, plan: VisionPlan) -> VisionPlan:
         """The plan. Raises SampleError when it exceeds the service's limits."""

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
@@ -25,6 +24,7 @@ from dataservice.decode.choose import (
     choose_end_of_document,
     choose_placeholders,
     choose_template,
+    choose_tokenizer,
     choose_vision,
     distinct_pads,
     guarded_tokens,
@@ -41,9 +41,11 @@ from dataservice.decode.media import (
 )
 from dataservice.decode.own_code import source_of
 from dataservice.decode.prepare import Preparation, choose_preparation
+from dataservice.decode.processors.base import VisionProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageProcessor
 from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec, PrepareSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
-from dataservice.decode.tokenizer import Guard, load_tokenizer
+from dataservice.decode.tokenizer import Guard
 
 __all__ = [
     "AUGMENT",
@@ -275,8 +277,8 @@ def build_pipeline(
     Raises:
         SpecError: a file is missing or damaged, a processor or token is unknown.
     """
-    tokenizer = load_tokenizer(spec.tokenizer)
     custom = custom_processors or {}
+    tokenizer = choose_tokenizer(spec, custom)
     vision = choose_vision(spec.vision, custom)
     preparation = choose_preparation(spec.prepare, custom)
     augmentation = choose_augmentation(spec.augment, custom)
@@ -305,7 +307,7 @@ def build_pipeline(
             ),
             "tokenizer": PipelinePart(place=tokenizer.path, digest=tokenizer.digest),
             "special tokens": PipelinePart(
-                place=str(Path(tokenizer.path).with_name("tokenizer_config.json")),
+                place=str(tokenizer.folder / "tokenizer_config.json"),
                 digest=_digest(
                     tokenizer.named,
                     tokenizer.adds_bos,
@@ -321,7 +323,7 @@ def build_pipeline(
             "processors": PipelinePart(
                 place="the job's pipeline and the operator's own processors",
                 digest=_digest(
-                    asdict(spec.vision) if spec.vision else None,
+                    _told(spec, vision),
                     source_of(type(vision)) if isinstance(spec.vision, CustomVisionSpec) else None,
                     asdict(spec.audio) if spec.audio else None,
                 ),
@@ -336,6 +338,13 @@ def build_pipeline(
         },
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def _told(spec: PipelineSpec, vision: VisionProcessor | None) -> dict[str, object] | None:
+    """What the job says of its vision processor; of one that a folder describes, what that says."""
+    if isinstance(vision, TransformersImageProcessor):
+        return vision.identity
+    return asdict(spec.vision) if spec.vision else None
 
 
 def _code(

@@ -18,6 +18,7 @@ from dataservice.decode.processors.llava_next import LlavaNextProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
 from dataservice.decode.processors.siglip import SiglipProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.processors.whisper import WhisperProcessor
 
 
@@ -46,6 +47,18 @@ class PrepareSpec:
     """Its name in the service's config."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments its class is made with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer of the user's own, which the service's config names by import path."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    name: str
+    """Its name in the service's config."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments its class is made with, beside `folder`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +91,10 @@ BUILT_IN: tuple[str, ...] = tuple(
     for processor in get_args(BuiltInVision)
     for name in get_args(get_type_hints(processor)["kind"])
 )
-"""The names of all processors that are built in, beside custom."""
-VisionProcessorSpec = Annotated[BuiltInVision | CustomVisionSpec, Field(discriminator="kind")]
+"""The names of all families that are built in, beside transformers and custom."""
+VisionProcessorSpec = Annotated[
+    BuiltInVision | TransformersImageSpec | CustomVisionSpec, Field(discriminator="kind")
+]
 AudioSpec = WhisperProcessor
 
 
@@ -131,6 +146,9 @@ class PipelineSpec:
 
     tokenizer: str
     """Path of a tokenizer.json, or of a folder that holds it with its tokenizer_config.json."""
+    tokenizer_code: TokenizerSpec | None = None
+    """Code of the user's own in place of tokenizer.json. It is made with the path above as
+    `folder`, where tokenizer_config.json and the chat template are read as ever."""
     chat_template: str = "auto"
     """auto (the tokenizer's own, else ChatML if it has its tokens), chatml, or the path of a
     .jinja file."""
@@ -190,7 +208,7 @@ class PipelineSpec:
     def own_code(self) -> bool:
         """Whether it runs code that a team chose."""
         custom = isinstance(self.vision, CustomVisionSpec)
-        return bool(self.prepare or self.augment or custom)
+        return bool(self.prepare or self.augment or self.tokenizer_code or custom)
 
     @property
     def position_rule(self) -> PositionRule:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
@@ -29,6 +29,26 @@ _PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
 # So that a tokenizer which panics on each of a million texts does not fill the log.
 MOST_PANICS = 100
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+
+
+class Encoded(Protocol):
+    """The ids of a text, and the characters [start, end) that each writes."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]: ...
+
+
+class TokenModel(Protocol):
+    """What is called of the library, and of a user's tokenizer in its place."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> Encoded: ...
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+    def token_to_id(self, token: str, /) -> int | None: ...
 
 
 @dataclass(slots=True)
@@ -47,16 +67,18 @@ class LoadedTokenizer:
     template or None.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: TokenModel
     path: str
+    folder: Path
     named: dict[str, str]
     specials: tuple[str, ...]
     template: str | None
     adds_bos: bool
     digest: str
+    remedy: str
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
-    def encode(self, text: str) -> Encoding:
+    def encode(self, text: str) -> Encoded:
         """Tokens of a text, without added special tokens. O(characters).
 
         Raises:
@@ -65,7 +87,7 @@ class LoadedTokenizer:
         if self._panics.count >= MOST_PANICS:
             raise SampleError(
                 f"the tokenizer {quoted(self.path)} panicked on {MOST_PANICS} texts and is used "
-                "no more in this process. Repair its tokenizer.json."
+                f"no more in this process. {self.remedy}."
             )
         try:
             return self.tokenizer.encode(text, add_special_tokens=False)
@@ -75,7 +97,7 @@ class LoadedTokenizer:
             self._panics.count += _is_panic(error)
             raise SampleError(
                 f"the tokenizer {quoted(self.path)} fails on the text ({len(text):,} characters): "
-                f"{cut(error)}. Repair its tokenizer.json, or leave the sample out."
+                f"{cut(error)}. {self.remedy}, or leave the sample out."
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -88,7 +110,7 @@ class LoadedTokenizer:
                 raise
             raise SampleError(
                 f"the tokenizer {quoted(self.path)} fails to decode {len(ids):,} tokens: "
-                f"{cut(error)}. Repair its tokenizer.json."
+                f"{cut(error)}. {self.remedy}."
             ) from error
 
     def id_of(self, token: str) -> int | None:
@@ -134,16 +156,38 @@ def load_tokenizer(path: str) -> LoadedTokenizer:
     tokenizer = _read(file, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _config(file.parent)
     added = tokenizer.get_added_tokens_decoder().values()
+    return configured(
+        tokenizer,
+        path=str(file),
+        folder=file.parent,
+        specials=tuple(token.content for token in added if token.special),
+        digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+    )
+
+
+def configured(
+    tokenizer: TokenModel,
+    *,
+    path: str,
+    folder: Path,
+    specials: tuple[str, ...],
+    digest: str,
+    remedy: str = "Repair its tokenizer.json",
+) -> LoadedTokenizer:
+    """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
+    cannot be read."""
+    config = _config(folder)
     return LoadedTokenizer(
         tokenizer=tokenizer,
-        path=str(file),
+        path=path,
+        folder=folder,
         named={name: t for name in _NAMED_TOKENS if (t := _token(config.get(name)))},
-        specials=tuple(token.content for token in added if token.special),
-        template=_template(file.parent, config),
+        specials=specials,
+        template=_template(folder, config),
         adds_bos=bool(config.get("add_bos_token")),
-        digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        digest=digest,
+        remedy=remedy,
     )
 
 

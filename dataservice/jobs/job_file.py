@@ -21,6 +21,8 @@ from dataservice.core.job import (
     WeightUnit,
 )
 from dataservice.core.plan_options import PlanOptions
+from dataservice.decode.processors.transformers_image import FILES as FOLDER_FILES
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import PipelineSpec
 from dataservice.jobs.cost_file import read_cost_file
 from dataservice.jobs.yaml_file import Strict, Written, validated, written
@@ -138,6 +140,9 @@ def require_allowed(spec: JobSpec, roots: Roots) -> None:
         roots.require(str(folder / name), "a file of the tokenizer")
     if template not in TEMPLATES:
         roots.require(template, "chat_template")
+    if isinstance(spec.pipeline.vision, TransformersImageSpec):
+        for name in FOLDER_FILES:
+            roots.require(str(Path(spec.pipeline.vision.folder) / name), "a file of vision.folder")
 
 
 def _with_cost(file: Written, base: Path, roots: Roots | None) -> Written:
@@ -169,6 +174,8 @@ def _resolved(spec: JobSpec, base: Path) -> JobSpec:
     pipeline["tokenizer"] = _absolute(pipeline["tokenizer"], base)
     if pipeline["chat_template"] not in TEMPLATES:
         pipeline["chat_template"] = _absolute(pipeline["chat_template"], base)
+    if isinstance(spec.pipeline.vision, TransformersImageSpec):
+        pipeline["vision"]["folder"] = _absolute(pipeline["vision"]["folder"], base)
     return JobSpec.model_validate(plain)
 
 

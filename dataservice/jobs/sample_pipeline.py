@@ -140,9 +140,12 @@ class _OnDemand(Mapping[str, type]):
 
 
 def load_processors(paths: dict[str, str]) -> dict[str, type]:
-    """Import the operator's own processors, preparers and augmenters, by name, each
+    """Import the operator's own processors, preparers, augmenters and tokenizers, by name, each
     `package.module:Class`. Raises SpecError."""
     return {name: _load_processor(name, path) for name, path in paths.items()}
+
+
+_METHODS = ({"plan_image", "plan_video"}, {"prepare"}, {"augment"}, {"encode", "decode"})
 
 
 def _load_processor(name: str, path: str) -> type:
@@ -156,13 +159,13 @@ def _load_processor(name: str, path: str) -> type:
             "package in the service's config."
         ) from error
     does = set(dir(loaded))
-    known = {"plan_image", "plan_video"} <= does or "prepare" in does or "augment" in does
+    known = any(methods <= does for methods in _METHODS)
     if not isinstance(loaded, type) or not (known or is_transform(loaded)):
         raise SpecError(
             f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
-            "plan_video, with prepare or with augment, and no transform of torchvision. See "
-            "VisionProcessor in dataservice/decode/processors/base.py, Preparer in "
-            "dataservice/decode/prepare.py, and Augmenter in dataservice/decode/augment.py."
+            "plan_video, with prepare, with augment, or with encode and decode, and no transform "
+            "of torchvision. See, in dataservice/decode, VisionProcessor in processors/base.py, "
+            "Preparer in prepare.py, Augmenter in augment.py, and OwnTokenizer in own_tokenizer.py."
         )
     for whole_module in (False, True):
         source_of(loaded, whole_module=whole_module)

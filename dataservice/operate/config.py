@@ -67,6 +67,9 @@ class ServiceConfig(Strict):
     """ray runs workers as Ray actors; local runs them as threads of the coordinator."""
     ray_address: str | None = None
     """An existing Ray cluster to join; by default one is started on this machine."""
+    ray_runtime_env: dict[str, Any] = Field(default={})
+    """Ray's runtime environment of the workers, such as {py_modules: [code/captions.py]}, which
+    carries modules of your own to every node. The service must be able to import them, too."""
     keep_workers: bool = True
     """Whether workers in an existing Ray cluster (`ray_address`) keep running when the service
     stops; the next service that starts takes them over. Workers of a Ray that the service started
@@ -101,8 +104,8 @@ class ServiceConfig(Strict):
     """File with the secret shared with workers, which only its owner and group may read; by
     default the service makes one in state_dir."""
     custom_processors: dict[str, str] = Field(default={})
-    """Vision processors, preparers and augmenters of samples that jobs may use by name: name →
-    import path `package.module:Class`."""
+    """Vision processors, preparers and augmenters of samples, and tokenizers, that jobs may use by
+    name: name → import path `package.module:Class`."""
     tokens_file: str | None = None
     """File with the tokens of the teams, made by `dataservice token new`; without it every caller
     is an admin. Changes take effect without a restart."""
@@ -148,6 +151,15 @@ class ServiceConfig(Strict):
         if not 0 < int(first) <= int(last) <= 65535:
             raise ValueError("it must be a range of ports, such as 20100-20115")
         return ports
+
+    @model_validator(mode="after")
+    def _has_a_ray_for_its_environment(self) -> "ServiceConfig":
+        if self.ray_runtime_env and self.pool != "ray":
+            raise ValueError(
+                f"there is a ray_runtime_env, and the pool is {self.pool}: without Ray nothing "
+                "carries it out. Leave it out, and set PYTHONPATH; or set pool: ray"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_workers_enough(self) -> "ServiceConfig":

@@ -173,6 +173,7 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
             slots_per_worker=config.slots_per_worker,
             start_timeout_s=config.worker_start_timeout_s,
             address=config.ray_address,
+            runtime_env=config.ray_runtime_env,
             namespace=f"dataservice-{derived_name(secret, 'namespace')}" if joined else None,
             settings=_settings_name(settings),
             outlive=joined and config.keep_workers,

@@ -18,13 +18,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.runtime_env import RuntimeEnv
 
 from dataservice.core.descriptor_limit import descriptor_limit
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
@@ -49,7 +50,8 @@ REMOVAL_PAUSE_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayPoolConfig(PoolConfig):
-    """Where Ray runs. Without `address`, the pool starts a Ray of its own on this machine.
+    """Where Ray runs. Without `address`, the pool starts a Ray of its own on this machine. Workers
+    run in Ray's `runtime_env`; local folders in it are read once, when the pool opens.
 
     With a `namespace`, which only this service uses, workers of a former pool with the same
     `settings` are taken over. With `outlive`, workers keep running when this pool stops, and end
@@ -57,6 +59,7 @@ class RayPoolConfig(PoolConfig):
     """
 
     address: str | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
     namespace: str | None = None
     settings: str = ""
     outlive: bool = False
@@ -79,6 +82,7 @@ class RayPoolConfig(PoolConfig):
             )
         if self.outlive and self.namespace is None:
             raise SpecError("workers that outlive their pool need a namespace to be found in.")
+        _read_runtime_env(self.runtime_env)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,19 +168,31 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._ray_config = config
         self._owns_ray = False
         self._private_dir: Path | None = None
+        self._settings = config.settings
 
     async def _open(self) -> None:
+        config = self._ray_config
         if ray.is_initialized():
+            if config.runtime_env:
+                raise SpecError(
+                    "Ray runs in this process already, and takes no other runtime_env. Leave it "
+                    "out here, or give it to ray.init."
+                )
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # On this thread, though it blocks for seconds: the kernel ends Ray's processes together
         # with the thread that started them, and a thread of an executor may end before the service
         # does.
-        if self._ray_config.address is None and self._ray_config.temp_dir is None:
+        if config.address is None and config.temp_dir is None:
             self._private_dir = _private_temp_dir()
         with _sigterm_kept():
-            _init_ray(self._ray_config, self._private_dir)
+            _init_ray(config, self._private_dir)
         self._owns_ray = True
+        if config.runtime_env:
+            # By now it names packages by their content: workers that were kept with modules that
+            # have changed since are not taken over.
+            told = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
+            self._settings += f" in {told}"
 
     @property
     def _outlived(self) -> bool:
@@ -204,7 +220,7 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         with contextlib.suppress(TimeoutError, RayError, AttributeError):
             async with asyncio.timeout(INTRODUCTION_S):
                 said = await actor.introduce.remote()
-        if said is not None and said.settings == self._ray_config.settings:
+        if said is not None and said.settings == self._settings:
             return _running(worker, actor, said)
         why = "does not answer" if said is None else "was started with other settings"
         log.warning("%s of a former coordinator %s: it is replaced", worker, why)
@@ -221,7 +237,7 @@ class RayWorkerPool(SupervisedPool[_Actor]):
                 namespace=config.namespace,
                 lifetime="detached" if config.outlive else None,
             )
-            .remote(config.settings, config.orphan_after_s)
+            .remote(self._settings, config.orphan_after_s)
         )
         try:
             said: _Introduction = await actor.serve.remote(self._serve, worker)
@@ -326,6 +342,7 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             include_dashboard=False,
             log_to_driver=config.log_to_driver,
             logging_level=logging.WARNING,
+            runtime_env=_read_runtime_env(config.runtime_env),
             **options,
         )
     except (ConnectionError, OSError, RuntimeError, ValueError, RayError) as error:
@@ -335,6 +352,22 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             f"runs the same Ray ({ray.__version__}) and Python, that its temp_dir is writable, "
             "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
             "~/.ray/auth_token)."
+        ) from error
+
+
+def _read_runtime_env(plain: Mapping[str, Any]) -> RuntimeEnv | None:
+    """Ray's own reading of a runtime_env. Raises SpecError where it is none."""
+    if not plain:
+        return None
+    known = sorted(key for key in RuntimeEnv.known_fields if not key.startswith("_"))
+    try:
+        unknown = sorted(plain.keys() - set(known))
+        if unknown:  # which Ray would only warn of
+            raise ValueError(f"it has {unknown}, and Ray {ray.__version__} has {known}")
+        return RuntimeEnv(**plain)
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            f"this is no runtime_env of Ray: {str(error).rstrip('.')}. Correct ray_runtime_env."
         ) from error
 
 

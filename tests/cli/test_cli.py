@@ -226,6 +226,10 @@ def test_a_wrong_service_config_is_refused_before_anything_starts(cli, tmp_path)
         ({"listen": "50051"}, ["listen: ", "host:port", "'50051'"]),
         ({"health_listen": "::1:50052"}, ["health_listen: ", "Write [::1]:50052"]),
         ({"workers": 2, "min_workers": 3}, ["min_workers is 3, and there are 2 workers"]),
+        (
+            {"pool": "local", "ray_runtime_env": {"py_modules": ["code"]}},
+            ["there is a ray_runtime_env, and the pool is local", "set PYTHONPATH"],
+        ),
         ({"worker_host": "10.0.0.5:1"}, ["worker_host: ", "a host without a port"]),
     ]:
         says(cli.refused("serve", "--config", written(config, plain)), "service config", *parts)

@@ -2,16 +2,17 @@
 
 import pytest
 
-from dataservice.decode.spec import PipelineSpec, PrepareSpec
+from dataservice.decode.spec import PipelineSpec, PrepareSpec, TokenizerSpec
 from dataservice.jobs.sample_pipeline import code_owner, worker_pipeline
 
 PLAIN = PipelineSpec(tokenizer="tokenizer")
 OWN = PipelineSpec(tokenizer="tokenizer", prepare=(PrepareSpec(name="tidy"),))
+TOKENS = PipelineSpec(tokenizer="tokenizer", tokenizer_code=TokenizerSpec(name="bytes"))
 
 
 @pytest.mark.parametrize(
     ("spec", "team", "owner"),
-    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", None), (PLAIN, "", None)],
+    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", None), (PLAIN, "", None), (TOKENS, "a", "a")],
 )
 def test_a_pipeline_with_a_teams_own_code_names_the_team(spec, team, owner):
     assert code_owner(worker_pipeline([], spec, {}, team=team)) == owner

@@ -615,6 +615,14 @@ def test_ray_s_folder_goes_though_a_last_line_is_written_meanwhile(tmp_path, mon
         ({"workers": 1, "cpus_per_worker": -1}, "cpus_per_worker is -1"),
         ({"workers": 1, "outlive": True}, "need a namespace"),
         ({"workers": 1, "temp_dir": Path("/" + "x" * 60)}, "at most 45"),
+        (
+            {"workers": 1, "runtime_env": {"py_module": []}},
+            r"it has \['py_module'\], and Ray .* has",
+        ),
+        (
+            {"workers": 1, "runtime_env": {"py_modules": ["/nowhere"]}},
+            "/nowhere is not a valid path",
+        ),
     ],
 )
 def test_an_impossible_pool_is_refused(config, message):

@@ -1,11 +1,15 @@
 """The contract of vision processors: pure rules from a header's numbers to tokens and geometry.
 
-A processor never touches pixels. It gives the number of tokens of an item, and how to cut the item
-from its source (`View`); `image.py` and `video.py` then resize and cut for all processors.
+A processor need not touch pixels. It gives the number of tokens of an item, and how to cut the item
+from its source (`View`); `image.py` and `video.py` then resize and cut for all processors. One that
+makes the pixels of pictures itself is a `PixelMaker` besides.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 
@@ -140,4 +144,14 @@ class VisionProcessor(Protocol):
 
     def plan_video(self, header: VideoHeader) -> VisionPlan:
         """Cost, sampled frames and cut of a clip."""
+        ...
+
+
+class PixelMaker(Protocol):
+    """What a vision processor may do besides: make the pixels of pictures itself. The views of its
+    plans then only state the number and size of the tiles; clips are cut by views as ever."""
+
+    def make_pixels(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The tiles uint8[tiles, height, width, 3] of a picture uint8[h, w, 3], upright: exactly
+        as many and as large as `plan_image` says for its size. Raises SampleError."""
         ...
