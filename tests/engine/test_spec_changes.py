@@ -43,6 +43,16 @@ def test_a_sources_loss_weight_may_change_and_the_column_of_its_samples_weights_
     assert of_data == {("loss_weight",): False, ("columns", "loss_weight"): True}
 
 
+def test_what_weights_mean_and_how_they_change_is_data():
+    before = {"weights": "passes", "mixture_changes": []}
+    after = {"weights": "tokens", "mixture_changes": [{"from_step": 3, "weights": {"a": 1.0}}]}
+    changes = spec_changes(json.dumps(before), json.dumps(after))
+    assert {each.path: each.of_data for each in changes} == {
+        ("mixture_changes",): True,
+        ("weights",): True,
+    }
+
+
 def test_many_changes_and_long_values_are_told_in_short():
     changes = spec_changes("{}", json.dumps({f"k{n:02d}": "v" * 500 for n in range(30)}))
     assert in_words(changes).endswith(", and 22 more")
