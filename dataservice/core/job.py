@@ -134,6 +134,9 @@ class SourceSpec:
     the sample has, or the sample is refused) or text (without such a file they are words)."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Passed to fsspec, for example an endpoint or a profile. Never a secret."""
+    storage_profile: str = ""
+    """Name of the operator's profile with which the source's storage is opened: see
+    `storage_profiles` of the service's config. Not together with storage_options."""
     media_root: str = ""
     """Where the media paths of records start: a folder of the same storage. By default each
     file's own folder. Paths and links that leave it are refused."""
@@ -149,6 +152,11 @@ class SourceSpec:
             raise SpecError(
                 f"source {self.name!r} has weight {self.weight}; it must be in (0, 1000]. "
                 "Leave a source out instead of giving it weight 0."
+            )
+        if self.storage_profile and self.storage_options:
+            raise SpecError(
+                f"source {self.name!r} has storage_profile and storage_options; give one of them. "
+                "The operator may put options into the profile."
             )
         if self.image_column and self.columns.image:
             raise SpecError(

@@ -18,6 +18,7 @@ from dataservice.core.team import NO_TEAM
 from dataservice.decode.augment import is_transform
 from dataservice.decode.own_code import source_of
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 
@@ -59,14 +60,20 @@ def code_owner(worker_pipeline: str) -> str | None:
         return owner
 
 
-def reader_of(worker_pipeline: str, *, limits: DecodeLimits = DEFAULT_LIMITS) -> SourceReader:
-    """The reader of the job's samples. Raises SpecError."""
+def reader_of(
+    worker_pipeline: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
+) -> SourceReader:
+    """The reader of the job's samples, which holds the secrets of the profiles that they name.
+    Raises SpecError."""
     with _understood():
         plain = json.loads(worker_pipeline)
         sources = _SOURCES.validate_python(plain["sources"])
         given = plain["roots"]
         roots = Roots(**{kind: tuple(places) for kind, places in given.items()}) if given else None
-    return SourceReader(sources, limits=limits, roots=roots)
+    return SourceReader(opened_sources(sources, storage_profiles), limits=limits, roots=roots)
 
 
 def decoder_of(
