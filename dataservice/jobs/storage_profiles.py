@@ -8,6 +8,7 @@ next opening on.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def _opened(source: SourceSpec, profiles: StorageProfiles, team: str) -> Granted
         secret=_secrets(profile, source.storage_profile),
         roots=_roots(profile),
     )
-    plain = {name: getattr(source, name) for name in SourceSpec.__dataclass_fields__}
+    plain = {each.name: getattr(source, each.name) for each in fields(source)}
     return GrantedSource(**plain, grant=grant)
 
 
