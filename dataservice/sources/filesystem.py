@@ -59,7 +59,11 @@ _LASTING = (
 )
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
 # Libraries whose errors always concern storage.
-_CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"}
+_CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
+    "huggingface_hub", "httpx", "httpx2", "httpcore",
+}  # fmt: skip
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
+_PINNED = re.compile(r"hf://datasets/[^/@]+/[^/@]+@[0-9a-f]{40}(/|$)")
 _HTTP_ASK_AGAIN = {408, 425, 429}
 
 NO_SECRET: Mapping[str, Any] = MappingProxyType({})
@@ -121,7 +125,7 @@ def open_filesystem(
 ) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, and the path in it. Raises SourceError, whose message begins with
     `owner` and quotes nothing of `secret`, which are options too."""
-    _require_storage(url, {**options, **secret}, owner)
+    require_storage(url, {**options, **secret}, owner)
     opener = cast(
         Callable[..., tuple[AbstractFileSystem, str]],
         fsspec.core.url_to_fs,
@@ -130,8 +134,7 @@ def open_filesystem(
         return opener(url, **options, **secret)
     except ImportError as error:
         raise SourceError(
-            f"{owner}: {url!r} needs a package that is not installed: {error}. Install it; for "
-            f"s3:// and, likewise, gs:// by {installing('s3')}."
+            f"{owner}: {url!r} needs a package that is not installed: {error}. {_installing(url)}"
         ) from error
     except Exception as error:
         raise SourceError(
@@ -139,6 +142,11 @@ def open_filesystem(
             f"{without_secrets(str(error), secret)}. Use a path, or a URL such as "
             "s3://bucket/folder/*.tar."
         ) from _shown(error, secret)
+
+
+def _installing(url: str) -> str:
+    extra = _EXTRAS.get(url.partition("://")[0].lower())
+    return f"Install it by {installing(extra)}." if extra else "Install it where the service runs."
 
 
 def _shown(error: Exception, secret: Mapping[str, Any]) -> Exception | None:
@@ -178,7 +186,8 @@ def patiently(read: Callable[[], Result]) -> Result:
 def _may_pass(error: BaseException) -> bool:
     """Whether an error may be temporary. For OSErrors and HTTP statuses this is known; other errors
     come from a client library, which has its own classes for failed connections."""
-    status = getattr(error, "status", None)
+    answer = getattr(error, "response", None)  # of huggingface_hub's errors
+    status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in _HTTP_ASK_AGAIN
     if isinstance(error, OSError) and error.errno in _LASTING_ERRNOS:
@@ -270,8 +279,9 @@ def path_of(descriptor: int, path: str) -> str:
         return os.path.realpath(path)
 
 
-def _require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
-    """Raises SourceError when a URL is not plain storage, before fsspec sees it."""
+def require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
+    """Raises SourceError when a URL is not plain storage, or what it names may become other data,
+    before fsspec sees it."""
     named = re.match(r"([^/]*?):", url)
     protocol = named[1].lower() if named and len(named[1]) > 1 else "file"
     if protocol not in PROTOCOLS or "::" in url:
@@ -279,12 +289,24 @@ def _require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
             f"{owner}: {url!r} is of no storage that jobs may read. Use a path, or a URL of "
             f"{', '.join(sorted(PROTOCOLS))}."
         )
+    if protocol == "hf" and not _PINNED.match(url):
+        raise SourceError(
+            f"{owner}: {url!r} does not name one commit, and a branch or a tag may become "
+            "other data. Write hf://datasets/ORG/NAME@COMMIT/... with the 40 hex digits that "
+            "`git ls-remote https://huggingface.co/datasets/ORG/NAME` shows, or the data set's "
+            "page under Files, History."
+        )
     refused = sorted(_REFUSED_OPTIONS & options.keys())
     if refused:
         raise SourceError(
             f"{owner}: storage_options names {', '.join(refused)}, which would choose another "
             "storage than the url. Leave it out."
         )
+
+
+def exactly(fs: AbstractFileSystem) -> dict[str, str]:
+    """The options with which a range is fetched as it is, where a file system would read ahead."""
+    return {"cache_type": "none"} if "hf" in protocols(fs) else {}
 
 
 def protocols(fs: AbstractFileSystem) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, cast
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.filesystem import (
     NO_SECRET,
+    exactly,
     is_allowed,
     open_filesystem,
     open_to_read,
@@ -25,6 +27,7 @@ from dataservice.sources.filesystem import (
     patiently,
     protocols,
     require_allowed,
+    require_storage,
     translate,
 )
 from dataservice.sources.grant import GrantedSource
@@ -34,7 +37,9 @@ from dataservice.sources.roots import Roots
 # Reading a gap of this size costs less than another request to an object store.
 BRIDGED_GAP_BYTES = 64 * 1024
 _PATTERN = re.compile(r"[*?\[{]")
-_VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
+_VERSION_KEYS = (
+    "ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,8 @@ class Storage:
         options, self._secret, self._roots = _opened_with(spec, roots)
         patterns = _expand_braces(spec)
         owner = f"source {spec.name!r}"
+        for pattern in patterns:
+            require_storage(pattern, options, owner)
         self._fs, _ = open_filesystem(patterns[0], options, owner, self._secret)
         self._local = "file" in protocols(self._fs)
         self._media_root = ""
@@ -201,10 +208,9 @@ class Storage:
         """Reads all runs at once, if the file system can."""
         require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
         starts, ends = [start for start, _ in runs], [end for _, end in runs]
+        ask = partial(self._fs.cat_ranges, on_error="raise", **exactly(self._fs))
         with self.translate(path, "be read"):
-            blobs = patiently(
-                lambda: self._fs.cat_ranges([path] * len(runs), starts, ends, on_error="raise")
-            )
+            blobs = patiently(lambda: ask([path] * len(runs), starts, ends))
         return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
@@ -230,8 +236,8 @@ class Storage:
             with self.translate(full, "be read", pass_on=(FileNotFoundError, IsADirectoryError)):
                 if self._local:
                     return _read_local(full, folder, relative, limits, self._roots)
-                most = limits.max_media_bytes + 1
-                data = cast(bytes, patiently(lambda: self._fs.cat_file(full, start=0, end=most)))
+                ask = partial(self._fs.cat_file, full, **exactly(self._fs))
+                data = cast(bytes, patiently(lambda: ask(start=0, end=limits.max_media_bytes + 1)))
         except (FileNotFoundError, IsADirectoryError) as error:
             raise SampleError(
                 f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."

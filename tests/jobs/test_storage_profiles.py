@@ -23,7 +23,7 @@ from dataservice.jobs.setup import index_job, job_record, open_job
 from dataservice.jobs.storage_profiles import opened_sources
 from dataservice.sources.formats.registry import list_files
 from tests.jobs.corpus import make_corpus
-from tests.web_store import WebStore, web_store
+from tests.web_store import WebStore, running
 
 SECRET = "hunter2-and-more"
 ROTATED = "another-secret"
@@ -37,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(home: Path) -> Iterator[WebStore]:
-    with web_store(home, SECRET) as serving:
+    with running(WebStore(home, SECRET)) as serving:
         yield serving
 
 
