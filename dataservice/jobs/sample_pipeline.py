@@ -42,7 +42,7 @@ def worker_pipeline(
     the folders it may read, and the team whose code it runs."""
     return json.dumps(
         {
-            **({"code_of": team} if pipeline.own_code and team != NO_TEAM else {}),
+            **({"code_of": team} if pipeline.own_code else {}),
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -53,8 +53,8 @@ def worker_pipeline(
 
 
 def code_owner(worker_pipeline: str) -> str | None:
-    """The team whose own code the pipeline runs; None where it runs none, or where there are no
-    teams."""
+    """The team whose own code the pipeline runs, "" where there are no teams; None where it runs
+    none."""
     with _understood():
         owner: str | None = json.loads(worker_pipeline).get("code_of")
         return owner

@@ -25,6 +25,7 @@ from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
+from dataservice.sources.filesystem import hold_credentials
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
@@ -90,6 +91,7 @@ async def serve_worker_process(
         ),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
         code_owner=code_owner,
+        hold_credentials=hold_credentials,
     )
     decoders = ProcessDecoders(
         factory,

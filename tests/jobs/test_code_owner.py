@@ -11,7 +11,7 @@ OWN = PipelineSpec(tokenizer="tokenizer", prepare=(PrepareSpec(name="tidy"),))
 
 @pytest.mark.parametrize(
     ("spec", "team", "owner"),
-    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", None), (PLAIN, "", None)],
+    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", ""), (PLAIN, "", None)],
 )
 def test_a_pipeline_with_a_teams_own_code_names_the_team(spec, team, owner):
     assert code_owner(worker_pipeline([], spec, {}, team=team)) == owner
