@@ -42,10 +42,9 @@ from dataservice.jobs.setup import (
     job_setup,
     open_files,
 )
-from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, hold_credentials
 from dataservice.sources.catalog import IndexIdentity
 from dataservice.sources.catalog_handover import hand_over, take_over
-from dataservice.sources.filesystem import hold_credentials
 from dataservice.workers.decoder_messages import (
     ANSWER_LIMIT_BYTES,
     Answer,

@@ -18,6 +18,7 @@ from dataservice.core.private_files import others_may
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.team import NO_TEAM
 from dataservice.jobs.yaml_file import read_text, written
+from dataservice.sources.filesystem import hold_credentials as hold_credentials  # for workers
 from dataservice.sources.grant import Grant, GrantedSource
 from dataservice.sources.roots import Roots
 

@@ -21,11 +21,11 @@ from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
 from dataservice.jobs.sample_pipeline import code_owner, decoder_of, reader_of
+from dataservice.jobs.storage_profiles import hold_credentials
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
-from dataservice.sources.filesystem import hold_credentials
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
