@@ -63,15 +63,15 @@ def test_the_spy_finds_what_is_there() -> None:
     assert found_in_memory(*(half.encode() for half in SECRET)) >= 1, held
 
 
-@pytest.mark.parametrize("code", [False, True])
+@pytest.mark.parametrize(("pool", "code"), [("local", False), ("local", True), ("ray", True)])
 def test_a_job_trains_from_a_profiles_storage_and_its_code_never_holds_the_secret(
-    home, tmp_path, code
+    home, tmp_path, pool, code
 ):
     with running(WebStore(home, "".join(SECRET))) as store:
         path, flags = job(home, store, code=code), config(home, store)
         dataservice("index", path, *flags)
         (home / "out" / ON).touch()
-        with serving(tmp_path / "service", "local", *flags) as service:
+        with serving(tmp_path / "service", pool, *flags) as service:
             service.cli("job", "submit", path)
             ranks = Ranks(service.address, 2).start().join()
             shown = service.cli("job", "show", "job", "--json").stdout
