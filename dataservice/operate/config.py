@@ -38,8 +38,9 @@ class ServiceConfig(Strict):
     the process that decodes it is ended."""
     decode_memory_bytes: Annotated[int | None, Field(ge=512 * 2**20)] = 4 * 2**30
     """Private memory that one decoding process may take, including about 200 MiB for its libraries
-    and tokenizers; a sample that needs more is masked. null sets no limit: a chat template may
-    then take all the memory of the machine."""
+    and tokenizers; a sample that needs more is masked. The process that reads for a team's own
+    code may take as much again. null sets no limit: a chat template may then take all the memory
+    of the machine."""
     limits: DecodeLimits = DEFAULT_LIMITS
     """Limits of one sample. Give `dataservice index` the same config: an index that was written
     under other limits is refused."""
