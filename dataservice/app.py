@@ -141,6 +141,7 @@ async def start_service(
             allowed_roots=config.roots,
             opening=config.job_opening,
             job_limits=config.job_limits,
+            storage_profiles=config.storage_profiles,
         )
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")

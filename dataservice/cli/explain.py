@@ -120,6 +120,7 @@ def _previewed(
             ref,
             custom_processors=settings.custom_processors,
             limits=settings.limits,
+            storage_profiles=settings.storage_profiles,
         )
     except ServiceError as error:  # the service has the files; this machine need not
         return None, str(error)

@@ -117,6 +117,7 @@ def index(
                 processes=processes,
                 progress=progress,
                 limits=settings.limits,
+                storage_profiles=settings.storage_profiles,
                 leave_out_damaged=leave_out_damaged,
             )
     except IndexIncompleteError as error:
@@ -141,6 +142,7 @@ def _dry_run(
             processes=processes,
             progress=progress,
             limits=settings.limits,
+            storage_profiles=settings.storage_profiles,
         )
     if as_json:
         print(show_index.dry_run_json(done))

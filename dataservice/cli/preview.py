@@ -89,6 +89,7 @@ def preview(
         sources=source or (),
         custom_processors=settings.custom_processors,
         limits=settings.limits,
+        storage_profiles=settings.storage_profiles,
         epoch=epoch,
         note=lambda text: warnings.print(Text(text, style="yellow"), soft_wrap=True),
     )

@@ -154,6 +154,9 @@ class SourceSpec:
     the sample has, or the sample is refused) or text (without such a file they are words)."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Passed to fsspec, for example an endpoint or a profile. Never a secret."""
+    storage_profile: str = ""
+    """Name of the operator's profile with which the source's storage is opened: see
+    `storage_profiles` of the service's config. Not together with storage_options."""
     media_root: str = ""
     """Where the media paths of records start: a folder of the same storage. By default each
     file's own folder. Paths and links that leave it are refused."""
@@ -183,6 +186,11 @@ class SourceSpec:
             raise SpecError(
                 f"source {self.name!r} is text, whose files have no record, and names "
                 "columns.loss_weight. Give the whole source a loss_weight, or write jsonl."
+            )
+        if self.storage_profile and self.storage_options:
+            raise SpecError(
+                f"source {self.name!r} has storage_profile and storage_options; give one of them. "
+                "The operator may put options into the profile."
             )
         if self.image_column and self.columns.image:
             raise SpecError(

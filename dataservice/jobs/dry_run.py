@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.jobs.job_file import JobSpec
 from dataservice.jobs.setup import IndexIncompleteError, Progress, index_job
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles
 from dataservice.sources.index import IndexSummary
 
 
@@ -31,6 +32,7 @@ def dry_run(
     processes: int = 1,
     progress: Progress | None = None,
     limits: DecodeLimits = DEFAULT_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> DryRun:
     """Index the beginning of each file as `index_job` does, into a temporary folder. The job's
     index is neither read nor written; damaged files are named among those left out. Raises
@@ -54,6 +56,7 @@ def dry_run(
                 limits=limits,
                 leave_out_damaged=True,
                 samples_per_file=samples_per_file,
+                storage_profiles=storage_profiles,
             )
         except IndexIncompleteError as error:
             summaries, problem = error.made, str(error)

@@ -111,7 +111,7 @@ class JobSpec(Strict):
 
 def read_job(text: str, base: Path, roots: Roots | None = None) -> JobSpec:
     """Validate a job file and make its paths absolute. Raises SpecError where it is invalid, or
-    names a file that is not under `roots`."""
+    names a file that is not under `roots`. Storage profiles are not looked up."""
     file = _with_cost(written(text, "job file"), base, roots)
     spec = _resolved(validated(JobSpec, file, "job file"), base)
     if roots is not None:
@@ -120,9 +120,11 @@ def read_job(text: str, base: Path, roots: Roots | None = None) -> JobSpec:
 
 
 def require_allowed(spec: JobSpec, roots: Roots) -> None:
-    """Check that all files which the service would open for a job lie under the roots. Raises
-    SpecError where one does not."""
+    """Check that all files which the service would open for a job lie under the roots; sources with
+    a storage profile lie under that one's. Raises SpecError where one does not."""
     for source in spec.sources:
+        if source.storage_profile:
+            continue  # see storage_profiles.require_profile
         roots.require(source.url, f"the url of source {source.name!r}")
         if source.media_root:
             roots.require(source.media_root, f"the media_root of source {source.name!r}")
@@ -130,7 +132,7 @@ def require_allowed(spec: JobSpec, roots: Roots) -> None:
             # With another endpoint or profile the same URL would name other data.
             raise SpecError(
                 f"source {source.name!r} has storage_options, which this service does not take "
-                "from jobs. Leave them out; the operator sets them in fsspec's configuration."
+                "from jobs. Leave them out, and name a storage_profile of the operator's."
             )
     roots.require(spec.index, "index")
     tokenizer, template = Path(spec.pipeline.tokenizer), spec.pipeline.chat_template

@@ -1,12 +1,14 @@
 """Opens jobs for the coordinator, in processes of their own: what a team wrote runs only there.
 
-    JobOpener ──fork──► opener: job file, cost file │ tokenizer, template │ index
+    JobOpener ──fork──► opener: job file, cost file    │ tokenizer, template, own code │ index
         ▲                                 │ numbers, paths, digests: plain data, checked here
         └─────────────────────────────────┘ then the process is killed
 
 A template may loop for ever, a tokenizer's pattern may panic, an index may decompress to more than
-fits into memory. So each job is opened in a fresh process that has limits of time and memory, a
-low priority and none of the coordinator's state; nothing of one job is left for the next.
+fits into memory. So each of these three is read in a fresh process that has limits of time and
+memory, a low priority and none of the coordinator's state; nothing of one job is left for the next.
+The one that builds the pipeline runs a team's own code: it opens no storage, and has none of the
+credentials with which the one behind it reads index and sources.
 
 Contract.
   Success    the call returns what was asked for; the process has ended.
@@ -21,16 +23,26 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from dataservice.core.credentials import credentials_of
 from dataservice.core.errors import SpecError
 from dataservice.core.job import JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DecodeLimits, OpeningLimits
-from dataservice.jobs.setup import OpenedJob, check_files, job_record, job_setup, open_files
+from dataservice.jobs.setup import (
+    BuiltPipeline,
+    OpenedJob,
+    build_files,
+    check_files,
+    job_record,
+    job_setup,
+    open_files,
+)
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, hold_credentials
 from dataservice.sources.catalog import IndexIdentity
 from dataservice.sources.catalog_handover import hand_over, take_over
 from dataservice.workers.decoder_messages import (
@@ -50,6 +62,7 @@ from dataservice.workers.nursery import Nursery
 Result = TypeVar("Result")
 
 NICENESS = 19  # lowest priority: training goes first
+OPENS_STORAGE = ("open", "check")  # the orders for which nothing of a team's is run
 _TOO_LARGE = (
     "the job needs more memory to open than job_opening allows. Look at its tokenizer, chat "
     "template and index; the operator may raise pipeline_memory_bytes or memory_bytes."
@@ -65,12 +78,15 @@ class OpenerProgram:
     allowed_roots: Sequence[str] | None
     opening: OpeningLimits
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
+    storage_profiles: StorageProfiles = field(default_factory=dict)
 
     def __call__(self, orders: socket.socket) -> None:
         """Carry out the one order that comes."""
         os.nice(NICENESS)
-        self._limit()
         order = read_plain(orders)
+        hold_credentials(order["credentials"])
+        if order["what"] not in OPENS_STORAGE:
+            self._limit()
         try:
             for answer in getattr(self, f"_{order['what']}")(*order["of"]):
                 send_answer(orders, answer)
@@ -82,7 +98,13 @@ class OpenerProgram:
             send_answer(orders, refusal(error))
 
     def _read(self, spec_yaml: str, base_directory: str, team: str) -> Iterator[Answer]:
-        record = job_record(spec_yaml, base_directory, team, allowed_roots=self.allowed_roots)
+        record = job_record(
+            spec_yaml,
+            base_directory,
+            team,
+            allowed_roots=self.allowed_roots,
+            storage_profiles=self.storage_profiles,
+        )
         payload = json.dumps(asdict(record)).encode()
         if len(payload) > ANSWER_LIMIT_BYTES:
             raise SpecError(
@@ -91,46 +113,53 @@ class OpenerProgram:
             )
         yield Answer(kind=Kind.INLINE, payload=payload)
 
-    def _open(self, record: dict[str, Any]) -> Iterator[Answer]:
-        opened = open_files(
+    def _build(self, record: dict[str, Any]) -> Iterator[Answer]:
+        built = build_files(
             JobRecord(**record),
             custom_processors=self.custom_processors,
             limits=self.limits,
             allowed_roots=self.allowed_roots,
             job_limits=self.job_limits,
-            built=self._unlimit,
         )
-        yield Answer(kind=Kind.BUILT, payload=json.dumps(dict(opened.identity)).encode())
+        yield Answer(kind=Kind.BUILT, payload=json.dumps(asdict(built)).encode())
+
+    def _open(self, record: dict[str, Any], built: dict[str, Any]) -> Iterator[Answer]:
+        opened = open_files(
+            JobRecord(**record),
+            BuiltPipeline(**built),
+            limits=self.limits,
+            allowed_roots=self.allowed_roots,
+            job_limits=self.job_limits,
+            storage_profiles=self.storage_profiles,
+        )
         for descriptor in hand_over(opened.catalog):
             yield Answer(kind=Kind.MEMORY, descriptor=descriptor)
 
     def _check(
-        self, record: dict[str, Any], identity: list[str], verified: list[str]
+        self,
+        record: dict[str, Any],
+        built: dict[str, Any],
+        identity: list[str],
+        verified: list[str],
     ) -> Iterator[Answer]:
         still = check_files(
             JobRecord(**record),
-            custom_processors=self.custom_processors,
+            BuiltPipeline(**built),
             identity=IndexIdentity(*identity),
             verified=verified,
             limits=self.limits,
             allowed_roots=self.allowed_roots,
-            built=self._unlimit,
+            storage_profiles=self.storage_profiles,
         )
         yield Answer(kind=Kind.INLINE, payload=json.dumps(still).encode())
 
     def _limit(self) -> None:
-        """Set the low limits for building the pipeline, which runs what a team wrote."""
+        """Set the low limits for what a team wrote: job file, tokenizer, template and code."""
         most_s = math.ceil(sum(os.times()[:2]) + self.opening.pipeline_cpu_s)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (self.opening.pipeline_memory_bytes, most_bytes))
-
-    def _unlimit(self) -> None:
-        """Lift them once the pipeline is built; the limits of the whole process remain."""
-        resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
-        _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
 
 class JobOpener:
@@ -145,6 +174,7 @@ class JobOpener:
         allowed_roots: Sequence[str] | None,
         opening: OpeningLimits,
         job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+        storage_profiles: StorageProfiles = NO_PROFILES,
     ) -> None:
         """No process runs before `start`."""
         program = OpenerProgram(
@@ -153,6 +183,7 @@ class JobOpener:
             allowed_roots=allowed_roots,
             opening=opening,
             job_limits=job_limits,
+            storage_profiles=storage_profiles,
         )
         self._program = program
         self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)
@@ -180,29 +211,42 @@ class JobOpener:
 
     def open_job(self, record: JobRecord) -> JobSetup:
         """Open a job. Raises IndexStaleError, SourceError, SpecError, StateError, QuotaError."""
-        program = self._program
+        program, built = self._program, self._built(record)
 
-        def answered(answers: AnswerReader) -> tuple[dict[str, str], int, int]:
-            identity = json.loads(_next(answers, Kind.BUILT).payload)
+        def answered(answers: AnswerReader) -> tuple[int, int]:
             memory = _next(answers, Kind.MEMORY).descriptor
             try:
-                return identity, memory, _next(answers, Kind.MEMORY).descriptor
+                return memory, _next(answers, Kind.MEMORY).descriptor
             except BaseException:
                 os.close(memory)
                 raise
 
-        identity, memory, details = self._asked("open", [asdict(record)], answered)
+        memory, details = self._asked("open", [asdict(record), asdict(built)], answered)
         try:
             catalog = take_over(memory, details, program.limits)
         except ValueError as error:
             raise SpecError(f"job {record.name!r}: its index cannot be used: {error}.") from error
-        opened = OpenedJob(catalog=catalog, identity=identity)
+        opened = OpenedJob(catalog=catalog, identity=built.digests)
         setup = job_setup(
             record, opened, allowed_roots=program.allowed_roots, job_limits=program.job_limits
         )
         verified = list(catalog.parts.verified)
         check = partial(self._check, setup.record, catalog.identity, verified)
         return replace(setup, require_current=check)
+
+    def _built(self, record: JobRecord) -> BuiltPipeline:
+        """What the job's pipeline is known by, as it is now."""
+
+        def answered(answers: AnswerReader) -> BuiltPipeline:
+            payload = _next(answers, Kind.BUILT).payload
+            try:  # the process ran what a team wrote
+                plain = json.loads(payload)
+                digests = {str(name): str(digest) for name, digest in plain["digests"].items()}
+                return BuiltPipeline(fingerprint=str(plain["fingerprint"]), digests=digests)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ProtocolError(f"no description of a pipeline: {error}") from error
+
+        return self._asked("build", [asdict(record)], answered)
 
     def _check(self, record: JobRecord, identity: IndexIdentity, verified: list[str]) -> None:
         """Check that the job's index is current. `verified` is replaced by the answer, so that a
@@ -211,7 +255,8 @@ class JobOpener:
         def answered(answers: AnswerReader) -> list[str]:
             return list(map(str, json.loads(_next(answers, Kind.INLINE).payload)))
 
-        of = [asdict(record), [identity.fingerprint, identity.places], verified]
+        built = asdict(self._built(record))
+        of = [asdict(record), built, [identity.fingerprint, identity.places], verified]
         verified[:] = self._asked("check", of, answered)
 
     def _asked(
@@ -224,7 +269,9 @@ class JobOpener:
         failure: Exception | None = None
         try:
             process.orders.settimeout(timeout_s)
-            process.orders.sendall(plain_bytes({"what": what, "of": of}))
+            credentials = credentials_of(os.environ) if what in OPENS_STORAGE else None
+            order = {"what": what, "of": of, "credentials": credentials}
+            process.orders.sendall(plain_bytes(order))
             return answered(answers)
         except (OSError, ProtocolError) as error:
             failure = error

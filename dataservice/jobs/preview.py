@@ -30,6 +30,7 @@ from dataservice.decode.text import IGNORED_LABEL
 from dataservice.jobs.find_samples import Found, Wanted, find
 from dataservice.jobs.job_file import JobSpec
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
 from dataservice.sources.index_part import measured
 from dataservice.sources.reader import SourceReader
 
@@ -87,6 +88,7 @@ def preview_job(
     limits: DecodeLimits = DEFAULT_LIMITS,
     epoch: int = 0,
     note: Note = lambda text: None,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> Iterator[SamplePreview]:
     """The wanted samples of these sources, by default of all, one after another, augmented as in
     this epoch. `note` is told where a source has no usable index, and what that means for the
@@ -97,9 +99,9 @@ def preview_job(
         NotFoundError: there is no such sample.
         SourceError: sources cannot be read; raised behind the samples of the others.
     """
-    chosen = _chosen(spec, sources, wanted)
+    chosen = opened_sources(_chosen(spec, sources, wanted), storage_profiles)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    preview = _Previews(spec, limits, pipeline, epoch)
+    preview = _Previews(chosen, limits, pipeline, epoch)
     problems = []
     for source in chosen:
         try:
@@ -117,11 +119,14 @@ def preview_sample(
     *,
     custom_processors: dict[str, str],
     limits: DecodeLimits = DEFAULT_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> SamplePreview:
     """One sample of a job, whose place is known, augmented as in epoch 0. Raises SpecError where
     the pipeline cannot be built, SourceError where the source cannot be read."""
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    return _Previews(spec, limits, pipeline, 0).of(Found(ref=ref))
+    sources = [source for source in spec.sources if source.name == ref.source]
+    opened = opened_sources(sources, storage_profiles)
+    return _Previews(opened, limits, pipeline, 0).of(Found(ref=ref))
 
 
 def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceSpec]:
@@ -144,9 +149,15 @@ def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceS
 class _Previews:
     """Reads and decodes samples of a job as its workers do, augmented as in this epoch."""
 
-    def __init__(self, spec: JobSpec, limits: DecodeLimits, pipeline: Pipeline, epoch: int) -> None:
-        self._reader = SourceReader(spec.sources, limits=limits)
-        self._loss_weights = {source.name: source.loss_weight for source in spec.sources}
+    def __init__(
+        self,
+        sources: Sequence[SourceSpec],
+        limits: DecodeLimits,
+        pipeline: Pipeline,
+        epoch: int,
+    ) -> None:
+        self._reader = SourceReader(sources, limits=limits)
+        self._loss_weights = {source.name: source.loss_weight for source in sources}
         self._pipeline = pipeline
         self._epoch = epoch
 

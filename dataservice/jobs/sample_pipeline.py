@@ -18,6 +18,7 @@ from dataservice.core.team import NO_TEAM
 from dataservice.decode.augment import is_transform
 from dataservice.decode.own_code import source_of
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
+from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 
@@ -41,7 +42,7 @@ def worker_pipeline(
     the folders it may read, and the team whose code it runs."""
     return json.dumps(
         {
-            **({"code_of": team} if pipeline.own_code and team != NO_TEAM else {}),
+            **({"code_of": team} if pipeline.own_code else {}),
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -52,21 +53,27 @@ def worker_pipeline(
 
 
 def code_owner(worker_pipeline: str) -> str | None:
-    """The team whose own code the pipeline runs; None where it runs none, or where there are no
-    teams."""
+    """The team whose own code the pipeline runs, "" where there are no teams; None where it runs
+    none."""
     with _understood():
         owner: str | None = json.loads(worker_pipeline).get("code_of")
         return owner
 
 
-def reader_of(worker_pipeline: str, *, limits: DecodeLimits = DEFAULT_LIMITS) -> SourceReader:
-    """The reader of the job's samples. Raises SpecError."""
+def reader_of(
+    worker_pipeline: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
+) -> SourceReader:
+    """The reader of the job's samples, which holds the secrets of the profiles that they name.
+    Raises SpecError."""
     with _understood():
         plain = json.loads(worker_pipeline)
         sources = _SOURCES.validate_python(plain["sources"])
         given = plain["roots"]
         roots = Roots(**{kind: tuple(places) for kind, places in given.items()}) if given else None
-    return SourceReader(sources, limits=limits, roots=roots)
+    return SourceReader(opened_sources(sources, storage_profiles), limits=limits, roots=roots)
 
 
 def decoder_of(

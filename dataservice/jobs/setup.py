@@ -24,6 +24,12 @@ from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
+from dataservice.jobs.storage_profiles import (
+    NO_PROFILES,
+    StorageProfiles,
+    opened_sources,
+    require_profile,
+)
 from dataservice.planning.stages.pack import step_limits
 from dataservice.sources.catalog import (
     IndexedCatalog,
@@ -57,6 +63,7 @@ def index_job(
     limits: DecodeLimits = DEFAULT_LIMITS,
     leave_out_damaged: bool = False,
     samples_per_file: int | None = None,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> list[IndexSummary]:
     """Index every source of a job. Files whose index is current are kept. An error in one source
     or file stops no other. `samples_per_file` is for `dry_run`.
@@ -64,11 +71,11 @@ def index_job(
     Raises:
         IndexIncompleteError: some sources have no index, or one with longer samples than the job's
             `longer_than` allows; it gives the reason for each, and the summaries that there are.
-        SpecError: the pipeline cannot be built.
+        SpecError: the pipeline cannot be built, or a storage profile is not known.
     """
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
     made, problems = [], []
-    for source in spec.sources:
+    for source in opened_sources(spec.sources, storage_profiles):
         try:
             summary = build_index(
                 source,
@@ -103,10 +110,14 @@ def job_record(
     team: str = NO_TEAM,
     *,
     allowed_roots: Sequence[str] | None = None,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> JobRecord:
     """Validate a team's job file and make the record to store. Raises SpecError."""
     roots = _roots(allowed_roots, team)
     spec = read_job(spec_yaml, Path(base_directory or "."), roots)
+    for source in spec.sources:
+        if source.storage_profile:
+            require_profile(source, storage_profiles, team)
     return JobRecord(
         name=full_name(team, spec.job),
         spec_json=spec.model_dump_json(),
@@ -134,62 +145,82 @@ class OpenedJob:
     identity: Mapping[str, str]
 
 
-def open_files(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltPipeline:
+    """What a job's pipeline is known by: the digest of all that its index depends on, and the
+    digests of its parts."""
+
+    fingerprint: str
+    digests: Mapping[str, str]
+
+
+def build_files(
     record: JobRecord,
     *,
     custom_processors: dict[str, str],
     limits: DecodeLimits = DEFAULT_LIMITS,
     allowed_roots: Sequence[str] | None = None,
     job_limits: JobLimits = DEFAULT_JOB_LIMITS,
-    built: Callable[[], None] = lambda: None,
-) -> OpenedJob:
-    """Read a job's tokenizer, template and index. `built` is called once the pipeline is built.
-    Raises IndexStaleError, SourceError, SpecError, and QuotaError where the index is larger than
-    the limit, before it is read."""
+) -> BuiltPipeline:
+    """Read a job's tokenizer and template, and build its pipeline, which runs what its team wrote.
+    No storage is opened. Raises SpecError, QuotaError."""
     spec, roots = _read_back(record, allowed_roots)
     if roots is not None:
         require_allowed(spec, roots)  # the operator may have changed the roots
     job_limits.check("max_sources", len(spec.sources), "sources")
     job_limits.check("max_epochs", spec.epochs, "epochs")
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    built()
+    return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
+
+
+def open_files(
+    record: JobRecord,
+    built: BuiltPipeline,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    allowed_roots: Sequence[str] | None = None,
+    job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
+) -> OpenedJob:
+    """Read a job's index, and list its sources. Runs nothing of the team's. Raises
+    IndexStaleError, SourceError, SpecError, and QuotaError where the index is larger than the
+    limit, before it is read."""
+    spec, roots = _read_back(record, allowed_roots)
     catalog = open_catalog(
-        spec.sources,
+        opened_sources(spec.sources, storage_profiles, team_of(record.name)),
         spec.index,
-        pipeline.fingerprint,
+        built.fingerprint,
         limits=limits,
         roots=roots,
         require_rows=partial(_require_rows, spec, job_limits),
     )
-    return OpenedJob(catalog=catalog, identity=pipeline.digests)
+    return OpenedJob(catalog=catalog, identity=built.digests)
 
 
 def check_files(
     record: JobRecord,
+    built: BuiltPipeline,
     *,
-    custom_processors: dict[str, str],
     identity: IndexIdentity,
     verified: Collection[str] = (),
     limits: DecodeLimits = DEFAULT_LIMITS,
     allowed_roots: Sequence[str] | None = None,
-    built: Callable[[], None] = lambda: None,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> tuple[str, ...]:
     """Check that a job's index still describes its sources. Files whose times differ from the
     index's are read and compared. Returns what was verified, to be passed as `verified` the next
-    time. `built` is called once the pipeline is built.
+    time. Runs nothing of the team's.
 
     Raises IndexStaleError or SourceError where the index does not describe the sources any more,
     or is not that of `identity`, and where the augmentation is another one.
     """
     spec, roots = _read_back(record, allowed_roots)
-    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
-    built()
-    data = _data_fingerprint(identity, pipeline.digests)
+    data = _data_fingerprint(identity, built.digests)
     _require_same_augmentation(record, _sample_order(data, spec))
     return require_same_index(
-        spec.sources,
+        opened_sources(spec.sources, storage_profiles, team_of(record.name)),
         spec.index,
-        pipeline.fingerprint,
+        built.fingerprint,
         identity,
         limits=limits,
         roots=roots,
@@ -204,16 +235,23 @@ def open_job(
     limits: DecodeLimits = DEFAULT_LIMITS,
     allowed_roots: Sequence[str] | None = None,
     job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+    storage_profiles: StorageProfiles = NO_PROFILES,
 ) -> JobSetup:
     """Open a job in this process, which then runs what its team wrote; a service uses a
     `JobOpener` instead. Raises IndexStaleError, SourceError, SpecError, QuotaError."""
-    opened = open_files(
-        record,
+    build = partial(
+        build_files,
         custom_processors=custom_processors,
         limits=limits,
         allowed_roots=allowed_roots,
         job_limits=job_limits,
     )
+    reads: dict[str, Any] = {
+        "limits": limits,
+        "allowed_roots": allowed_roots,
+        "storage_profiles": storage_profiles,
+    }
+    opened = open_files(record, build(record), job_limits=job_limits, **reads)
     setup = job_setup(record, opened, allowed_roots=allowed_roots, job_limits=job_limits)
     verified = opened.catalog.parts.verified
 
@@ -221,11 +259,10 @@ def open_job(
         nonlocal verified
         verified = check_files(
             setup.record,
-            custom_processors=custom_processors,
+            build(setup.record),
             identity=opened.catalog.identity,
             verified=verified,
-            limits=limits,
-            allowed_roots=allowed_roots,
+            **reads,
         )
 
     return replace(setup, require_current=check)

@@ -8,11 +8,14 @@ from pydantic import Field, field_validator, model_validator
 from dataservice.core.address import bare_host, is_loopback, join_address, split_address
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits, OpeningLimits
+from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.team import TeamSpec
 from dataservice.core.tls import TlsSpec
 from dataservice.jobs.expected import PORTS
 from dataservice.jobs.yaml_file import Strict, Written, read_text, validated, written
 from dataservice.operate.tokens_file import TeamName
+
+ProfileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class ServiceConfig(Strict):
@@ -35,8 +38,9 @@ class ServiceConfig(Strict):
     the process that decodes it is ended."""
     decode_memory_bytes: Annotated[int | None, Field(ge=512 * 2**20)] = 4 * 2**30
     """Private memory that one decoding process may take, including about 200 MiB for its libraries
-    and tokenizers; a sample that needs more is masked. null sets no limit: a chat template may
-    then take all the memory of the machine."""
+    and tokenizers; a sample that needs more is masked. The process that reads for a team's own
+    code may take as much again. null sets no limit: a chat template may then take all the memory
+    of the machine."""
     limits: DecodeLimits = DEFAULT_LIMITS
     """Limits of one sample. Give `dataservice index` the same config: an index that was written
     under other limits is refused."""
@@ -119,6 +123,8 @@ class ServiceConfig(Strict):
     """Folders and URL prefixes under which jobs may name files; `{team}` stands for the job's
     team. With `any`, a job of any team may name every file that the service can read. A service
     with a tokens_file must set this key; without one the default is `any`."""
+    storage_profiles: dict[ProfileName, StorageProfile] = Field(default={})
+    """Storage with credentials that jobs may name as `storage_profile` and never see, by name."""
     audit_log: str | None = None
     """File that records who changed what and who was refused, one JSON object a line."""
 

@@ -5,8 +5,8 @@ import hashlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +18,10 @@ from dataservice.core.authority import derived_name
 from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
+from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
 from dataservice.jobs.sample_pipeline import code_owner, decoder_of, reader_of
+from dataservice.jobs.storage_profiles import hold_credentials
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
@@ -48,6 +50,7 @@ class WorkerSettings:
     decode_memory_bytes: int | None
     held_bytes: int
     limits: DecodeLimits = DEFAULT_LIMITS
+    storage_profiles: Mapping[str, StorageProfile] = field(default_factory=dict)
     tls: TlsSpec | None = None
     reflect: bool = True
     ports: str = "0"
@@ -83,9 +86,12 @@ async def serve_worker_process(
         configure_logging(json=settings.log_json)
     log.info("%s may have %d files and sockets open", worker, raise_descriptor_limit())
     factory = PipelineFactory(
-        reader_for=partial(reader_of, limits=settings.limits),
+        reader_for=partial(
+            reader_of, limits=settings.limits, storage_profiles=settings.storage_profiles
+        ),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
         code_owner=code_owner,
+        hold_credentials=hold_credentials,
     )
     decoders = ProcessDecoders(
         factory,
@@ -147,6 +153,7 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
         decode_memory_bytes=config.decode_memory_bytes,
         held_bytes=config.held_bytes_per_worker,
         limits=config.limits,
+        storage_profiles=config.storage_profiles,
         tls=config.tls,
         reflect=config.tokens_file is None,
         ports=config.worker_ports or "0",

@@ -10,10 +10,11 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import IO, TYPE_CHECKING, TypeVar, cast
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
@@ -27,6 +28,7 @@ from tenacity import (
 
 from dataservice.core.distribution import installing
 from dataservice.core.errors import ServiceError, SourceError, StorageAwayError
+from dataservice.sources.grant import without_secrets
 from dataservice.sources.roots import Roots
 
 if TYPE_CHECKING:
@@ -57,11 +59,27 @@ _LASTING = (
 )
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
 # Libraries whose errors always concern storage.
-_CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"}
+_CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
+    "huggingface_hub", "httpx", "httpx2", "httpcore",
+}  # fmt: skip
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
+_PINNED = re.compile(r"hf://datasets/[^/@]+/[^/@]+@[0-9a-f]{40}(/|$)")
 _HTTP_ASK_AGAIN = {408, 425, 429}
+
+NO_SECRET: Mapping[str, Any] = MappingProxyType({})
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
+
+
+def hold_credentials(environment: Mapping[str, str] | None) -> None:
+    """Have this process open storage with the credentials of these variables; or, with None, with
+    none at all, those of fsspec's own files included."""
+    if environment is None:
+        fsspec.config.conf.clear()  # read when fsspec was imported
+    else:
+        os.environ.update(environment)
+        fsspec.config.set_conf_env(fsspec.config.conf, environment)
 
 
 @contextmanager
@@ -72,10 +90,11 @@ def translate(
     *,
     pass_on: tuple[type[Exception], ...] = (),
     only_storage: bool = False,
+    secret: Mapping[str, Any] = NO_SECRET,
 ) -> Iterator[None]:
     """Turn any exception of a file system into SourceError: '<owner>: <path> cannot <what>'; into
     StorageAwayError when a later try may succeed. `only_storage` says that the code inside does not
-    look at the file's contents."""
+    look at the file's contents. Values of the options `secret` are not quoted."""
     try:
         yield
     except ServiceError:
@@ -95,33 +114,44 @@ def translate(
     except Exception as error:
         away = _may_pass(error) and (only_storage or _is_of_storage(error))
         raise (StorageAwayError if away else SourceError)(
-            f"{owner}: {path} cannot {what}: {type(error).__name__}: {error}. Check the url, "
-            "the storage_options and that the storage answers."
-        ) from error
+            f"{owner}: {path} cannot {what}: {type(error).__name__}: "
+            f"{without_secrets(str(error), secret)}. Check the url, its storage_options or "
+            "storage_profile, and that the storage answers."
+        ) from _shown(error, secret)
 
 
 def open_filesystem(
-    url: str, options: dict[str, str], owner: str
+    url: str, options: Mapping[str, Any], owner: str, secret: Mapping[str, Any] = NO_SECRET
 ) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, and the path in it. Raises SourceError, whose message begins with
-    `owner`."""
-    _require_storage(url, options, owner)
+    `owner` and quotes nothing of `secret`, which are options too."""
+    require_storage(url, {**options, **secret}, owner)
     opener = cast(
         Callable[..., tuple[AbstractFileSystem, str]],
         fsspec.core.url_to_fs,
     )
     try:
-        return opener(url, **options)
+        return opener(url, **options, **secret)
     except ImportError as error:
         raise SourceError(
-            f"{owner}: {url!r} needs a package that is not installed: {error}. Install it; for "
-            f"s3:// and, likewise, gs:// by {installing('s3')}."
+            f"{owner}: {url!r} needs a package that is not installed: {error}. {_installing(url)}"
         ) from error
     except Exception as error:
         raise SourceError(
-            f"{owner}: {url!r} is not a URL that fsspec opens: {error}. Use a path, or a URL such "
-            "as s3://bucket/folder/*.tar."
-        ) from error
+            f"{owner}: {url!r} is not a URL that fsspec opens: "
+            f"{without_secrets(str(error), secret)}. Use a path, or a URL such as "
+            "s3://bucket/folder/*.tar."
+        ) from _shown(error, secret)
+
+
+def _installing(url: str) -> str:
+    extra = _EXTRAS.get(url.partition("://")[0].lower())
+    return f"Install it by {installing(extra)}." if extra else "Install it where the service runs."
+
+
+def _shown(error: Exception, secret: Mapping[str, Any]) -> Exception | None:
+    """The cause, unless it may quote a secret: tracebacks are logged."""
+    return None if secret else error
 
 
 def is_allowed(roots: Roots | None, fs: AbstractFileSystem, path: str) -> bool:
@@ -156,7 +186,8 @@ def patiently(read: Callable[[], Result]) -> Result:
 def _may_pass(error: BaseException) -> bool:
     """Whether an error may be temporary. For OSErrors and HTTP statuses this is known; other errors
     come from a client library, which has its own classes for failed connections."""
-    status = getattr(error, "status", None)
+    answer = getattr(error, "response", None)  # of huggingface_hub's errors
+    status = getattr(error, "status", None) or getattr(answer, "status_code", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in _HTTP_ASK_AGAIN
     if isinstance(error, OSError) and error.errno in _LASTING_ERRNOS:
@@ -184,12 +215,13 @@ def open_to_read(
     roots: Roots | None,
     *,
     pass_on: tuple[type[Exception], ...] = (),
+    secret: Mapping[str, Any] = NO_SECRET,
 ) -> IO[bytes]:
     """Open a file that lies under the roots, if any are given. Raises SourceError, whose message
-    begins with `owner`; so does reading it from another machine."""
+    begins with `owner` and quotes nothing of `secret`; so does reading it from another machine."""
     require_allowed(roots, fs, path, owner)
     local = "file" in protocols(fs)
-    failing = partial(translate, owner, path, "be read", only_storage=True)
+    failing = partial(translate, owner, path, "be read", only_storage=True, secret=secret)
     opening = partial(fs.open, path, "rb")
     with failing(pass_on=pass_on):
         stream = cast(IO[bytes], opening() if local else patiently(opening))
@@ -247,8 +279,9 @@ def path_of(descriptor: int, path: str) -> str:
         return os.path.realpath(path)
 
 
-def _require_storage(url: str, options: dict[str, str], owner: str) -> None:
-    """Raises SourceError when a URL is not plain storage, before fsspec sees it."""
+def require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
+    """Raises SourceError when a URL is not plain storage, or what it names may become other data,
+    before fsspec sees it."""
     named = re.match(r"([^/]*?):", url)
     protocol = named[1].lower() if named and len(named[1]) > 1 else "file"
     if protocol not in PROTOCOLS or "::" in url:
@@ -256,12 +289,24 @@ def _require_storage(url: str, options: dict[str, str], owner: str) -> None:
             f"{owner}: {url!r} is of no storage that jobs may read. Use a path, or a URL of "
             f"{', '.join(sorted(PROTOCOLS))}."
         )
+    if protocol == "hf" and not _PINNED.match(url):
+        raise SourceError(
+            f"{owner}: {url!r} does not name one commit, and a branch or a tag may become "
+            "other data. Write hf://datasets/ORG/NAME@COMMIT/... with the 40 hex digits that "
+            "`git ls-remote https://huggingface.co/datasets/ORG/NAME` shows, or the data set's "
+            "page under Files, History."
+        )
     refused = sorted(_REFUSED_OPTIONS & options.keys())
     if refused:
         raise SourceError(
             f"{owner}: storage_options names {', '.join(refused)}, which would choose another "
             "storage than the url. Leave it out."
         )
+
+
+def exactly(fs: AbstractFileSystem) -> dict[str, str]:
+    """The options with which a range is fetched as it is, where a file system would read ahead."""
+    return {"cache_type": "none"} if "hf" in protocols(fs) else {}
 
 
 def protocols(fs: AbstractFileSystem) -> tuple[str, ...]:

@@ -40,8 +40,9 @@ class Roots:
             urls=tuple(root.rstrip("/") for root in mine if not _is_local(root)),
         )
 
-    def require(self, place: str, what: str) -> None:
-        """Raises SpecError unless a path, URL or pattern lies under a root."""
+    def require(self, place: str, what: str, asked: str = "allowed_roots") -> None:
+        """Raises SpecError unless a path, URL or pattern lies under a root; `asked` is where the
+        operator has them."""
         try:
             single = expand(place)
         except ValueError as error:
@@ -50,7 +51,8 @@ class Roots:
             roots = ", ".join((*self.folders, *self.urls)) or "nothing"
             raise SpecError(
                 f"{what} is {place!r}, which this service does not read. It reads under {roots}. "
-                "Move the files there, or ask the operator to add their place to allowed_roots."
+                "Move the files there, or ask the operator to add their place to "
+                f"{asked}."
             )
 
     def hold(self, place: str) -> bool:

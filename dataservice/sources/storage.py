@@ -4,10 +4,11 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, cast
+from functools import partial
+from typing import IO, Any, cast
 from urllib.parse import unquote
 
 from fsspec.spec import AbstractFileSystem
@@ -17,6 +18,8 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.filesystem import (
+    NO_SECRET,
+    exactly,
     is_allowed,
     open_filesystem,
     open_to_read,
@@ -24,15 +27,19 @@ from dataservice.sources.filesystem import (
     patiently,
     protocols,
     require_allowed,
+    require_storage,
     translate,
 )
+from dataservice.sources.grant import GrantedSource
 from dataservice.sources.patterns import expand
 from dataservice.sources.roots import Roots
 
 # Reading a gap of this size costs less than another request to an object store.
 BRIDGED_GAP_BYTES = 64 * 1024
 _PATTERN = re.compile(r"[*?\[{]")
-_VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
+_VERSION_KEYS = (
+    "ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,17 +58,19 @@ class Storage:
     """The file system of one source. Safe for use from several threads."""
 
     def __init__(self, spec: SourceSpec, roots: Roots | None = None) -> None:
-        """Reads only under `roots`, if given. Raises SourceError when the URL's protocol is unknown
-        or its package is not installed."""
+        """Reads only under `roots`, if given, or instead where its profile grants it. Raises
+        SourceError when the URL's protocol is unknown or its package is not installed."""
         self._spec = spec
-        self._roots = roots
+        options, self._secret, self._roots = _opened_with(spec, roots)
         patterns = _expand_braces(spec)
-        self._fs, _ = open_filesystem(patterns[0], spec.storage_options, f"source {spec.name!r}")
+        owner = f"source {spec.name!r}"
+        for pattern in patterns:
+            require_storage(pattern, options, owner)
+        self._fs, _ = open_filesystem(patterns[0], options, owner, self._secret)
         self._local = "file" in protocols(self._fs)
         self._media_root = ""
         if spec.media_root:
-            owner = f"source {spec.name!r}"
-            media_fs, root = open_filesystem(spec.media_root, spec.storage_options, owner)
+            media_fs, root = open_filesystem(spec.media_root, options, owner, self._secret)
             if protocols(media_fs) != protocols(self._fs):
                 raise SourceError(
                     f"{owner}: its media_root {spec.media_root!r} lies in another storage than its "
@@ -148,14 +157,17 @@ class Storage:
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading. Raises SourceError when it cannot be opened."""
-        return open_to_read(self._fs, path, f"source {self._spec.name!r}", self._roots)
+        owner = f"source {self._spec.name!r}"
+        return open_to_read(self._fs, path, owner, self._roots, secret=self._secret)
 
     def read_note(self, path: str, most_bytes: int) -> bytes | None:
         """A small file that a library keeps beside its data; None when there is none. Raises
         SourceError when it is larger than `most_bytes`."""
         owner, absent = f"source {self._spec.name!r}", (FileNotFoundError,)
         try:
-            with open_to_read(self._fs, path, owner, self._roots, pass_on=absent) as stream:
+            with open_to_read(
+                self._fs, path, owner, self._roots, pass_on=absent, secret=self._secret
+            ) as stream:
                 data = stream.read(most_bytes + 1)
         except FileNotFoundError:
             return None
@@ -196,10 +208,9 @@ class Storage:
         """Reads all runs at once, if the file system can."""
         require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
         starts, ends = [start for start, _ in runs], [end for _, end in runs]
+        ask = partial(self._fs.cat_ranges, on_error="raise", **exactly(self._fs))
         with self.translate(path, "be read"):
-            blobs = patiently(
-                lambda: self._fs.cat_ranges([path] * len(runs), starts, ends, on_error="raise")
-            )
+            blobs = patiently(lambda: ask([path] * len(runs), starts, ends))
         return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
@@ -225,8 +236,8 @@ class Storage:
             with self.translate(full, "be read", pass_on=(FileNotFoundError, IsADirectoryError)):
                 if self._local:
                     return _read_local(full, folder, relative, limits, self._roots)
-                most = limits.max_media_bytes + 1
-                data = cast(bytes, patiently(lambda: self._fs.cat_file(full, start=0, end=most)))
+                ask = partial(self._fs.cat_file, full, **exactly(self._fs))
+                data = cast(bytes, patiently(lambda: ask(start=0, end=limits.max_media_bytes + 1)))
         except (FileNotFoundError, IsADirectoryError) as error:
             raise SampleError(
                 f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."
@@ -239,8 +250,24 @@ class Storage:
         self, path: str, what: str, *, pass_on: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
         """Turn any exception of the file system into SourceError: '<path> cannot <what>'."""
-        with translate(f"source {self._spec.name!r}", path, what, pass_on=pass_on):
+        owner = f"source {self._spec.name!r}"
+        with translate(owner, path, what, pass_on=pass_on, secret=self._secret):
             yield
+
+
+def _opened_with(
+    spec: SourceSpec, roots: Roots | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Roots | None]:
+    """(Options, those that are secrets, where they may be used). Raises SourceError for a source
+    that names a profile and was not granted it: it would be read with other credentials."""
+    if isinstance(spec, GrantedSource):
+        return spec.grant.options, spec.grant.secret, spec.grant.roots
+    if spec.storage_profile:
+        raise SourceError(
+            f"source {spec.name!r} names the storage_profile {spec.storage_profile!r}, which is "
+            "known to a service's config alone. Give the command that config."
+        )
+    return spec.storage_options, NO_SECRET, roots
 
 
 def _read_local(

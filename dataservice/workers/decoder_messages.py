@@ -87,6 +87,30 @@ def order_bytes(pipeline: str, samples: Sequence[PackSample]) -> bytes:
     return plain_bytes({"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]})
 
 
+def send_hello(
+    sock: socket.socket,
+    *,
+    credentials: Mapping[str, str] | None,
+    link: socket.socket | None = None,
+    reads: bool = False,
+) -> None:
+    """The first message to a decoder: with which variables of the environment it opens storage,
+    None where it opens none; and its end of the link between a process that `reads` and the one
+    that it reads for, where there are two."""
+    data = plain_bytes({"credentials": credentials, "reads": reads})
+    descriptors = [] if link is None else [link.fileno()]
+    sent = socket.send_fds(sock, [data], descriptors)
+    sock.sendall(memoryview(data)[sent:])
+
+
+def read_hello(sock: socket.socket) -> tuple[dict[str, Any], socket.socket | None]:
+    """What `send_hello` sent. Raises OSError when the worker is gone."""
+    begun, descriptors = receive(sock, _LENGTH.size)
+    length = begun + _exactly(sock, _LENGTH.size - len(begun))
+    hello: dict[str, Any] = json.loads(_exactly(sock, *_LENGTH.unpack(length)))
+    return hello, socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
 def read_order(sock: socket.socket) -> tuple[str, list[PackSample]] | None:
     """The next order; None once the worker is gone."""
     try:
@@ -109,21 +133,19 @@ def read_plain(sock: socket.socket) -> dict[str, Any]:
     return plain
 
 
-def _plain(sample: PackSample) -> list[Any]:
-    ref, lengths = sample.ref, sample.lengths
+def plain_ref(ref: SampleRef) -> list[Any]:
+    """A sample's name and place as plain data."""
     at = ref.location
     spans = [(span.name, span.offset_bytes, span.size_bytes) for span in at.spans]
     return [
         (ref.sample_id, ref.source, ref.key, ref.crc32),
         (at.file, at.row_group, at.row, at.piece, spans),
-        (lengths.llm_tokens, lengths.loss_tokens, sample.epoch),
-        [(i.modality, i.encoder_tokens, i.llm_tokens, i.position, i.shape) for i in lengths.items],
     ]
 
 
-def _sample(plain: list[Any]) -> PackSample:
-    (sample_id, source, key, crc32), at, (llm, loss, epoch), items = plain
-    file, row_group, row, piece, spans = at
+def ref_of_plain(plain: list[Any]) -> SampleRef:
+    """What `plain_ref` was made of."""
+    (sample_id, source, key, crc32), (file, row_group, row, piece, spans) = plain
     location = SampleLocation(
         file=file,
         spans=tuple(ByteSpan(name=n, offset_bytes=o, size_bytes=s) for n, o, s in spans),
@@ -131,6 +153,20 @@ def _sample(plain: list[Any]) -> PackSample:
         row=row,
         piece=piece,
     )
+    return SampleRef(sample_id=sample_id, source=source, key=key, location=location, crc32=crc32)
+
+
+def _plain(sample: PackSample) -> list[Any]:
+    lengths = sample.lengths
+    return [
+        *plain_ref(sample.ref),
+        (lengths.llm_tokens, lengths.loss_tokens, sample.epoch),
+        [(i.modality, i.encoder_tokens, i.llm_tokens, i.position, i.shape) for i in lengths.items],
+    ]
+
+
+def _sample(plain: list[Any]) -> PackSample:
+    *ref, (llm, loss, epoch), items = plain
     lengths = SampleLengths(
         llm_tokens=llm,
         loss_tokens=loss,
@@ -145,8 +181,7 @@ def _sample(plain: list[Any]) -> PackSample:
             for modality, encoder_tokens, llm_tokens, position, shape in items
         ),
     )
-    ref = SampleRef(sample_id=sample_id, source=source, key=key, location=location, crc32=crc32)
-    return PackSample(ref=ref, lengths=lengths, epoch=epoch)
+    return PackSample(ref=ref_of_plain(ref), lengths=lengths, epoch=epoch)
 
 
 def _exactly(sock: socket.socket, size_bytes: int) -> bytes:

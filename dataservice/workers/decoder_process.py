@@ -1,17 +1,26 @@
 """The program of a decoder: a process of a worker, forked by its nursery, that serves one slot.
 
-It reads and decodes the samples of an order in turn, and answers each as soon as it is done. When
+It reads and decodes the samples of an order in turn, and answers each as soon as it is done. Where
+it runs a team's own code, another process reads for it (see reading_process.py). When
 its memory exceeds the nursery's `memory_bytes`, an allocation fails and only that sample is lost.
 """
 
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataservice.core.orders import PackSample
-from dataservice.workers.decoder_messages import Answer, Kind, read_order, refusal, send_answer
+from dataservice.workers.decoder_messages import (
+    Answer,
+    Kind,
+    read_hello,
+    read_order,
+    refusal,
+    send_answer,
+)
 from dataservice.workers.decoders import SampleOutcome, read_and_decode
+from dataservice.workers.reading_process import ReaderAway, serve_reads
 from dataservice.workers.sample_memory import (
     INLINE_LIMIT_BYTES,
     sample_buffers,
@@ -29,7 +38,15 @@ class DecoderProgram:
 
     def __call__(self, orders: socket.socket) -> None:
         """Serve orders until the worker closes the socket."""
-        _Decoder(orders, self.factory).serve()
+        hello, link = read_hello(orders)
+        self.factory.hold_credentials(hello["credentials"])
+        if link is None:
+            _Decoder(orders, self.factory).serve()
+        elif hello["reads"]:
+            serve_reads(orders, link, self.factory.reader_for)
+        else:
+            away = ReaderAway(link)
+            _Decoder(orders, replace(self.factory, reader_for=lambda _: away)).serve()
 
 
 class _Decoder:

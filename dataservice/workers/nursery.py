@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from dataservice.core.credentials import without_credentials
 from dataservice.core.errors import WorkerLostError
 from dataservice.workers.decoder_messages import receive
 from dataservice.workers.nursery_program import Program
@@ -207,11 +208,11 @@ class Nursery:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment with our module path, and one thread per library: a slot is one
-    CPU."""
+    """This process's environment without credentials, which its owner hands to those children that
+    need them; with our module path, and one thread per library: a slot is one CPU."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    return {**threads, **os.environ, "PYTHONPATH": path}
+    return {**threads, **without_credentials(os.environ), "PYTHONPATH": path}
 
 
 def ends_within(process: int, limit_s: float) -> bool:

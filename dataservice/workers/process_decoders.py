@@ -8,18 +8,23 @@ Contract.
            continue there. So a decoder killed by hand loses no sample.
   A pipeline that kills its process twice while it is built has its samples masked too.
   A process that ran one team's own code never decodes for another, nor for jobs without such code.
+           It has no credentials and opens no storage: a second process, which runs no such code,
+           reads for it, and ends with it.
   Losing   WorkerLostError when no process can be started any more: the worker cannot decode.
 """
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
+from dataservice.core.credentials import credentials_of
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import SampleLengths
@@ -31,10 +36,12 @@ from dataservice.workers.decoder_messages import (
     ProtocolError,
     order_bytes,
     refused,
+    send_hello,
 )
 from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
 from dataservice.workers.nursery import ForkedProcess, Nursery
+from dataservice.workers.reading_process import READER_GONE
 from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
 from dataservice.workers.sample_pipelines import PIPELINES_KEPT, PipelineFactory
 from dataservice.workers.thread_decoders import require_slots
@@ -138,6 +145,9 @@ class _Slot:
         self._timeout_s = timeout_s
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
+        self._reading: ForkedProcess | None = None
+        self._reads: AnswerReader | None = None
+        self._reads_for = ""
         self._lock = threading.Lock()
         self.owner: str | None = None
         """The team whose own code the process runs."""
@@ -149,30 +159,61 @@ class _Slot:
 
     def ready(self, owner: str | None) -> AnswerReader:
         """Start a process if none is alive that may run code of this owner; its answers."""
-        if self._process is not None and (self._process.ended or self.owner != owner):
+        family = [each for each in (self._process, self._reading) if each is not None]
+        other = self.owner != owner or self._answers is None  # or a start that failed half-way
+        if any(each.ended for each in family) or (family and other):
             self.drop()
         self.owner = owner
-        if self._process is None or self._answers is None:
-            process = self._nursery.fork()
-            with self._lock:
-                self._process = process
-            self._answers = AnswerReader(sock=process.orders)
+        if self._answers is None:
+            self._answers = self._started() if owner is None else self._started_with_reader()
         return self._answers
 
+    def _started(self) -> AnswerReader:
+        """A process that reads and decodes."""
+        process = self._nursery.fork()
+        with self._lock:
+            self._process = process
+        with suppress(OSError):  # one that has died is found out by the order
+            send_hello(process.orders, credentials=credentials_of(os.environ))
+        return AnswerReader(sock=process.orders)
+
+    def _started_with_reader(self) -> AnswerReader:
+        """A process that decodes, and one that reads for it."""
+        reading = self._nursery.fork()
+        with self._lock:
+            self._reading = reading
+        self._reads, self._reads_for = AnswerReader(sock=reading.orders), ""
+        process = self._nursery.fork()
+        with self._lock:
+            self._process = process
+        its_end, other_end = socket.socketpair()
+        with its_end, other_end, suppress(OSError):
+            credentials = credentials_of(os.environ)
+            send_hello(reading.orders, credentials=credentials, link=its_end, reads=True)
+            send_hello(process.orders, credentials=None, link=other_end)
+        return AnswerReader(sock=process.orders)
+
     def drop(self) -> str:
-        """End the process, if there is one; how it ended, in words."""
+        """End the process, if there is one, and its reader; how it ended, in words."""
         with self._lock:
             process, self._process = self._process, None
-        if self._answers is not None:
-            self._answers.close()
-            self._answers = None
-        return self._nursery.end(process) if process is not None else ""
+            reading, self._reading = self._reading, None
+        for answers in (self._answers, self._reads):
+            if answers is not None:
+                answers.close()
+        self._answers = self._reads = None
+        ending = self._nursery.end(process) if process is not None else ""
+        if reading is None:
+            return ending
+        read_ending = self._nursery.end(reading)
+        return read_ending if ending.endswith(f"status {READER_GONE}") else ending
 
     def kill(self) -> None:
         """Kill the process; a thread that waits for it gets an error."""
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
+            for process in (self._process, self._reading):
+                if process is not None:
+                    process.kill()
 
     # ---- orders --------------------------------------------------------------------------
 
@@ -216,6 +257,7 @@ class _Slot:
         """Send an order and give the answer of each sample; with no samples, the pipeline's
         answer."""
         answers = self.ready(self.owner)
+        self._have_read_for(pipeline)
         answers.sock.settimeout(self._timeout_s)
         answers.sock.sendall(order_bytes(pipeline, samples))
         answer = self._next(answers)
@@ -227,6 +269,18 @@ class _Slot:
         for _ in samples[1:]:
             yield self._next(answers)
 
+    def _have_read_for(self, pipeline: str) -> None:
+        """Have the reader, where there is one, read the sources of this pipeline. Raises what
+        opening them raises."""
+        if self._reads is None or self._reads_for == pipeline:
+            return
+        self._reads.sock.settimeout(self._timeout_s)
+        self._reads.sock.sendall(order_bytes(pipeline, ()))
+        answer = self._next(self._reads)
+        if answer.kind is Kind.REFUSED:
+            raise refused(answer, "the job's pipeline")
+        self._reads_for = pipeline
+
     def _next(self, answers: AnswerReader) -> Answer:
         answers.left_s = self._timeout_s
         return answers.read()
@@ -234,7 +288,7 @@ class _Slot:
     def _end_of(self, error: Exception) -> tuple[str, bool]:
         """End the process that failed. Gives the reason, and whether a new process may do
         better."""
-        process = self._process
+        process = self._process or self._reading
         if process is None:
             raise AssertionError("an order fails on a process") from error
         late = isinstance(error, TimeoutError)

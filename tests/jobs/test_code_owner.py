@@ -12,7 +12,7 @@ TOKENS = PipelineSpec(tokenizer="tokenizer", tokenizer_code=TokenizerSpec(name="
 
 @pytest.mark.parametrize(
     ("spec", "team", "owner"),
-    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", None), (PLAIN, "", None), (TOKENS, "a", "a")],
+    [(PLAIN, "a", None), (OWN, "a", "a"), (OWN, "", ""), (PLAIN, "", None), (TOKENS, "a", "a")],
 )
 def test_a_pipeline_with_a_teams_own_code_names_the_team(spec, team, owner):
     assert code_owner(worker_pipeline([], spec, {}, team=team)) == owner

@@ -21,6 +21,7 @@ from dataservice.jobs.preview import Wanted, preview_job
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.setup import (
     IndexIncompleteError,
+    build_files,
     index_job,
     job_record,
     open_files,
@@ -98,7 +99,8 @@ def record(home: Path):
 
 
 def opened(home: Path):
-    return open_files(record(home), custom_processors={}).catalog
+    built = build_files(record(home), custom_processors={})
+    return open_files(record(home), built).catalog
 
 
 def tokens_of(home: Path) -> dict[str, list[int]]:

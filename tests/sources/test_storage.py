@@ -81,15 +81,19 @@ def test_an_unknown_protocol_is_refused(spec: Spec) -> None:
         list_files(spec("nosuch://bucket/a.tar", "webdataset"))
 
 
+@pytest.mark.parametrize(
+    ("url", "extra"),
+    [("s3://bucket/a.tar", "s3"), (f"hf://datasets/org/name@{'0' * 40}/a.tar", "hf")],
+)
 def test_a_protocol_without_its_package_names_the_package(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, url: str, extra: str
 ) -> None:
-    def missing(url: str, **_options: object) -> None:
-        raise ImportError("Install s3fs to access S3")
+    def missing(_url: str, **_options: object) -> None:
+        raise ImportError("Install it to access the store")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(SourceError, match=r"needs a package .*service,s3\]"):
-        list_files(spec("s3://bucket/a.tar", "webdataset"))
+    with pytest.raises(SourceError, match=rf"needs a package .*service,{extra}\]"):
+        list_files(spec(url, "webdataset"))
 
 
 def test_whatever_a_file_system_raises_becomes_a_source_error(

@@ -1,0 +1,49 @@
+"""A source together with what its storage is opened with, where the operator grants that.
+
+Such a source is made where storage is opened, and stays in that process: what it holds is written
+to no file and no message.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataservice.core.job import SourceSpec
+from dataservice.sources.roots import Roots
+
+SHORTEST_SECRET = 4  # characters; shorter values would be hidden in every word of a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """The options of a file system, of which `secret` are never shown, and where they may be
+    used."""
+
+    options: Mapping[str, Any]
+    secret: Mapping[str, Any] = field(repr=False)
+    roots: Roots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantedSource(SourceSpec):
+    """A source that names a storage profile, with what the profile grants."""
+
+    grant: Grant = field(repr=False, compare=False)
+
+
+def without_secrets(text: str, secret: object) -> str:
+    """The text with "***" in place of each value of `secret` that it quotes."""
+    for value in sorted(_texts(secret), key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+    elif len(str(value)) >= SHORTEST_SECRET and not isinstance(value, bool):
+        yield str(value)
