@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
 import numpy as np
@@ -176,15 +177,22 @@ class Mixture:
             name: {_source(names, each): weight for each, weight in change.weights.items()}
             for name, change in changes.items()
         }
+        # Of those that are due together, the one that was asked for last counts.
         self._by_step = sorted(
-            (change.from_step, name)
-            for name, change in changes.items()
-            if change.from_step is not None
+            (
+                (change.from_step, name)
+                for name, change in changes.items()
+                if change.from_step is not None
+            ),
+            key=itemgetter(0),
         )
         self._by_epoch = sorted(
-            (change.from_epoch, name)
-            for name, change in changes.items()
-            if change.from_epoch is not None
+            (
+                (change.from_epoch, name)
+                for name, change in changes.items()
+                if change.from_epoch is not None
+            ),
+            key=itemgetter(0),
         )
         most = [
             None if most is None else math.floor(_exact(most) * size)
@@ -286,8 +294,9 @@ class Mixture:
         over = cursor.epoch > epoch
         passed = stretch.turns.places if over else cursor.position - stretch.start
         final = begun
-        for later in range(epoch + 1, self._epochs):
-            final = self._begun_with(later, final)
+        for due, name in self._by_epoch:
+            if epoch < due < self._epochs:
+                final = _with(final, name, due, 0)
         ends = [line.at(self._epochs) for line in self._stage(final).lines]
         return Drawn(
             before_epoch=first.given,

@@ -427,6 +427,15 @@ def test_a_change_begins_with_the_window_that_follows() -> None:
     assert mixture.begin_changes(begun) == begun
 
 
+def test_of_changes_at_one_step_the_last_one_counts() -> None:
+    rare, often = (MixtureChange(weights={"a": weight}, from_step=2) for weight in (0.1, 3.0))
+    mixture = Mixture([50, 50], [1, 1], seed=1, epochs=3, names=["a", "b"])
+    mixture = mixture.changed({"r9": rare, "r10": often})
+    begun = mixture.begin_changes(Cursor(step=2, epoch=1, position=0))
+    ids = draw_at(mixture, begun, BatchSize(samples=200)).sample_ids
+    assert (ids < 50).sum() == 150
+
+
 def test_no_source_gives_more_than_its_most_passes() -> None:
     mixture = Mixture([40, 60], [1, 1], seed=0, epochs=5, max_passes=[1.5, None])
     ids = np.concatenate([draw.sample_ids for draw in draws(mixture, BatchSize(samples=7))])
