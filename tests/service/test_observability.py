@@ -118,7 +118,9 @@ def test_packs_degrees_and_balance_are_those_of_the_plans(watched):
     gaps = {stage.stage: pytest.approx(stage.gap) for stage in last.stages}
     assert watched.by("stage", "plan_gap_ratio").items() >= gaps.items()
     loads = watched.by("over_replicas", "predicted_replica_seconds")
-    assert loads["least"] <= loads["mean"] <= loads["most"] <= last.predicted_s * 1.001
+    rounded = 1 + 1e-9  # a mean of equal loads may be off by a bit
+    assert loads["least"] <= loads["mean"] * rounded
+    assert loads["mean"] <= loads["most"] * rounded <= last.predicted_s * 1.001
     assert 0 <= watched.of_job("plan_pad_ratio") < 1
 
 

@@ -33,6 +33,7 @@ from trainer_client.runtime.step import (
     MultimodalModel,
     StepResult,
     check_same_plan,
+    evaluate_step,
     forward_microbatch,
     run_step,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "check_same_plan",
+    "evaluate_step",
     "exchange_features",
     "forward_microbatch",
     "gantt",

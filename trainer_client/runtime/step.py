@@ -8,6 +8,7 @@ the same modules in each, so every collective meets its partners.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
@@ -113,9 +114,34 @@ def run_step(
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
+    return _whole_step(
+        model, shard, groups, gradients or reduction_of(model, groups.everyone), upcoming
+    )
+
+
+def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
+    """The loss of a whole step, without gradients: for validation between training steps.
+
+    The same as ``run_step`` but for the backward pass; gradients that wait in ``.grad`` stay. The
+    mean over several steps is that of their losses, weighted by their ``loss_tokens``.
+    Modules are run in the mode they are in: call ``model.eval()`` where that makes a difference.
+
+    Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
+    """
+    with torch.no_grad():
+        return _whole_step(model, shard, groups, None, None)
+
+
+def _whole_step(
+    model: Module,
+    shard: Shard,
+    groups: GroupPool,
+    reduction: GradientReduction | None,
+    upcoming: Shard | None,
+) -> StepResult:
+    """A step whose gradients the reduction sums, or one without gradients."""
     started = time.perf_counter()
     everyone = groups.everyone
-    reduction = gradients or reduction_of(model, everyone)
     forward = _forward_of(model)
     device = _device_of(model)
     with groups.naming_lost("a step"), phase_clock(device) as phases:
@@ -123,15 +149,18 @@ def run_step(
         loss_tokens = step_loss_tokens(shard, everyone)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
         for number, microbatch in enumerate(shard.microbatches, start=1):
-            with reduction.microbatch(last=number == len(shard.microbatches)):
+            last = number == len(shard.microbatches)
+            with nullcontext() if reduction is None else reduction.microbatch(last=last):
                 logits = forward(microbatch, groups)
                 loss = microbatch_loss(logits, microbatch, loss_tokens)
-                phases.switch("llm_backward")
-                (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
+                if reduction is not None:
+                    phases.switch("llm_backward")
+                    (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
             phases.switch(OTHER)
             loss_sum += loss.detach().to(loss_sum.device)
         phases.switch("gradients")
-        reduction.finish()
+        if reduction is not None:
+            reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
         mean_loss = float(loss_sum)  # waits for a GPU, so that the step's seconds are all counted
         phase_s = phases.seconds()

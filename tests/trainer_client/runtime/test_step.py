@@ -17,6 +17,7 @@ from trainer_client.runtime import (
     LayoutError,
     PlanMismatchError,
     check_same_plan,
+    evaluate_step,
     run_step,
 )
 
@@ -38,7 +39,11 @@ def parity_cases(rank, size, cases):
             waves = random_plan(samples, replicas, degrees, seed)
             shard = make_shard(samples, waves, replicas, rank, seed)
             model = make_model(frozen)
+            evaluated = evaluate_step(model, shard, pool)
+            assert all(parameter.grad is None for parameter in model.parameters())
             result = run_step(model, shard, pool, upcoming=shard)
+            assert evaluated.loss == pytest.approx(result.loss, rel=1e-12)
+            assert evaluated.loss_tokens == result.loss_tokens
             loss, grads = single_process(make_model(frozen), samples)
             used = {len(members) for wave in waves for members, _ in wave}
             answer[case] = (*worst_difference(result, model, loss, grads), used, result.loss)

@@ -20,7 +20,14 @@ from tests.trainer_client.runtime.random_steps import (
     worst_difference,
     wrapped,
 )
-from trainer_client.runtime import FsdpReduction, GroupPool, LayoutError, PeerError, run_step
+from trainer_client.runtime import (
+    FsdpReduction,
+    GroupPool,
+    LayoutError,
+    PeerError,
+    evaluate_step,
+    run_step,
+)
 
 
 def parity_cases(rank, size, cases):
@@ -34,7 +41,9 @@ def parity_cases(rank, size, cases):
             gradients = None
             if how == "fsdp, every microbatch":
                 gradients = FsdpReduction(model, pool.everyone, every_microbatch=True)
+            evaluated = evaluate_step(model, shard, pool)
             result = run_step(model, shard, pool, gradients=gradients)
+            assert evaluated.loss == pytest.approx(result.loss, rel=1e-12)
             found = whole(model)
             loss, grads = single_process(make_model(frozen), samples)
             used = {len(members) for wave in waves for members, _ in wave}
