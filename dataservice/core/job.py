@@ -10,6 +10,7 @@ from dataservice.core.sample import MAX_LOSS_WEIGHT, MediaKind, PlaceholderRule
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 JobState = Literal["active", "draining"]
 MOST_WEIGHT = 1000
+LAST_STEP = 2**53
 MOST_CHANGES = 64
 """Changes of a mixture, in a job file and recorded: a cursor names all that have begun."""
 WeightUnit = Literal["passes", "tokens"]
@@ -337,9 +338,9 @@ class MixtureChange:
 
     def __post_init__(self) -> None:
         if self.from_epoch is not None:
-            one, begins = self.from_step is None, self.from_epoch >= 1
+            one, begins = self.from_step is None, 1 <= self.from_epoch <= LAST_STEP
         else:
-            one, begins = self.from_step is not None, (self.from_step or 0) >= 0
+            one, begins = self.from_step is not None, 0 <= (self.from_step or 0) <= LAST_STEP
         if not one or not begins:
             raise SpecError(
                 f"a change of the mixture has from_epoch={self.from_epoch}, from_step="

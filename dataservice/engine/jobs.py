@@ -24,6 +24,7 @@ from dataservice.core.errors import (
     SpecError,
 )
 from dataservice.core.job import (
+    LAST_STEP,
     MOST_CHANGES,
     AttemptRecord,
     CostRecord,
@@ -120,7 +121,6 @@ class RunningJob:
 
 
 MOST_RANGES = 1000
-LAST_STEP = 2**53
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 """Bring back the attempt that ran last, now that its job is open."""
@@ -394,6 +394,8 @@ class JobTable:
         setup = await self.setup(running)
         async with running.changing, running.planning:
             planned = await in_store(self._store.last_planned_step, job)
+            if running.loop is not None and running.attempt is not None:
+                planned = running.loop.planned_step  # replays of other attempts go by their ledger
             change = MixtureChange(
                 weights=dict(weights), from_step=planned + 1 if from_step is None else from_step
             )
@@ -411,7 +413,8 @@ class JobTable:
                 change_json=json.dumps(asdict(change)),
                 recorded_unix_s=time.time(),
             )
-            stream = setup.stream.changed(mixture_changes([*known, new]))
+            changing = partial(setup.stream.changed, mixture_changes([*known, new]))
+            stream = await self._planners.run(job, changing)
             setup.job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
             await in_store(self._store.add_mixture, new)
             await self._use_changes(running)

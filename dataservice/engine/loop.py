@@ -281,14 +281,22 @@ class AttemptLoop:
     async def _passed_over(self, cursor: Cursor) -> Cursor:
         """The cursor of the next step to train, or of the end of data."""
         while self._skips.record(cursor.step) is not None:
-            cursor = self._setup.stream.begin_changes(cursor)
-            to_step = min(self._skips.next_trained(cursor.step), cursor.step + PASSED_AT_ONCE)
-            passed = await self._passed_to(cursor, to_step)
-            if passed == cursor:
-                break
-            cursor = passed
-            self._next_step = cursor.step
+            async with self._planning:
+                cursor = self._with_changes(cursor)
+                to_step = min(self._skips.next_trained(cursor.step), cursor.step + PASSED_AT_ONCE)
+                passed = await self._passed_to(cursor, to_step)
+                if passed == cursor:
+                    break
+                cursor = passed
+                self._next_step = cursor.step
         return cursor
+
+    def _with_changes(self, cursor: Cursor) -> Cursor:
+        """The cursor with the changes of the mixture that are due, where its step is planned the
+        first time in this attempt."""
+        if cursor.step <= self._recorded:
+            return cursor
+        return self._setup.stream.begin_changes(cursor)
 
     async def _ranks_have_left_at(self, cursor: Cursor) -> bool:
         """Whether this is the end of data, and ranks that had all of it may have ended before a
@@ -303,7 +311,7 @@ class AttemptLoop:
 
     async def _next_made(self, cursor: Cursor) -> MadeStep | None:
         async with self._planning:
-            made = await self._made(self._setup.stream.begin_changes(cursor))
+            made = await self._made(self._with_changes(cursor))
         self._recorded = max(self._recorded, cursor.step if made is not None else -1)
         return made
 

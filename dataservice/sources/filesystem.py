@@ -205,7 +205,9 @@ def _is_of_storage(error: Exception) -> bool:
 
 def _tell(state: RetryCallState) -> None:
     if state.attempt_number == 1 and state.outcome is not None:
-        log.warning("storage is asked again for %g s: %r", OUTAGE_S, state.outcome.exception())
+        # Its text may quote what was sent, credentials included.
+        error = state.outcome.exception()
+        log.warning("storage is asked again for %g s: %s", OUTAGE_S, type(error).__name__)
 
 
 def open_to_read(

@@ -7,6 +7,7 @@ to no file and no message.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from dataservice.core.job import SourceSpec
 from dataservice.sources.roots import Roots
@@ -45,5 +46,5 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)
-    elif len(str(value)) >= SHORTEST_SECRET and not isinstance(value, bool):
-        yield str(value)
+    elif len(text := str(value)) >= SHORTEST_SECRET and not isinstance(value, bool):
+        yield from {text, repr(text)[1:-1], quote(text, safe="")}  # as messages quote them

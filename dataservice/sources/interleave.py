@@ -35,8 +35,11 @@ class Interleaving:
         key = hashed(names)
         self._key = np.uint64(key)
         self._turn = key % self._blocks
-        self._ends = np.cumsum(counts, dtype=np.int64)
-        self._starts = self._ends - counts
+        # Sources that are next to each other in one epoch are not in the next.
+        sources = np.arange(len(counts), dtype=np.uint64)
+        self._order = np.argsort(split_mix(sources ^ self._key), kind="stable")
+        self._ends = np.cumsum(np.asarray(counts)[self._order], dtype=np.int64)
+        self._counts = np.asarray(counts, dtype=np.int64)
 
     def turns(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of the places `start` .. `end` - 1: which source each is of, and how many of that source
@@ -53,7 +56,7 @@ class Interleaving:
         """How many samples of each source come before a place of 0 .. N: int64[sources].
         O(sources + BLOCK)."""
         if place >= self.places:
-            return self._ends - self._starts
+            return self._counts
         block = self._block_of(place)
         inside = self._sources(block, block)[: place - self._places_before(block)]
         counts = np.bincount(inside, minlength=len(self._ends))
@@ -66,10 +69,10 @@ class Interleaving:
         return int(self._dealt(last, block) - self._dealt(first, block))
 
     def _of_sources_before(self, block: int) -> NDArray[np.int64]:
-        dealt: NDArray[np.int64] = self._dealt(self._ends + self._turn, block) - self._dealt(
-            self._starts + self._turn, block
-        )
-        return dealt
+        to_ends = self._dealt(np.append(0, self._ends) + self._turn, block)
+        before = np.empty(len(self._order), dtype=np.int64)
+        before[self._order] = np.diff(to_ends)
+        return before
 
     def _dealt(self, numbers: IntArray | int, block: int) -> IntArray:
         """How many of 0 .. number-1 lie in blocks before this one."""
@@ -93,7 +96,7 @@ class Interleaving:
         by[~real] = np.uint64(0xFFFFFFFFFFFFFFFF)
         order = np.argsort(by, axis=1, kind="stable")
         slots = np.take_along_axis(rows, order, axis=1)[np.take_along_axis(real, order, axis=1)]
-        return np.searchsorted(self._ends, slots - self._turn, side="right")
+        return self._order[np.searchsorted(self._ends, slots - self._turn, side="right")]
 
 
 def _ranks(source: NDArray[np.int64], sources: int) -> NDArray[np.int64]:

@@ -21,6 +21,7 @@ depends on the samples it draws, not on the size of the sources.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,6 +36,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, SpecError
 from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.ports import Draw, Drawn
+from dataservice.core.quoting import cut
 from dataservice.sources.interleave import Interleaving
 from dataservice.sources.shuffle import permuted_each
 
@@ -114,7 +116,7 @@ class _Stretch:
     given: NDArray[np.int64]
     turns: Interleaving
     windows: tuple[_Window, ...]
-    shuffled: Mapping[int, tuple[_Window, ...]]
+    shuffled: tuple[Mapping[int, _Window], ...]
 
     @property
     def end(self) -> int:
@@ -123,8 +125,8 @@ class _Stretch:
 
 class Mixture:
     """The port SampleStream. Pure and safe for use from several threads. The time and memory of a
-    draw depend only on the samples drawn. `largest_epoch` is the number of samples that an epoch
-    has, by the weights it begins with or after any of its changes."""
+    draw depend only on the samples drawn. `largest_epoch` is the most samples that an epoch may
+    have, by the greatest weight that each source ever has."""
 
     def __init__(
         self,
@@ -173,8 +175,9 @@ class Mixture:
         self._seed = seed
         self._epochs = epochs
         self._llm_tokens = llm_tokens
+        numbers = {name: number for number, name in enumerate(names)}
         self._changes = {
-            name: {_source(names, each): weight for each, weight in change.weights.items()}
+            name: {_source(numbers, each): weight for each, weight in change.weights.items()}
             for name, change in changes.items()
         }
         # Of those that are due together, the one that was asked for last counts.
@@ -210,11 +213,10 @@ class Mixture:
                 for per_epoch, each in zip(self._per_epoch(now), most, strict=True)
             ),
         )
-        self.largest_epoch = self._epoch_size(now)
-        for change in self._changes.values():
-            now = _replaced(now, change)
-            _require_some(now, names)
-            self.largest_epoch = max(self.largest_epoch, self._epoch_size(now))
+        self.largest_epoch = self._largest_epoch(now)
+        for _, name in self._by_step:
+            now = _replaced(now, self._changes[name])
+            _require_some(now)
         self._stages: dict[str, _Stage] = {}
         self._stretches: dict[tuple[int, str], _Stretch] = {}
 
@@ -243,6 +245,7 @@ class Mixture:
             SpecError: the batch is counted in tokens and this mixture has no lengths.
         """
         self._require_place(epoch, position, begun)
+        begun = self._begun_at(epoch, position, begun)
         ids: list[NDArray[np.int64]] = []
         epochs: list[NDArray[np.int32]] = []
         left = batch.samples or batch.tokens or 0
@@ -256,14 +259,12 @@ class Mixture:
             position += len(taken)
             if position < stretch.end:
                 break
-            epoch, position = epoch + 1, 0  # the end of an epoch is the start of the next
-            begun = self._begun_with(epoch, begun)
+            # The end of an epoch is the start of the next one that has samples: few samples, and
+            # weights far below 1 or a source that has given its most, can leave some without any.
+            epoch, position = epoch + 1, 0
+            epoch, begun = self._filled(epoch, self._begun_at(epoch, 0, begun))
             if left <= 0:
                 break
-        # Few samples and weights far below 1 can leave an epoch without any.
-        while epoch < self._epochs and not position and not self.epoch_samples(epoch, begun):
-            epoch += 1
-            begun = self._begun_with(epoch, begun)
         return Draw(
             sample_ids=np.concatenate([np.zeros(0, dtype=np.int64), *ids]),
             epoch=np.concatenate([np.zeros(0, dtype=np.int32), *epochs]),
@@ -288,6 +289,8 @@ class Mixture:
         places. Raises CursorMismatchError."""
         epoch, begun = min(cursor.epoch, self._epochs - 1), cursor.begun
         self._require_place(cursor.epoch, cursor.position, begun)
+        if cursor.epoch == epoch:
+            begun = self._begun_at(epoch, cursor.position, begun)
         stretch = self._stretch(epoch, begun)
         at_start = [each for each in _entries(begun) if (each[1], each[2]) <= (epoch, 0)]
         first = self._stretch(epoch, ",".join(map(_entry, at_start)))
@@ -348,14 +351,14 @@ class Mixture:
         source, rank = stretch.turns.turns(start - stretch.start, end - stretch.start)
         row = stretch.given[source] + rank
         settled = self._shuffle(source, row, stretch.windows)
-        for one, windows in stretch.shuffled.items():
-            mine = np.flatnonzero(source == one)
-            for window in reversed(windows):
-                place = row[mine]
-                inside = mine[(place >= window.start) & (place < window.start + window.count)]
-                places = row[inside]
-                settled[inside] |= self._shuffle(source[inside], places, {one: window})
-                row[inside] = places
+        for windows in stretch.shuffled:
+            low, high = np.zeros((2, len(self._sizes)), dtype=np.int64)
+            for one, window in windows.items():
+                low[one], high[one] = window.start, window.start + window.count
+            inside = np.flatnonzero((low[source] <= row) & (row < high[source]))
+            places = row[inside]
+            settled[inside] |= self._shuffle(source[inside], places, windows)
+            row[inside] = places
         row %= np.array(self._sizes)[source]
         rest = np.flatnonzero(~settled)
         present, which = _numbered(source[rest])
@@ -394,12 +397,34 @@ class Mixture:
 
     # ---- places ---------------------------------------------------------------------------
 
-    def _begun_with(self, epoch: int, begun: str) -> str:
-        """The changes in force at the start of an epoch, from those at the end of the last."""
+    def _begun_at(self, epoch: int, position: int, begun: str) -> str:
+        """The changes in force here, where at the start of an epoch its own begin."""
         for due, name in self._by_epoch:
-            if due == epoch and epoch < self._epochs:
+            if (due, position) == (epoch, 0) and epoch < self._epochs and name not in _names(begun):
                 begun = _with(begun, name, epoch, 0)
         return begun
+
+    def _filled(self, epoch: int, begun: str) -> tuple[int, str]:
+        """The first epoch from the start of this one on that has a sample, and the changes in force
+        there; the end where there is none. O(sources · log epochs) between two changes."""
+        while epoch < self._epochs:
+            lines = self._stage(begun).lines
+            before = [line.at(epoch) for line in lines]
+            changes = [due for due, _ in self._by_epoch if epoch < due < self._epochs]
+            end = min(changes, default=self._epochs)
+
+            def gives(
+                until: int,
+                lines: tuple[_Line, ...] = lines,
+                before: list[int] = before,
+            ) -> bool:
+                return any(line.at(until) > was for line, was in zip(lines, before, strict=True))
+
+            until = bisect_left(range(epoch + 1, end + 1), True, key=gives) + epoch + 1
+            if until <= end:
+                return until - 1, begun
+            epoch, begun = end, self._begun_at(end, 0, begun)
+        return epoch, begun
 
     def _stage(self, begun: str) -> _Stage:
         """What is in force where these changes have begun. Raises CursorMismatchError where there
@@ -442,6 +467,7 @@ class Mixture:
         time = stretch.time + (epoch + 1 - stretch.time) * part
         given = stretch.given + stretch.turns.before(passed)
         weights = _replaced(self._stage(before).weights, self._changes[name])
+        _require_some(weights)
         lines = tuple(
             line
             if line.per_epoch == per_epoch
@@ -460,8 +486,15 @@ class Mixture:
         )
         return _Stage(epoch, position, time, given, weights, lines)
 
-    def _epoch_size(self, weights: Sequence[Fraction]) -> float:
-        return float(sum(self._per_epoch(weights)))
+    def _largest_epoch(self, weights: Sequence[Fraction]) -> float:
+        """Each source by the greatest weight that it ever has; by shares, none comes twice."""
+        if self._share_tokens is not None:
+            return float(sum(self._sizes))
+        most = list(weights)
+        for change in self._changes.values():
+            for source, weight in change.items():
+                most[source] = max(most[source], _exact(weight))
+        return float(sum(self._per_epoch(most)))
 
     def _per_epoch(self, weights: Sequence[Fraction]) -> list[Fraction]:
         """How many samples of each source an epoch takes."""
@@ -477,9 +510,7 @@ class Mixture:
             given = np.array([window.start for window in windows], dtype=np.int64)
         until = np.array([window.start + window.count for window in windows], dtype=np.int64)
         turns = Interleaving(np.maximum(until - given, 0), _TURNS, self._seed, epoch, start)
-        lines = enumerate(stage.lines)
-        shuffled = {source: line.shuffled for source, line in lines if line.shuffled}
-        return _Stretch(start, time, given, turns, windows, shuffled)
+        return _Stretch(start, time, given, turns, windows, _by_age(stage.lines, windows))
 
     def _require_place(self, epoch: int, position: int, begun: str) -> None:
         if not 0 <= epoch <= self._epochs:
@@ -533,7 +564,10 @@ def _with(begun: str, name: str, epoch: int, position: int) -> str:
 
 
 def _numbered(labels: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64]]:
-    """The different ones of these small numbers, and for each the place of its own among them."""
+    """The different ones of these numbers, and for each the place of its own among them."""
+    if labels.max(initial=0) > 8 * len(labels) + 1024:
+        present, which = np.unique(labels, return_inverse=True)
+        return present.tolist(), which
     there = np.bincount(labels) > 0
     return np.flatnonzero(there).tolist(), (np.cumsum(there) - 1)[labels]
 
@@ -562,12 +596,39 @@ def _replaced(weights: tuple[Fraction, ...], change: Mapping[int, float]) -> tup
     )
 
 
-def _require_some(weights: Sequence[Fraction], names: Sequence[str]) -> None:
+def _require_some(weights: Sequence[Fraction]) -> None:
     if not any(weights):
         raise SpecError(
-            f"all sources ({', '.join(names) or len(weights)}) have weight 0: nothing is left to "
-            "train. Give at least one a weight."
+            f"all {len(weights)} sources have weight 0 by a change of the mixture: nothing is left "
+            "to train. Give at least one a weight."
         )
+
+
+def _by_age(
+    lines: Sequence[_Line], windows: Sequence[_Window]
+) -> tuple[Mapping[int, _Window], ...]:
+    """The shuffled windows that what is given now comes through, the last one of each source first,
+    then the one before it, and so on."""
+    left = {
+        source: _met(line.shuffled, now.start)
+        for source, (line, now) in enumerate(zip(lines, windows, strict=True))
+    }
+    deepest = max(map(len, left.values()))
+    return tuple(
+        {source: each[age] for source, each in left.items() if len(each) > age}
+        for age in range(deepest)
+    )
+
+
+def _met(shuffled: Sequence[_Window], start: int) -> list[_Window]:
+    """Those of these windows, the last one first, that places from `start` on are led into: each by
+    those behind it."""
+    met = []
+    for window in reversed(shuffled):
+        if window.start + window.count > start:
+            met.append(window)
+            start = min(start, window.start)
+    return met
 
 
 def _exact(weight: float) -> Fraction:
@@ -575,12 +636,13 @@ def _exact(weight: float) -> Fraction:
     return Fraction(repr(float(weight)))
 
 
-def _source(names: Sequence[str], name: str) -> int:
-    if name not in names:
+def _source(numbers: Mapping[str, int], name: str) -> int:
+    if name not in numbers:
         raise SpecError(
-            f"a change of the mixture names the source {name!r}; the job's are {', '.join(names)}."
+            f"a change of the mixture names the source {cut(name)!r}; the job's are "
+            f"{cut(', '.join(numbers))}."
         )
-    return list(names).index(name)
+    return numbers[name]
 
 
 def _require_mixture(

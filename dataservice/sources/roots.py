@@ -61,7 +61,8 @@ class Roots:
         if "::" in place or "\0" in place:
             return False
         if not _is_local(place):
-            parts = re.split(r"[/\\]", unquote(place))
+            # HTTP clients leave control characters out, which makes `..` of `.\t.`.
+            parts = re.split(r"[/\\]", re.sub(r"[\0-\x20\x7f]", "", unquote(place)))
             return ".." not in parts and any(_under(place, root) for root in self.urls)
         path = LOCAL.sub("", place)
         if not posixpath.isabs(path):

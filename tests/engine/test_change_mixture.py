@@ -19,7 +19,7 @@ from dataservice.core.job import MOST_CHANGES, MixtureRecord
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
-from tests.engine.sessions import leave, open_all, train
+from tests.engine.sessions import leave, open_all, settled, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
 
@@ -165,6 +165,50 @@ async def test_a_change_that_is_due_in_skipped_steps_begins_there(store):
     assert skipping == {step: ids for step, ids in whole.items() if not 3 <= step <= 9}
     explained = await coordinator.explain("job", 8, 2)
     assert sorted(explained.plan.sample_ids.tolist()) == whole[8]
+    await coordinator.stop()
+
+
+async def test_steps_that_were_planned_before_a_restart_keep_their_mixture(store):
+    coordinator, sessions = await running(store)
+    await train(coordinator, sessions, 0, 6)
+    await coordinator.stop()
+    before = {entry.step: entry.plan_digest for entry in ledger_of(store, "job")}
+    again = make_coordinator(store, Books(), a_job())
+    await again.start()
+    await again.restored()
+    await again.change_mixture("job", RARE, 4)
+    sessions = await open_all(again, rejoin=1)
+    await train(again, sessions, 6, 100)
+    begun = {entry.step: Cursor.from_json(entry.cursor).begun for entry in ledger_of(store, "job")}
+    after = {entry.step: entry.plan_digest for entry in ledger_of(store, "job")}
+    assert {step: after[step] for step in before} == before
+    assert next(step for step in sorted(begun) if begun[step]) == max(before) + 1
+    await again.stop()
+
+
+async def test_a_change_behind_skipped_steps_begins_there_in_every_attempt(store):
+    coordinator, sessions = await running(store)
+    leave(coordinator, sessions)
+    await coordinator.skip("job", [(5, 8)], "skip")
+    sessions = await open_all(coordinator)
+    await train(coordinator, sessions, 0, 2)
+
+    async def stands_behind_them():
+        return (await coordinator.job("job")).planned_step >= 8
+
+    await settled(stands_behind_them)
+    first = (await coordinator.change_mixture("job", RARE, None)).from_step
+    assert first == (await coordinator.job("job")).planned_step + 1 >= 9
+    await train(coordinator, sessions, 2, 3)
+    await train(coordinator, sessions, 9, 100)
+    whole = await samples_by_step(coordinator, store, 2)
+    cursor = Cursor.from_json(store.ledger_entry("job", 3, 2).cursor)
+    leave(coordinator, sessions)
+    sessions = await open_all(coordinator, cursor=cursor)
+    await train(coordinator, sessions, 3, 2)
+    await train(coordinator, sessions, 9, 100)
+    again = await samples_by_step(coordinator, store, 3)
+    assert again == {step: ids for step, ids in whole.items() if step >= 3}
     await coordinator.stop()
 
 

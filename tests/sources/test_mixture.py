@@ -124,7 +124,7 @@ def test_weight_one_is_a_permutation_of_all_sources_mixed() -> None:
     assert 200 < (draw.sample_ids[:500] < 500).sum() < 300
 
 
-PINNED = [[3, 1, 2, 4, 5, 0], [5, 4, 2, 0, 1, 3], [5, 4, 0, 2, 1, 3]]
+PINNED = [[3, 1, 2, 4, 5, 0], [5, 4, 2, 0, 1, 3], [0, 2, 5, 4, 1, 3]]
 
 
 def test_epochs_and_seeds_differ_and_the_order_is_pinned() -> None:
@@ -305,11 +305,14 @@ def changed(
 
 
 def trained(mixture: Mixture, batch: BatchSize) -> Iterator[tuple[Cursor, Draw]]:
-    """All steps as a job draws them, each with its place."""
+    """All steps as a job draws them, each with its place; until no source has a weight."""
     place = mixture.begin_changes(Cursor())
-    while len((draw := draw_at(mixture, place, batch)).sample_ids):
-        yield place, draw
-        place = mixture.begin_changes(behind(place, draw))
+    try:
+        while len((draw := draw_at(mixture, place, batch)).sample_ids):
+            yield place, draw
+            place = mixture.begin_changes(behind(place, draw))
+    except SpecError as error:
+        assert "nothing is left to train" in str(error)  # noqa: PT017
 
 
 def given_by_sample(sizes: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
@@ -476,3 +479,48 @@ def test_a_change_of_a_stranger_or_of_all_weights_to_nought_is_refused() -> None
         mixture.changed({"r1": MixtureChange(weights={"x": 1.0}, from_step=3)})
     with pytest.raises(SpecError, match="nothing is left"):
         mixture.changed({"r1": MixtureChange(weights={"a": 0.0, "b": 0.0}, from_step=3)})
+    late = MixtureChange(weights={"a": 1.0}, from_step=12)
+    only_b = Mixture([50, 50], [0, 1], seed=0, epochs=2, names=["a", "b"])
+    with pytest.raises(SpecError, match="nothing is left"):
+        only_b.changed({"r1": late, "r2": MixtureChange(weights={"b": 0.0}, from_step=7)})
+
+
+def test_epochs_without_samples_cost_nothing() -> None:
+    mixture = Mixture([100, 7], [1, 1e-6], seed=1, epochs=10**6, max_passes=[1, None])
+    draw = mixture.draw(epoch=0, position=0, batch=BatchSize(samples=104))
+    assert draw.epoch.tolist() == [0] * 100 + [71428, 214285, 357142, 500000 - 1]
+    assert mixture.draw(epoch=900_000, position=0, batch=BatchSize(samples=9)).next_epoch == 10**6
+    all_given = Mixture([100], [1], seed=1, epochs=10**6, max_passes=[1])
+    draw = all_given.draw(epoch=0, position=0, batch=BatchSize(samples=256))
+    assert (len(draw.sample_ids), draw.next_epoch) == (100, 10**6)
+
+
+def test_a_draw_takes_no_more_memory_in_late_epochs() -> None:
+    mixture = Mixture([1, 10_000], [1000, 1], seed=1, epochs=10**6)
+    tracemalloc.start()
+    drawn = mixture.draw(epoch=900_000, position=0, batch=BatchSize(samples=256))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(drawn.sample_ids) == 256
+    assert peak_bytes < 2_000_000
+
+
+def test_an_epoch_that_was_added_begins_with_its_changes() -> None:
+    changes = {"file0": MixtureChange(weights={"b": 0.0}, from_epoch=2)}
+
+    def made(epochs: int) -> Mixture:
+        return Mixture([10, 10], [1, 1], seed=1, epochs=epochs, names=["a", "b"], changes=changes)
+
+    *_, (place, last) = trained(made(2), BatchSize(samples=8))
+    end = behind(place, last)
+    longer = made(4).draw(
+        epoch=end.epoch, position=end.position, begun=end.begun, batch=BatchSize(samples=30)
+    )
+    assert (end.epoch, sorted(longer.sample_ids.tolist())) == (2, sorted([*range(10), *range(10)]))
+
+
+def test_the_largest_epoch_is_that_of_the_greatest_weights() -> None:
+    mixture = Mixture([1000, 1000], [1000, 1], seed=0, epochs=9, names=["a", "b"])
+    late = MixtureChange(weights={"a": 0.001}, from_step=100)
+    early = MixtureChange(weights={"b": 1000.0}, from_step=50)
+    assert mixture.changed({"r1": late, "r2": early}).largest_epoch == 2_000_000
