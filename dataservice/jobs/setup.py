@@ -414,9 +414,9 @@ def _require_drawn(mixture: MixtureTree) -> None:
         drawn = mixture.times_seen(source) * source.samples
         if source.passes and drawn < 0.5:
             raise SpecError(
-                f"source {source.source!r} gives no sample: {source.passes:.2g} passes over its "
-                f"{source.samples} samples in each of {mixture.epochs} epochs are {drawn:.2g} "
-                "samples. Raise its weight, or leave the source out."
+                f"source {source.source!r} gives no sample: weight {source.weight:g} of its "
+                f"{source.samples} samples over {mixture.epochs} epochs is {drawn:.2g}. Raise its "
+                f"weight to {source.weight / drawn:.2g} or more, or leave the source out."
             )
 
 
