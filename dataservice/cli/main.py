@@ -16,12 +16,7 @@ from dataservice.cli.explain import explain
 from dataservice.cli.preview import preview
 from dataservice.cli.progress import asking, index_progress, measuring_progress, starting
 from dataservice.cli.records import quarantine, replay, skip
-from dataservice.cli.show_mixture import (
-    mixture_change_lines,
-    mixture_fields,
-    mixture_tree,
-    weights_of,
-)
+from dataservice.cli.show_mixture import mixture_fields, mixture_shown, weights_of
 from dataservice.cli.status import status
 from dataservice.cli.terminal import Terminal
 from dataservice.cli.tokens import tokens
@@ -452,9 +447,8 @@ def delete(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> 
 
 
 def _print_mixture(job: str, mixture: MixtureTree) -> None:
-    console.print(mixture_tree(job, mixture))
-    for line in mixture_change_lines(mixture):
-        console.print(line)
+    for each in mixture_shown(job, mixture):
+        console.print(each)
 
 
 def _print_jobs(statuses: list[JobStatus], as_json: bool) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dataservice.cli import show_preview as show
 from dataservice.cli.progress import asking
-from dataservice.cli.show_mixture import mixture_change_lines, mixture_fields, mixture_tree
+from dataservice.cli.show_mixture import mixture_fields, mixture_shown
 from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SourceError, SpecError
 from dataservice.jobs.yaml_file import read_text
@@ -137,9 +137,8 @@ def _print_mixture(spec: "JobSpec", as_json: bool) -> None:
     if as_json:
         print(json.dumps({"job": spec.job, **mixture_fields(found)}, indent=2))
     else:
-        Terminal().print(mixture_tree(spec.job, found))
-        for line in mixture_change_lines(found):
-            Terminal().print(line)
+        for each in mixture_shown(spec.job, found):
+            Terminal().print(each)
 
 
 def _print_mixture_if_indexed(spec: "JobSpec") -> None:

@@ -50,8 +50,10 @@ def mixture_tree(job: str, mixture: MixtureTree) -> Listing:
     return table
 
 
-def mixture_change_lines(mixture: MixtureTree) -> Iterator[Text]:
-    """What takes over from the figures of a tree, in the order in which it was asked for."""
+def mixture_shown(job: str, mixture: MixtureTree) -> Iterator[Listing | Text]:
+    """The tree, and below it what takes over from its figures, in the order in which it was asked
+    for."""
+    yield mixture_tree(job, mixture)
     for change in mixture.changes:
         since = (
             f"step {change.from_step}"

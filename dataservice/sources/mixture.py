@@ -21,7 +21,6 @@ depends on the samples it draws, not on the size of the sources.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -37,8 +36,10 @@ from dataservice.core.errors import CursorMismatchError, SpecError
 from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.ports import Draw, Drawn
 from dataservice.core.quoting import cut
+from dataservice.sources.begun_changes import entries, entry_of, names_in, with_change
 from dataservice.sources.interleave import Interleaving
 from dataservice.sources.shuffle import permuted_each
+from dataservice.sources.source_lines import Line, Window, first_giving, windows_by_age
 
 _RING = 1  # hash domain: the order of a source's samples in its ring
 _TURNS = 2  # hash domain: how the sources take turns
@@ -56,44 +57,6 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """`count` samples of a row from the `start`-th on, in an order named by `epoch` and `position`:
-    those that a source gives in that epoch from that position on."""
-
-    start: int
-    count: int
-    epoch: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """What a source gives from a place on: `given` samples at time `since`, in epochs, and
-    `per_epoch` more each epoch, up to `most`. Its row is its ring again and again, but for what it
-    was giving whenever its weight changed in the middle: those windows stay `shuffled`, so that
-    what was left of them comes next."""
-
-    epoch: int
-    position: int
-    since: Fraction
-    given: int
-    per_epoch: Fraction
-    most: int | None
-    shuffled: tuple[_Window, ...] = ()
-
-    def at(self, time: Fraction | int) -> int:
-        given = self.given + math.floor((time - self.since) * self.per_epoch + Fraction(1, 2))
-        return given if self.most is None else min(given, self.most)
-
-    def window(self, epoch: int) -> _Window:
-        """What it gives in this epoch."""
-        start, position = self.given, self.position
-        if self.epoch < epoch:
-            start, position = self.at(epoch), 0
-        return _Window(start, max(0, self.at(epoch + 1) - start), epoch, position)
-
-
-@dataclass(frozen=True, slots=True)
 class _Stage:
     """What is in force from a place on, until another change begins: where that is, which time
     that is in epochs, how much each source had given, and gives from there on."""
@@ -103,7 +66,7 @@ class _Stage:
     time: Fraction
     given: NDArray[np.int64]
     weights: tuple[Fraction, ...]
-    lines: tuple[_Line, ...]
+    lines: tuple[Line, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +78,8 @@ class _Stretch:
     time: Fraction
     given: NDArray[np.int64]
     turns: Interleaving
-    windows: tuple[_Window, ...]
-    shuffled: tuple[Mapping[int, _Window], ...]
+    windows: tuple[Window, ...]
+    shuffled: tuple[Mapping[int, Window], ...]
 
     @property
     def end(self) -> int:
@@ -180,23 +143,8 @@ class Mixture:
             name: {_source(numbers, each): weight for each, weight in change.weights.items()}
             for name, change in changes.items()
         }
-        # Of those that are due together, the one that was asked for last counts.
-        self._by_step = sorted(
-            (
-                (change.from_step, name)
-                for name, change in changes.items()
-                if change.from_step is not None
-            ),
-            key=itemgetter(0),
-        )
-        self._by_epoch = sorted(
-            (
-                (change.from_epoch, name)
-                for name, change in changes.items()
-                if change.from_epoch is not None
-            ),
-            key=itemgetter(0),
-        )
+        self._by_step = _due(changes, "from_step")
+        self._by_epoch = _due(changes, "from_epoch")
         most = [
             None if most is None else math.floor(_exact(most) * size)
             for most, size in zip(max_passes or [None] * len(sizes), self._sizes, strict=True)
@@ -209,7 +157,7 @@ class Mixture:
             given=np.zeros(len(sizes), dtype=np.int64),
             weights=now,
             lines=tuple(
-                _Line(0, 0, Fraction(0), 0, per_epoch, each)
+                Line(0, 0, Fraction(0), 0, per_epoch, each)
                 for per_epoch, each in zip(self._per_epoch(now), most, strict=True)
             ),
         )
@@ -229,10 +177,6 @@ class Mixture:
     def epochs(self) -> int:
         """How many epochs there are."""
         return self._epochs
-
-    def epoch_samples(self, epoch: int, begun: str = "") -> int:
-        """How many samples this epoch holds, by the changes that have begun."""
-        return self._stretch(epoch, begun).end
 
     def draw(self, *, epoch: int, position: int, batch: BatchSize, begun: str = "") -> Draw:
         """The samples of one step that starts at this place; fewer at the end of the last epoch.
@@ -278,10 +222,10 @@ class Mixture:
         was drawn as a whole, nothing begins."""
         if cursor.step_in_window or cursor.epoch >= self._epochs:
             return cursor
-        begun = cursor.begun
+        begun, known = cursor.begun, names_in(cursor.begun)
         for step, name in self._by_step:
-            if step <= cursor.step and name not in _names(begun):
-                begun = _with(begun, name, cursor.epoch, cursor.position)
+            if step <= cursor.step and name not in known:
+                begun = with_change(begun, name, cursor.epoch, cursor.position)
         return replace(cursor, begun=begun)
 
     def drawn(self, cursor: Cursor) -> Drawn:
@@ -292,14 +236,14 @@ class Mixture:
         if cursor.epoch == epoch:
             begun = self._begun_at(epoch, cursor.position, begun)
         stretch = self._stretch(epoch, begun)
-        at_start = [each for each in _entries(begun) if (each[1], each[2]) <= (epoch, 0)]
-        first = self._stretch(epoch, ",".join(map(_entry, at_start)))
+        at_start = [each for each in entries(begun) if (each[1], each[2]) <= (epoch, 0)]
+        first = self._stretch(epoch, ",".join(map(entry_of, at_start)))
         over = cursor.epoch > epoch
         passed = stretch.turns.places if over else cursor.position - stretch.start
         final = begun
         for due, name in self._by_epoch:
             if epoch < due < self._epochs:
-                final = _with(final, name, due, 0)
+                final = with_change(final, name, due, 0)
         ends = [line.at(self._epochs) for line in self._stage(final).lines]
         return Drawn(
             before_epoch=first.given,
@@ -370,7 +314,7 @@ class Mixture:
         self,
         source: NDArray[np.int64],
         row: NDArray[np.int64],
-        windows: Sequence[_Window] | Mapping[int, _Window],
+        windows: Sequence[Window] | Mapping[int, Window],
     ) -> NDArray[np.bool_]:
         """Where in the row of its source each of these places (int64[n]) is taken from, in `row`
         itself. They lie in the windows of their sources, and are shuffled with the rest of the
@@ -399,9 +343,12 @@ class Mixture:
 
     def _begun_at(self, epoch: int, position: int, begun: str) -> str:
         """The changes in force here, where at the start of an epoch its own begin."""
+        if position or epoch >= self._epochs:
+            return begun
+        known = names_in(begun)
         for due, name in self._by_epoch:
-            if (due, position) == (epoch, 0) and epoch < self._epochs and name not in _names(begun):
-                begun = _with(begun, name, epoch, 0)
+            if due == epoch and name not in known:
+                begun = with_change(begun, name, epoch, 0)
         return begun
 
     def _filled(self, epoch: int, begun: str) -> tuple[int, str]:
@@ -409,20 +356,11 @@ class Mixture:
         there; the end where there is none. O(sources · log epochs) between two changes."""
         while epoch < self._epochs:
             lines = self._stage(begun).lines
-            before = [line.at(epoch) for line in lines]
-            changes = [due for due, _ in self._by_epoch if epoch < due < self._epochs]
-            end = min(changes, default=self._epochs)
-
-            def gives(
-                until: int,
-                lines: tuple[_Line, ...] = lines,
-                before: list[int] = before,
-            ) -> bool:
-                return any(line.at(until) > was for line, was in zip(lines, before, strict=True))
-
-            until = bisect_left(range(epoch + 1, end + 1), True, key=gives) + epoch + 1
-            if until <= end:
-                return until - 1, begun
+            end = min((due for due, _ in self._by_epoch if due > epoch), default=self._epochs)
+            end = min(end, self._epochs)
+            found = first_giving(lines, epoch, end)
+            if found < end:
+                return found, begun
             epoch, begun = end, self._begun_at(end, 0, begun)
         return epoch, begun
 
@@ -448,14 +386,14 @@ class Mixture:
                 "state directory that its changes were recorded in."
             )
         before, _, last = begun.rpartition(",")
-        name, epoch, position = _entries(last)[0]
+        name, epoch, position = entries(last)[0]
         if name not in self._changes:
             raise CursorMismatchError(
                 f"the checkpoint was made under a change of the mixture, {name!r}, that this job "
                 f"does not know; it knows {', '.join(self._changes) or 'none'}. Take a checkpoint "
                 "of this job, with the state directory that its changes were recorded in."
             )
-        if name in _names(before):
+        if name in names_in(before):
             raise CursorMismatchError(
                 f"the checkpoint's change of the mixture, {name!r}, began twice. Load the "
                 "state_dict that ShardDataset gave."
@@ -471,7 +409,7 @@ class Mixture:
         lines = tuple(
             line
             if line.per_epoch == per_epoch
-            else _Line(
+            else Line(
                 epoch,
                 position,
                 time,
@@ -510,7 +448,7 @@ class Mixture:
             given = np.array([window.start for window in windows], dtype=np.int64)
         until = np.array([window.start + window.count for window in windows], dtype=np.int64)
         turns = Interleaving(np.maximum(until - given, 0), _TURNS, self._seed, epoch, start)
-        return _Stretch(start, time, given, turns, windows, _by_age(stage.lines, windows))
+        return _Stretch(start, time, given, turns, windows, windows_by_age(stage.lines, windows))
 
     def _require_place(self, epoch: int, position: int, begun: str) -> None:
         if not 0 <= epoch <= self._epochs:
@@ -527,40 +465,6 @@ class Mixture:
                 f"{f'samples {start} to {end}' if start else end}. Resume from a checkpoint of "
                 "this job, or restore the sources and weights that it was trained with."
             )
-
-
-# ---- the names of changes in a place, each as NAME@EPOCH:POSITION, in order ---------------
-
-
-def _entries(begun: str) -> list[tuple[str, int, int]]:
-    """Raises CursorMismatchError where it was not written here."""
-    try:
-        return [_parsed(each) for each in begun.split(",") if each]
-    except ValueError as error:
-        raise CursorMismatchError(
-            f"the cursor's changes of the mixture are {begun[:80]!r}; each is NAME@EPOCH:POSITION. "
-            "Load the state_dict that ShardDataset gave."
-        ) from error
-
-
-def _parsed(entry: str) -> tuple[str, int, int]:
-    name, _, place = entry.partition("@")
-    epoch, _, position = place.partition(":")
-    return name, int(epoch), int(position)
-
-
-def _entry(parsed: tuple[str, int, int]) -> str:
-    name, epoch, position = parsed
-    return f"{name}@{epoch}:{position}"
-
-
-def _names(begun: str) -> set[str]:
-    return {name for name, _, _ in _entries(begun)}
-
-
-def _with(begun: str, name: str, epoch: int, position: int) -> str:
-    entry = _entry((name, epoch, position))
-    return f"{begun},{entry}" if begun else entry
 
 
 def _numbered(labels: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64]]:
@@ -582,9 +486,7 @@ def _kept(cache: dict[Key, Made], key: Key, made: Made) -> Made:
 def passes_of(weights: Sequence[Fraction], tokens: Sequence[int]) -> list[Fraction]:
     """Passes over sources of so many tokens in an epoch, of whose tokens each gives a share in
     proportion to its weight. The epoch is as long as it can be without any source coming twice."""
-    per_token = [
-        weight / held if held else weight for weight, held in zip(weights, tokens, strict=True)
-    ]
+    per_token = [weight / held for weight, held in zip(weights, tokens, strict=True)]
     most = max(per_token)
     return [each / most for each in per_token]
 
@@ -604,36 +506,16 @@ def _require_some(weights: Sequence[Fraction]) -> None:
         )
 
 
-def _by_age(
-    lines: Sequence[_Line], windows: Sequence[_Window]
-) -> tuple[Mapping[int, _Window], ...]:
-    """The shuffled windows that what is given now comes through, the last one of each source first,
-    then the one before it, and so on."""
-    left = {
-        source: _met(line.shuffled, now.start)
-        for source, (line, now) in enumerate(zip(lines, windows, strict=True))
-    }
-    deepest = max(map(len, left.values()))
-    return tuple(
-        {source: each[age] for source, each in left.items() if len(each) > age}
-        for age in range(deepest)
-    )
-
-
-def _met(shuffled: Sequence[_Window], start: int) -> list[_Window]:
-    """Those of these windows, the last one first, that places from `start` on are led into: each by
-    those behind it."""
-    met = []
-    for window in reversed(shuffled):
-        if window.start + window.count > start:
-            met.append(window)
-            start = min(start, window.start)
-    return met
-
-
 def _exact(weight: float) -> Fraction:
     """The shortest decimal that reads as this float: 0.1 means one tenth."""
     return Fraction(repr(float(weight)))
+
+
+def _due(changes: Mapping[str, MixtureChange], since: str) -> list[tuple[int, str]]:
+    """When changes are due, by step or by epoch; of those that are due together, the one that was
+    asked for last comes last, and counts."""
+    when = [(getattr(change, since), name) for name, change in changes.items()]
+    return sorted((each for each in when if each[0] is not None), key=itemgetter(0))
 
 
 def _source(numbers: Mapping[str, int], name: str) -> int:

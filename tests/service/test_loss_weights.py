@@ -7,16 +7,13 @@ import types
 import grpc
 import numpy as np
 import pytest
-import torch
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
-from torch import nn
 
 from tests.service.small import spoil, write_jsonl
 from tests.service.support import dataservice, job_file, serving
+from tests.service.text_model import text_model
 from tests.trainer_client.runtime.conftest import run_world
 from tests.trainer_client.runtime.random_steps import (
-    WIDTH,
-    Model,
     single_process,
     worst_difference,
 )
@@ -25,23 +22,9 @@ from trainer_client.runtime import GroupPool, run_step
 
 pytestmark = pytest.mark.long
 
-STEPS, LONG, VOCABULARY = 4, 130, 4096
+STEPS, LONG = 4, 130
 SCORES = [0.3, None, 0, 2.5, 1]  # of the rated texts, over and over
 SOURCE_WEIGHTS = {"rated": 0.5, "plain": 3.0}
-
-
-class TextModel(Model):
-    """The runtime's small model, with the tokens of a real tokenizer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-
-def text_model():
-    torch.manual_seed(3)
-    return TextModel().double()
 
 
 def records_of(source):

@@ -4,34 +4,17 @@ time, on any number of ranks, while training goes on where it was."""
 import itertools
 
 import pytest
-import torch
-from torch import nn
 
 from tests.service.small import write_jsonl
 from tests.service.support import dataservice, job_file, serving
+from tests.service.text_model import text_model
 from tests.trainer_client.runtime.conftest import run_world
-from tests.trainer_client.runtime.random_steps import WIDTH, Model
 from trainer_client import ShardDataset
 from trainer_client.runtime import GroupPool, evaluate_step, run_step
 
 pytestmark = pytest.mark.long
 
-VOCABULARY = 4096
 TRAINED, HELD_OUT, EVERY = 30, 13, 2
-
-
-class TextModel(Model):
-    """The runtime's small model, with the tokens of a real tokenizer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-
-def text_model():
-    torch.manual_seed(5)
-    return TextModel().double()
 
 
 @pytest.fixture(scope="module")
