@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import boto3
+import fsspec
 import pytest
 
 from soak.gate import Gate, through_gate
@@ -37,6 +38,8 @@ def object_store(home: Path, bucket: str, log: Path) -> Iterator[Gate]:
         for file in filter(Path.is_file, home.rglob("*")):
             client.upload_file(str(file), bucket, str(file.relative_to(home)))
         client.close()
+        # A filesystem that fsspec keeps knows the address of the store that was there before.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         yield network
 
 
