@@ -27,7 +27,7 @@ from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.threads import in_opening
 from dataservice.jobs.opener import JobOpener
-from dataservice.jobs.sample_pipeline import load_processors
+from dataservice.jobs.own_code import load_processors
 from dataservice.observability.diagnosis import diagnose
 from dataservice.observability.endpoint import MetricsEndpoint, serve_metrics
 from dataservice.observability.metrics import PrometheusMetrics

@@ -264,7 +264,7 @@ def calibrate_model(
     """
     from dataservice.jobs import calibrate
     from dataservice.jobs.cost_file import write_cost_file
-    from dataservice.jobs.sample_pipeline import load_processors
+    from dataservice.jobs.own_code import load_processors
     from dataservice.operate.config import read_config
 
     if (model is None) == (measurements is None):

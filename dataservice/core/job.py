@@ -14,7 +14,7 @@ LAST_STEP = 2**53
 MOST_CHANGES = 64
 """Changes of a mixture, in a job file and recorded: a cursor names all that have begun."""
 WeightUnit = Literal["passes", "tokens"]
-SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text"]
+SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text", "custom"]
 
 # Read by pydantic where the job file is validated: unknown keys are refused, and the string
 # below each field is its description in the job file's schema.
@@ -120,6 +120,19 @@ _WHOLE_TEXTS = ("conversation", "question", "caption", "text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FormatSpec:
+    """Code of the user's own that reads a format of files, which the service's config names by
+    import path."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    name: str
+    """Its name in the service's config."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments its class is made with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
     """One dataset at a URL, in one format."""
 
@@ -131,8 +144,11 @@ class SourceSpec:
     """Path or URL of the files; `*` and `{000..127}` patterns are expanded. Any fsspec URL."""
     format: SourceFormat
     """How the files are laid out: webdataset (tar), parquet, arrow (as save_to_disk writes it), mds
-    (MosaicML Streaming), jsonl (an object a line), json (one array of objects) or text (each file a
-    document)."""
+    (MosaicML Streaming), jsonl (an object a line), json (one array of objects), text (each file a
+    document) or custom (as `format_code` reads them)."""
+    format_code: FormatSpec | None = None
+    """With format: custom, the user's own code that says where the samples of a file lie, and what
+    one is."""
     weight: float = 1.0
     """Passes over the source in one epoch: 2 shows each sample twice, 0.5 every other one, 0 none
     until the mixture changes. Or shares of tokens: see `weights`."""
@@ -187,6 +203,17 @@ class SourceSpec:
             raise SpecError(
                 f"source {self.name!r} is text, whose files have no record, and names "
                 "columns.loss_weight. Give the whole source a loss_weight, or write jsonl."
+            )
+        if (self.format == "custom") != (self.format_code is not None):
+            raise SpecError(
+                f"source {self.name!r} has format: {self.format} and "
+                f"{'no ' if self.format_code is None else ''}format_code; files that code of your "
+                "own reads have both: format: custom, format_code: {name: …}."
+            )
+        if self.format_code is not None and self.media_root:
+            raise SpecError(
+                f"source {self.name!r} has media_root, and a format of its own, whose code gives "
+                "the bytes of media itself. Leave media_root out."
             )
         if self.storage_profile and self.storage_options:
             raise SpecError(

@@ -108,6 +108,15 @@ class MediaBlob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unparsed:
+    """What a format of the user's own has of a sample before its code was asked what that is: the
+    bytes of its ranges, and the source whose code knows."""
+
+    source: str
+    parts: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RawSample:
     """One sample as read, nothing decoded.
 
@@ -115,7 +124,8 @@ class RawSample:
     are its blobs in the order in which placeholders refer to them. With `placeholders` as text,
     `<image>` in a sample without an image is a word like others. `piece` says which piece of the
     document is meant, as in SampleLocation; the record is that of the whole document. `loss_weight`
-    is the record's own, where the source's `columns` name one.
+    is the record's own, where the source's `columns` name one. With `unparsed`, everything else is
+    empty but the key and the piece.
     """
 
     key: str
@@ -124,6 +134,7 @@ class RawSample:
     placeholders: PlaceholderRule = "strict"
     piece: int = 0
     loss_weight: float = 1.0
+    unparsed: Unparsed | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.media import ItemArray
-from dataservice.decode.own_code import made_of, running, version_of
 from dataservice.decode.spec import AugmentSpec
 
 TORCHVISION = "torchvision"

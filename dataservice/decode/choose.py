@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import cast
 
 from dataservice.core.errors import SpecError
+from dataservice.core.own_code import made_of
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
-from dataservice.decode.own_code import made_of
 from dataservice.decode.own_tokenizer import load_own_tokenizer
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
 from dataservice.decode.processors.base import VisionProcessor

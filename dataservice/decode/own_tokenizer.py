@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
-from dataservice.decode.own_code import made_of, running, version_of
 from dataservice.decode.spec import TokenizerSpec
 from dataservice.decode.tokenizer import LoadedTokenizer, configured
 

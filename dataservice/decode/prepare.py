@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaBlob, RawSample
-from dataservice.decode.own_code import made_of, running, version_of
 from dataservice.decode.spec import PrepareSpec
 
 

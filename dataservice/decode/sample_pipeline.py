@@ -3,11 +3,12 @@ those lengths."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.own_code import source_of
 from dataservice.core.ports import SampleDecoder, SampleMeasurer
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import (
@@ -39,7 +40,6 @@ from dataservice.decode.media import (
     run_costs,
     texts_of,
 )
-from dataservice.decode.own_code import source_of
 from dataservice.decode.prepare import Preparation, choose_preparation
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.processors.transformers_image import TransformersImageProcessor
@@ -72,6 +72,16 @@ class PipelinePart:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFormats:
+    """The formats of the user's own among a job's sources: what makes a sample of the bytes that
+    such a source reads, by source, and the parts of the identity that they are. Each is a matter of
+    its own source's index, so the fingerprint does not count them."""
+
+    parse: Mapping[str, Callable[[RawSample], RawSample]] = field(default_factory=dict)
+    identity: Mapping[str, PipelinePart] = field(default_factory=dict)
+
+
 class Pipeline(SampleMeasurer, SampleDecoder):
     """Measures and decodes samples: `SampleMeasurer` and `SampleDecoder` in one. Two pipelines
     whose `identity` has the same digests give the same result for every sample.
@@ -84,6 +94,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         self,
         *,
         spec: PipelineSpec,
+        formats: OwnFormats,
         preparation: Preparation,
         augmentation: Augmentation,
         text: TextPipeline,
@@ -93,13 +104,14 @@ class Pipeline(SampleMeasurer, SampleDecoder):
     ) -> None:
         """Use `build_pipeline`."""
         self._rule = LengthRule.of(spec)
+        self._formats = formats
         self._preparation = preparation
         self._augmentation = augmentation
         self._text = text
         self._media = media
-        self.identity = identity
+        self.identity = {**identity, **formats.identity}
         self._fingerprint = _digest(
-            {name: digest for name, digest in self.digests.items() if name != AUGMENT}
+            {name: part.digest for name, part in identity.items() if name != AUGMENT}
         )
         self._pad_token_id = pad_token_id
 
@@ -110,7 +122,8 @@ class Pipeline(SampleMeasurer, SampleDecoder):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that an index depends on: the identity without augmentation."""
+        """Digest of all that every source's index depends on: the identity without augmentation,
+        and without formats of the user's own."""
         return self._fingerprint
 
     @property
@@ -209,6 +222,8 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         return replace(whole, sequence=sequence, lengths=_lengths(sequence, whole.costs))
 
     def _whole(self, raw: RawSample) -> "_Prepared":
+        if raw.unparsed is not None:
+            raw = self._formats.parse[raw.unparsed.source](raw)
         raw = self._preparation(raw)
         limits = self._media.limits
         limits.check("max_media_items", len(raw.media), "the sample: media files")
@@ -268,6 +283,7 @@ def build_pipeline(
     *,
     custom_processors: Mapping[str, type] | None = None,
     limits: DecodeLimits = DEFAULT_LIMITS,
+    formats: OwnFormats | None = None,
 ) -> Pipeline:
     """Load the tokenizer and template, choose processors and placeholder tokens.
 
@@ -290,6 +306,7 @@ def build_pipeline(
     end_of_document = choose_end_of_document(spec, tokenizer)
     return Pipeline(
         spec=spec,
+        formats=formats or OwnFormats(),
         preparation=preparation,
         augmentation=augmentation,
         text=TextPipeline(

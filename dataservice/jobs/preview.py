@@ -29,6 +29,7 @@ from dataservice.decode.sample_pipeline import Pipeline
 from dataservice.decode.text import IGNORED_LABEL
 from dataservice.jobs.find_samples import Found, Wanted, find
 from dataservice.jobs.job_file import JobSpec
+from dataservice.jobs.own_formats import format_codes
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
 from dataservice.sources.index_part import measured
@@ -99,8 +100,10 @@ def preview_job(
         NotFoundError: there is no such sample.
         SourceError: sources cannot be read; raised behind the samples of the others.
     """
-    chosen = opened_sources(_chosen(spec, sources, wanted), storage_profiles)
-    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    named = _chosen(spec, sources, wanted)
+    codes = format_codes(named, custom_processors)
+    chosen = opened_sources(named, storage_profiles, codes=codes)
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, named)
     preview = _Previews(chosen, limits, pipeline, epoch)
     problems = []
     for source in chosen:
@@ -123,8 +126,8 @@ def preview_sample(
 ) -> SamplePreview:
     """One sample of a job, whose place is known, augmented as in epoch 0. Raises SpecError where
     the pipeline cannot be built, SourceError where the source cannot be read."""
-    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
     sources = [source for source in spec.sources if source.name == ref.source]
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, sources)
     opened = opened_sources(sources, storage_profiles)
     return _Previews(opened, limits, pipeline, 0).of(Found(ref=ref))
 

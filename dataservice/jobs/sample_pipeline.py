@@ -4,7 +4,6 @@ Separate from setup.py because the decoding processes load this module, and neit
 """
 
 import contextlib
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,9 +14,9 @@ from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.team import NO_TEAM
-from dataservice.decode.augment import is_transform
-from dataservice.decode.own_code import source_of
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
+from dataservice.jobs.own_code import OwnClasses
+from dataservice.jobs.own_formats import own_formats
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
@@ -40,9 +39,10 @@ def worker_pipeline(
 ) -> str:
     """What a worker needs of a job, as JSON: its sources, its pipeline with the digests to expect,
     the folders it may read, and the team whose code it runs."""
+    own_code = pipeline.own_code or any(source.format_code for source in sources)
     return json.dumps(
         {
-            **({"code_of": team} if pipeline.own_code else {}),
+            **({"code_of": team} if own_code else {}),
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -87,7 +87,8 @@ def decoder_of(
     with _understood():
         plain = json.loads(worker_pipeline)
         pipeline, wanted = json.dumps(plain["pipeline"]), dict(plain["identity"])
-    built = pipeline_of(pipeline, custom_processors, limits)
+        sources = _SOURCES.validate_python(plain["sources"])
+    built = pipeline_of(pipeline, custom_processors, limits, sources)
     _require_identity(built.identity, wanted)
     return built
 
@@ -108,13 +109,21 @@ def _require_identity(found: Mapping[str, PipelinePart], wanted: Mapping[str, st
 
 
 def pipeline_of(
-    pipeline: str, custom_processors: dict[str, str], limits: DecodeLimits = DEFAULT_LIMITS
+    pipeline: str,
+    custom_processors: dict[str, str],
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    sources: Sequence[SourceSpec] = (),
 ) -> Pipeline:
-    """Build the pipeline. Raises SpecError where the tokenizer, the template or a processor cannot
-    be loaded."""
+    """Build the pipeline, which parses what the own formats of these sources read. Raises SpecError
+    where the tokenizer, the template, a processor or a format cannot be loaded."""
     with _understood():
         spec = _PIPELINE.validate_json(pipeline)
-    return build_pipeline(spec, custom_processors=_OnDemand(custom_processors), limits=limits)
+    return build_pipeline(
+        spec,
+        custom_processors=OwnClasses(custom_processors),
+        limits=limits,
+        formats=own_formats(sources, custom_processors, limits),
+    )
 
 
 @contextlib.contextmanager
@@ -127,53 +136,3 @@ def _understood() -> Iterator[None]:
             f"this is no job's pipeline: {type(error).__name__}: {str(error)[:200]}. Coordinator "
             "and workers must be of one release."
         ) from error
-
-
-class _OnDemand(Mapping[str, type]):
-    """The operator's own classes by name, of which only those that a job names are imported."""
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._paths = paths
-
-    def __getitem__(self, name: str) -> type:
-        """Raises SpecError where it cannot be imported."""
-        return _load_processor(name, self._paths[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-
-def load_processors(paths: dict[str, str]) -> dict[str, type]:
-    """Import the operator's own processors, preparers, augmenters and tokenizers, by name, each
-    `package.module:Class`. Raises SpecError."""
-    return {name: _load_processor(name, path) for name, path in paths.items()}
-
-
-_METHODS = ({"plan_image", "plan_video"}, {"prepare"}, {"augment"}, {"encode", "decode"})
-
-
-def _load_processor(name: str, path: str) -> type:
-    module, _, attribute = path.partition(":")
-    try:
-        loaded = getattr(importlib.import_module(module), attribute or "?")
-    except Exception as error:  # the operator's own module may raise anything
-        raise SpecError(
-            f"custom processor {name!r} is {path!r}, which cannot be imported: "
-            f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
-            "package in the service's config."
-        ) from error
-    does = set(dir(loaded))
-    known = any(methods <= does for methods in _METHODS)
-    if not isinstance(loaded, type) or not (known or is_transform(loaded)):
-        raise SpecError(
-            f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
-            "plan_video, with prepare, with augment, or with encode and decode, and no transform "
-            "of torchvision. See, in dataservice/decode, VisionProcessor in processors/base.py, "
-            "Preparer in prepare.py, Augmenter in augment.py, and OwnTokenizer in own_tokenizer.py."
-        )
-    for whole_module in (False, True):
-        source_of(loaded, whole_module=whole_module)
-    return loaded

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
-from dataservice.core.job import ErrorBudget, JobRecord
+from dataservice.core.job import ErrorBudget, JobRecord, SourceSpec
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
@@ -23,6 +23,7 @@ from dataservice.decode.sample_pipeline import AUGMENT
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
+from dataservice.jobs.own_formats import format_codes, known_codes
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.jobs.storage_profiles import (
     NO_PROFILES,
@@ -74,8 +75,9 @@ def index_job(
         SpecError: the pipeline cannot be built, or a storage profile is not known.
     """
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
+    codes = format_codes(spec.sources, custom_processors)
     made, problems = [], []
-    for source in opened_sources(spec.sources, storage_profiles):
+    for source in opened_sources(spec.sources, storage_profiles, codes=codes):
         try:
             summary = build_index(
                 source,
@@ -169,7 +171,7 @@ def build_files(
         require_allowed(spec, roots)  # the operator may have changed the roots
     job_limits.check("max_sources", len(spec.sources), "sources")
     job_limits.check("max_epochs", spec.epochs, "epochs")
-    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits)
+    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, spec.sources)
     return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
 
 
@@ -187,7 +189,7 @@ def open_files(
     limit, before it is read."""
     spec, roots = _read_back(record, allowed_roots)
     catalog = open_catalog(
-        opened_sources(spec.sources, storage_profiles, team_of(record.name)),
+        _opened(record, spec, built, storage_profiles),
         spec.index,
         built.fingerprint,
         limits=limits,
@@ -195,6 +197,13 @@ def open_files(
         require_rows=partial(_require_rows, spec, job_limits),
     )
     return OpenedJob(catalog=catalog, identity=built.digests)
+
+
+def _opened(
+    record: JobRecord, spec: JobSpec, built: BuiltPipeline, storage_profiles: StorageProfiles
+) -> list[SourceSpec]:
+    codes = known_codes(spec.sources, built.digests)
+    return opened_sources(spec.sources, storage_profiles, team_of(record.name), codes=codes)
 
 
 def check_files(
@@ -218,7 +227,7 @@ def check_files(
     data = _data_fingerprint(identity, built.digests)
     _require_same_augmentation(record, _sample_order(data, spec))
     return require_same_index(
-        opened_sources(spec.sources, storage_profiles, team_of(record.name)),
+        _opened(record, spec, built, storage_profiles),
         spec.index,
         built.fingerprint,
         identity,

@@ -1,7 +1,7 @@
 """The operator's storage profiles, as the sources of a job use them.
 
     job file: storage_profile: lake ──▶ may this team, below these roots? ──▶ at submit
-    opener, worker, index, preview ───▶ the same, and the secrets' file ────▶ a GrantedSource
+    opener, worker, index, preview ───▶ the same, and the secrets' file ────▶ a OpenedSource
 
 A file with secrets is read each time that sources are opened, so a rotated secret counts from the
 next opening on.
@@ -14,12 +14,13 @@ from typing import Any
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import SourceSpec
+from dataservice.core.own_format import FormatCodes
 from dataservice.core.private_files import others_may
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.team import NO_TEAM
 from dataservice.jobs.yaml_file import read_text, written
 from dataservice.sources.filesystem import hold_credentials as hold_credentials  # for workers
-from dataservice.sources.grant import Grant, GrantedSource
+from dataservice.sources.opened import Grant, OpenedSource
 from dataservice.sources.roots import Roots
 
 StorageProfiles = Mapping[str, StorageProfile]
@@ -50,22 +51,29 @@ def require_profile(
 
 
 def opened_sources(
-    sources: Sequence[SourceSpec], profiles: StorageProfiles, team: str = NO_TEAM
+    sources: Sequence[SourceSpec],
+    profiles: StorageProfiles,
+    team: str = NO_TEAM,
+    *,
+    codes: FormatCodes | None = None,
 ) -> list[SourceSpec]:
-    """The sources, each with what its storage is opened with. Raises SpecError where one names a
-    profile that cannot be used."""
-    return [_opened(each, profiles, team) if each.storage_profile else each for each in sources]
+    """The sources, each with what its storage is opened with, and the code of its format if that is
+    among `codes`. Raises SpecError where one names a profile that cannot be used."""
+    opened = []
+    for source in sources:
+        grant = _grant(source, profiles, team) if source.storage_profile else None
+        plain = {each.name: getattr(source, each.name) for each in fields(source)}
+        opened.append(OpenedSource(**plain, grant=grant, code=(codes or {}).get(source.name)))
+    return [*opened]
 
 
-def _opened(source: SourceSpec, profiles: StorageProfiles, team: str) -> GrantedSource:
+def _grant(source: SourceSpec, profiles: StorageProfiles, team: str) -> Grant:
     profile = require_profile(source, profiles, team)
-    grant = Grant(
+    return Grant(
         options=profile.options,
         secret=_secrets(profile, source.storage_profile),
         roots=_roots(profile),
     )
-    plain = {each.name: getattr(source, each.name) for each in fields(source)}
-    return GrantedSource(**plain, grant=grant)
 
 
 def _roots(profile: StorageProfile) -> Roots:

@@ -108,8 +108,8 @@ class ServiceConfig(Strict):
     """File with the secret shared with workers, which only its owner and group may read; by
     default the service makes one in state_dir."""
     custom_processors: dict[str, str] = Field(default={})
-    """Vision processors, preparers and augmenters of samples, and tokenizers, that jobs may use by
-    name: name → import path `package.module:Class`."""
+    """Vision processors, preparers and augmenters of samples, tokenizers and file formats, that
+    jobs may use by name: name → import path `package.module:Class`."""
     tokens_file: str | None = None
     """File with the tokens of the teams, made by `dataservice token new`; without it every caller
     is an admin. Changes take effect without a restart."""

@@ -1,9 +1,9 @@
 """A checksum and a digest of a sample's bytes at the time of indexing.
 
 Both cover the record, its loss weight and every media file as read, wherever the format stores
-them. The CRC-32 is compared on each read, so that a file damaged or replaced later is noticed even
-if its codec still decodes it. The digest tells whether two samples are the same; a job's identity
-depends on it.
+them; of a format of the user's own, the bytes that its code makes them of. The CRC-32 is compared
+on each read, so that a file damaged or replaced later is noticed even if its codec still decodes
+it. The digest tells whether two samples are the same; a job's identity depends on it.
 """
 
 import hashlib
@@ -41,3 +41,6 @@ def _pieces(raw: RawSample) -> Iterator[bytes]:
     for blob in raw.media:
         yield f"\0{blob.kind} {len(blob.data)}\0".encode()
         yield blob.data
+    for part in raw.unparsed.parts if raw.unparsed else ():
+        yield f"\0part {len(part)}\0".encode()
+        yield part

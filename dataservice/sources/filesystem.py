@@ -28,7 +28,7 @@ from tenacity import (
 
 from dataservice.core.distribution import installing
 from dataservice.core.errors import ServiceError, SourceError, StorageAwayError
-from dataservice.sources.grant import without_secrets
+from dataservice.sources.opened import without_secrets
 from dataservice.sources.roots import Roots
 
 if TYPE_CHECKING:

@@ -125,7 +125,8 @@ def write_part(
         for sample in _counted(samples, counter, most_samples, *between):
             try:
                 raw = usable(sample)
-                pieces, checks = measured_pieces(raw, measurer), sample_checks(raw)
+                pieces = measured_pieces(raw, measurer)
+                checks = sample_checks(sample.unparsed or raw)
             except SampleError as error:
                 if isinstance(error, SampleTooLongError):
                     long += LongSamples(left_out=1, longest_tokens=error.tokens)

@@ -17,6 +17,7 @@ from typing import Any
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import RawSample
+from dataservice.sources.opened import OpenedSource
 from dataservice.sources.storage import SourceFile, static_prefix
 
 # Version 2 added each sample's checksum. Version 3 added its digest, what is known of its items
@@ -126,8 +127,9 @@ class Recipe:
     def of(spec: SourceSpec, measurer_fingerprint: str) -> "Recipe":
         """The recipe that a job asks for."""
         root = spec.media_root
+        code = spec.code if isinstance(spec, OpenedSource) else None
         return Recipe(
-            format=spec.format,
+            format=f"{code.name} {code.digest}" if code else spec.format,
             image_column=spec.image_column,
             ignore=", ".join(sorted(set(spec.ignore))),
             placeholders=spec.placeholders,

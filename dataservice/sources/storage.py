@@ -30,7 +30,7 @@ from dataservice.sources.filesystem import (
     require_storage,
     translate,
 )
-from dataservice.sources.grant import GrantedSource
+from dataservice.sources.opened import OpenedSource
 from dataservice.sources.patterns import expand
 from dataservice.sources.roots import Roots
 
@@ -260,7 +260,7 @@ def _opened_with(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Roots | None]:
     """(Options, those that are secrets, where they may be used). Raises SourceError for a source
     that names a profile and was not granted it: it would be read with other credentials."""
-    if isinstance(spec, GrantedSource):
+    if isinstance(spec, OpenedSource) and spec.grant is not None:
         return spec.grant.options, spec.grant.secret, spec.grant.roots
     if spec.storage_profile:
         raise SourceError(

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from dataservice.core.errors import SampleError
 from dataservice.core.ports import SampleReader
-from dataservice.core.sample import MediaBlob, RawSample, SampleRef
+from dataservice.core.sample import MediaBlob, RawSample, SampleRef, Unparsed
 from dataservice.workers.decoder_messages import (
     Answer,
     AnswerReader,
@@ -112,7 +112,9 @@ def _end() -> NoReturn:
 
 
 def _memory_of(raw: RawSample) -> int:
-    """The descriptor of a memory file: the length of a JSON object, that object, the files."""
+    """The descriptor of a memory file: the length of a JSON object, that object, the files and the
+    parts of a format of the user's own."""
+    unparsed = raw.unparsed
     head = json.dumps(
         {
             "key": raw.key,
@@ -121,9 +123,11 @@ def _memory_of(raw: RawSample) -> int:
             "piece": raw.piece,
             "loss_weight": raw.loss_weight,
             "media": [(blob.kind, blob.name, len(blob.data)) for blob in raw.media],
+            "unparsed": unparsed and (unparsed.source, [len(part) for part in unparsed.parts]),
         }
     ).encode()
     buffers = [_LENGTH.pack(len(head)), head, *(blob.data for blob in raw.media)]
+    buffers += unparsed.parts if unparsed else ()
     return write_memory([*buffers], sum(map(len, buffers)))
 
 
@@ -136,4 +140,6 @@ def _sample_of(descriptor: int) -> RawSample:
             MediaBlob(kind=kind, name=name, data=stream.read(size_bytes))
             for kind, name, size_bytes in plain.pop("media")
         )
-    return RawSample(**plain, media=media)
+        parts = plain.pop("unparsed")
+        unparsed = parts and Unparsed(source=parts[0], parts=tuple(map(stream.read, parts[1])))
+    return RawSample(**plain, media=media, unparsed=unparsed)

@@ -13,8 +13,8 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.formats.registry import list_files
-from dataservice.sources.grant import Grant, GrantedSource
 from dataservice.sources.index import build_index
+from dataservice.sources.opened import Grant, OpenedSource
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 from dataservice.sources.storage import Storage
@@ -112,7 +112,7 @@ def granted(served: Hub, source: SourceSpec, token: str) -> SourceSpec:
     """The source with the profile of an operator who has this token."""
     roots = Roots.of(["hf://datasets/org"], "")
     grant = Grant(options={"endpoint": served.url}, secret={"token": token}, roots=roots)
-    return GrantedSource(
+    return OpenedSource(
         name=source.name, url=source.url, format=source.format, storage_profile="hub", grant=grant
     )
 

@@ -1,9 +1,11 @@
 """What all formats begin with: the source, its storage, and the files with their suffixes."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.sample import ByteSpan
 from dataservice.sources.storage import SourceFile, Storage
 
 
@@ -21,3 +23,8 @@ class FileFormat:
     def files(self) -> tuple[SourceFile, ...]:
         """The files at the source's URL; of a folder, those with a suffix of this format."""
         return self._storage.files(self.suffixes)
+
+    def _check_size(self, spans: Sequence[ByteSpan]) -> None:
+        """Raises SampleError where a sample is larger than the limits allow."""
+        size_bytes = sum(span.size_bytes for span in spans)
+        self._limits.check("max_sample_bytes", size_bytes, "the sample: bytes")

@@ -179,10 +179,6 @@ class Mds(TableFormat):
 
     # ---- samples --------------------------------------------------------------------------
 
-    def _check_size(self, spans: Sequence[ByteSpan]) -> None:
-        size_bytes = sum(span.size_bytes for span in spans)
-        self._limits.check("max_sample_bytes", size_bytes, "the sample: bytes")
-
     def _scanned(
         self, stream: IO[bytes], shard: Shard, span: ByteSpan, path: str, fallback_key: str
     ) -> tuple[str, RawSample | SampleError]:

@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from dataservice.core.errors import SampleError
 from dataservice.core.job import MEDIA_KINDS, SourceSpec
@@ -20,12 +21,19 @@ from dataservice.core.sample import PART_KINDS, MediaBlob, MediaKind
 from dataservice.sources.formats.content import require_path
 from dataservice.sources.formats.layout import value_at
 from dataservice.sources.formats.media_names import held_kind
-from dataservice.sources.storage import Storage
 
 _TURNS = ("messages", "conversations")
 _PART_FIELDS = ("url", "path", "base64", "data")
 _FILE_SCHEME = "file://"
 _WEB_SCHEMES = ("http://", "https://")
+
+
+class MediaFiles(Protocol):
+    """Where the files lie that records name."""
+
+    def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:
+        """The file that a record of `path` names. Raises SampleError where there is none."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +142,7 @@ def _listed(value: object) -> list[object]:
 
 
 def read_refs(
-    refs: list[MediaRef], file: str, storage: Storage, limits: DecodeLimits
+    refs: list[MediaRef], file: str, storage: MediaFiles, limits: DecodeLimits
 ) -> tuple[MediaBlob, ...]:
     """The files that a record of `file` names. Raises SampleError where one cannot be read, or they
     are more or larger than the limits."""
@@ -147,7 +155,7 @@ def read_refs(
     return tuple(blobs)
 
 
-def read_ref(ref: MediaRef, file: str, storage: Storage, limits: DecodeLimits) -> MediaBlob:
+def read_ref(ref: MediaRef, file: str, storage: MediaFiles, limits: DecodeLimits) -> MediaBlob:
     """The file that a record of `file` names. Raises SampleError where it cannot be read."""
     if ref.is_held:
         return MediaBlob(kind=ref.kind, name=cut(ref.value, 40), data=_decoded(ref))

@@ -14,13 +14,15 @@ class ScannedSample:
     """One sample found while scanning a file.
 
     `raw` is the sample, or the error why it cannot be read; `behind_bytes` is the number of bytes
-    of the file scanned so far.
+    of the file scanned so far; `unparsed` is what `Format.read` gives in the place of `raw`, in
+    formats whose code is the user's own.
     """
 
     key: str
     location: SampleLocation
     raw: RawSample | SampleError
     behind_bytes: int
+    unparsed: RawSample | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.sources.formats.arrow import Arrow
+from dataservice.sources.formats.custom import Custom
 from dataservice.sources.formats.json_array import JsonArray
 from dataservice.sources.formats.jsonl import Jsonl
 from dataservice.sources.formats.mds import Mds
@@ -23,6 +24,7 @@ FORMATS: Mapping[str, Callable[[SourceSpec, Storage, DecodeLimits], Format]] = {
     "jsonl": Jsonl,
     "json": JsonArray,
     "text": PlainText,
+    "custom": Custom,
 }
 
 

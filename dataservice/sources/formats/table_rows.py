@@ -23,6 +23,7 @@ from dataservice.sources.formats.content import in_reference_order, parse_json, 
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_names import path_kind
 from dataservice.sources.formats.media_refs import (
+    MediaFiles,
     media_ref,
     read_ref,
     read_refs,
@@ -32,7 +33,6 @@ from dataservice.sources.formats.media_refs import (
 from dataservice.sources.formats.row_bytes import row_bytes
 from dataservice.sources.formats.signatures import HEAD_BYTES, signature_kind
 from dataservice.sources.formats.table_columns import Columns
-from dataservice.sources.storage import Storage
 
 Row = dict[str, object]
 """The cells of a row by column, as Python objects."""
@@ -43,7 +43,7 @@ _JSON_COLUMNS = ("conversations", "messages")
 class TableRows:
     """The rows of one source's files."""
 
-    def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
+    def __init__(self, spec: SourceSpec, storage: MediaFiles, limits: DecodeLimits) -> None:
         self._spec = spec
         self._storage = storage
         self._limits = limits

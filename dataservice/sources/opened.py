@@ -1,4 +1,5 @@
-"""A source together with what its storage is opened with, where the operator grants that.
+"""A source together with what it is opened with, where the operator grants that: its storage, and
+the code of its format.
 
 Such a source is made where storage is opened, and stays in that process: what it holds is written
 to no file and no message.
@@ -10,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dataservice.core.job import SourceSpec
+from dataservice.core.own_format import FormatCode
 from dataservice.sources.roots import Roots
 
 SHORTEST_SECRET = 4  # characters; shorter values would be hidden in every word of a message
@@ -26,10 +28,12 @@ class Grant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrantedSource(SourceSpec):
-    """A source that names a storage profile, with what the profile grants."""
+class OpenedSource(SourceSpec):
+    """A source with what its storage profile grants, where it names one, and with the code of its
+    format, where that is the user's own."""
 
-    grant: Grant = field(repr=False, compare=False)
+    grant: Grant | None = field(default=None, repr=False, compare=False)
+    code: FormatCode | None = field(default=None, repr=False, compare=False)
 
 
 def without_secrets(text: str, secret: object) -> str:

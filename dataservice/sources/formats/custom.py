@@ -1,0 +1,126 @@
+"""Files of a user's own format: the user's class says where the samples of a file lie, and what the
+bytes of one are.
+
+    indexing              locate(file) ─▶ ranges ─▶ bytes ─▶ parse(bytes) ─▶ sample
+    reading, anywhere              the index's ranges ─▶ bytes
+    decoding                                             bytes ─▶ parse(bytes) ─▶ sample
+
+What reads holds credentials and runs nothing of the user's; what runs the user's code holds none.
+"""
+
+import posixpath
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import IO, ClassVar
+
+from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.own_code import running
+from dataservice.core.own_format import OwnFormat, Ranges
+from dataservice.core.quoting import quoted
+from dataservice.core.sample import ByteSpan, RawSample, SampleLocation, Unparsed
+from dataservice.sources.formats.file_format import FileFormat
+from dataservice.sources.formats.own_samples import OwnSamples
+from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.opened import OpenedSource
+from dataservice.sources.storage import SourceFile
+
+_MOST_RANGES = 1024  # of one sample
+
+
+class Custom(FileFormat):
+    """All files at the source's URL. They are scanned where the code of the format may run, and
+    read anywhere."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+
+    def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
+        """All samples of a file. Raises SourceError where the user's code fails over the file, or
+        locates what is not in it."""
+        name, reads = self._code()
+        samples = OwnSamples(self._spec, name, reads, self._limits)
+        behind = 0
+        with self._storage.open(file.path) as whole, self._storage.open(file.path) as stream:
+            for number, ranges in enumerate(self._located(name, reads, whole, file)):
+                key = f"{posixpath.basename(file.path)}:{number}"
+                spans = self._spans(ranges, file, f"sample {number}")
+                behind = max(behind, *(span.offset_bytes + span.size_bytes for span in spans))
+                yield self._scanned(samples, stream, spans, file, key, behind)
+
+    def read(self, key: str, location: SampleLocation) -> RawSample:
+        """The bytes of one sample's ranges, unparsed."""
+        self._check_size(location.spans)
+        parts = tuple(self._storage.read_spans(location.file, location.spans))
+        return self._unparsed(key, parts)
+
+    def _scanned(
+        self,
+        samples: OwnSamples,
+        stream: IO[bytes],
+        spans: Sequence[ByteSpan],
+        file: SourceFile,
+        key: str,
+        behind_bytes: int,
+    ) -> ScannedSample:
+        raw: RawSample | SampleError
+        unparsed = None
+        try:
+            self._check_size(spans)
+            with self._storage.translate(file.path, "be read"):
+                parts = tuple(_read(stream, span) for span in spans)
+            unparsed = self._unparsed(key, parts)
+            assert unparsed.unparsed is not None
+            key, raw = samples.keyed(key, unparsed.unparsed)
+        except SampleError as error:
+            raw = error
+        return ScannedSample(
+            key=key,
+            location=SampleLocation(file=file.path, spans=tuple(spans)),
+            raw=raw,
+            behind_bytes=behind_bytes,
+            unparsed=unparsed,
+        )
+
+    def _unparsed(self, key: str, parts: tuple[bytes, ...]) -> RawSample:
+        return RawSample(key=key, record={}, unparsed=Unparsed(source=self._spec.name, parts=parts))
+
+    def _code(self) -> tuple[str, OwnFormat]:
+        """(Its name, what reads files). Raises SourceError in processes that may not run it."""
+        code = self._spec.code if isinstance(self._spec, OpenedSource) else None
+        if code is None or code.make is None:
+            raise SourceError(
+                f"{self._owner} has a format of its own, whose code does not run here. Index the "
+                "job with the service's config."
+            )
+        return code.name, code.make()
+
+    def _located(
+        self, name: str, reads: OwnFormat, whole: IO[bytes], file: SourceFile
+    ) -> Iterator[Ranges]:
+        try:
+            with running(name):
+                yield from reads.locate(whole)
+        except SampleError as error:
+            raise SourceError(f"{self._owner}: {file.path}: {error}") from error
+
+    def _spans(self, ranges: Ranges, file: SourceFile, what: str) -> list[ByteSpan]:
+        """One sample's ranges. Raises SourceError where the file has none such."""
+        try:
+            pairs = [(index(offset), index(size)) for offset, size in ranges]
+        except (TypeError, ValueError):
+            pairs = []
+        lies = all(min(pair) >= 0 and sum(pair) <= file.size_bytes for pair in pairs)
+        if not lies or not 1 <= len(pairs) <= _MOST_RANGES:
+            raise SourceError(
+                f"{self._owner}: {file.path}: its code locates {what} at {quoted(ranges, 80)}; the "
+                f"file has {file.size_bytes:,} bytes. locate gives a list of (offset, size) for "
+                f"each sample, from 1 to {_MOST_RANGES:,} of them."
+            )
+        return [
+            ByteSpan(name=f"part {place}", offset_bytes=offset, size_bytes=size)
+            for place, (offset, size) in enumerate(pairs)
+        ]
+
+
+def _read(stream: IO[bytes], span: ByteSpan) -> bytes:
+    stream.seek(span.offset_bytes)
+    return stream.read(span.size_bytes)
