@@ -142,6 +142,7 @@ async def start_service(
             opening=config.job_opening,
             job_limits=config.job_limits,
             storage_profiles=config.storage_profiles,
+            code_packages=config.packages,
         )
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")

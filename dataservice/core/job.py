@@ -121,13 +121,13 @@ _WHOLE_TEXTS = ("conversation", "question", "caption", "text")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatSpec:
-    """Code of the user's own that reads a format of files, which the service's config names by
-    import path."""
+    """Code of the user's own that reads a format of files."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     name: str
-    """Its name in the service's config."""
+    """Its name in the service's config, or its import path `package.module:Class`, where the
+    service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments its class is made with."""
 

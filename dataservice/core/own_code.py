@@ -18,14 +18,14 @@ def made_of(
     what: str,
     instead: str = "",
 ) -> object:
-    """An object of a class that the service's config allows, with a job's options. Raises
-    SpecError."""
+    """An object of a class that the service's config names, or that an import path names, with a
+    job's options. Raises SpecError."""
     if name not in custom:
         known = ", ".join(sorted(custom)) or "none"
         raise SpecError(
             f"{what} {quoted(name)} is not in the service's config, which has: {known}. Ask who "
-            "runs the service to add its import path, and give that file to commands as --config"
-            f"{instead}."
+            "runs the service to add its import path, and give commands that file as --config; or "
+            f"give its import path here, package.module:Class{instead}."
         )
     kind = custom[name]
     try:

@@ -293,7 +293,7 @@ def build_pipeline(
     Raises:
         SpecError: a file is missing or damaged, a processor or token is unknown.
     """
-    custom = custom_processors or {}
+    custom = {} if custom_processors is None else custom_processors
     tokenizer = choose_tokenizer(spec, custom)
     vision = choose_vision(spec.vision, custom)
     preparation = choose_preparation(spec.prepare, custom)

@@ -24,39 +24,41 @@ from dataservice.decode.processors.whisper import WhisperProcessor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomVisionSpec:
-    """A vision processor of the user's own, which the service's config names by import path."""
+    """A vision processor of the user's own."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     kind: Literal["custom"] = "custom"
     """Chooses a custom processor."""
     name: str
-    """Its name in the service's config."""
+    """Its name in the service's config, or its import path `package.module:Class`, where the
+    service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments it is made with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareSpec:
-    """Code of the user's own that samples pass through, which the service's config names by import
-    path."""
+    """Code of the user's own that samples pass through."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     name: str
-    """Its name in the service's config."""
+    """Its name in the service's config, or its import path `package.module:Class`, where the
+    service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments its class is made with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSpec:
-    """A tokenizer of the user's own, which the service's config names by import path."""
+    """A tokenizer of the user's own."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     name: str
-    """Its name in the service's config."""
+    """Its name in the service's config, or its import path `package.module:Class`, where the
+    service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments its class is made with, beside `folder`."""
 
@@ -64,12 +66,13 @@ class TokenizerSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentSpec:
     """Code of the user's own, or a transform of torchvision's, that changes decoded pixels and
-    sound otherwise in each epoch; the service's config names it by import path."""
+    sound otherwise in each epoch."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     name: str
-    """Its name in the service's config."""
+    """Its name in the service's config, or its import path `package.module:Class`, where the
+    service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments its class is made with."""
     seed: int = 0

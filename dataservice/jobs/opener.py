@@ -79,6 +79,7 @@ class OpenerProgram:
     opening: OpeningLimits
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     storage_profiles: StorageProfiles = field(default_factory=dict)
+    code_packages: Sequence[str] | None = None
 
     def __call__(self, orders: socket.socket) -> None:
         """Carry out the one order that comes."""
@@ -104,6 +105,7 @@ class OpenerProgram:
             team,
             allowed_roots=self.allowed_roots,
             storage_profiles=self.storage_profiles,
+            code_packages=self.code_packages,
         )
         payload = json.dumps(asdict(record)).encode()
         if len(payload) > ANSWER_LIMIT_BYTES:
@@ -120,6 +122,7 @@ class OpenerProgram:
             limits=self.limits,
             allowed_roots=self.allowed_roots,
             job_limits=self.job_limits,
+            code_packages=self.code_packages,
         )
         yield Answer(kind=Kind.BUILT, payload=json.dumps(asdict(built)).encode())
 
@@ -175,6 +178,7 @@ class JobOpener:
         opening: OpeningLimits,
         job_limits: JobLimits = DEFAULT_JOB_LIMITS,
         storage_profiles: StorageProfiles = NO_PROFILES,
+        code_packages: Sequence[str] | None = None,
     ) -> None:
         """No process runs before `start`."""
         program = OpenerProgram(
@@ -184,6 +188,7 @@ class JobOpener:
             opening=opening,
             job_limits=job_limits,
             storage_profiles=storage_profiles,
+            code_packages=code_packages,
         )
         self._program = program
         self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)

@@ -23,6 +23,7 @@ from dataservice.decode.sample_pipeline import AUGMENT
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
+from dataservice.jobs.own_code import require_code_allowed
 from dataservice.jobs.own_formats import format_codes, known_codes
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.jobs.storage_profiles import (
@@ -113,10 +114,12 @@ def job_record(
     *,
     allowed_roots: Sequence[str] | None = None,
     storage_profiles: StorageProfiles = NO_PROFILES,
+    code_packages: Sequence[str] | None = None,
 ) -> JobRecord:
     """Validate a team's job file and make the record to store. Raises SpecError."""
     roots = _roots(allowed_roots, team)
     spec = read_job(spec_yaml, Path(base_directory or "."), roots)
+    require_code_allowed(spec.sources, spec.pipeline, code_packages, team)
     for source in spec.sources:
         if source.storage_profile:
             require_profile(source, storage_profiles, team)
@@ -163,12 +166,14 @@ def build_files(
     limits: DecodeLimits = DEFAULT_LIMITS,
     allowed_roots: Sequence[str] | None = None,
     job_limits: JobLimits = DEFAULT_JOB_LIMITS,
+    code_packages: Sequence[str] | None = None,
 ) -> BuiltPipeline:
     """Read a job's tokenizer and template, and build its pipeline, which runs what its team wrote.
     No storage is opened. Raises SpecError, QuotaError."""
     spec, roots = _read_back(record, allowed_roots)
     if roots is not None:
         require_allowed(spec, roots)  # the operator may have changed the roots
+    require_code_allowed(spec.sources, spec.pipeline, code_packages, team_of(record.name))
     job_limits.check("max_sources", len(spec.sources), "sources")
     job_limits.check("max_epochs", spec.epochs, "epochs")
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, spec.sources)

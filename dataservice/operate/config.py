@@ -110,6 +110,10 @@ class ServiceConfig(Strict):
     custom_processors: dict[str, str] = Field(default={})
     """Vision processors, preparers and augmenters of samples, tokenizers and file formats, that
     jobs may use by name: name → import path `package.module:Class`."""
+    code_packages: list[str] | Literal["any"] | None = None
+    """Packages and modules from which jobs may also name such classes by import path; `{team}`
+    stands for the job's team. With `any`, from all that can be imported. By default `any` for a
+    service of this machine alone without a tokens_file, and none for others."""
     tokens_file: str | None = None
     """File with the tokens of the teams, made by `dataservice token new`; without it every caller
     is an admin. Changes take effect without a restart."""
@@ -180,6 +184,13 @@ class ServiceConfig(Strict):
     def roots(self) -> list[str] | None:
         """Folders and URL prefixes under which jobs may name files; None where any may be named."""
         return None if self.allowed_roots == "any" else self.allowed_roots
+
+    @property
+    def packages(self) -> list[str] | None:
+        """Packages from which jobs may name classes; None where any may be named."""
+        if self.code_packages is None:
+            return [] if self.tokens_file is not None or self.insecure else None
+        return None if self.code_packages == "any" else self.code_packages
 
     @model_validator(mode="after")
     def _says_what_teams_may_read(self) -> "ServiceConfig":

@@ -93,6 +93,22 @@ def test_a_service_of_several_teams_says_what_their_jobs_may_name() -> None:
     assert read_config(None, {}).roots is None
 
 
+@pytest.mark.parametrize(
+    ("plain", "packages"),
+    [
+        ({}, None),
+        ({"insecure": True}, []),
+        ({"tokens_file": "t", "allowed_roots": "any"}, []),
+        ({"tokens_file": "t", "allowed_roots": "any", "code_packages": "any"}, None),
+        ({"insecure": True, "code_packages": ["ours"]}, ["ours"]),
+    ],
+)
+def test_only_on_ones_own_machine_may_jobs_name_any_code_unless_the_operator_says_so(
+    plain: dict[str, Any], packages: list[str] | None
+) -> None:
+    assert read_config(None, plain).packages == packages
+
+
 def test_a_laptop_needs_nothing_of_it() -> None:
     config = read_config(None, {})
     assert (config.tokens_file, config.tls, config.insecure) == (None, None, False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import yaml
 
 from demo.media import draw_scene, encode_image
 from soak.rank import row_of
@@ -32,8 +31,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (home / "code").mkdir()
     (home / "code" / "zipped.py").write_text(code.text)
     monkeypatch.setenv("PYTHONPATH", str(home / "code"), prepend=os.pathsep)
-    custom = {"custom_processors": {"zipped": "zipped:Zipped"}}
-    (home / "config.yaml").write_text(yaml.safe_dump(custom))
     (home / "pairs").mkdir()
     records = []
     for number in range(COUNT):
@@ -58,17 +55,17 @@ def job_of(home: Path, name: str, **how: object) -> str:
 
 
 def test_its_samples_are_trained_as_those_of_the_same_data_in_jsonl(home, tmp_path):
-    config = ("--config", str(home / "config.yaml"))
-    zipped = {"format": "custom", "format_code": {"name": "zipped"}, "url": "pairs/*.zip"}
+    code = {"name": "zipped:Zipped"}
+    zipped = {"format": "custom", "format_code": code, "url": "pairs/*.zip"}
     jobs = {
         "zipped": job_of(home, "zipped", **zipped),
         "lines": job_of(home, "lines", format="jsonl", url="pairs/pairs.jsonl"),
     }
     delivered = {}
     for path in jobs.values():
-        said = dataservice("index", path, *config)
+        said = dataservice("index", path)
         says(said.stdout + said.stderr, f"{COUNT} rows")
-    with serving(tmp_path / "service", "local", *config) as service:
+    with serving(tmp_path / "service", "local") as service:
         for name, path in jobs.items():
             service.cli("job", "submit", path)
             ranks = Ranks(service.address, 1, job=name).start().join()
