@@ -120,8 +120,8 @@ _WHOLE_TEXTS = ("conversation", "question", "caption", "text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormatSpec:
-    """Code of the user's own that reads a format of files."""
+class CodeSpec:
+    """Code of the user's own: a class, and what it is made with."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -129,7 +129,7 @@ class FormatSpec:
     """Its name in the service's config, or its import path `package.module:Class`, where the
     service takes one."""
     options: dict[str, object] = field(default_factory=dict)
-    """Keyword arguments its class is made with."""
+    """Keyword arguments the class is made with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ class SourceSpec:
     """How the files are laid out: webdataset (tar), parquet, arrow (as save_to_disk writes it), mds
     (MosaicML Streaming), jsonl (an object a line), json (one array of objects), text (each file a
     document) or custom (as `format_code` reads them)."""
-    format_code: FormatSpec | None = None
+    format_code: CodeSpec | None = None
     """With format: custom, the user's own code that says where the samples of a file lie, and what
     one is."""
     weight: float = 1.0

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.job import CodeSpec
 from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
-from dataservice.decode.spec import TokenizerSpec
 from dataservice.decode.tokenizer import LoadedTokenizer, configured
 
 Spans = Sequence[tuple[int, int]]
@@ -96,9 +96,7 @@ class OwnTokens:
         return self.special.get(token)
 
 
-def load_own_tokenizer(
-    spec: TokenizerSpec, folder: str, custom: Mapping[str, type]
-) -> LoadedTokenizer:
+def load_own_tokenizer(spec: CodeSpec, folder: str, custom: Mapping[str, type]) -> LoadedTokenizer:
     """Make a job's own tokenizer. Raises SpecError where it is not in the config, cannot be made,
     or does not keep to `OwnTokenizer`."""
     if "folder" in spec.options:

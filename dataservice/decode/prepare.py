@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.job import CodeSpec
 from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaBlob, RawSample
-from dataservice.decode.spec import PrepareSpec
 
 
 class Preparer(Protocol):
@@ -74,7 +74,7 @@ def _is_sample(made: object) -> bool:
     )
 
 
-def choose_preparation(specs: Sequence[PrepareSpec], custom: Mapping[str, type]) -> Preparation:
+def choose_preparation(specs: Sequence[CodeSpec], custom: Mapping[str, type]) -> Preparation:
     """Make a job's preparers. Raises SpecError where one is not in the config or cannot be made."""
     steps = []
     for spec in specs:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from dataservice.core.errors import RESTORE, SampleError
+from dataservice.core.job import CodeSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.own_code import source_of
 from dataservice.core.ports import SampleDecoder, SampleMeasurer
@@ -43,7 +44,7 @@ from dataservice.decode.media import (
 from dataservice.decode.prepare import Preparation, choose_preparation
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.processors.transformers_image import TransformersImageProcessor
-from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec, PrepareSpec
+from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec
 from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
 from dataservice.decode.tokenizer import Guard
 
@@ -365,7 +366,7 @@ def _told(spec: PipelineSpec, vision: VisionProcessor | None) -> dict[str, objec
 
 
 def _code(
-    part: str, sources: Sequence[tuple[str, str]], specs: Sequence[PrepareSpec | AugmentSpec]
+    part: str, sources: Sequence[tuple[str, str]], specs: Sequence[CodeSpec | AugmentSpec]
 ) -> dict[str, PipelinePart]:
     """A part of the identity that is the user's own code; jobs without have none."""
     if not specs:

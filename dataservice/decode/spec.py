@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import STRICT
+from dataservice.core.job import STRICT, CodeSpec
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.decode.placeholders import PlaceholderTokens
 from dataservice.decode.processors.gemma3 import Gemma3Processor
@@ -35,32 +35,6 @@ class CustomVisionSpec:
     service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments it is made with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareSpec:
-    """Code of the user's own that samples pass through."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    name: str
-    """Its name in the service's config, or its import path `package.module:Class`, where the
-    service takes one."""
-    options: dict[str, object] = field(default_factory=dict)
-    """Keyword arguments its class is made with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerSpec:
-    """A tokenizer of the user's own."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    name: str
-    """Its name in the service's config, or its import path `package.module:Class`, where the
-    service takes one."""
-    options: dict[str, object] = field(default_factory=dict)
-    """Keyword arguments its class is made with, beside `folder`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +123,7 @@ class PipelineSpec:
 
     tokenizer: str
     """Path of a tokenizer.json, or of a folder that holds it with its tokenizer_config.json."""
-    tokenizer_code: TokenizerSpec | None = None
+    tokenizer_code: CodeSpec | None = None
     """Code of the user's own in place of tokenizer.json. It is made with the path above as
     `folder`, where tokenizer_config.json and the chat template are read as ever."""
     chat_template: str = "auto"
@@ -158,7 +132,7 @@ class PipelineSpec:
     template_date: date = date(2025, 1, 1)
     """What a template that asks for today's date is told; a sample's length must not change
     with the day."""
-    prepare: tuple[PrepareSpec, ...] = ()
+    prepare: tuple[CodeSpec, ...] = ()
     """Code of the user's own that every sample passes through as it is read, in this order: it maps
     records and media, and leaves samples out."""
     augment: tuple[AugmentSpec, ...] = ()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import cast
 
 from dataservice.core.errors import SpecError
-from dataservice.core.job import FormatSpec, SourceSpec
+from dataservice.core.job import CodeSpec, SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.own_code import made_of, version_of
 from dataservice.core.own_format import FormatCode, FormatCodes, OwnFormat
@@ -58,7 +58,7 @@ def own_formats(
     return OwnFormats(parse=parse, identity=identity)
 
 
-def _named(sources: Sequence[SourceSpec]) -> Iterator[tuple[SourceSpec, FormatSpec]]:
+def _named(sources: Sequence[SourceSpec]) -> Iterator[tuple[SourceSpec, CodeSpec]]:
     for source in sources:
         if source.format_code is not None:
             yield source, source.format_code
@@ -68,7 +68,7 @@ def _part(source: str) -> str:
     return f"format of {source}"
 
 
-def _made(paths: Mapping[str, str], spec: FormatSpec) -> OwnFormat:
+def _made(paths: Mapping[str, str], spec: CodeSpec) -> OwnFormat:
     made = made_of(OwnClasses(paths), spec.name, spec.options, what="format")
     if not {"locate", "parse"} <= set(dir(made)):
         raise SpecError(

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.job import CodeSpec
 from dataservice.decode.sample_pipeline import build_pipeline
-from dataservice.decode.spec import TokenizerSpec
 
 
 class Wrapped:
@@ -85,7 +85,7 @@ CUSTOM = {
 @pytest.fixture
 def pipeline(kitchen):
     def make(name, **options):
-        spec = kitchen.spec(tokenizer_code=TokenizerSpec(name=name, options=options))
+        spec = kitchen.spec(tokenizer_code=CodeSpec(name=name, options=options))
         return build_pipeline(spec, custom_processors=CUSTOM)
 
     return make

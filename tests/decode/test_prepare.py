@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.job import CodeSpec
 from dataservice.decode.sample_pipeline import build_pipeline
-from dataservice.decode.spec import LongerThan, PrepareSpec
+from dataservice.decode.spec import LongerThan
 
 
 class Upper:
@@ -68,7 +69,7 @@ CUSTOM = {
 @pytest.fixture
 def pipeline(kitchen):
     def make(*names, custom=CUSTOM, **options):
-        steps = tuple(PrepareSpec(name=name, options=options) for name in names)
+        steps = tuple(CodeSpec(name=name, options=options) for name in names)
         return build_pipeline(kitchen.spec(prepare=steps), custom_processors=custom)
 
     return make
@@ -173,7 +174,7 @@ def test_changed_code_is_another_pipeline_unless_it_declares_its_version(
 
 def test_documents_are_prepared_before_they_are_cut(kitchen, sample):
     spec = kitchen.spec(
-        prepare=(PrepareSpec(name="upper"),), longer_than=LongerThan(tokens=8, then="cut")
+        prepare=(CodeSpec(name="upper"),), longer_than=LongerThan(tokens=8, then="cut")
     )
     made = build_pipeline(spec, custom_processors=CUSTOM)
     raw = sample({"text": "the quick brown fox jumps over the lazy dog " * 3})

@@ -2,12 +2,13 @@
 
 import pytest
 
-from dataservice.decode.spec import PipelineSpec, PrepareSpec, TokenizerSpec
+from dataservice.core.job import CodeSpec
+from dataservice.decode.spec import PipelineSpec
 from dataservice.jobs.sample_pipeline import code_owner, worker_pipeline
 
 PLAIN = PipelineSpec(tokenizer="tokenizer")
-OWN = PipelineSpec(tokenizer="tokenizer", prepare=(PrepareSpec(name="tidy"),))
-TOKENS = PipelineSpec(tokenizer="tokenizer", tokenizer_code=TokenizerSpec(name="bytes"))
+OWN = PipelineSpec(tokenizer="tokenizer", prepare=(CodeSpec(name="tidy"),))
+TOKENS = PipelineSpec(tokenizer="tokenizer", tokenizer_code=CodeSpec(name="bytes"))
 
 
 @pytest.mark.parametrize(

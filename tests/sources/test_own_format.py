@@ -10,7 +10,7 @@ from typing import IO, Any
 import pytest
 
 from dataservice.core.errors import SampleError, SourceError, SpecError
-from dataservice.core.job import ColumnMap, FormatSpec, SourceSpec
+from dataservice.core.job import CodeSpec, ColumnMap, SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.own_format import FormatCode, Ranges
 from dataservice.core.sample import RawSample
@@ -56,7 +56,7 @@ def source(path: Path, make: Callable[[], Any] | None = Records, **more: Any) ->
     return OpenedSource(
         name="theirs",
         format="custom",
-        format_code=FormatSpec(name="records"),
+        format_code=CodeSpec(name="records"),
         url=str(path),
         code=FormatCode(name="records", digest="0", make=make),
         **more,
@@ -196,7 +196,7 @@ def test_a_process_that_has_no_code_says_so(path):
     with pytest.raises(SourceError, match=r"whose code does not run here\. Index the job with the"):
         scan(source(path, None))
     plain = SourceSpec(
-        name="theirs", format="custom", format_code=FormatSpec(name="records"), url=str(path)
+        name="theirs", format="custom", format_code=CodeSpec(name="records"), url=str(path)
     )
     with pytest.raises(SourceError, match="whose code does not run here"):
         scan(plain)
@@ -206,9 +206,9 @@ def test_a_process_that_has_no_code_says_so(path):
     ("given", "reason"),
     [
         ({"format": "custom"}, "has format: custom and no format_code"),
-        ({"format": "jsonl", "format_code": FormatSpec(name="r")}, "format: jsonl and format_code"),
+        ({"format": "jsonl", "format_code": CodeSpec(name="r")}, "format: jsonl and format_code"),
         (
-            {"format": "custom", "format_code": FormatSpec(name="r"), "media_root": "m"},
+            {"format": "custom", "format_code": CodeSpec(name="r"), "media_root": "m"},
             "Leave media_root out",
         ),
     ],
