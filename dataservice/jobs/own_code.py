@@ -92,20 +92,25 @@ def _load(name: str, path: str) -> type:
         loaded = getattr(importlib.import_module(module), attribute or "?")
     except Exception as error:  # the operator's own module may raise anything
         raise SpecError(
-            f"custom processor {name!r} is {path!r}, which cannot be imported: "
-            f"{type(error).__name__}: {error}. Give `package.module:Class` of an installed "
-            "package, or of a folder on PYTHONPATH."
+            f"{_what(name, path)} cannot be imported: {type(error).__name__}: {error}. Give "
+            "`package.module:Class` of an installed package, or of a folder on PYTHONPATH."
         ) from error
     does = set(dir(loaded))
     known = any(methods <= does for methods in _METHODS)
     if not isinstance(loaded, type) or not (known or is_transform(loaded)):
         raise SpecError(
-            f"custom processor {name!r} is {path!r}, which is no class with plan_image and "
-            "plan_video, with prepare, with augment, with encode and decode, or with locate and "
-            "parse, and no transform of torchvision. See VisionProcessor, Preparer, Augmenter and "
+            f"{_what(name, path)} is no class with plan_image and plan_video, with prepare, with "
+            "augment, with encode and decode, or with locate and parse, and no transform of "
+            "torchvision. See VisionProcessor, Preparer, Augmenter and "
             "OwnTokenizer in dataservice/decode (processors/base.py, prepare.py, augment.py, "
             "own_tokenizer.py), and OwnFormat in dataservice/core/own_format.py."
         )
     for whole_module in (False, True):
         source_of(loaded, whole_module=whole_module)
     return loaded
+
+
+def _what(name: str, path: str) -> str:
+    return (
+        f"the class {path!r}" if name == path else f"custom processor {name!r} is {path!r}, which"
+    )

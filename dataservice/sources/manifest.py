@@ -129,7 +129,7 @@ class Recipe:
         root = spec.media_root
         code = spec.code if isinstance(spec, OpenedSource) else None
         return Recipe(
-            format=f"{code.name} {code.digest}" if code else spec.format,
+            format=f"{code.name} {code.digest[:16]}" if code else spec.format,
             image_column=spec.image_column,
             ignore=", ".join(sorted(set(spec.ignore))),
             placeholders=spec.placeholders,
