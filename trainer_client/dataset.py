@@ -5,6 +5,7 @@ it, and position.py infers it for loops that do not call `commit`. `state_dict` 
 position and `load_state_dict` restores it, on any number of ranks.
 """
 
+import copy
 import os
 import time
 import weakref
@@ -38,6 +39,7 @@ from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
 
 STATE_VERSION = 1
+VALIDATION = ":validation"  # behind a job's name, of the service's own making
 CHECKPOINT_FLUSH_S = 30.0
 
 _BEGINNING = Position(step=0, cursor="")
@@ -116,6 +118,11 @@ class ShardDataset(IterableDataset[Shard]):
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Stand at the beginning of the job that the options name."""
+        job = self._options.job
         self._progress = Progress(_BEGINNING, job=job)
         self._expects_commits = False
         self._media = MediaWatch(job=job, rank=self._options.rank)
@@ -259,6 +266,28 @@ class ShardDataset(IterableDataset[Shard]):
         if self._expects_commits:
             self._progress.expect_commits()
         self._ended = False
+
+    def validation(self) -> "ShardDataset":
+        """A pass over the job's held-out sources, from its beginning: another dataset for the same
+        rank, with the same options. All ranks take part, between two of their training steps:
+
+            with dataset.validation() as held_out:
+                for shard in held_out:
+                    ...
+                    held_out.commit(shard.step)
+
+        Its `state_dict` is its own. Where the job file has no `validation`, iterating it raises
+        UnknownJob. Raises MisuseError where this dataset is such a pass itself.
+        """
+        if self._options.job.endswith(VALIDATION):
+            raise MisuseError(
+                f"{self._options.job!r} is a validation, and has none of its own. Call "
+                "validation() of the dataset that trains."
+            )
+        held_out = copy.copy(self)
+        held_out._options = replace(self._options, job=self._options.job + VALIDATION)
+        held_out._begin()
+        return held_out
 
     def close(self) -> None:
         """Give up the rank and stop all threads. The dataset may be iterated again."""

@@ -25,8 +25,8 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.job_statistics import JobStatistics
-from dataservice.engine.jobs import RunningJob, was_deleted
 from dataservice.engine.loop import AttemptLoop, LoopPorts
+from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import detach
 from dataservice.engine.threads import in_store
