@@ -96,6 +96,8 @@ class Attempts:
     async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
         """All ranks are here: make the attempt durable, fence the older, start its loop."""
         try:
+            if job.deleted:  # another job may bear its name by now
+                raise was_deleted(job.record.name)
             _require_newest(job, attempt.launch, attempt.who)
             skips = await in_store(self._record, attempt)
         except ServiceError as error:

@@ -100,9 +100,11 @@ class Registration:
             await self.openings.run(team, setup.require_current)
             return None
         await held.enter_async_context(known.changing)
-        return await self._next_version(known, record)
+        return await self._next_version(known, record, held)
 
-    async def _next_version(self, known: RunningJob, submitted: JobRecord) -> Change:
+    async def _next_version(
+        self, known: RunningJob, submitted: JobRecord, held: AsyncExitStack
+    ) -> Change:
         """Another job file over the same samples in the same order, as the next version. Raises
         ConflictError where its samples are others."""
         team = team_of(submitted.name)
@@ -115,6 +117,7 @@ class Registration:
         if any(change.of_data for change in changes):
             opened = await self.openings.run(team, self.open_job, submitted)
             if opened.order != known.record.order:
+                await held.enter_async_context(known.beginning)
                 if await self._may_begin_anew(known):
                     return Change(setup=opened, known=known, anew=True)
                 raise ConflictError(other_data(known.record, changes))
@@ -168,4 +171,5 @@ def _told_of(record: JobRecord) -> Iterator[None]:
         trained = validated_by(record.name)
         if trained is None:
             raise
-        raise type(error)(f"the validation of job {trained!r}: {error}") from error
+        plain = trained.rpartition("/")[2]
+        raise type(error)(f"the validation of job {plain!r}: {error}") from error
