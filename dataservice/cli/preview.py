@@ -135,8 +135,9 @@ def _print_mixture(spec: "JobFile", as_json: bool) -> None:
 
     found = [(job.job, mixture_as_indexed(job)) for job in spec.jobs]
     if as_json:
-        fields = [{"job": job, **mixture_fields(mixture)} for job, mixture in found]
-        print(json.dumps({**fields[0], "validation": fields[1:]}, indent=2))
+        training, *held_out = ({"job": job, **mixture_fields(each)} for job, each in found)
+        both = {**training, "validation": held_out[0]} if held_out else training
+        print(json.dumps(both, indent=2))
         return
     for job, mixture in found:
         for each in mixture_shown(job, mixture):

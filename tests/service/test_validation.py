@@ -188,7 +188,7 @@ def test_one_file_is_previewed_registered_shown_and_deleted_with_its_validation(
     (shown,) = json.loads(dataservice("preview", path, "--source", "held-out", "--json").stdout)
     assert (shown["source"], shown["problem"]) == ("held-out", None)
     mixtures = json.loads(dataservice("preview", path, "--mixture", "--json").stdout)
-    assert [each["job"] for each in mixtures["validation"]] == ["whole:validation"]
+    assert (mixtures["job"], mixtures["validation"]["job"]) == ("whole", "whole:validation")
     submitted = json.loads(place.service.cli("job", "submit", path, "--json").stdout)
     assert [(each["job"], each["samples"]) for each in submitted] == [
         ("whole", TRAINED),
