@@ -26,19 +26,17 @@ from trainer_client.errors import (
     MisuseError,
     RankOutOfRange,
     ServiceTimeout,
-    StateMismatch,
 )
 from trainer_client.loaders import check_loader
 from trainer_client.media_watch import MediaWatch
 from trainer_client.parts import EVERYTHING, WantedParts
-from trainer_client.position import Position, Progress
+from trainer_client.position import Position, Progress, from_state, to_state
 from trainer_client.prefetch import Trained
 from trainer_client.read_watch import LOSS_WEIGHTS, POSITIONS, ReadWatch
 from trainer_client.run import Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
 
-STATE_VERSION = 1
 VALIDATION = ":validation"  # behind a job's name, of the service's own making
 CHECKPOINT_FLUSH_S = 30.0
 
@@ -240,13 +238,7 @@ class ShardDataset(IterableDataset[Shard]):
 
     def position(self) -> dict[str, str | int]:
         """`state_dict` without waiting for the service, for a hook that keeps it at every step."""
-        saved = self._progress.saved()
-        return {
-            "version": STATE_VERSION,
-            "job": self._options.job,
-            "step": saved.step,
-            "cursor": saved.cursor,
-        }
+        return to_state(self._progress.saved(), self._options.job)
 
     def load_state_dict(self, state: dict[str, str | int]) -> None:
         """Continue from a `state_dict`, of any rank and any world size, when next iterated.
@@ -262,7 +254,7 @@ class ShardDataset(IterableDataset[Shard]):
                 "call close()) first, then load and iterate again."
             )
         job = self._options.job
-        self._progress = Progress(_position(state, job), job=job)
+        self._progress = Progress(from_state(state, job), job=job)
         if self._expects_commits:
             self._progress.expect_commits()
         self._ended = False
@@ -393,22 +385,3 @@ def _check(options: RunOptions) -> None:
         raise BadArgument(
             f"connect_timeout_s, timeout_s, stall_timeout_s are {timeouts}; each must be above 0."
         )
-
-
-def _position(state: dict[str, str | int], job: str) -> Position:
-    if not isinstance(state, dict) or not {"version", "job", "step", "cursor"} <= state.keys():
-        raise StateMismatch(
-            f"not a state_dict of ShardDataset: {str(state)[:120]}. It has version, job, step "
-            "and cursor."
-        )
-    if state["version"] != STATE_VERSION:
-        raise StateMismatch(
-            f"the state_dict has version {state['version']}, this client reads version "
-            f"{STATE_VERSION}. Resume with the release that wrote it."
-        )
-    if state["job"] != job:
-        raise StateMismatch(
-            f"the state_dict belongs to job {state['job']!r}, this dataset to {job!r}. Load the "
-            "checkpoint of this job."
-        )
-    return Position(step=int(state["step"]), cursor=str(state["cursor"]))

@@ -188,6 +188,16 @@ async def test_a_job_in_use_by_a_pass_is_not_deleted(store):
     await coordinator.stop()
 
 
+async def test_draining_a_job_lets_its_attempt_validate_to_its_end():
+    coordinator = service(MemoryStateStore())
+    await coordinator.submit(file(), "")
+    await open_all(coordinator)
+    status = await coordinator.drain("job")
+    assert [each.record.state for each in status.with_validation] == ["draining", "active"]
+    await passed_over(coordinator)
+    await coordinator.stop()
+
+
 async def test_a_restart_knows_both(store):
     coordinator = service(store)
     await coordinator.submit(file(), "")
