@@ -17,7 +17,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import PlanOptions, Strategy
 from dataservice.core.sample import Modality
 from dataservice.engine.planner import draw_step, plan_step
-from dataservice.jobs.setup import job_record, open_job
+from dataservice.jobs.setup import job_records, open_job
 from dataservice.planning.metrics import dist_ratio
 from dataservice.planning.validate import validate_plan
 
@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def open_demo(job_file: Path) -> JobSetup:
     """The demo's job, opened as the service opens it."""
-    record = job_record(job_file.read_text(), str(job_file.parent))
+    record = job_records(job_file.read_text(), str(job_file.parent))[0]
     return open_job(record, custom_processors={})
 
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from dataservice.cli.connection import PANEL
 from dataservice.cli.main import app
-from dataservice.jobs.job_file import JobSpec
+from dataservice.jobs.job_file import JobFile
 from dataservice.operate.config import ServiceConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -137,7 +137,7 @@ def _variable(parameter: Any) -> str:
 def rendered(page: str) -> str:
     """The page with every section made anew."""
     sections = {
-        "job": reference(JobSpec),
+        "job": reference(JobFile),
         "config": reference(ServiceConfig),
         "commands": commands(),
     }

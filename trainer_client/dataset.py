@@ -5,6 +5,7 @@ it, and position.py infers it for loops that do not call `commit`. `state_dict` 
 position and `load_state_dict` restores it, on any number of ranks.
 """
 
+import copy
 import os
 import time
 import weakref
@@ -25,19 +26,18 @@ from trainer_client.errors import (
     MisuseError,
     RankOutOfRange,
     ServiceTimeout,
-    StateMismatch,
 )
 from trainer_client.loaders import check_loader
 from trainer_client.media_watch import MediaWatch
 from trainer_client.parts import EVERYTHING, WantedParts
-from trainer_client.position import Position, Progress
+from trainer_client.position import Position, Progress, from_state, to_state
 from trainer_client.prefetch import Trained
 from trainer_client.read_watch import LOSS_WEIGHTS, POSITIONS, ReadWatch
 from trainer_client.run import Run, RunOptions
 from trainer_client.shard import Shard
 from trainer_client.transport import GrpcTransport, Tls, Transport
 
-STATE_VERSION = 1
+VALIDATION = ":validation"  # behind a job's name, of the service's own making
 CHECKPOINT_FLUSH_S = 30.0
 
 _BEGINNING = Position(step=0, cursor="")
@@ -116,6 +116,11 @@ class ShardDataset(IterableDataset[Shard]):
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Stand at the beginning of the job that the options name."""
+        job = self._options.job
         self._progress = Progress(_BEGINNING, job=job)
         self._expects_commits = False
         self._media = MediaWatch(job=job, rank=self._options.rank)
@@ -233,13 +238,7 @@ class ShardDataset(IterableDataset[Shard]):
 
     def position(self) -> dict[str, str | int]:
         """`state_dict` without waiting for the service, for a hook that keeps it at every step."""
-        saved = self._progress.saved()
-        return {
-            "version": STATE_VERSION,
-            "job": self._options.job,
-            "step": saved.step,
-            "cursor": saved.cursor,
-        }
+        return to_state(self._progress.saved(), self._options.job)
 
     def load_state_dict(self, state: dict[str, str | int]) -> None:
         """Continue from a `state_dict`, of any rank and any world size, when next iterated.
@@ -255,10 +254,32 @@ class ShardDataset(IterableDataset[Shard]):
                 "call close()) first, then load and iterate again."
             )
         job = self._options.job
-        self._progress = Progress(_position(state, job), job=job)
+        self._progress = Progress(from_state(state, job), job=job)
         if self._expects_commits:
             self._progress.expect_commits()
         self._ended = False
+
+    def validation(self) -> "ShardDataset":
+        """A pass over the job's held-out sources, from its beginning: another dataset for the same
+        rank, with the same options. All ranks take part, between two of their training steps:
+
+            with dataset.validation() as held_out:
+                for shard in held_out:
+                    ...
+                    held_out.commit(shard.step)
+
+        Its `state_dict` is its own. Where the job file has no `validation`, iterating it raises
+        UnknownJob. Raises MisuseError where this dataset is such a pass itself.
+        """
+        if self._options.job.endswith(VALIDATION):
+            raise MisuseError(
+                f"{self._options.job!r} is a validation, and has none of its own. Call "
+                "validation() of the dataset that trains."
+            )
+        held_out = copy.copy(self)
+        held_out._options = replace(self._options, job=self._options.job + VALIDATION)
+        held_out._begin()
+        return held_out
 
     def close(self) -> None:
         """Give up the rank and stop all threads. The dataset may be iterated again."""
@@ -364,22 +385,3 @@ def _check(options: RunOptions) -> None:
         raise BadArgument(
             f"connect_timeout_s, timeout_s, stall_timeout_s are {timeouts}; each must be above 0."
         )
-
-
-def _position(state: dict[str, str | int], job: str) -> Position:
-    if not isinstance(state, dict) or not {"version", "job", "step", "cursor"} <= state.keys():
-        raise StateMismatch(
-            f"not a state_dict of ShardDataset: {str(state)[:120]}. It has version, job, step "
-            "and cursor."
-        )
-    if state["version"] != STATE_VERSION:
-        raise StateMismatch(
-            f"the state_dict has version {state['version']}, this client reads version "
-            f"{STATE_VERSION}. Resume with the release that wrote it."
-        )
-    if state["job"] != job:
-        raise StateMismatch(
-            f"the state_dict belongs to job {state['job']!r}, this dataset to {job!r}. Load the "
-            "checkpoint of this job."
-        )
-    return Position(step=int(state["step"]), cursor=str(state["cursor"]))

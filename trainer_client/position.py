@@ -17,8 +17,10 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from trainer_client.errors import StateMismatch
 from trainer_client.notices import UncommittedSteps, tell
 
+STATE_VERSION = 1
 # Largest number of shards handed out that the first `commit` may still go back by.
 MOST_AHEAD = 64
 
@@ -29,6 +31,37 @@ class Position:
 
     step: int
     cursor: str
+
+
+def to_state(position: Position, job: str) -> dict[str, str | int]:
+    """The `state_dict` of a job's dataset at this position."""
+    return {
+        "version": STATE_VERSION,
+        "job": job,
+        "step": position.step,
+        "cursor": position.cursor,
+    }
+
+
+def from_state(state: dict[str, str | int], job: str) -> Position:
+    """The position of a `state_dict`. Raises StateMismatch where it is of another job or version,
+    or no state of a dataset."""
+    if not isinstance(state, dict) or not {"version", "job", "step", "cursor"} <= state.keys():
+        raise StateMismatch(
+            f"not a state_dict of ShardDataset: {str(state)[:120]}. It has version, job, step "
+            "and cursor."
+        )
+    if state["version"] != STATE_VERSION:
+        raise StateMismatch(
+            f"the state_dict has version {state['version']}, this client reads version "
+            f"{STATE_VERSION}. Resume with the release that wrote it."
+        )
+    if state["job"] != job:
+        raise StateMismatch(
+            f"the state_dict belongs to job {state['job']!r}, this dataset to {job!r}. Load the "
+            "checkpoint of this job."
+        )
+    return Position(step=int(state["step"]), cursor=str(state["cursor"]))
 
 
 class Progress:

@@ -32,7 +32,7 @@ from dataservice.serving.coordinator_client import CoordinatorClient
 # that need them import them; the others, and completion in a shell, answer at once.
 if TYPE_CHECKING:
     from dataservice.app import Service
-    from dataservice.jobs.job_file import JobSpec
+    from dataservice.jobs.job_file import JobFile
     from dataservice.operate.config import ServiceConfig
     from dataservice.sources.index import IndexSummary
 
@@ -60,14 +60,14 @@ app.add_typer(workers_commands, name="workers")
 console = Terminal()
 DRY_ROWS = 20
 
-JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).")]
+JobFilePath = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's config (YAML).")]
 
 
 @app.command()
 def index(
-    job_file: JobFile,
+    job_file: JobFilePath,
     processes: Annotated[int, typer.Option(help="Number of files measured at once.", min=1)] = 2,
     leave_out_damaged: Annotated[
         bool,
@@ -84,7 +84,8 @@ def index(
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every sample of a job's sources, without decoding pixels, and show its mixture.
+    """Measure every sample of a job's sources, held-out ones too, without decoding pixels, and show
+    its mixture.
 
     An interrupted run is resumed; files that have not changed are not read again. Samples that
     cannot be used are left out and named with the reason. Damaged files do not stop the run: all
@@ -120,11 +121,12 @@ def index(
         raise
     _print_indexed(summaries, spec.index, as_json)
     if not as_json:
-        _print_mixture(spec.job, mixture_of_summaries(spec, summaries))
+        for job in spec.jobs:
+            _print_mixture(job.job, mixture_of_summaries(job, summaries))
 
 
 def _dry_run(
-    spec: "JobSpec", settings: "ServiceConfig", rows: int, processes: int, as_json: bool
+    spec: "JobFile", settings: "ServiceConfig", rows: int, processes: int, as_json: bool
 ) -> None:
     from dataservice.jobs.dry_run import dry_run
     from dataservice.jobs.setup import IndexIncompleteError
@@ -307,13 +309,14 @@ app.command()(status)
 @connected
 def submit(
     client: CoordinatorClient,
-    job_file: JobFile,
+    job_file: JobFilePath,
     wait_s: Annotated[
         float, typer.Option(min=0, help="Longest wait for a service that is starting, in seconds.")
     ] = 20.0,
     as_json: AsJson = False,
 ) -> None:
-    """Register a job, or change the batch, plan, epochs, budgets and topology of one.
+    """Register a job with its validation, or change the batch, plan, epochs, budgets and topology
+    of one.
 
     Changes apply to attempts that begin from now on. The samples and their order stay. Submitting
     the same file again changes nothing.
@@ -325,7 +328,7 @@ def submit(
         client.await_service(wait_s)
     with asking("opening the job's index at the service"):
         submitted = client.submit(text, str(job_file.parent.absolute()))
-    _print_jobs([submitted], as_json)
+    _print_jobs(submitted.with_validation, as_json)
     if not as_json:
         for line in show_records.pending_lines(submitted):
             console.print(line)
@@ -341,7 +344,7 @@ def list_jobs(client: CoordinatorClient, as_json: AsJson = False) -> None:
 @jobs.command("show")
 @connected
 def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
-    """Show one job, its mixture, which steps it skips and which samples were masked.
+    """Show one job with its validation, its mixture, the steps it skips and the samples masked.
 
     The mixture is known once the service has opened the job's index.
 
@@ -351,9 +354,10 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
     if as_json:
         print(show.job_json(shown, masked))
         return
-    console.print(show.job_table([shown]))
-    if shown.mixture is not None:
-        _print_mixture(job, shown.mixture)
+    console.print(show.job_table(shown.with_validation))
+    for each in shown.with_validation:
+        if each.mixture is not None:
+            _print_mixture(each.record.name, each.mixture)
     notes = (
         *show.failure_lines(shown),
         *show_records.version_lines(shown),
@@ -438,7 +442,10 @@ def mixture(
 @jobs.command()
 @connected
 def delete(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
-    """Forget a job that no trainer uses. Example: `dataservice job delete vlm-sft`"""
+    """Forget a job that no trainer uses, and its validation.
+
+    Example: `dataservice job delete vlm-sft`
+    """
     client.delete(job)
     if as_json:
         print(json.dumps({"deleted": job}))
@@ -465,7 +472,7 @@ def _numbers(flag: str, text: str) -> list[int]:
         raise SpecError(f"{flag} is {text!r}; give whole numbers, as 512,1024,2048.") from error
 
 
-def _read_job_file(path: Path) -> "JobSpec":
+def _read_job_file(path: Path) -> "JobFile":
     from dataservice.jobs.job_file import read_job
 
     return read_job(read_text(path, "job file"), path.parent.absolute())

@@ -18,7 +18,7 @@ from dataservice.core.errors import SourceError, SpecError
 from dataservice.jobs.yaml_file import read_text
 
 if TYPE_CHECKING:  # they load codecs
-    from dataservice.jobs.job_file import JobSpec
+    from dataservice.jobs.job_file import JobFile
     from dataservice.jobs.preview import SamplePreview
 
 MOST_SAMPLES = 100
@@ -129,19 +129,22 @@ class _Shown:
             return None
 
 
-def _print_mixture(spec: "JobSpec", as_json: bool) -> None:
-    """Raises IndexStaleError where a source has no index."""
+def _print_mixture(spec: "JobFile", as_json: bool) -> None:
+    """Of training, then of validation. Raises IndexStaleError where a source has no index."""
     from dataservice.jobs.mixture import mixture_as_indexed
 
-    found = mixture_as_indexed(spec)
+    found = [(job.job, mixture_as_indexed(job)) for job in spec.jobs]
     if as_json:
-        print(json.dumps({"job": spec.job, **mixture_fields(found)}, indent=2))
-    else:
-        for each in mixture_shown(spec.job, found):
+        training, *held_out = ({"job": job, **mixture_fields(each)} for job, each in found)
+        both = {**training, "validation": held_out[0]} if held_out else training
+        print(json.dumps(both, indent=2))
+        return
+    for job, mixture in found:
+        for each in mixture_shown(job, mixture):
             Terminal().print(each)
 
 
-def _print_mixture_if_indexed(spec: "JobSpec") -> None:
+def _print_mixture_if_indexed(spec: "JobFile") -> None:
     """Samples can be shown without an index; what is wrong with it is told with them."""
     with suppress(SourceError):
         _print_mixture(spec, as_json=False)
@@ -156,7 +159,7 @@ def _print_text(previews: "Iterable[SamplePreview]") -> None:
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def _write_page(out: Path, spec: "JobSpec", shown: _Shown) -> None:
+def _write_page(out: Path, spec: "JobFile", shown: _Shown) -> None:
     """Write the page under another name first: a page that is there is whole."""
     from dataservice.cli.preview_page import page  # it loads PIL
 

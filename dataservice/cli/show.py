@@ -47,11 +47,16 @@ def jobs_json(statuses: Sequence[JobStatus]) -> str:
 
 
 def job_json(status: JobStatus, masked: Sequence[QuarantineEntry]) -> str:
-    """One job as a list of one object, with its mixture and all its masked samples."""
+    """One job as a list of one object, with its mixture, its validation and its masked samples."""
     quarantine = [asdict(entry) for entry in masked]
-    mixture = None if status.mixture is None else mixture_fields(status.mixture)
-    fields = {**_job_fields(status), "mixture": mixture, "quarantine": quarantine}
+    held_out = None if status.validation is None else _mixed_fields(status.validation)
+    fields = {**_mixed_fields(status), "validation": held_out, "quarantine": quarantine}
     return json.dumps([fields], indent=2)
+
+
+def _mixed_fields(status: JobStatus) -> dict[str, object]:
+    mixture = None if status.mixture is None else mixture_fields(status.mixture)
+    return {**_job_fields(status), "mixture": mixture}
 
 
 def failure_lines(status: JobStatus) -> Iterator[Text]:

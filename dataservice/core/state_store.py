@@ -1,6 +1,6 @@
 """The port behind which the service's durable state lies; see ports.py for the others."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from dataservice.core.job import (
@@ -24,9 +24,9 @@ class StateStore(Protocol):
         """Returns if the store can be read and written. Changes nothing."""
         ...
 
-    def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name. The first job file that comes with a version is kept
-        under that version for good."""
+    def put_job(self, *jobs: JobRecord, forget: Collection[str] = ()) -> None:
+        """Insert or replace jobs by name, all of them or none. The first job file that comes with a
+        version is kept under that version for good. The jobs to `forget` are removed before."""
         ...
 
     def specs(self, job: str) -> list[SpecRecord]:
@@ -41,8 +41,8 @@ class StateStore(Protocol):
         """All jobs by name."""
         ...
 
-    def delete_job(self, name: str) -> None:
-        """Remove a job with its attempts, ledger and quarantine."""
+    def delete_job(self, *names: str) -> None:
+        """Remove jobs with their attempts, ledger and quarantine, all of them or none."""
         ...
 
     def put_attempt(self, attempt: AttemptRecord) -> None:

@@ -43,7 +43,8 @@ class JobStatus:
     """A job and its progress. Steps are -1 before the first. `failure` says why its last attempt
     ended, as far as this coordinator knows; empty while it runs. `attempt_version` is the version
     of the job file that the attempt began with, 0 without an attempt; `versions` are given where
-    there is more than one. `mixture` is given where one job is asked for and is open."""
+    there is more than one. `mixture` is given where one job is asked for and is open, and so is the
+    status of its `validation`, if it has one."""
 
     record: JobRecord
     samples: int
@@ -57,11 +58,17 @@ class JobStatus:
     attempt_version: int = 0
     versions: tuple[JobVersion, ...] = ()
     mixture: MixtureTree | None = None
+    validation: "JobStatus | None" = None
 
     @property
     def pending(self) -> bool:
         """The newest version of the job file waits for the next attempt."""
         return 0 < self.attempt_version < self.record.spec_version
+
+    @property
+    def with_validation(self) -> "list[JobStatus]":
+        """The job, and its validation where it is given."""
+        return [self, *([self.validation] if self.validation is not None else [])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +202,8 @@ class CoordinatorApi(Protocol):
         team: str = NO_TEAM,
         max_jobs: int | None = None,
     ) -> JobStatus:
-        """Validate and register a job of a team; the same file again changes nothing. Another
+        """Validate and register a job of a team, and its validation; the same file again changes
+        nothing. Another
         file over the same samples in the same order is its next version, for attempts that are
         yet to begin. Raises ConflictError where the samples are others, QuotaError where the team
         has `max_jobs` already."""
@@ -218,7 +226,7 @@ class CoordinatorApi(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """Forget a job. Raises ConflictError while trainers use it."""
+        """Forget a job, and its validation. Raises ConflictError while trainers use it."""
         ...
 
     async def quarantine(self, name: str) -> list[QuarantineEntry]:
@@ -335,6 +343,7 @@ class CoordinatorApi(Protocol):
         ...
 
     async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
-        """These jobs as they can be seen now, and what is concluded about them. Teams other than
-        `team` are not named, unless it is None. Raises NotFoundError where there is no such job."""
+        """These jobs and their validations as they can be seen now, and what is concluded about
+        them. Teams other than `team` are not named, unless it is None. Raises NotFoundError where
+        there is no such job."""
         ...

@@ -25,8 +25,8 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.job_statistics import JobStatistics
-from dataservice.engine.jobs import RunningJob, was_deleted
 from dataservice.engine.loop import AttemptLoop, LoopPorts
+from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import detach
 from dataservice.engine.threads import in_store
@@ -96,6 +96,8 @@ class Attempts:
     async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
         """All ranks are here: make the attempt durable, fence the older, start its loop."""
         try:
+            if job.deleted:  # another job may bear its name by now
+                raise was_deleted(job.record.name)
             _require_newest(job, attempt.launch, attempt.who)
             skips = await in_store(self._record, attempt)
         except ServiceError as error:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from dataservice.core.ports import WorkerPool
-from dataservice.engine.jobs import RunningJob
+from dataservice.engine.running_job import RunningJob
 
 log = logging.getLogger(__name__)
 

@@ -48,13 +48,15 @@ from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.health import Diagnose, HealthView, report_every_s
 from dataservice.engine.job_statistics import JobStatistics
-from dataservice.engine.jobs import JobTable, OpenJob, ReadJob, RunningJob
+from dataservice.engine.jobs import JobTable, ReadJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.metrics_fan_out import fan_out
 from dataservice.engine.planner import check_fits, in_order
 from dataservice.engine.progress import ProgressView
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.redecode import Redecoder
+from dataservice.engine.registration import OpenJob
+from dataservice.engine.running_job import RunningJob
 from dataservice.engine.shares import Shares
 from dataservice.engine.worker_admin import WorkerAdmin
 
@@ -376,7 +378,8 @@ class Coordinator:
 
     async def health(self, jobs: Sequence[str], *, team: str | None) -> ServiceHealth:
         """These jobs as they can be seen now, and what is concluded."""
-        chosen = [self._table.get(name) for name in jobs]
+        named = [job for name in jobs for job in self._table.with_validation(name)]
+        chosen = [*{job.record.name: job for job in named}.values()]
         progress = await self._progress.of(chosen, self._table.running)
         return self._view.of(chosen, self._table.running.values(), progress, team=team)
 

@@ -25,8 +25,8 @@ from dataservice.engine.attempt import Attempt
 from dataservice.engine.connection_capacity import ConnectionCapacity, ranks_of
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.job_statistics import JobStatistics, RecentSteps
-from dataservice.engine.jobs import RunningJob
 from dataservice.engine.ready_bytes import ReadyBytes
+from dataservice.engine.running_job import RunningJob
 from dataservice.engine.shares import Shares
 
 Diagnose = Callable[[JobHealth, FleetHealth], Sequence[Finding]]

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from dataservice.core.errors import (
@@ -41,6 +41,7 @@ from dataservice.core.plan_options import CostModel
 from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, team_of
+from dataservice.core.validation import validated_by, validation_of
 from dataservice.engine.api import (
     FoundSample,
     JobStatus,
@@ -48,78 +49,28 @@ from dataservice.engine.api import (
     ReplayedStep,
     StepExplanation,
 )
-from dataservice.engine.attempt import Attempt
 from dataservice.engine.explain import Explainer
 from dataservice.engine.fair_threads import FairThreads
-from dataservice.engine.launches import Launches
-from dataservice.engine.loop import AttemptLoop
 from dataservice.engine.opening import Openings
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.redecode import Redecoder
-from dataservice.engine.spec_changes import in_words, spec_changes
+from dataservice.engine.registration import OpenJob, Registration
+from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.tasks import cancel_all, detach
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import (
     SetupOf,
     job_versions,
     mixture_changes,
-    other_data,
     revised,
     with_changes,
 )
 
 log = logging.getLogger(__name__)
 
-ReadJob = Callable[[str, str, str], JobRecord]
-"""Validate a job file (YAML text, base directory, its team) into a record under the job's full
-name. Raises SpecError where the file is not valid."""
-OpenJob = Callable[[JobRecord], JobSetup]
-"""Open a stored job's index. Raises SourceError where it cannot be read, IndexStaleError where it
-no longer describes its sources."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RunningJob:
-    """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
-    job under each version of its file that is in use. `checking` checks whether the index is
-    current, once for all ranks that ask meanwhile. `deleted` is for ranks that still ask then."""
-
-    record: JobRecord
-    setups: dict[int, JobSetup] = field(default_factory=dict)
-    forming: dict[str, Attempt] = field(default_factory=dict)
-    launches: Launches = field(default_factory=Launches)
-    attempt: Attempt | None = None
-    loop: AttemptLoop | None = None
-    restored: bool = False
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    checking: asyncio.Task[None] | None = None
-    deleted: bool = False
-
-    @property
-    def setup(self) -> JobSetup | None:
-        """The job under the newest version of its file, if it is open."""
-        return self.setups.get(self.record.spec_version)
-
-    def forming_of(self, launch: str) -> Attempt | None:
-        """The attempt that a launch's ranks wait for."""
-        attempt = self.forming.get(launch)
-        return None if attempt is None or attempt.over else attempt
-
-    @property
-    def newest_forming(self) -> Attempt | None:
-        """The attempt that began to form last, of those that still form."""
-        return next((each for each in reversed(self.forming.values()) if not each.over), None)
-
-    def keep_setups(self, running: int) -> None:
-        """Forget the versions that no attempt uses, but for the newest."""
-        kept = {running, self.record.spec_version}
-        kept.update(each.spec_version for each in self.forming.values())
-        self.setups = {v: setup for v, setup in self.setups.items() if v in kept}
-
-
+ReadJob = Callable[[str, str, str], Sequence[JobRecord]]
+"""Validate a job file (YAML text, base directory, its team) into records under full names: of the
+job, and of its validation where it has one. Raises SpecError where the file is not valid."""
 MOST_RANGES = 1000
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
@@ -150,6 +101,15 @@ class JobTable:
         self._restoring: set[asyncio.Task[None]] = set()
         self.running: dict[str, RunningJob] = {}
         self._registering: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._registration = Registration(
+            running=self.running,
+            store=store,
+            openings=self._openings,
+            open_job=open_job,
+            setup=self.setup,
+            planners=planners,
+            read_cost=cost_model,
+        )
 
     async def start(self) -> None:
         """Know every stored job, and begin to open those that ran. A team's slow files delay its
@@ -180,6 +140,11 @@ class JobTable:
     def get(self, name: str) -> RunningJob:
         job = self.running.get(name)
         if job is None:
+            if (trained := validated_by(name)) in self.running:
+                raise NotFoundError(
+                    f"job {trained!r} has no validation. Write `validation: {{sources: [...]}}` "
+                    "with its held-out sources into the job file, index and submit it again."
+                )
             team = team_of(name)
             known = ", ".join(sorted(n for n in self.running if team_of(n) == team)) or "none"
             raise NotFoundError(
@@ -236,74 +201,34 @@ class JobTable:
         team: str = NO_TEAM,
         max_jobs: int | None = None,
     ) -> JobStatus:
-        """Register a team's job. The same file again changes nothing, but its index is checked
-        again; another file over the same samples in the same order is the job's next version, for
-        attempts that are yet to begin. Raises ConflictError where the samples are others,
-        QuotaError where the team has `max_jobs` already."""
-        record = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
+        """Register a team's job, and its validation where the file has one. The same file again
+        changes nothing, but its index is checked again; another file over the same samples in the
+        same order is the job's next version, for attempts that are yet to begin. Raises
+        ConflictError where the samples are others, QuotaError where the team has `max_jobs`
+        already."""
+        records = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
         async with self._registering[team]:  # two at a time would pass one quota
-            return await self._register(record, max_jobs)
-
-    async def _register(self, record: JobRecord, max_jobs: int | None) -> JobStatus:
-        known = self.running.get(record.name)
-        if known is not None:
-            if known.record.spec_json == record.spec_json:
-                setup = await self.setup(known)
-                await self._openings.run(team_of(record.name), setup.require_current)
-            else:
-                await self._take_version(known, record)
-            return await self.status(record.name)
-        team = team_of(record.name)
-        count = sum(team_of(name) == team for name in self.running)
-        if max_jobs is not None and count >= max_jobs:
-            raise QuotaError(
-                f"team {team!r} has {count} jobs, and may have {max_jobs}. Delete one that is "
-                "done with `dataservice job delete JOB`, or ask the operator for a higher "
-                "max_jobs."
-            )
-        setup = await self._openings.run(team, self._open_job, record)
-        await in_store(self._store.put_job, setup.record)
-        self.running[record.name] = RunningJob(
-            record=setup.record, setups={setup.record.spec_version: setup}, restored=True
-        )
-        return await self.status(record.name)
-
-    async def _take_version(self, known: RunningJob, submitted: JobRecord) -> None:
-        """Take another job file over the same samples in the same order as the next version. Raises
-        ConflictError where its samples are others."""
-        team = team_of(submitted.name)
-        async with known.changing:
-            record = replace(
-                known.record,
-                spec_json=submitted.spec_json,
-                spec_version=known.record.spec_version + 1,
-            )
-            changes = spec_changes(known.record.spec_json, submitted.spec_json)
-            if any(change.of_data for change in changes):
-                opened = await self._openings.run(team, self._open_job, submitted)
-                if opened.order != known.record.order:
-                    raise ConflictError(other_data(known.record, changes))
-                revision = replace(opened, record=record)
-            else:
-                current = await self.setup(known)
-                await self._openings.run(team, current.require_current)
-                revising = partial(current.revise, current, record)
-                revision = await self._planners.run(record.name, revising)
-            setup = await in_store(with_changes, revision, self._store, cost_model)
-            await in_store(self._store.put_job, record)
-            known.record, known.setups[record.spec_version] = record, setup
-        await self.setup(known)  # the last attempt may not have been restored for want of data
-        log.info(
-            "version %d: %s", record.spec_version, in_words(changes), extra={"job": record.name}
-        )
+            await self._registration.submit(records, max_jobs)
+        return await self.status(records[0].name)
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name, without their mixtures, of which some are long."""
         names = sorted(self.running)
-        return [replace(await self.status(name), mixture=None) for name in names]
+        return [replace(await self._status(name), mixture=None) for name in names]
 
     async def status(self, name: str) -> JobStatus:
-        """One job and its progress."""
+        """One job and its progress, with that of its validation."""
+        status, held_out = await self._status(name), validation_of(name)
+        if held_out not in self.running:
+            return status
+        return replace(status, validation=await self._status(held_out))
+
+    def with_validation(self, name: str) -> list[RunningJob]:
+        """The job, and its validation where it has one."""
+        held_out = self.running.get(validation_of(name))
+        return [self.get(name), *([held_out] if held_out is not None else [])]
+
+    async def _status(self, name: str) -> JobStatus:
         job = self.get(name)
         quarantined = await in_store(self._store.quarantined_samples, name)
         skips = await in_store(self._store.skips, name)
@@ -340,22 +265,22 @@ class JobTable:
         return await self.status(name)
 
     async def delete(self, name: str) -> None:
-        """Forget a job that no trainer is using."""
-        job = self.get(name)
-        attempts = [a for a in _attempts_of(job) if not a.over]
-        if clients := [client for attempt in attempts for client in attempt.clients]:
-            raise ConflictError(
-                f"job {name!r} is in use by {', '.join(clients[:8])}. Stop its trainers, or "
-                f"drain it first with `dataservice job drain {name}`."
-            )
-        if job.loop is not None:
-            await job.loop.stop()
-        await in_store(self._store.delete_job, name)
-        del self.running[name]
-        job.deleted = True
-        for attempt in _attempts_of(job):  # a rank may have come meanwhile
-            attempt.end(was_deleted(name))
-        self._metrics.job_deleted(name)
+        """Forget a job that no trainer is using, and its validation."""
+        jobs = self.with_validation(name)
+        for job in jobs:
+            if clients := job.clients:
+                raise ConflictError(
+                    f"job {job.record.name!r} is in use by {', '.join(clients[:8])}. Stop its "
+                    f"trainers, or drain it first with `dataservice job drain {job.record.name}`."
+                )
+        for job in jobs:
+            if job.loop is not None:
+                await job.loop.stop()
+        await in_store(self._store.delete_job, *(job.record.name for job in jobs))
+        for job in jobs:
+            del self.running[job.record.name]
+            job.forget(was_deleted(job.record.name))
+            self._metrics.job_deleted(job.record.name)
 
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
         """Plan with other coefficients, from a step on that no attempt has planned. The change is
@@ -510,16 +435,6 @@ class JobTable:
         self._metrics.pack_prepared(receipt)
         if job.loop is not None:
             await job.loop.note_receipt(step, receipt)
-
-
-def was_deleted(name: str) -> NotFoundError:
-    """What ranks of a deleted job are told."""
-    return NotFoundError(f"job {name!r} was deleted. Submit it again to train.")
-
-
-def _attempts_of(job: RunningJob) -> list[Attempt]:
-    running = [] if job.attempt is None else [job.attempt]
-    return [*job.forming.values(), *running]
 
 
 def require_ranges(ranges: Sequence[tuple[int, int]]) -> None:

@@ -25,8 +25,8 @@ from dataservice.core.health import JobProgress, SourceProgress
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.state_store import StateStore
 from dataservice.engine.attempt import Attempt
-from dataservice.engine.jobs import RunningJob
 from dataservice.engine.planner import pass_over
+from dataservice.engine.running_job import RunningJob
 from dataservice.engine.tasks import cancel_all
 from dataservice.engine.threads import in_counting, in_store
 

@@ -16,6 +16,7 @@ from dataservice.core.job import JobRecord, MixtureChange, MixtureRecord, SpecRe
 from dataservice.core.job_setup import CostChange, JobSetup
 from dataservice.core.plan_options import CostModel
 from dataservice.core.state_store import StateStore
+from dataservice.core.validation import validated_by
 from dataservice.engine.api import JobVersion
 from dataservice.engine.spec_changes import SpecChange, in_words, spec_changes
 
@@ -108,6 +109,14 @@ def _version(
 def other_data(record: JobRecord, changes: Sequence[SpecChange]) -> str:
     """Why a job file cannot be a version of this job."""
     data = [change for change in changes if change.of_data]
+    if validated_by(record.name) is not None:
+        return (
+            "passes over it were begun, and this file would validate on other samples, in another "
+            f"order, or decode them otherwise. It differs in {in_words(data)}. Restore what "
+            "differs and submit the file again; or forget those passes with `dataservice job "
+            f"delete {record.name}`, which leaves training as it is, and then submit it: a pass "
+            "that a checkpoint holds half done will be refused."
+        )
     return (
         f"this file is not that of job {record.name!r} any more: it would train other samples, in "
         f"another order, or decode them otherwise. It differs in {in_words(data)}; what is "

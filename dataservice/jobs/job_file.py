@@ -6,8 +6,9 @@ or kernel.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,7 @@ from dataservice.core.job import (
     WeightUnit,
 )
 from dataservice.core.plan_options import PlanOptions
+from dataservice.core.validation import SUFFIX, validation_of
 from dataservice.decode.processors.transformers_image import FILES as FOLDER_FILES
 from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import PipelineSpec
@@ -28,6 +30,8 @@ from dataservice.jobs.cost_file import read_cost_file
 from dataservice.jobs.yaml_file import Strict, Written, validated, written
 from dataservice.sources.roots import Roots
 
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""A job's name, as a job file may write it."""
 TEMPLATES = ("auto", "chatml")
 """Chat templates that are built in, not files."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -60,9 +64,9 @@ class TopologySpec(Strict):
 
 
 class JobSpec(Strict):
-    """A job file: which data is read, how it becomes tokens, and how each batch is balanced."""
+    """One job: which data is read, how it becomes tokens, and how each batch is balanced."""
 
-    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    job: Annotated[str, Field(pattern=f"^{NAME}({SUFFIX})?$")]
     """Name of the job; trainers give it when they connect."""
     sources: Annotated[list[SourceSpec], Field(min_length=1)]
     """The datasets that are mixed."""
@@ -92,12 +96,13 @@ class JobSpec(Strict):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "JobSpec":
-        names = [source.name for source in self.sources]
+        trained = [source.name for source in self.sources]
         for change in self.mixture_changes:
-            if strange := sorted(change.weights.keys() - set(names)):
+            if strange := sorted(change.weights.keys() - set(trained)):
                 raise ValueError(
-                    f"mixture_changes names {strange}, which are none of the sources {names}"
+                    f"mixture_changes names {strange}, which are none of the sources {trained}"
                 )
+        names = [source.name for source in self.all_sources]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"source names {twice} occur twice; each must be unique")
@@ -108,12 +113,59 @@ class JobSpec(Strict):
             )
         return self
 
+    @property
+    def all_sources(self) -> list[SourceSpec]:
+        """Every source that the index is to hold."""
+        return self.sources
 
-def read_job(text: str, base: Path, roots: Roots | None = None) -> JobSpec:
+
+class ValidationSpec(Strict):
+    """Held-out sources, passed over whole between training steps. All else is as in training,
+    without `augment`."""
+
+    sources: Annotated[list[SourceSpec], Field(min_length=1)]
+    """The held-out datasets, with names of their own."""
+    batch: BatchSize | None = None
+    """Size of one global batch; by default that of training."""
+
+
+class JobFile(JobSpec):
+    """A job file: which data is read, how it becomes tokens, and how each batch is balanced."""
+
+    job: Annotated[str, Field(pattern=f"^{NAME}$")]
+    """Name of the job; trainers give it when they connect."""
+    validation: ValidationSpec | None = None
+    """Held-out sources for passes between training steps: `dataset.validation()` on the ranks."""
+
+    @property
+    def all_sources(self) -> list[SourceSpec]:
+        """Every source that the index is to hold: of training, then of validation."""
+        return [*self.sources, *(self.validation.sources if self.validation else ())]
+
+    @property
+    def jobs(self) -> tuple[JobSpec, ...]:
+        """The jobs that the file stands for: training, and its validation where there is one."""
+        told = {name: getattr(self, name) for name in JobSpec.model_fields}
+        training = JobSpec.model_validate(told)
+        if self.validation is None:
+            return (training,)
+        held_out = {
+            "job": validation_of(self.job),
+            "sources": self.validation.sources,
+            "batch": self.validation.batch or self.batch,
+            "pipeline": replace(self.pipeline, augment=()),
+            "epochs": 1,
+            "weights": "passes",
+            "mixture_changes": (),
+        }
+        return training, JobSpec.model_validate({**told, **held_out})
+
+
+def read_job(text: str, base: Path, roots: Roots | None = None) -> JobFile:
     """Validate a job file and make its paths absolute. Raises SpecError where it is invalid, or
     names a file that is not under `roots`. Storage profiles are not looked up."""
     file = _with_cost(written(text, "job file"), base, roots)
-    spec = _resolved(validated(JobSpec, file, "job file"), base)
+    spec = _resolved(validated(JobFile, file, "job file"), base)
     if roots is not None:
         require_allowed(spec, roots)
     return spec
@@ -122,7 +174,7 @@ def read_job(text: str, base: Path, roots: Roots | None = None) -> JobSpec:
 def require_allowed(spec: JobSpec, roots: Roots) -> None:
     """Check that all files which the service would open for a job lie under the roots; sources with
     a storage profile lie under that one's. Raises SpecError where one does not."""
-    for source in spec.sources:
+    for source in spec.all_sources:
         if source.storage_profile:
             continue  # see storage_profiles.require_profile
         roots.require(source.url, f"the url of source {source.name!r}")
@@ -164,11 +216,11 @@ def job_from_json(text: str) -> JobSpec:
     return validated(JobSpec, Written(plain=json.loads(text)), "stored job")
 
 
-def _resolved(spec: JobSpec, base: Path) -> JobSpec:
-    """The same job with absolute local paths, which any process can open."""
-    plain = spec.model_dump(mode="json")
+def _resolved(file: JobFile, base: Path) -> JobFile:
+    """The same file with absolute local paths, which any process can open."""
+    plain: dict[str, Any] = file.model_dump(mode="json")
     plain["index"] = _absolute(plain["index"], base)
-    for source in plain["sources"]:
+    for source in [*plain["sources"], *(plain["validation"] or {"sources": ()})["sources"]]:
         source["url"] = _absolute(source["url"], base)
         if source["media_root"]:
             source["media_root"] = _absolute(source["media_root"], base)
@@ -176,9 +228,9 @@ def _resolved(spec: JobSpec, base: Path) -> JobSpec:
     pipeline["tokenizer"] = _absolute(pipeline["tokenizer"], base)
     if pipeline["chat_template"] not in TEMPLATES:
         pipeline["chat_template"] = _absolute(pipeline["chat_template"], base)
-    if isinstance(spec.pipeline.vision, TransformersImageSpec):
+    if isinstance(file.pipeline.vision, TransformersImageSpec):
         pipeline["vision"]["folder"] = _absolute(pipeline["vision"]["folder"], base)
-    return JobSpec.model_validate(plain)
+    return JobFile.model_validate(plain)
 
 
 def _absolute(path: str, base: Path) -> str:

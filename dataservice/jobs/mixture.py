@@ -55,9 +55,11 @@ def mixture_as_indexed(spec: JobSpec) -> MixtureTree:
 
 
 def mixture_of_summaries(spec: JobSpec, summaries: Sequence[IndexSummary]) -> MixtureTree:
-    """The mixture of a job whose sources were all indexed just now."""
-    totals = [
-        SourceTotals(fingerprint=made.fingerprint, samples=made.rows, tokens=made.tokens.total)
+    """The mixture of a job whose sources were all indexed just now, with others of its file."""
+    totals = {
+        made.source: SourceTotals(
+            fingerprint=made.fingerprint, samples=made.rows, tokens=made.tokens.total
+        )
         for made in summaries
-    ]
-    return mixture_tree(spec, totals)
+    }
+    return mixture_tree(spec, [totals[source.name] for source in spec.sources])

@@ -38,7 +38,7 @@ from dataservice.jobs.setup import (
     OpenedJob,
     build_files,
     check_files,
-    job_record,
+    job_records,
     job_setup,
     open_files,
 )
@@ -99,7 +99,7 @@ class OpenerProgram:
             send_answer(orders, refusal(error))
 
     def _read(self, spec_yaml: str, base_directory: str, team: str) -> Iterator[Answer]:
-        record = job_record(
+        records = job_records(
             spec_yaml,
             base_directory,
             team,
@@ -107,7 +107,7 @@ class OpenerProgram:
             storage_profiles=self.storage_profiles,
             code_packages=self.code_packages,
         )
-        payload = json.dumps(asdict(record)).encode()
+        payload = json.dumps([asdict(record) for record in records]).encode()
         if len(payload) > ANSWER_LIMIT_BYTES:
             raise SpecError(
                 f"the job file takes {len(payload):,} bytes with its defaults; at most "
@@ -203,8 +203,9 @@ class JobOpener:
         self._nursery.refuse()
         self._nursery.close()
 
-    def read_job(self, spec_yaml: str, base_directory: str, team: str) -> JobRecord:
-        """Validate a team's job file and make the record to store. Raises SpecError, QuotaError."""
+    def read_job(self, spec_yaml: str, base_directory: str, team: str) -> tuple[JobRecord, ...]:
+        """Validate a team's job file and make the records to store: of the job, and of its
+        validation where it has one. Raises SpecError, QuotaError."""
         size_bytes = len(spec_yaml.encode())
         self._program.job_limits.check("max_job_file_bytes", size_bytes, "bytes of the job file")
 
@@ -212,7 +213,7 @@ class JobOpener:
             return _next(answers, Kind.INLINE).payload
 
         payload = self._asked("read", [spec_yaml, base_directory, team], answered)
-        return JobRecord(**json.loads(payload))
+        return tuple(JobRecord(**record) for record in json.loads(payload))
 
     def open_job(self, record: JobRecord) -> JobSetup:
         """Open a job. Raises IndexStaleError, SourceError, SpecError, StateError, QuotaError."""

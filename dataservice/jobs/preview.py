@@ -93,7 +93,7 @@ def preview_job(
 ) -> Iterator[SamplePreview]:
     """The wanted samples of these sources, by default of all, one after another, augmented as in
     this epoch. `note` is told where a source has no usable index, and what that means for the
-    choice.
+    choice. Held-out sources are never augmented.
 
     Raises:
         SpecError: there is no such source, or the pipeline cannot be built.
@@ -104,7 +104,7 @@ def preview_job(
     codes = format_codes(named, custom_processors)
     chosen = opened_sources(named, storage_profiles, codes=codes)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, named)
-    preview = _Previews(chosen, limits, pipeline, epoch)
+    preview = _Previews(chosen, limits, pipeline, epoch, spec.sources)
     problems = []
     for source in chosen:
         try:
@@ -126,14 +126,14 @@ def preview_sample(
 ) -> SamplePreview:
     """One sample of a job, whose place is known, augmented as in epoch 0. Raises SpecError where
     the pipeline cannot be built, SourceError where the source cannot be read."""
-    sources = [source for source in spec.sources if source.name == ref.source]
+    sources = [source for source in spec.all_sources if source.name == ref.source]
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, sources)
     opened = opened_sources(sources, storage_profiles)
-    return _Previews(opened, limits, pipeline, 0).of(Found(ref=ref))
+    return _Previews(opened, limits, pipeline, 0, spec.sources).of(Found(ref=ref))
 
 
 def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceSpec]:
-    by_name = {source.name: source for source in spec.sources}
+    by_name = {source.name: source for source in spec.all_sources}
     known = ", ".join(map(repr, by_name))
     unknown = [name for name in names if name not in by_name]
     if unknown:
@@ -150,7 +150,8 @@ def _chosen(spec: JobSpec, names: Sequence[str], wanted: Wanted) -> list[SourceS
 
 
 class _Previews:
-    """Reads and decodes samples of a job as its workers do, augmented as in this epoch."""
+    """Reads and decodes samples of a job as its workers do; those of `trained` sources augmented as
+    in this epoch, where the job augments."""
 
     def __init__(
         self,
@@ -158,11 +159,13 @@ class _Previews:
         limits: DecodeLimits,
         pipeline: Pipeline,
         epoch: int,
+        trained: Sequence[SourceSpec],
     ) -> None:
         self._reader = SourceReader(sources, limits=limits)
         self._loss_weights = {source.name: source.loss_weight for source in sources}
         self._pipeline = pipeline
         self._epoch = epoch
+        self._trained = {source.name for source in trained}
 
     def of(self, found: Found) -> SamplePreview:
         """The preview of one sample."""
@@ -181,7 +184,7 @@ class _Previews:
             lengths = measured(raw, pipeline)
             planned = found.planned or lengths
             decoded = plain = pipeline.decode(raw, planned)
-            if pipeline.augments:
+            if pipeline.augments and found.ref.source in self._trained:
                 decoded = pipeline.decode(raw, planned, self._epoch)
             media = _media(lengths, plain, decoded, *pipeline.media_of(raw))
             pieces = tuple(_pieces(decoded, media, pipeline))

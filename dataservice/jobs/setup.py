@@ -76,9 +76,9 @@ def index_job(
         SpecError: the pipeline cannot be built, or a storage profile is not known.
     """
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
-    codes = format_codes(spec.sources, custom_processors)
+    codes = format_codes(spec.all_sources, custom_processors)
     made, problems = [], []
-    for source in opened_sources(spec.sources, storage_profiles, codes=codes):
+    for source in opened_sources(spec.all_sources, storage_profiles, codes=codes):
         try:
             summary = build_index(
                 source,
@@ -107,7 +107,7 @@ def _make_measurer(
     return pipeline_of(pipeline, custom_processors, limits)
 
 
-def job_record(
+def job_records(
     spec_yaml: str,
     base_directory: str,
     team: str = NO_TEAM,
@@ -115,19 +115,23 @@ def job_record(
     allowed_roots: Sequence[str] | None = None,
     storage_profiles: StorageProfiles = NO_PROFILES,
     code_packages: Sequence[str] | None = None,
-) -> JobRecord:
-    """Validate a team's job file and make the record to store. Raises SpecError."""
+) -> tuple[JobRecord, ...]:
+    """Validate a team's job file and make the records to store: of the job, and of its validation
+    where it has one. Raises SpecError."""
     roots = _roots(allowed_roots, team)
-    spec = read_job(spec_yaml, Path(base_directory or "."), roots)
-    require_code_allowed(spec.sources, spec.pipeline, code_packages, team)
-    for source in spec.sources:
+    file = read_job(spec_yaml, Path(base_directory or "."), roots)
+    require_code_allowed(file.all_sources, file.pipeline, code_packages, team)
+    for source in file.all_sources:
         if source.storage_profile:
             require_profile(source, storage_profiles, team)
-    return JobRecord(
-        name=full_name(team, spec.job),
-        spec_json=spec.model_dump_json(),
-        index_fingerprint="",
-        created_unix_s=time.time(),
+    return tuple(
+        JobRecord(
+            name=full_name(team, spec.job),
+            spec_json=spec.model_dump_json(),
+            index_fingerprint="",
+            created_unix_s=time.time(),
+        )
+        for spec in file.jobs
     )
 
 

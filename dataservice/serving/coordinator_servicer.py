@@ -347,8 +347,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
 def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:
     """A job under the name that the caller knows it by."""
+    return wire_jobs.job_status_to_proto(_plainly(visit, status))
+
+
+def _plainly(visit: Visit, status: JobStatus) -> JobStatus:
     record = replace(status.record, name=visit.caller.plain(status.record.name))
-    return wire_jobs.job_status_to_proto(replace(status, record=record))
+    held_out = status.validation
+    validation = None if held_out is None else _plainly(visit, held_out)
+    return replace(status, record=record, validation=validation)
 
 
 def _session_event(opened: SessionOpened) -> coordinator_pb2.SessionEvent:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from dataservice.core.errors import ConflictError, NotFoundError
@@ -43,18 +43,20 @@ class MemoryStateStore:
         with self._turn:
             return
 
-    def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name; its attempts and ledger stay. The first job file of each
-        version is kept."""
+    def put_job(self, *jobs: JobRecord, forget: Collection[str] = ()) -> None:
+        """Insert or replace jobs by name; their attempts and ledgers stay. The first job file of
+        each version is kept. The jobs to `forget` are removed before."""
         with self._turn:
-            self._jobs[job.name] = job
-            spec = SpecRecord(
-                job=job.name,
-                version=job.spec_version,
-                spec_json=job.spec_json,
-                submitted_unix_s=time.time(),
-            )
-            self._specs.setdefault(job.name, {}).setdefault(spec.version, spec)
+            self._forget(forget)
+            for job in jobs:
+                self._jobs[job.name] = job
+                spec = SpecRecord(
+                    job=job.name,
+                    version=job.spec_version,
+                    spec_json=job.spec_json,
+                    submitted_unix_s=time.time(),
+                )
+                self._specs.setdefault(job.name, {}).setdefault(spec.version, spec)
 
     def specs(self, job: str) -> list[SpecRecord]:
         """Every version of a job's file, by version."""
@@ -72,9 +74,13 @@ class MemoryStateStore:
         with self._turn:
             return [self._jobs[name] for name in sorted(self._jobs)]
 
-    def delete_job(self, name: str) -> None:
-        """Remove a job with all its records; it is no error if there is no such job."""
+    def delete_job(self, *names: str) -> None:
+        """Remove jobs with all their records; it is no error if there is no such job."""
         with self._turn:
+            self._forget(names)
+
+    def _forget(self, names: Collection[str]) -> None:
+        for name in names:
             for table in (
                 self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
                 self._mixtures,

@@ -9,7 +9,7 @@ when the holder dies, however it dies.
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -86,21 +86,24 @@ class SqliteStateStore:
 
     # ---- jobs -----------------------------------------------------------------------------
 
-    def put_job(self, job: JobRecord) -> None:
-        """Insert or replace a job by name; its attempts and ledger stay. The first job file of each
-        version is kept."""
+    def put_job(self, *jobs: JobRecord, forget: Collection[str] = ()) -> None:
+        """Insert or replace jobs by name, all of them or none; their attempts and ledgers stay. The
+        first job file of each version is kept. The jobs to `forget` are removed before."""
         with self._transaction() as db:
-            db.execute(
-                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "spec_json = excluded.spec_json, index_fingerprint = excluded.index_fingerprint, "
-                "state = excluded.state, created_unix_s = excluded.created_unix_s, "
-                'spec_version = excluded.spec_version, "order" = excluded."order"',
-                astuple(job),
-            )
-            db.execute(
-                "INSERT OR IGNORE INTO specs VALUES (?, ?, ?, ?)",
-                (job.name, job.spec_version, job.spec_json, time.time()),
-            )
+            _delete_jobs(db, forget)
+            for job in jobs:
+                db.execute(
+                    "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE "
+                    "SET spec_json = excluded.spec_json, "
+                    "index_fingerprint = excluded.index_fingerprint, state = excluded.state, "
+                    "created_unix_s = excluded.created_unix_s, "
+                    'spec_version = excluded.spec_version, "order" = excluded."order"',
+                    astuple(job),
+                )
+                db.execute(
+                    "INSERT OR IGNORE INTO specs VALUES (?, ?, ?, ?)",
+                    (job.name, job.spec_version, job.spec_json, time.time()),
+                )
 
     def specs(self, job: str) -> list[SpecRecord]:
         """Every version of a job's file, by version."""
@@ -114,10 +117,11 @@ class SqliteStateStore:
         """All jobs by name."""
         return self._select(JobRecord, "FROM jobs ORDER BY name")
 
-    def delete_job(self, name: str) -> None:
-        """Remove a job with all its records; it is no error if there is no such job."""
+    def delete_job(self, *names: str) -> None:
+        """Remove jobs with all their records, all of them or none; it is no error if there is no
+        such job."""
         with self._transaction() as db:
-            db.execute("DELETE FROM jobs WHERE name = ?", (name,))  # foreign keys remove the rest
+            _delete_jobs(db, names)
 
     # ---- attempts -------------------------------------------------------------------------
 
@@ -377,6 +381,11 @@ class SqliteStateStore:
             yield
         except sqlite3.Error as error:
             raise StateError(folder.explain(error, self._path)) from error
+
+
+def _delete_jobs(db: sqlite3.Connection, names: Collection[str]) -> None:
+    # Foreign keys remove the rest.
+    db.executemany("DELETE FROM jobs WHERE name = ?", [(name,) for name in names])
 
 
 def _first(records: list[_Record]) -> _Record | None:

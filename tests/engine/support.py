@@ -163,7 +163,7 @@ def make_coordinator(
     `read_job` and `open_job` say otherwise."""
     known = {setup.record.name: setup for setup in setups}
     jobs: dict[str, Any] = {
-        "read_job": lambda text, _base, _team: known[text].record,
+        "read_job": lambda text, _base, _team: [known[text].record],
         "open_job": lambda record: known[record.name],
     }
     return Coordinator(

@@ -262,7 +262,7 @@ async def test_other_budgets_hold_from_the_next_attempt_on(store):
     strict = replace(budgeted(), revise=lambda _, record: replace(lenient, record=record))
 
     def read_job(text, _base, _team):
-        return replace(strict.record, spec_json=text)
+        return [replace(strict.record, spec_json=text)]
 
     coordinator = make_coordinator(store, TornSource(), strict, read_job=read_job)
     await coordinator.submit(strict.record.spec_json, "")

@@ -39,9 +39,9 @@ class FullDisk(MemoryStateStore):
         self._room("add_quarantine")
         super().add_quarantine(entries)
 
-    def put_job(self, job):
+    def put_job(self, *jobs, **more):
         self._room("put_job")
-        super().put_job(job)
+        super().put_job(*jobs, **more)
 
     def put_attempt(self, attempt):
         self._room("put_attempt")
@@ -169,10 +169,10 @@ class SlowDeletion(MemoryStateStore):
         super().__init__()
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def delete_job(self, name):
+    def delete_job(self, *names):
         self.begun.set()
         assert self.go.wait(60)
-        super().delete_job(name)
+        super().delete_job(*names)
 
 
 async def test_a_job_that_is_deleted_while_ranks_wait_for_others_tells_them():

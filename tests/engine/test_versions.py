@@ -76,8 +76,8 @@ def opened(record: JobRecord) -> JobSetup:
 
 
 def service(store: Any, *, open_job: Callable[[JobRecord], JobSetup] = opened) -> Coordinator:
-    def read_job(text: str, _base: str, _team: str) -> JobRecord:
-        return JobRecord(name="job", spec_json=text, index_fingerprint="")
+    def read_job(text: str, _base: str, _team: str) -> list[JobRecord]:
+        return [JobRecord(name="job", spec_json=text, index_fingerprint="")]
 
     return make_coordinator(store, Books(), read_job=read_job, open_job=open_job)
 

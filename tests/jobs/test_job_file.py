@@ -1,4 +1,4 @@
-"""The paths that a job file names: made absolute, and refused outside the roots."""
+"""What a job file makes of its paths, and of its validation."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dataservice.core.errors import SpecError
-from dataservice.jobs.job_file import read_job
+from dataservice.jobs.job_file import job_from_json, read_job
 from dataservice.sources.roots import Roots
 
 JOB = {
@@ -40,3 +40,58 @@ def test_a_folder_or_a_link_in_it_that_leads_outside_the_roots_is_refused(tmp_pa
     Path(team / "model" / "preprocessor_config.json").symlink_to(secret)
     with pytest.raises(SpecError, match=r"preprocessor_config\.json', which this service does not"):
         read_job(inside, team, roots)
+
+
+HELD_OUT = {"name": "held-out", "format": "jsonl", "url": "held-out.jsonl"}
+
+
+def with_validation(**changes: object) -> str:
+    return yaml.safe_dump({**JOB, "validation": {"sources": [HELD_OUT]}, **changes})
+
+
+def test_a_file_with_validation_stands_for_two_jobs(tmp_path):
+    file = read_job(with_validation(epochs=3, seed=7, weights="tokens", ready_steps=2), tmp_path)
+    training, held_out = file.jobs
+    assert (training.job, held_out.job) == ("job", "job:validation")
+    assert [source.url for source in held_out.sources] == [str(tmp_path / "held-out.jsonl")]
+    assert (training.epochs, held_out.epochs) == (3, 1)
+    assert (training.weights, held_out.weights) == ("tokens", "passes")
+    for shared in ("index", "plan", "seed", "topology", "batch", "ready_steps", "error_budget"):
+        assert getattr(held_out, shared) == getattr(training, shared)
+    assert [job_from_json(job.model_dump_json()) for job in file.jobs] == [training, held_out]
+    assert "validation" not in training.model_dump(), "the job is what it is without validation"
+
+
+def test_validation_has_a_batch_of_its_own_and_no_augmentation(tmp_path):
+    pipeline = {"tokenizer": "tokenizer", "augment": [{"name": "flip"}]}
+    validation = {"sources": [HELD_OUT], "batch": {"tokens": 512}}
+    training, held_out = read_job(
+        with_validation(pipeline=pipeline, validation=validation), tmp_path
+    ).jobs
+    assert (training.batch.samples, held_out.batch.tokens) == (2, 512)
+    assert (len(training.pipeline.augment), len(held_out.pipeline.augment)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"validation": {"sources": [{**HELD_OUT, "name": "texts"}]}}, "'texts'.*occur twice"),
+        ({"validation": {"batch": {"samples": 2}}}, r"validation\.sources: required, and missing"),
+        ({"validation": {"sources": []}}, r"validation\.sources: it is an empty list"),
+        ({"job": "job:validation"}, "letters, digits, dots, dashes and underscores"),
+        (
+            {"mixture_changes": [{"from_epoch": 1, "weights": {"held-out": 2}}]},
+            "none of the sources",
+        ),
+    ],
+)
+def test_a_validation_that_cannot_be_is_refused(tmp_path, changes, said):
+    with pytest.raises(SpecError, match=said):
+        read_job(with_validation(**changes), tmp_path)
+
+
+def test_held_out_sources_lie_under_the_roots_too(tmp_path):
+    outside = {**HELD_OUT, "url": "/etc/passwd"}
+    roots = Roots.of([str(tmp_path)], "team")
+    with pytest.raises(SpecError, match="the url of source 'held-out'"):
+        read_job(with_validation(validation={"sources": [outside]}), tmp_path, roots)

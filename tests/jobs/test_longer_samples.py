@@ -23,7 +23,7 @@ from dataservice.jobs.setup import (
     IndexIncompleteError,
     build_files,
     index_job,
-    job_record,
+    job_records,
     open_files,
     open_job,
 )
@@ -95,7 +95,7 @@ def index(home: Path) -> list[IndexSummary]:
 
 
 def record(home: Path):
-    return job_record((home / "job.yaml").read_text(), str(home))
+    return job_records((home / "job.yaml").read_text(), str(home))[0]
 
 
 def opened(home: Path):

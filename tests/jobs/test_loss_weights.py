@@ -3,7 +3,7 @@
 import pytest
 
 from dataservice.core.job_setup import JobSetup
-from dataservice.jobs.setup import job_record, open_job
+from dataservice.jobs.setup import job_records, open_job
 from tests.jobs.corpus import indexed, write_job
 
 TALKS = {"name": "talks", "format": "jsonl", "url": "talks.jsonl"}
@@ -17,11 +17,11 @@ def opened(home):
     def make(*sources, revised=None) -> JobSetup:
         path = write_job(home, sources=list(sources))
         indexed(home)
-        setup = open_job(job_record(path.read_text(), str(home)), custom_processors={})
+        setup = open_job(job_records(path.read_text(), str(home))[0], custom_processors={})
         if revised is None:
             return setup
         path = write_job(home, sources=list(revised))
-        return setup.revise(setup, job_record(path.read_text(), str(home)))
+        return setup.revise(setup, job_records(path.read_text(), str(home))[0])
 
     return make
 

@@ -6,7 +6,7 @@ import pytest
 
 from dataservice.core.errors import SpecError
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
-from dataservice.jobs.setup import build_files, index_job, job_record
+from dataservice.jobs.setup import build_files, index_job, job_records
 from tests.jobs.corpus import job_of, make_corpus, write_job
 
 CODE = """
@@ -72,7 +72,7 @@ def naming(home, **keys):
 def test_a_job_may_name_a_class_by_its_import_path(home, tmp_path):
     (tmp_path / "code" / "named_by_path.py").write_text(CODE.format(word="one"))
     text = naming(home, prepare=[{"name": "named_by_path:Theirs"}])
-    record = job_record(text, str(home))
+    (record,) = job_records(text, str(home))
     assert "prepare" in build_files(record, custom_processors={}).digests
     index_job(job_of(home), custom_processors={})
 
@@ -90,30 +90,30 @@ def test_a_job_may_name_a_class_by_its_import_path(home, tmp_path):
 def test_import_paths_are_taken_from_the_packages_that_the_operator_allows(home, keys, team):
     text = naming(home, **keys)
     for packages in (["theirs"], ["other", "theirs"], None):
-        job_record(text, str(home), team, code_packages=packages)
+        job_records(text, str(home), team, code_packages=packages)
     for packages in ([], ["their"], ["theirs.tidy.more"], ["{team}_code"]):
         with pytest.raises(SpecError, match=r"names the code 'theirs.* by its import path; "):
-            job_record(text, str(home), team, code_packages=packages)
+            job_records(text, str(home), team, code_packages=packages)
 
 
 def test_a_format_of_ones_own_is_judged_alike(home):
     source = {"name": "a", "format": "custom", "format_code": {"name": "theirs:Lines"}, "url": "a"}
     text = write_job(home, sources=[source]).read_text()
     with pytest.raises(SpecError, match=r"this service takes such names from the packages ours\. "):
-        job_record(text, str(home), code_packages=["ours"])
+        job_records(text, str(home), code_packages=["ours"])
 
 
 def test_a_teams_own_package_is_its_own(home):
     text = naming(home, prepare=[{"name": "vision_code.tidy:Tidy"}])
-    job_record(text, str(home), "vision", code_packages=["{team}_code"])
+    job_records(text, str(home), "vision", code_packages=["{team}_code"])
     for other in ("audio", ""):
         with pytest.raises(SpecError, match=r"takes such names from the packages .*\. Ask"):
-            job_record(text, str(home), other, code_packages=["{team}_code"])
+            job_records(text, str(home), other, code_packages=["{team}_code"])
 
 
 def test_a_package_that_the_operator_takes_back_is_refused_at_the_next_opening(home, tmp_path):
     (tmp_path / "code" / "taken_back.py").write_text(CODE.format(word="one"))
     text = naming(home, prepare=[{"name": "taken_back:Theirs"}])
-    record = job_record(text, str(home), code_packages=["taken_back"])
+    (record,) = job_records(text, str(home), code_packages=["taken_back"])
     with pytest.raises(SpecError, match=r"takes such names from the packages \(none\)"):
         build_files(record, custom_processors={}, code_packages=[])

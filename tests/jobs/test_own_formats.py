@@ -9,7 +9,7 @@ from dataservice.core.errors import IndexStaleError, SpecError, StateError
 from dataservice.jobs.find_samples import Wanted
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.sample_pipeline import code_owner
-from dataservice.jobs.setup import build_files, index_job, job_record, open_files, open_job
+from dataservice.jobs.setup import build_files, index_job, job_records, open_files, open_job
 from tests.jobs.corpus import PAGES, job_of, make_corpus, write_job
 
 CODE = """
@@ -64,7 +64,7 @@ def job(home: Path, **options: str) -> None:
 
 
 def record(home: Path):
-    return job_record((home / "job.yaml").read_text(), str(home))
+    return job_records((home / "job.yaml").read_text(), str(home))[0]
 
 
 def index(home: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from dataservice.jobs.job_file import JobSpec, read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.sample_pipeline import reader_of
-from dataservice.jobs.setup import index_job, job_record, open_job
+from dataservice.jobs.setup import index_job, job_records, open_job
 from dataservice.jobs.storage_profiles import opened_sources
 from dataservice.sources.formats.registry import list_files
 from tests.jobs.corpus import make_corpus
@@ -73,7 +73,7 @@ def job(home: Path, store: WebStore, tmp_path: Path, **changes: object) -> JobSp
 def submitted(home, store, tmp_path, profiles, team="vision", **changes) -> JobRecord:
     text = job_text(home, store, tmp_path, **changes)
     more = {"allowed_roots": [str(home), str(tmp_path)], "storage_profiles": profiles}
-    return job_record(text, str(home), team, **more)
+    return job_records(text, str(home), team, **more)[0]
 
 
 def test_a_team_may_name_its_profile_where_its_allowed_roots_do_not_reach(
@@ -174,7 +174,7 @@ def test_a_rotated_secret_counts_at_the_next_opening_and_changes_no_job(
     )
     opener.start()
     try:
-        record = opener.read_job(job_text(home, store, tmp_path), str(home), "vision")
+        record = opener.read_job(job_text(home, store, tmp_path), str(home), "vision")[0]
         before = opener.open_job(record)
         store.token = ROTATED
         with pytest.raises(SourceError, match="has no file"):  # as fsspec says of a 401

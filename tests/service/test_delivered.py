@@ -14,7 +14,7 @@ from dataservice.core.content import StepContent, content_of
 from dataservice.core.layout import sample_starts
 from dataservice.core.sample import DecodedSample
 from dataservice.jobs.sample_pipeline import decoder_of, reader_of
-from dataservice.jobs.setup import job_record, open_job
+from dataservice.jobs.setup import job_records, open_job
 from dataservice.workers.sample_digest import sample_digests
 from soak.service import ServiceProcess
 from tests.cli.support import CommandLine
@@ -149,7 +149,9 @@ def test_what_is_recorded_is_what_a_decode_past_the_service_gives(home, service,
     service.stop()
     found = recorded(service)
     assert len(found) == len(of) > 3
-    setup = open_job(job_record((home / "job.yaml").read_text(), str(home)), custom_processors={})
+    setup = open_job(
+        job_records((home / "job.yaml").read_text(), str(home))[0], custom_processors={}
+    )
     for step, explanation in of.items():
         ids = np.array(explanation["plan"]["sample_ids"]["values"], dtype=np.int64)
         decoded = [past_the_service(setup, int(sample)) for sample in ids]

@@ -22,7 +22,7 @@ import yaml
 
 from dataservice.cli.main import app
 from dataservice.jobs.cost_file import read_cost_file
-from dataservice.jobs.job_file import JobSpec, read_job
+from dataservice.jobs.job_file import JobFile, read_job
 from dataservice.operate.config import read_config
 from tests.documents import PAGES, ROOT, Block, blocks
 from tests.service.support import ServiceProcess
@@ -103,7 +103,7 @@ class Reader:
         plain = yaml.safe_load(text)
         path = self.home / (file_name or "part.yaml")
         path.write_text(text)
-        if plain.keys() <= JobSpec.model_fields.keys():
+        if plain.keys() <= JobFile.model_fields.keys():
             whole = {**yaml.safe_load((self.home / JOB).read_text()), **plain}
             read_job(yaml.safe_dump(whole), self.home)
         elif plain.keys() == {"cost"}:

@@ -8,7 +8,7 @@ import torch
 
 from dataservice.core.layout import member_rows
 from dataservice.decode.sample_pipeline import Pipeline
-from dataservice.jobs.setup import job_record, open_job
+from dataservice.jobs.setup import job_records, open_job
 from tests.service.support import Ranks, explained, job_file, serving
 
 
@@ -30,7 +30,7 @@ def epoch(corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def setup(corpus):
     path = corpus / "job.yaml"
-    return open_job(job_record(path.read_text(), str(corpus)), custom_processors={})
+    return open_job(job_records(path.read_text(), str(corpus))[0], custom_processors={})
 
 
 def test_every_sample_is_trained_exactly_once(epoch, setup):

@@ -18,7 +18,7 @@ from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.sample_pipeline import decoder_of
-from dataservice.jobs.setup import index_job, job_record, open_job
+from dataservice.jobs.setup import index_job, job_records, open_job
 from tests.service.deadly_vision import IMPORT_PATH, NAME
 from tests.service.small import LARGE, LOOPS, indexed_job, make_corpus, write_job
 from tests.waiting import wait_for
@@ -51,7 +51,7 @@ def opener() -> Iterator[JobOpener]:
 
 
 def opened(opener: JobOpener, path: Path) -> JobSetup:
-    return opener.open_job(opener.read_job(path.read_text(), str(path.parent), ""))
+    return opener.open_job(opener.read_job(path.read_text(), str(path.parent), "")[0])
 
 
 def with_template(home: Path, template: str) -> Path:
@@ -69,7 +69,7 @@ def test_what_comes_back_is_what_opening_it_here_gives(opener, home):
     path = home / "job.yaml"
     there, here = (
         opened(opener, path),
-        open_job(job_record(path.read_text(), str(home)), custom_processors={}),
+        open_job(job_records(path.read_text(), str(home))[0], custom_processors={}),
     )
     ids = np.arange(here.catalog.samples)
     assert there.record.spec_json == here.record.spec_json
@@ -126,7 +126,7 @@ def test_storage_that_never_answers_is_given_up(opener, home, tmp_path):
         opening=OpeningLimits(timeout_s=5),
     )
     impatient.start()
-    record = opener.read_job((moved / "job.yaml").read_text(), str(moved), "")
+    record = opener.read_job((moved / "job.yaml").read_text(), str(moved), "")[0]
     (moved / "tokenizer" / "tokenizer.json").unlink()
     os.mkfifo(moved / "tokenizer" / "tokenizer.json")
     try:

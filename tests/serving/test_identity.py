@@ -31,7 +31,7 @@ METHODS = {method.name: method for method in SERVICE.methods}
 OF_A_JOB = sorted(n for n, m in METHODS.items() if "job" in m.input_type.fields_by_name)
 OF_A_SESSION = sorted(n for n, m in METHODS.items() if "session" in m.input_type.fields_by_name)
 CHANGES = sorted(name for name, rule in RULES.items() if rule.role != "reader")
-JOBS = ("vision/a", "vision/c", "audio/bells")
+JOBS = ("vision/a", "vision/a:validation", "vision/c", "audio/bells")
 Code = grpc.StatusCode
 
 
@@ -212,6 +212,24 @@ async def test_a_team_sees_its_own_jobs_by_plain_names_and_an_admin_all_by_full_
         code, job = await ask("GetJob", token, job=given)
         assert (code, job.name) == (Code.OK, told)
     assert (await ask("GetJob", "operator", job="a"))[0] is Code.NOT_FOUND
+
+
+async def test_a_validation_has_the_caller_s_name_too(tmp_path, channel_to):
+    async with served(tmp_path, jobs=("vision/a", "vision/a:validation", "audio/bells")) as running:
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(running.address))
+        for token, given, told in [("vision", "a", "a"), ("operator", "vision/a", "vision/a")]:
+            metadata = (("authorization", f"Bearer {token}"),)
+            request = coordinator_pb2.JobRequest(job=given)
+            job = await stub.GetJob(request, metadata=metadata)
+            assert (job.name, job.validation.name) == (told, f"{told}:validation")
+            health = coordinator_pb2.GetHealthRequest(job=given)
+            seen = await stub.GetHealth(health, metadata=metadata)
+            assert [each.job for each in seen.jobs] == [told, f"{told}:validation"]
+        audio = (("authorization", "Bearer audio"),)
+        request = coordinator_pb2.JobRequest(job="vision/a:validation")
+        with pytest.raises(grpc.aio.AioRpcError, match="no job") as refused:
+            await stub.GetJob(request, metadata=audio)
+        assert refused.value.code() is Code.NOT_FOUND
 
 
 async def test_a_shard_and_errors_carry_the_caller_s_names(ask, session):

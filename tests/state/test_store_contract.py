@@ -165,6 +165,18 @@ def test_deleting_a_job_removes_all_of_it_and_nothing_of_another(store: StateSto
     assert store.last_attempt("other") == attempt(1, "other")
 
 
+def test_several_jobs_are_stored_and_deleted_together(store: StateStore) -> None:
+    store.put_job(job("a"), job("b"))
+    store.put_attempt(attempt(1, "b"))
+    anew = job("b", spec_json="{}")
+    store.put_job(job("a", spec_version=2), anew, forget=["b"])
+    assert [spec.version for spec in store.specs("a")] == [1, 2]
+    assert [spec.spec_json for spec in store.specs("b")] == ["{}"]
+    assert store.last_attempt("b") is None
+    store.delete_job("a", "b")
+    assert store.jobs() == []
+
+
 def test_deleting_an_unknown_job_is_no_error(store: StateStore) -> None:
     store.delete_job("never")
 

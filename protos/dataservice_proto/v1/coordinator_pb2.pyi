@@ -81,6 +81,7 @@ class JobInfo(_message.Message):
     ATTEMPT_VERSION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     MIXTURE_FIELD_NUMBER: _builtins.int
+    VALIDATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -112,6 +113,10 @@ class JobInfo(_message.Message):
     def mixture(self) -> Global___MixtureTree:
         """absent in lists, and where the job is not open"""
 
+    @_builtins.property
+    def validation(self) -> Global___JobInfo:
+        """absent in lists, and where the job file has none"""
+
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class JobInfo(_message.Message):
         attempt_version: _builtins.int = ...,
         versions: _abc.Iterable[Global___JobVersion] | None = ...,
         mixture: Global___MixtureTree | None = ...,
+        validation: Global___JobInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture", "validation", b"validation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "mixture", b"mixture", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "mixture", b"mixture", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "validation", b"validation", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,15 +31,16 @@ class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SubmitJobRequest, _coordinator_pb2.JobInfo]
-    """Register a job from its job file. The same file again changes nothing; another over the same
-    samples in the same order is the job's next version, for attempts that are yet to begin.
+    """Register a job from its job file, and its validation where the file has one. The same file
+    again changes nothing; another over the same samples in the same order is the job's next
+    version, for attempts that are yet to begin.
     """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]
     GetJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]
     DrainJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]
     """Let the attempt that runs finish; refuse new ones."""
     DeleteJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.DeleteJobResponse]
-    """Forget a job that no trainer is using."""
+    """Forget a job that no trainer is using, and its validation."""
     ListQuarantine: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]
     """Every sample of a job that was trained with its labels masked, and why."""
     RecostJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]
@@ -74,15 +75,16 @@ class CoordinatorStub:
 class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SubmitJobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
-    """Register a job from its job file. The same file again changes nothing; another over the same
-    samples in the same order is the job's next version, for attempts that are yet to begin.
+    """Register a job from its job file, and its validation where the file has one. The same file
+    again changes nothing; another over the same samples in the same order is the job's next
+    version, for attempts that are yet to begin.
     """
     ListJobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]  # type: ignore[assignment]
     GetJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
     DrainJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.JobInfo]  # type: ignore[assignment]
     """Let the attempt that runs finish; refuse new ones."""
     DeleteJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.DeleteJobResponse]  # type: ignore[assignment]
-    """Forget a job that no trainer is using."""
+    """Forget a job that no trainer is using, and its validation."""
     ListQuarantine: _aio.UnaryStreamMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.QuarantinedSample]  # type: ignore[assignment]
     """Every sample of a job that was trained with its labels masked, and why."""
     RecostJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecostJobRequest, _coordinator_pb2.RecostJobResponse]  # type: ignore[assignment]
@@ -120,8 +122,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.JobInfo, _abc.Awaitable[_coordinator_pb2.JobInfo]]:
-        """Register a job from its job file. The same file again changes nothing; another over the same
-        samples in the same order is the job's next version, for attempts that are yet to begin.
+        """Register a job from its job file, and its validation where the file has one. The same file
+        again changes nothing; another over the same samples in the same order is the job's next
+        version, for attempts that are yet to begin.
         """
 
     @_abc_1.abstractmethod
@@ -152,7 +155,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.JobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeleteJobResponse, _abc.Awaitable[_coordinator_pb2.DeleteJobResponse]]:
-        """Forget a job that no trainer is using."""
+        """Forget a job that no trainer is using, and its validation."""
 
     @_abc_1.abstractmethod
     def ListQuarantine(
