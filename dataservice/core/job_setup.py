@@ -1,6 +1,6 @@
 """What one job needs at run time, built by the app from its job file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from dataservice.core.job import BatchSize, ErrorBudget, JobRecord
@@ -29,7 +29,8 @@ class JobSetup:
     rank; `limits` are those of packing by ISF, over all the job's samples, where its options
     pack so.
     `cost_changes`, by step, replace the options' cost from their step on: see `options_at`.
-    `order` identifies the order of samples, which checkpoints must agree on.
+    `order` identifies the order of samples, which checkpoints must agree on; `earlier_orders` are
+    those that it has grown from by appended sources and changes, whose checkpoints fit too.
     `budgets` are the error budgets by source; a source without one never stops the job.
     `revise` gives the same data under another version of the job file.
     `require_current` raises IndexStaleError or SourceError where the index no longer describes
@@ -48,6 +49,7 @@ class JobSetup:
     pipeline: str
     ready_steps: int
     order: str = ""
+    earlier_orders: Collection[str] = ()
     limits: IsfLimits | None = None
     cost_changes: tuple[CostChange, ...] = ()
     budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)

@@ -10,7 +10,7 @@ else.
 import asyncio
 import secrets
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataservice.core.cursor import Cursor
@@ -76,7 +76,8 @@ class Attempt:
                     "Start all ranks with one world size."
                 )
             )
-        if cursor != self.start:
+        # Both fit the job; its order may have grown since the first came, by a source added.
+        if replace(cursor, order=self.start.order) != self.start:
             raise self.end(
                 CursorMismatchError(
                     f"rank {rank} of job {self.job!r} resumes at step {cursor.step} "

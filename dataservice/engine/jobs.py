@@ -55,6 +55,7 @@ from dataservice.engine.launches import Launches
 from dataservice.engine.loop import AttemptLoop
 from dataservice.engine.opening import Openings
 from dataservice.engine.placement import DispatchedStep
+from dataservice.engine.planner import check_fits
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.spec_changes import in_words, spec_changes
 from dataservice.engine.tasks import cancel_all, detach
@@ -269,8 +270,9 @@ class JobTable:
         return await self.status(record.name)
 
     async def _take_version(self, known: RunningJob, submitted: JobRecord) -> None:
-        """Take another job file over the same samples in the same order as the next version. Raises
-        ConflictError where its samples are others."""
+        """Take another job file over the same samples in the same order, or with more sources that
+        wait behind them, as the next version. Raises ConflictError where its samples are others,
+        QuotaError or PlanningError where an added sample is too long for the last attempt."""
         team = team_of(submitted.name)
         async with known.changing:
             record = replace(
@@ -281,8 +283,14 @@ class JobTable:
             changes = spec_changes(known.record.spec_json, submitted.spec_json)
             if any(change.of_data for change in changes):
                 opened = await self._openings.run(team, self._open_job, submitted)
-                if opened.order != known.record.order:
-                    raise ConflictError(other_data(known.record, changes))
+                order = known.record.order
+                if order != opened.order and order not in opened.earlier_orders:
+                    raise ConflictError(other_data(known.record, submitted, changes))
+                if order != opened.order and known.attempt is not None:
+                    check_fits(opened, known.attempt.topology)
+                record = replace(
+                    record, order=opened.order, index_fingerprint=opened.record.index_fingerprint
+                )
                 revision = replace(opened, record=record)
             else:
                 current = await self.setup(known)
@@ -290,12 +298,26 @@ class JobTable:
                 revising = partial(current.revise, current, record)
                 revision = await self._planners.run(record.name, revising)
             setup = await in_store(with_changes, revision, self._store, cost_model)
-            await in_store(self._store.put_job, record)
-            known.record, known.setups[record.spec_version] = record, setup
+            await self._put_version(known, setup)
         await self.setup(known)  # the last attempt may not have been restored for want of data
         log.info(
             "version %d: %s", record.spec_version, in_words(changes), extra={"job": record.name}
         )
+
+    async def _put_version(self, known: RunningJob, newest: JobSetup) -> None:
+        """Make a version durable. Where it has grown, attempts that run or form go on over its
+        catalog, in which the added sources wait, so that a change of the mixture finds them."""
+        record = newest.record
+        async with known.opening, known.planning:
+            setups = dict(known.setups)
+            if record.order != known.record.order:
+                for version in setups:
+                    older = partial(revised, newest, version, self._store, cost_model)
+                    setups[version] = await in_store(older)
+            await in_store(self._store.put_job, record)
+            known.record, known.setups = record, {**setups, record.spec_version: newest}
+            if known.loop is not None and known.attempt is not None:
+                known.loop.use(known.setups[known.attempt.spec_version])
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name, without their mixtures, of which some are long."""

@@ -115,13 +115,19 @@ def _behind(setup: JobSetup, cursor: Cursor, draws: list[Draw], steps: int) -> C
     """The cursor `steps` further on, in its window of `draws` or at its end."""
     step, in_window = cursor.step + steps, cursor.step_in_window + steps
     if in_window < len(draws):
-        return replace(cursor, step=step, step_in_window=in_window, window=window_of(setup))
+        return replace(
+            cursor,
+            step=step,
+            step_in_window=in_window,
+            window=window_of(setup),
+            order=setup.order,
+        )
     end = draws[-1]
     return Cursor(
         step=step,
         epoch=end.next_epoch,
         position=end.next_position,
-        order=cursor.order,
+        order=setup.order,  # which may have grown while the attempt runs
         begun=end.next_begun,
     )
 
@@ -170,14 +176,14 @@ def in_order(cursor: Cursor, setup: JobSetup) -> Cursor:
     """The cursor, marked with the job's order of samples. Raises CursorMismatchError where it was
     made in another order, in which its place would mean other samples, or inside a window of
     steps that would be split otherwise now."""
-    if cursor.order != setup.order and not (cursor.order == "" and cursor.at_beginning):
+    fits = cursor.order == setup.order or cursor.order in setup.earlier_orders
+    if not fits and not (cursor.order == "" and cursor.at_beginning):
         raise CursorMismatchError(
             f"the checkpoint at step {cursor.step} was made in sample order "
             f"{cursor.order or 'of no job'}, job {setup.record.name!r} has order {setup.order}: "
-            "it is of another job, of other samples, files' names, weights, tokenizer or seed, or "
-            "of another release. Resuming "
-            "would lose some samples and repeat others; take a checkpoint of this job, or submit "
-            "the job that it is of."
+            "it is of another job, of sources that this one lacks, of other samples, files' names, "
+            "weights, tokenizer or seed, or of another release. Resuming would lose some samples "
+            "and repeat others; take a checkpoint of this job, or submit the job that it is of."
         )
     if cursor.step_in_window and cursor.window != window_of(setup):
         raise CursorMismatchError(

@@ -218,13 +218,16 @@ class Mixture:
         )
 
     def begin_changes(self, cursor: Cursor) -> Cursor:
-        """The cursor with the changes that are due by its step. Inside a window of steps, which
-        was drawn as a whole, nothing begins."""
+        """The cursor with the changes that are due by its step. Those of epochs begin when one is
+        drawn; what an older version of the job file drew lacks those appended since, which begin
+        late, here. Inside a window of steps, which was drawn as a whole, nothing begins."""
         if cursor.step_in_window or cursor.epoch >= self._epochs:
             return cursor
         begun, known = cursor.begun, names_in(cursor.begun)
-        for step, name in self._by_step:
-            if step <= cursor.step and name not in known:
+        due = [name for epoch, name in self._by_epoch if epoch <= cursor.epoch]
+        due += [name for step, name in self._by_step if step <= cursor.step]
+        for name in due:
+            if name not in known:
                 begun = with_change(begun, name, cursor.epoch, cursor.position)
         return replace(cursor, begun=begun)
 

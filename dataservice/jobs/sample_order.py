@@ -1,0 +1,94 @@
+"""The name of a job's order of samples, and the names that it had before the job file grew.
+
+    file 1   a 1, b 0.5                          order X
+    file 2   a 1, b 0.5, c 0                     order Y     grown from X
+    file 3   a 1, b 0.5, c 0; a change: c 0.3    order Z     grown from X and Y
+
+A name is a digest of all that decides which samples come in which order, and of what they are: the
+content of every source is part of it. A source that is appended with weight 0 gives nothing, and
+its samples have the ids behind all others; a change of the mixture that is appended begins where
+the job goes on, or later. So neither moves a sample of before, and a place in an order that this
+one has grown from is the same place in this one.
+
+Which files those are follows from the file alone: it ends earlier, by sources of weight 0 and by
+changes of the mixture. Nothing needs to be remembered of the files that there were.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dataservice.core.job import MixtureChange
+from dataservice.decode.sample_pipeline import AUGMENT
+from dataservice.jobs.job_file import JobSpec
+from dataservice.sources.catalog import index_fingerprint
+from dataservice.sources.mixture import ORDER_VERSION
+
+# Names of earlier orders are made beforehand: this bounds their number.
+MOST_ADDED_SOURCES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrder:
+    """`name` is that of a file's order; `earlier` are those of the orders it may have grown from.
+    `data` identifies what is trained, in whatever order."""
+
+    name: str
+    data: str
+    earlier: frozenset[str]
+
+    @staticmethod
+    def of(
+        spec: JobSpec, fingerprints: Sequence[str], pipeline: Mapping[str, str]
+    ) -> "SampleOrder":
+        """The order of a job file over sources of these contents, in its order, with these digests
+        of its pipeline."""
+        data = data_fingerprint(index_fingerprint(fingerprints), pipeline)
+        return SampleOrder(
+            name=order_name(data, spec),
+            data=data,
+            earlier=frozenset(_earlier(spec, fingerprints, pipeline)),
+        )
+
+
+def data_fingerprint(index: str, pipeline: Mapping[str, str]) -> str:
+    """Changes when what is trained does: the index's fingerprint, with the augmentation that an
+    index knows nothing of."""
+    augmented = pipeline.get(AUGMENT)
+    if augmented is None:
+        return index
+    return hashlib.blake2b(f"{index} {augmented}".encode(), digest_size=16).hexdigest()
+
+
+def order_name(data: str, spec: JobSpec) -> str:
+    """The name of a job file's order over these data."""
+    return _name(data, spec, len(spec.sources), spec.mixture_changes)
+
+
+def settled_sources(spec: JobSpec) -> int:
+    """How many sources there are up to the last one that has a weight: those behind wait for a
+    change of the mixture, or give nothing."""
+    return max(place for place, source in enumerate(spec.sources, start=1) if source.weight)
+
+
+def _earlier(
+    spec: JobSpec, fingerprints: Sequence[str], pipeline: Mapping[str, str]
+) -> Iterator[str]:
+    """The orders of the files that this one may have grown from. Up to `MOST_ADDED_SOURCES` times
+    `MOST_CHANGES` digests, and mostly none or few."""
+    whole = (len(spec.sources), len(spec.mixture_changes))
+    for sources in range(max(settled_sources(spec), whole[0] - MOST_ADDED_SOURCES), whole[0] + 1):
+        data = data_fingerprint(index_fingerprint(fingerprints[:sources]), pipeline)
+        names = {source.name for source in spec.sources[:sources]}
+        for changes in range(whole[1] + 1):
+            if changes and not spec.mixture_changes[changes - 1].weights.keys() <= names:
+                break
+            if (sources, changes) != whole:
+                yield _name(data, spec, sources, spec.mixture_changes[:changes])
+
+
+def _name(data: str, spec: JobSpec, sources: int, changes: Sequence[MixtureChange]) -> str:
+    drawn = [(source.weight, source.max_passes) for source in spec.sources[:sources]]
+    changed = [(sorted(each.weights.items()), each.from_epoch, each.from_step) for each in changes]
+    decides = (ORDER_VERSION, data, spec.seed, drawn, spec.weights, changed)
+    return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
