@@ -52,7 +52,7 @@ class Attempt:
         spec_version: int = 1,
     ) -> None:
         """`trained_step` is the last that every rank is known to have trained, where the
-        attempt is restored."""
+        attempt is restored. `reads_loss_weights` turns False once a rank joins that does not."""
         self.job = job
         self.number = number
         self.topology = topology
@@ -61,6 +61,7 @@ class Attempt:
         self.spec_version = spec_version
         self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
+        self.reads_loss_weights = True
         self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

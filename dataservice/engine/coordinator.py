@@ -283,6 +283,7 @@ class Coordinator:
             )
         attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
+        attempt.reads_loss_weights &= reads_loss_weights
         session = self._remember(running, attempt, claim)
         try:
             if attempt.full:

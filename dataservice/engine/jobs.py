@@ -288,6 +288,7 @@ class JobTable:
                     raise ConflictError(other_data(known.record, submitted, changes))
                 if order != opened.order and known.attempt is not None:
                     check_fits(opened, known.attempt.topology)
+                    _require_weights_read(opened, known.attempt)
                 record = replace(
                     record, order=opened.order, index_fingerprint=opened.record.index_fingerprint
                 )
@@ -532,6 +533,17 @@ class JobTable:
         self._metrics.pack_prepared(receipt)
         if job.loop is not None:
             await job.loop.note_receipt(step, receipt)
+
+
+def _require_weights_read(grown: JobSetup, attempt: Attempt) -> None:
+    """Raises ConflictError where ranks at work would train the samples of a source that was added
+    without their loss weights."""
+    if grown.loss_weights and not attempt.reads_loss_weights and attempt.clients:
+        raise ConflictError(
+            f"job {attempt.job!r} would weigh its loss with this file, and trainers of a release "
+            f"that does not are at work ({', '.join(attempt.clients[:8])}). Stop them and submit "
+            "it again, then start them with this release's client."
+        )
 
 
 def was_deleted(name: str) -> NotFoundError:
