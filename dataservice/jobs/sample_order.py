@@ -65,19 +65,15 @@ def order_name(data: str, spec: JobSpec) -> str:
     return _name(data, spec, len(spec.sources), spec.mixture_changes)
 
 
-def settled_sources(spec: JobSpec) -> int:
-    """How many sources there are up to the last one that has a weight: those behind wait for a
-    change of the mixture, or give nothing."""
-    return max(place for place, source in enumerate(spec.sources, start=1) if source.weight)
-
-
 def _earlier(
     spec: JobSpec, fingerprints: Sequence[str], pipeline: Mapping[str, str]
 ) -> Iterator[str]:
     """The orders of the files that this one may have grown from. Up to `MOST_ADDED_SOURCES` times
     `MOST_CHANGES` digests, and mostly none or few."""
     whole = (len(spec.sources), len(spec.mixture_changes))
-    for sources in range(max(settled_sources(spec), whole[0] - MOST_ADDED_SOURCES), whole[0] + 1):
+    weighed = (place for place, source in enumerate(spec.sources, start=1) if source.weight)
+    settled = max(weighed, default=whole[0])
+    for sources in range(max(settled, whole[0] - MOST_ADDED_SOURCES), whole[0] + 1):
         data = data_fingerprint(index_fingerprint(fingerprints[:sources]), pipeline)
         names = {source.name for source in spec.sources[:sources]}
         for changes in range(whole[1] + 1):

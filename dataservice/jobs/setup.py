@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord, SourceSpec
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
-from dataservice.core.job_setup import JobSetup
+from dataservice.core.job_setup import JobSetup, LimitsOver
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.mixture_tree import MixtureTree
-from dataservice.core.plan_options import IsfLimits
+from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
@@ -25,7 +25,6 @@ from dataservice.jobs.sample_order import (
     SampleOrder,
     data_fingerprint,
     order_name,
-    settled_sources,
 )
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.jobs.storage_profiles import (
@@ -300,7 +299,7 @@ def job_setup(
         ready_steps=spec.ready_steps,
         order=order.name,
         earlier_orders=order.earlier,
-        limits=_isf_limits(catalog, spec),
+        limits=_isf_limits(catalog, spec.plan, stream.sources_met("")),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
@@ -328,16 +327,19 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
     same_draw = all(
         getattr(before, name) == getattr(spec, name) for name in ("epochs", "mixture_changes")
     )
+    stream = setup.stream if same_draw else _mixture(spec, catalog)
     return replace(
         setup,
         record=record,
-        stream=setup.stream if same_draw else _mixture(spec, catalog),
+        stream=stream,
         batch=spec.batch,
         options=spec.plan,
         ready_steps=spec.ready_steps,
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
-        limits=setup.limits if same_packs else _isf_limits(catalog, spec),
+        limits=(
+            setup.limits if same_packs else _isf_limits(catalog, spec.plan, stream.sources_met(""))
+        ),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
@@ -394,15 +396,19 @@ def _require_same_augmentation(record: JobRecord, order: str) -> None:
         )
 
 
-def _isf_limits(catalog: IndexedCatalog, spec: JobSpec) -> IsfLimits | None:
-    """The ISF limits, found once over every sample of the job; None where packing is not by ISF.
-    Sources at the end of the file that wait with weight 0 do not count: adding one would split the
-    windows of steps otherwise."""
-    options = spec.plan
-    if options.window_steps == 1 and options.stages.pack != "isf":
-        return None
-    settled = int(catalog.sources.offsets[settled_sources(spec)])
-    return step_limits(catalog.lengths(np.arange(settled)), options, method="search")
+def _isf_limits(catalog: IndexedCatalog, options: PlanOptions, sources: int) -> LimitsOver:
+    """The ISF limits, found once over every sample of the first so many sources: now over these,
+    over others when a change of the mixture brings them in. None where packing is not by ISF."""
+
+    @cache
+    def over(sources: int) -> IsfLimits | None:
+        if options.window_steps == 1 and options.stages.pack != "isf":
+            return None
+        lengths = catalog.lengths(np.arange(catalog.sources.offsets[sources]))
+        return step_limits(lengths, options, method="search")
+
+    over(sources)
+    return over
 
 
 def _require_drawn(mixture: MixtureTree) -> None:

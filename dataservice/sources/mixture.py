@@ -231,6 +231,15 @@ class Mixture:
                 begun = with_change(begun, name, cursor.epoch, cursor.position)
         return replace(cursor, begun=begun)
 
+    def sources_met(self, begun: str) -> int:
+        """How many sources there are up to the last one that has, or had, a weight where these
+        changes have begun. Changes that it does not know count for nothing."""
+        met = {source for source, weight in enumerate(self._first.weights) if weight}
+        for name in names_in(begun):
+            changed = self._changes.get(name, {})
+            met.update(source for source, weight in changed.items() if weight)
+        return 1 + max(met)
+
     def drawn(self, cursor: Cursor) -> Drawn:
         """How much of each source lies before this place: O(sources), and a look at a thousand
         places. Raises CursorMismatchError."""

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataservice.core.cursor import Cursor
 from dataservice.core.errors import IndexStaleError, QuotaError, StateError
-from dataservice.core.job import BatchSize, JobRecord
+from dataservice.core.job import BatchSize, JobRecord, MixtureChange
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
+from dataservice.core.plan import StepPlan
 from dataservice.core.ports import SampleStream
+from dataservice.engine.planner import plan_step
 from dataservice.jobs.setup import index_job, job_record, open_job
 from tests.jobs.corpus import job_of, write_job
 
@@ -171,9 +174,46 @@ def test_windows_of_steps_are_split_as_before_and_shares_end_their_epoch_as_befo
     for changes in ({"plan": ISF}, {"weights": "tokens"}):
         before = opened(grown_home, TALKS, PAGES, **changes)
         after = opened(grown_home, TALKS, PAGES, MORE, **changes)
-        assert after.limits == before.limits
-        assert (before.limits is not None) == ("plan" in changes)
+        assert after.limits_at("") == before.limits_at("")
+        assert (before.limits_at("") is not None) == ("plan" in changes)
         assert after.epoch_size == before.epoch_size
+
+
+def planned(setup: JobSetup) -> list[StepPlan]:
+    cursor, plans = Cursor(), []
+    while (
+        step := plan_step(setup, setup.stream.begin_changes(cursor), setup.topology(2))
+    ) is not None:
+        plans.append(step.plan)
+        cursor = step.next_cursor
+    return plans
+
+
+@pytest.mark.parametrize("plan", [ISF, {"memory_tokens": 512}], ids=["windows", "steps"])
+@pytest.mark.parametrize("weights", ["passes", "tokens"])
+def test_every_step_before_the_change_is_planned_as_if_nothing_had_been_added(
+    grown_home: Path, plan: dict[str, Any], weights: str
+) -> None:
+    about = {"plan": plan, "weights": weights, "epochs": 3}
+    loud = {**MORE, "loss_weight": 3.0}
+    before = planned(opened(grown_home, TALKS, PAGES, **about))
+    waiting = opened(grown_home, TALKS, PAGES, loud, **about)
+    assert [each.digest for each in planned(waiting)] == [each.digest for each in before]
+    change = {"bring": MixtureChange(weights={"more": 1.0}, from_step=4)}
+    brought = planned(replace(waiting, stream=waiting.stream.changed(change)))
+    assert [each.digest for each in brought[:4]] == [each.digest for each in before[:4]]
+    drawn = np.concatenate([each.sample_ids for each in brought[4:]])
+    assert drawn.max() >= 10, "talks and pages have ten samples"
+
+
+def test_once_it_is_brought_in_windows_are_packed_for_it_too(grown_home: Path) -> None:
+    change = {"bring": MixtureChange(weights={"more": 1.0}, from_step=0)}
+    for sources in ((TALKS, PAGES, MORE), (PAGES, MORE), (PAGES, {**TALKS, "weight": 0}, MORE)):
+        setup = opened(grown_home, *sources, plan=ISF)
+        stream = setup.stream.changed(change)
+        brought = replace(setup, stream=stream)
+        assert brought.limits_at("") == setup.limits(stream.sources_met(""))
+        assert brought.limits_at("bring@0:0") == setup.limits(len(sources))
 
 
 def all_samples(stream: SampleStream) -> list[int]:
