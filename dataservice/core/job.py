@@ -135,7 +135,8 @@ class SourceSpec:
     document)."""
     weight: float = 1.0
     """Passes over the source in one epoch: 2 shows each sample twice, 0.5 every other one, 0 none
-    until the mixture changes: so a source may be added to a job that runs. Or shares of tokens: see `weights`."""
+    until the mixture changes, as for a source that is added to a job that runs. Or shares of
+    tokens: see `weights`."""
     max_passes: float | None = None
     """The most passes over the source in all epochs together, however its weight changes."""
     loss_weight: float = 1.0
