@@ -17,6 +17,7 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import SampleStream
 from dataservice.engine.planner import plan_step
+from dataservice.jobs.sample_order import SampleOrder
 from dataservice.jobs.setup import index_job, job_record, open_job
 from tests.jobs.corpus import job_of, write_job
 
@@ -70,6 +71,12 @@ def test_a_file_has_grown_from_those_that_end_before_its_waiting_sources_and_its
         assert [fits(newer, older) for older in files] == [
             before <= place for before in range(len(files))
         ]
+
+
+def test_the_name_of_an_order_is_that_of_releases_before_jobs_could_grow(home: Path) -> None:
+    for changes, name in (([], "aebf762562ce"), ([BRING_IN, GONE], "26f37e672d7e")):
+        write_job(home, sources=[TALKS, {**PAGES, "weight": 0.5}, MORE], mixture_changes=changes)
+        assert SampleOrder.of(job_of(home), ["f1", "f2", "f3"], {}).name == name
 
 
 @pytest.mark.parametrize(
