@@ -14,9 +14,8 @@ from dataservice.core.errors import IndexStaleError, QuotaError, StateError
 from dataservice.core.job import BatchSize, JobRecord, MixtureChange
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.plan import StepPlan
 from dataservice.core.ports import SampleStream
-from dataservice.engine.planner import plan_step
+from dataservice.engine.planner import PlannedStep, in_order, plan_step
 from dataservice.jobs.sample_order import SampleOrder
 from dataservice.jobs.setup import index_job, job_record, open_job
 from tests.jobs.corpus import job_of, write_job
@@ -186,14 +185,18 @@ def test_windows_of_steps_are_split_as_before_and_shares_end_their_epoch_as_befo
         assert after.epoch_size == before.epoch_size
 
 
-def planned(setup: JobSetup) -> list[StepPlan]:
-    cursor, plans = Cursor(), []
+def planned(setup: JobSetup) -> list[PlannedStep]:
+    cursor, steps = Cursor(), []
     while (
         step := plan_step(setup, setup.stream.begin_changes(cursor), setup.topology(2))
     ) is not None:
-        plans.append(step.plan)
+        steps.append(step)
         cursor = step.next_cursor
-    return plans
+    return steps
+
+
+def digests(steps: list[PlannedStep]) -> list[str]:
+    return [each.plan.digest for each in steps]
 
 
 @pytest.mark.parametrize("plan", [ISF, {"memory_tokens": 512}], ids=["windows", "steps"])
@@ -205,12 +208,15 @@ def test_every_step_before_the_change_is_planned_as_if_nothing_had_been_added(
     loud = {**MORE, "loss_weight": 3.0}
     before = planned(opened(grown_home, TALKS, PAGES, **about))
     waiting = opened(grown_home, TALKS, PAGES, loud, **about)
-    assert [each.digest for each in planned(waiting)] == [each.digest for each in before]
+    assert digests(planned(waiting)) == digests(before)
     change = {"bring": MixtureChange(weights={"more": 1.0}, from_step=4)}
     brought = planned(replace(waiting, stream=waiting.stream.changed(change)))
-    assert [each.digest for each in brought[:4]] == [each.digest for each in before[:4]]
-    drawn = np.concatenate([each.sample_ids for each in brought[4:]])
+    assert digests(brought)[:4] == digests(before)[:4]
+    drawn = np.concatenate([each.plan.sample_ids for each in brought[4:]])
     assert drawn.max() >= 10, "talks and pages have ten samples"
+    for checkpoint in (each.next_cursor for each in before):  # inside of windows too
+        resumed = plan_step(waiting, in_order(checkpoint, waiting), waiting.topology(2))
+        assert resumed is None or resumed.plan.digest == digests(before)[checkpoint.step]
 
 
 def test_once_it_is_brought_in_windows_are_packed_for_it_too(grown_home: Path) -> None:
