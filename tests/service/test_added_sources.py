@@ -96,6 +96,11 @@ def test_a_source_added_to_a_running_job_is_brought_in_and_drawn_once_a_pass(
     for each in (first, second, last):
         assert steps_before(each, brought).items() <= steps_before(expected, brought).items()
     assert steps_before(last, brought).keys() == set(range(6, brought))
+    on_two_ranks = {**first.digests, **last.digests}
+    assert {step: on_two_ranks[step] for step in on_two_ranks if step < brought} == {
+        step: expected.digests[step] for step in on_two_ranks if step < brought
+    }
+    assert on_two_ranks[brought] != expected.digests[brought]
     after = last.visits_in({brought})
     assert max(after) >= SAMPLES, "its samples come behind all others"
 
@@ -107,7 +112,8 @@ def test_a_source_added_to_a_running_job_is_brought_in_and_drawn_once_a_pass(
     assert max(times) - min(times) <= 1
     epochs_left = EPOCHS - brought * BATCH / SAMPLES
     assert sum(times) == math.floor(MORE * epochs_left + 0.5)
-    assert differing_bytes(last, grown) == []
+    for each in (first, second, last):
+        assert differing_bytes(each, grown) == []
     for attempt, steps in ((1, "0-3"), (2, "4-5"), (3, f"6-{last.steps_done - 1}")):
         cli.ok("job", "replay", "job", "--steps", steps, "--attempt", str(attempt), "--content")
     shown = json.loads(cli.ok("explain", "job", "--step", str(brought), "--json").out)
