@@ -151,7 +151,8 @@ class SourceSpec:
     one is."""
     weight: float = 1.0
     """Passes over the source in one epoch: 2 shows each sample twice, 0.5 every other one, 0 none
-    until the mixture changes. Or shares of tokens: see `weights`."""
+    until the mixture changes, as for a source that is added to a job that runs. Or shares of
+    tokens: see `weights`."""
     max_passes: float | None = None
     """The most passes over the source in all epochs together, however its weight changes."""
     loss_weight: float = 1.0
@@ -265,8 +266,8 @@ class BatchSize:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
     """A job as stored: the newest version of its validated job file as JSON, and its state.
-    `order` identifies the order of its samples, which all versions share; empty until the job is
-    first opened."""
+    `order` identifies the order of its samples, which has grown from those of all older versions;
+    empty until the job is first opened."""
 
     name: str
     spec_json: str

@@ -1,6 +1,6 @@
 """What one job needs at run time, built by the app from its job file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from dataservice.core.job import BatchSize, ErrorBudget, JobRecord
@@ -26,10 +26,11 @@ class JobSetup:
 
     `pipeline` is the text and media pipeline as JSON, passed on to workers unread;
     `ready_steps` is the number of steps that planning and decoding may run ahead of the slowest
-    rank; `limits` are those of packing by ISF, over all the job's samples, where its options
-    pack so.
+    rank; `limits` gives those of packing by ISF, over all samples of the first so many sources,
+    where its options pack so: see `limits_at`.
     `cost_changes`, by step, replace the options' cost from their step on: see `options_at`.
-    `order` identifies the order of samples, which checkpoints must agree on.
+    `order` identifies the order of samples, which checkpoints must agree on; `earlier_orders` are
+    those that it has grown from by appended sources and changes, whose checkpoints fit too.
     `budgets` are the error budgets by source; a source without one never stops the job.
     `revise` gives the same data under another version of the job file.
     `require_current` raises IndexStaleError or SourceError where the index no longer describes
@@ -48,7 +49,8 @@ class JobSetup:
     pipeline: str
     ready_steps: int
     order: str = ""
-    limits: IsfLimits | None = None
+    earlier_orders: Collection[str] = ()
+    limits: "LimitsOver" = lambda sources: None
     cost_changes: tuple[CostChange, ...] = ()
     budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)
     require_current: Callable[[], None] = lambda: None
@@ -69,6 +71,12 @@ class JobSetup:
         begun = [change.cost for change in self.cost_changes if change.from_step <= step]
         return replace(self.options, cost=begun[-1]) if begun else self.options
 
+    def limits_at(self, begun: str) -> IsfLimits | None:
+        """The limits of packing by ISF where these changes of the mixture have begun. Sources at
+        the end that were never drawn from by then do not count, so that adding one splits no window
+        of steps otherwise before it is brought in."""
+        return self.limits(self.stream.sources_met(begun))
+
     def topology(self, world_size: int) -> Topology:
         """The job's replicas at this world size. Raises WorldSizeError where it cannot be
         divided."""
@@ -81,6 +89,8 @@ class JobSetup:
         )
 
 
+LimitsOver = Callable[[int], IsfLimits | None]
+"""The ISF limits over the samples of the first so many sources; found when first asked for."""
 Revise = Callable[[JobSetup, JobRecord], JobSetup]
 """The same data under this version of the job file. Raises SpecError where the file is not
 valid."""

@@ -75,6 +75,11 @@ class SampleStream(Protocol):
         """How many epochs there are."""
         ...
 
+    def sources_met(self, begun: str) -> int:
+        """How many sources there are up to the last one that has, or had, a weight where these
+        changes have begun."""
+        ...
+
     def drawn(self, cursor: Cursor) -> Drawn:
         """How much of each source lies before this place. Takes no longer further on."""
         ...

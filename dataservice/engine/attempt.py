@@ -10,7 +10,7 @@ else.
 import asyncio
 import secrets
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataservice.core.cursor import Cursor
@@ -52,7 +52,7 @@ class Attempt:
         spec_version: int = 1,
     ) -> None:
         """`trained_step` is the last that every rank is known to have trained, where the
-        attempt is restored."""
+        attempt is restored. `reads_loss_weights` turns False once a rank joins that does not."""
         self.job = job
         self.number = number
         self.topology = topology
@@ -61,6 +61,7 @@ class Attempt:
         self.spec_version = spec_version
         self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
+        self.reads_loss_weights = True
         self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +77,8 @@ class Attempt:
                     "Start all ranks with one world size."
                 )
             )
-        if cursor != self.start:
+        # Both fit the job; its order may have grown since the first came, by a source added.
+        if replace(cursor, order=self.start.order) != self.start:
             raise self.end(
                 CursorMismatchError(
                     f"rank {rank} of job {self.job!r} resumes at step {cursor.step} "

@@ -8,6 +8,7 @@ be asked of jobs in `jobs.py`.
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -285,6 +286,7 @@ class Coordinator:
             )
         attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
+        attempt.reads_loss_weights &= reads_loss_weights
         session = self._remember(running, attempt, claim)
         try:
             if attempt.full:
@@ -306,6 +308,9 @@ class Coordinator:
             setup = await self._table.setup_for(running, launch)
             topology = setup.topology(world_size)
             topology.replica_of(rank)
+            if cursor.step_in_window:  # what splits its window may be yet to be found
+                finding = partial(setup.limits_at, cursor.begun)
+                await self._planners.run(running.record.name, finding)
             placed = in_order(cursor, setup)
             check_fits(setup, topology)
             await self._table.require_current(running, setup, launch)

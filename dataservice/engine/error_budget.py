@@ -127,11 +127,20 @@ class BudgetTally:
     ) -> None:
         """`files_of` gives the files of samples, for a verdict."""
         self._job = job
-        self._files_of = files_of
-        self.windows = {
-            source: SourceWindow(source=source, budget=budget) for source, budget in budgets.items()
-        }
+        self.windows: dict[str, SourceWindow] = {}
         self._steps: dict[int, _Step] = {}  # in their order
+        self.use(budgets, files_of=files_of)
+
+    def use(
+        self,
+        budgets: Mapping[str, ErrorBudget],
+        *,
+        files_of: Callable[[NDArray[np.int64]], Sequence[str]],
+    ) -> None:
+        """Count the samples of sources that were added too; what was counted stays."""
+        self._files_of = files_of
+        for source, budget in budgets.items():
+            self.windows.setdefault(source, SourceWindow(source=source, budget=budget))
 
     def expect(self, step: int, orders: Sequence[PackOrder], samples: TrainedSamples) -> None:
         """The next step's packs were ordered; they hold these samples."""

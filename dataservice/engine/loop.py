@@ -157,6 +157,7 @@ class AttemptLoop:
     def use(self, setup: JobSetup) -> None:
         """Plan the steps to come by this setup; it plans those of before as they were planned."""
         self._setup = setup
+        self._tally.use(setup.budgets, files_of=setup.catalog.files)
 
     async def stop(self) -> None:
         """Stop planning and let the workers forget this attempt's packs. May be called again."""

@@ -50,7 +50,7 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
         step=cursor.step,
         topology=topology,
         options=setup.options_at(cursor.step),
-        limits=setup.limits,
+        limits=setup.limits_at(cursor.begun),
     )
     if cursor.step % VALIDATE_EVERY == 0:
         validate_plan(
@@ -72,7 +72,12 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     epoch = np.concatenate([draw.epoch for draw in draws])
     lengths = setup.catalog.lengths(ids)
     _size(lengths).require_step(setup.job_limits)
-    step_of = split_window(lengths, steps=len(draws), options=setup.options, limits=setup.limits)
+    step_of = split_window(
+        lengths,
+        steps=len(draws),
+        options=setup.options,
+        limits=setup.limits_at(cursor.begun),
+    )
     mine = np.flatnonzero(step_of == cursor.step_in_window)
     samples = StepSamples(
         sample_ids=ids[mine],
@@ -115,13 +120,19 @@ def _behind(setup: JobSetup, cursor: Cursor, draws: list[Draw], steps: int) -> C
     """The cursor `steps` further on, in its window of `draws` or at its end."""
     step, in_window = cursor.step + steps, cursor.step_in_window + steps
     if in_window < len(draws):
-        return replace(cursor, step=step, step_in_window=in_window, window=window_of(setup))
+        return replace(
+            cursor,
+            step=step,
+            step_in_window=in_window,
+            window=window_of(setup, cursor),
+            order=setup.order,
+        )
     end = draws[-1]
     return Cursor(
         step=step,
         epoch=end.next_epoch,
         position=end.next_position,
-        order=cursor.order,
+        order=setup.order,  # which may have grown while the attempt runs
         begun=end.next_begun,
     )
 
@@ -170,30 +181,31 @@ def in_order(cursor: Cursor, setup: JobSetup) -> Cursor:
     """The cursor, marked with the job's order of samples. Raises CursorMismatchError where it was
     made in another order, in which its place would mean other samples, or inside a window of
     steps that would be split otherwise now."""
-    if cursor.order != setup.order and not (cursor.order == "" and cursor.at_beginning):
+    fits = cursor.order == setup.order or cursor.order in setup.earlier_orders
+    if not fits and not (cursor.order == "" and cursor.at_beginning):
         raise CursorMismatchError(
             f"the checkpoint at step {cursor.step} was made in sample order "
             f"{cursor.order or 'of no job'}, job {setup.record.name!r} has order {setup.order}: "
-            "it is of another job, of other samples, files' names, weights, tokenizer or seed, or "
-            "of another release. Resuming "
-            "would lose some samples and repeat others; take a checkpoint of this job, or submit "
-            "the job that it is of."
+            "it is of another job, of sources that this one lacks, of other samples, files' names, "
+            "weights, tokenizer or seed, or of another release. Resuming would lose some samples "
+            "and repeat others; take a checkpoint of this job, or submit the job that it is of."
         )
-    if cursor.step_in_window and cursor.window != window_of(setup):
+    if cursor.step_in_window and cursor.window != window_of(setup, cursor):
         raise CursorMismatchError(
             f"the checkpoint at step {cursor.step} lies inside a window of steps that was split "
             f"by {cursor.window or 'nothing'}; job {setup.record.name!r} would split it by "
-            f"{window_of(setup)}. Resuming would lose some samples and repeat others: submit the "
-            "former values and train to the end of the window, or take the last checkpoint before "
-            f"step {cursor.step - cursor.step_in_window + 1}."
+            f"{window_of(setup, cursor)}. Resuming would lose some samples and repeat others: "
+            "submit the former values and train to the end of the window, or take the last "
+            f"checkpoint before step {cursor.step - cursor.step_in_window + 1}."
         )
     setup.stream.drawn(cursor)  # refuses a place that is none
     return replace(cursor, order=setup.order)
 
 
-def window_of(setup: JobSetup) -> str:
-    """What decides how a window's samples are split into steps, besides their order."""
-    batch, limits = setup.batch, setup.limits
+def window_of(setup: JobSetup, cursor: Cursor) -> str:
+    """What decides how the samples of the cursor's window are split into steps, besides their
+    order."""
+    batch, limits = setup.batch, setup.limits_at(cursor.begun)
     size = f"{batch.samples} samples" if batch.samples is not None else f"{batch.tokens} tokens"
     packs = (
         ""

@@ -5,9 +5,9 @@ file of which one job is refused changes nothing. A job is durable before anyone
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dataservice.core.errors import ConflictError, NotFoundError, QuotaError, ServiceError
@@ -16,12 +16,14 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import team_of
 from dataservice.core.validation import validated_by
+from dataservice.engine.attempt import Attempt
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.opening import Openings
+from dataservice.engine.planner import check_fits
 from dataservice.engine.running_job import RunningJob
 from dataservice.engine.spec_changes import SpecChange, in_words, spec_changes
 from dataservice.engine.threads import in_store
-from dataservice.engine.versions import ReadCost, other_data, with_changes
+from dataservice.engine.versions import ReadCost, other_data, revised, with_changes
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +35,13 @@ no longer describes its sources."""
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """What becomes of one job once it is stored: a new job, the next version of the one that is
-    `known`, or, with `anew`, another job in its place."""
+    `known`, or, with `anew`, another job in its place. Where sources were added, `older` has the
+    versions in use over the new catalog."""
 
     setup: JobSetup
     known: RunningJob | None = None
     anew: bool = False
+    older: Mapping[int, JobSetup] = field(default_factory=dict)
     changes: Sequence[SpecChange] = ()
 
 
@@ -105,8 +109,9 @@ class Registration:
     async def _next_version(
         self, known: RunningJob, submitted: JobRecord, held: AsyncExitStack
     ) -> Change:
-        """Another job file over the same samples in the same order, as the next version. Raises
-        ConflictError where its samples are others."""
+        """Another job file over the same samples in the same order, or with more sources that wait
+        behind them, as the next version. Raises ConflictError where its samples are others,
+        QuotaError or PlanningError where an added sample is too long for the last attempt."""
         team = team_of(submitted.name)
         record = replace(
             known.record,
@@ -116,11 +121,18 @@ class Registration:
         changes = spec_changes(known.record.spec_json, submitted.spec_json)
         if any(change.of_data for change in changes):
             opened = await self.openings.run(team, self.open_job, submitted)
-            if opened.order != known.record.order:
+            order = known.record.order
+            if order != opened.order and order not in opened.earlier_orders:
                 await held.enter_async_context(known.beginning)
                 if await self._may_begin_anew(known):
                     return Change(setup=opened, known=known, anew=True)
-                raise ConflictError(other_data(known.record, changes))
+                raise ConflictError(other_data(known.record, submitted, changes))
+            if order != opened.order and known.attempt is not None:
+                check_fits(opened, known.attempt.topology)
+                _require_weights_read(opened, known.attempt)
+            record = replace(
+                record, order=opened.order, index_fingerprint=opened.record.index_fingerprint
+            )
             revision = replace(opened, record=record)
         else:
             current = await self.setup(known)
@@ -128,7 +140,22 @@ class Registration:
             revising = partial(current.revise, current, record)
             revision = await self.planners.run(record.name, revising)
         setup = await in_store(with_changes, revision, self.store, self.read_cost)
-        return Change(setup=setup, known=known, changes=changes)
+        grown = record.order != known.record.order
+        older = await self._grown(known, setup, held) if grown else {}
+        return Change(setup=setup, known=known, older=older, changes=changes)
+
+    async def _grown(
+        self, known: RunningJob, newest: JobSetup, held: AsyncExitStack
+    ) -> dict[int, JobSetup]:
+        """The versions in use over the newest one's catalog, in which the added sources wait, so
+        that a change of the mixture finds them. Until it is taken nobody opens or plans the job."""
+        await held.enter_async_context(known.opening)
+        await held.enter_async_context(known.planning)
+        older = {}
+        for version in known.setups:
+            revising = partial(revised, newest, version, self.store, self.read_cost)
+            older[version] = await in_store(revising)
+        return older
 
     async def _may_begin_anew(self, known: RunningJob) -> bool:
         """Whether it is a validation that no pass has begun of: no checkpoint can be of it."""
@@ -141,7 +168,10 @@ class Registration:
         """What is stored now, in memory."""
         record, known = change.setup.record, change.known
         if known is not None and not change.anew:
-            known.record, known.setups[record.spec_version] = record, change.setup
+            known.record = record
+            known.setups = {**known.setups, **change.older, record.spec_version: change.setup}
+            if change.older and known.loop is not None and known.attempt is not None:
+                known.loop.use(known.setups[known.attempt.spec_version])
             return
         self.running[record.name] = RunningJob(
             record=record, setups={record.spec_version: change.setup}, restored=True
@@ -160,6 +190,17 @@ class Registration:
         record = change.setup.record
         words = in_words(change.changes)
         log.info("version %d: %s", record.spec_version, words, extra={"job": record.name})
+
+
+def _require_weights_read(grown: JobSetup, attempt: Attempt) -> None:
+    """Raises ConflictError where ranks at work would train the samples of a source that was added
+    without their loss weights."""
+    if grown.loss_weights and not attempt.reads_loss_weights and attempt.clients:
+        raise ConflictError(
+            f"job {attempt.job!r} would weigh its loss with this file, and trainers of a release "
+            f"that does not are at work ({', '.join(attempt.clients[:8])}). Stop them and submit "
+            "it again, then start them with this release's client."
+        )
 
 
 @contextmanager

@@ -38,13 +38,56 @@ class SpecChange:
 
 
 def spec_changes(before: str, after: str) -> tuple[SpecChange, ...]:
-    """The keys in which two stored job files differ, by name. Sources are matched by name."""
+    """The keys in which two stored job files differ, by name. Sources are matched by name; of one
+    that is in one file alone, its weight and its url are named."""
     old, new = (dict(_leaves(json.loads(text), ())) for text in (before, after))
+    for one, other in ((old, new), (new, old)):
+        there = {path[:2] for path in other}
+        for path in [each for each in one if each[0] == "sources" and each[:2] not in there]:
+            if path[2:] not in (("url",), ("weight",)):
+                del one[path]
     return tuple(
         SpecChange(path=path, before=old.get(path, "-"), after=new.get(path, "-"))
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     )
+
+
+def misgrown(before: str, after: str) -> str:
+    """What is wrong with how the sources and changes of a stored job file differ from those of its
+    older version, with the remedy; empty where they are the same, and new ones wait behind."""
+    old, new = json.loads(before), json.loads(after)
+    sources = new.get("sources", [])
+    names = [source["name"] for source in old.get("sources", [])]
+    now = [source["name"] for source in sources]
+    if gone := [name for name in names if name not in now]:
+        return (
+            f"Source {gone[0]!r} is missing: a source stays in its job under its name. Put it "
+            "back; a change of the mixture to weight 0 leaves it out."
+        )
+    if now[: len(names)] != names:
+        return (
+            f"Its sources are {_named(now)}, those of the job {_named(names)}: keep them in their "
+            "places, and put new ones behind them all."
+        )
+    for source in sources[len(names) :]:
+        if source.get("weight", 1):
+            return (
+                f"Source {source['name']!r} is new and has weight {source.get('weight', 1):g}: "
+                "give it weight 0, and bring it in by a change of the mixture, with `dataservice "
+                f"job mixture JOB --weight {source['name']}=...` or in the file."
+            )
+    known = old.get("mixture_changes", [])
+    if new.get("mixture_changes", [])[: len(known)] != known:
+        return (
+            "Its mixture_changes differ from the job's: keep those that there are in their places, "
+            "and put new ones behind them."
+        )
+    return ""
+
+
+def _named(sources: Sequence[str]) -> str:
+    return _short(", ".join(sources))
 
 
 def in_words(changes: Sequence[SpecChange]) -> str:

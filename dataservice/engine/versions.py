@@ -1,8 +1,9 @@
 """The versions of a job's file: what each changed, and the job set up under each.
 
-All versions of a job train the same samples in the same order; any other file is refused when it is
-submitted. So one open catalog serves them all, and a step that was planned under an older version
-is planned again under that version. Functions that read the store are to be called in threads.
+All versions of a job train the same samples in the same order, and newer ones may have sources and
+changes of the mixture behind those of the older; any other file is refused when it is submitted. So
+the catalog of the newest serves them all, and a step that was planned under an older version is
+planned again under that version. Functions that read the store are to be called in threads.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from dataservice.core.plan_options import CostModel
 from dataservice.core.state_store import StateStore
 from dataservice.core.validation import validated_by
 from dataservice.engine.api import JobVersion
-from dataservice.engine.spec_changes import SpecChange, in_words, spec_changes
+from dataservice.engine.spec_changes import SpecChange, in_words, misgrown, spec_changes
 
 ReadCost = Callable[[str], CostModel]
 SetupOf = Callable[[int], JobSetup]
@@ -106,7 +107,7 @@ def _version(
     )
 
 
-def other_data(record: JobRecord, changes: Sequence[SpecChange]) -> str:
+def other_data(record: JobRecord, submitted: JobRecord, changes: Sequence[SpecChange]) -> str:
     """Why a job file cannot be a version of this job."""
     data = [change for change in changes if change.of_data]
     if validated_by(record.name) is not None:
@@ -117,11 +118,13 @@ def other_data(record: JobRecord, changes: Sequence[SpecChange]) -> str:
             f"delete {record.name}`, which leaves training as it is, and then submit it: a pass "
             "that a checkpoint holds half done will be refused."
         )
+    grown = misgrown(record.spec_json, submitted.spec_json)
     return (
         f"this file is not that of job {record.name!r} any more: it would train other samples, in "
-        f"another order, or decode them otherwise. It differs in {in_words(data)}; what is "
-        "compared is the content of sources, index and tokenizer, wherever they lie. Checkpoints "
-        "of the job would not fit. Restore what differs and submit it again; or submit the file "
-        "under another name, as a run from the beginning. (To delete the job would take its "
-        "ledger, skips and quarantine along, and its checkpoints would be refused.)"
+        f"another order, or decode them otherwise. {f'{grown} ' if grown else ''}It differs in "
+        f"{in_words(data)}; what is compared is the content of sources, index and tokenizer, "
+        "wherever they lie. Checkpoints of the job would not fit. Restore what differs and submit "
+        "it again; or submit the file under another name, as a run from the beginning. (To delete "
+        "the job would take its ledger, skips and quarantine along, and its checkpoints would be "
+        "refused.)"
     )

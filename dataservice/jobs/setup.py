@@ -1,10 +1,9 @@
 """From a job file to an index, a record and a job that can run."""
 
-import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,22 @@ import numpy as np
 from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord, SourceSpec
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
-from dataservice.core.job_setup import JobSetup
+from dataservice.core.job_setup import JobSetup, LimitsOver
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
-from dataservice.decode.sample_pipeline import AUGMENT
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
 from dataservice.jobs.own_code import require_code_allowed
 from dataservice.jobs.own_formats import format_codes, known_codes
+from dataservice.jobs.sample_order import (
+    SampleOrder,
+    data_fingerprint,
+    order_name,
+)
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of, worker_pipeline
 from dataservice.jobs.storage_profiles import (
     NO_PROFILES,
@@ -40,7 +43,7 @@ from dataservice.sources.catalog import (
     require_same_index,
 )
 from dataservice.sources.index import IndexSummary, build_index
-from dataservice.sources.mixture import ORDER_VERSION, Mixture
+from dataservice.sources.mixture import Mixture
 from dataservice.sources.roots import Roots
 
 Progress = Callable[[str, int, int, int], None]
@@ -233,8 +236,8 @@ def check_files(
     or is not that of `identity`, and where the augmentation is another one.
     """
     spec, roots = _read_back(record, allowed_roots)
-    data = _data_fingerprint(identity, built.digests)
-    _require_same_augmentation(record, _sample_order(data, spec))
+    data = data_fingerprint(identity.fingerprint, built.digests)
+    _require_same_augmentation(record, order_name(data, spec))
     return require_same_index(
         _opened(record, spec, built, storage_profiles),
         spec.index,
@@ -299,12 +302,11 @@ def job_setup(
     catalog = opened.catalog
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, job_limits)
-    data = _data_fingerprint(catalog.identity, opened.identity)
-    order = _sample_order(data, spec)
+    order = SampleOrder.of(spec, catalog.parts.fingerprints, opened.identity)
     stream = _mixture(spec, catalog)
     job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
     return JobSetup(
-        record=_identified(record, data, order),
+        record=_identified(record, order.data, order.name),
         stream=stream,
         catalog=catalog,
         batch=spec.batch,
@@ -313,8 +315,9 @@ def job_setup(
             spec.sources, spec.pipeline, opened.identity, roots, team_of(record.name)
         ),
         ready_steps=spec.ready_steps,
-        order=order,
-        limits=_isf_limits(catalog, spec.plan),
+        order=order.name,
+        earlier_orders=order.earlier,
+        limits=_isf_limits(catalog, spec.plan, stream.sources_met("")),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
@@ -329,29 +332,42 @@ def job_setup(
 def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> JobSetup:
     """The setup for another version of the job file over the same data: with its batches, plans,
     epochs, budgets, loss weights and topology. What is costly to compute is kept where it does not
-    change."""
-    before, spec = job_from_json(setup.record.spec_json), job_from_json(record.spec_json)
+    change. Sources that were added after that version wait in it with weight 0, so that whatever
+    version a step is planned under, a recorded change of the mixture finds its sources."""
+    before = job_from_json(setup.record.spec_json)
+    spec = _with_added(job_from_json(record.spec_json), before.sources)
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, setup.job_limits)
     same_packs = all(
         getattr(before.plan, name) == getattr(spec.plan, name)
         for name in ("memory_tokens", "window_steps", "stages")
     )
+    same_draw = all(
+        getattr(before, name) == getattr(spec, name) for name in ("epochs", "mixture_changes")
+    )
+    stream = setup.stream if same_draw else _mixture(spec, catalog)
     return replace(
         setup,
         record=record,
-        stream=setup.stream if before.epochs == spec.epochs else _mixture(spec, catalog),
+        stream=stream,
         batch=spec.batch,
         options=spec.plan,
         ready_steps=spec.ready_steps,
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
-        limits=setup.limits if same_packs else _isf_limits(catalog, spec.plan),
+        limits=(
+            setup.limits if same_packs else _isf_limits(catalog, spec.plan, stream.sources_met(""))
+        ),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
         **_topology(spec),
     )
+
+
+def _with_added(spec: JobSpec, newest: Sequence[SourceSpec]) -> JobSpec:
+    """The job file with the sources that newer versions of it have appended."""
+    return spec.model_copy(update={"sources": [*spec.sources, *newest[len(spec.sources) :]]})
 
 
 def _mixture(spec: JobSpec, catalog: IndexedCatalog) -> Mixture:
@@ -387,15 +403,6 @@ def _topology(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def _data_fingerprint(index: IndexIdentity, pipeline: Mapping[str, str]) -> str:
-    """Changes when what is trained does: the index's fingerprint, with the augmentation that an
-    index knows nothing of."""
-    augmented = pipeline.get(AUGMENT)
-    if augmented is None:
-        return index.fingerprint
-    return hashlib.blake2b(f"{index.fingerprint} {augmented}".encode(), digest_size=16).hexdigest()
-
-
 def _require_same_augmentation(record: JobRecord, order: str) -> None:
     """Raises IndexStaleError where a job would go on with other pictures. What else decides its
     order is part of its index, which is compared as well."""
@@ -407,22 +414,19 @@ def _require_same_augmentation(record: JobRecord, order: str) -> None:
         )
 
 
-def _sample_order(data: str, spec: JobSpec) -> str:
-    """Name of the sample order: the digest of all that decides it, and what its samples are."""
-    sources = [(source.weight, source.max_passes) for source in spec.sources]
-    changes = [
-        (sorted(each.weights.items()), each.from_epoch, each.from_step)
-        for each in spec.mixture_changes
-    ]
-    decides = (ORDER_VERSION, data, spec.seed, sources, spec.weights, changes)
-    return hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
+def _isf_limits(catalog: IndexedCatalog, options: PlanOptions, sources: int) -> LimitsOver:
+    """The ISF limits, found once over every sample of the first so many sources: now over these,
+    over others when a change of the mixture brings them in. None where packing is not by ISF."""
 
+    @cache
+    def over(sources: int) -> IsfLimits | None:
+        if options.window_steps == 1 and options.stages.pack != "isf":
+            return None
+        lengths = catalog.lengths(np.arange(catalog.sources.offsets[sources]))
+        return step_limits(lengths, options, method="search")
 
-def _isf_limits(catalog: IndexedCatalog, options: PlanOptions) -> IsfLimits | None:
-    """The ISF limits, found once over every sample of the job; None where packing is not by ISF."""
-    if options.window_steps == 1 and options.stages.pack != "isf":
-        return None
-    return step_limits(catalog.lengths(np.arange(catalog.samples)), options, method="search")
+    over(sources)
+    return over
 
 
 def _require_drawn(mixture: MixtureTree) -> None:

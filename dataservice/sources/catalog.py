@@ -48,7 +48,7 @@ class IndexIdentity:
     def of(manifests: Sequence[Manifest]) -> "IndexIdentity":
         """The identity of all sources together, in the order of the job file."""
         return IndexIdentity(
-            _digest([manifest.fingerprint for manifest in manifests]),
+            index_fingerprint([manifest.fingerprint for manifest in manifests]),
             _digest([manifest.places for manifest in manifests]),
         )
 
@@ -267,6 +267,11 @@ def require_same_index(
             "opens the index anew; jobs and checkpoints fit."
         )
     return tuple(filter(None, known))
+
+
+def index_fingerprint(fingerprints: Sequence[str]) -> str:
+    """The fingerprint of an index over sources of these, in the order of the job file."""
+    return _digest(fingerprints)
 
 
 def _digest(parts: Sequence[str]) -> str:

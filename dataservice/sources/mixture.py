@@ -218,15 +218,27 @@ class Mixture:
         )
 
     def begin_changes(self, cursor: Cursor) -> Cursor:
-        """The cursor with the changes that are due by its step. Inside a window of steps, which
-        was drawn as a whole, nothing begins."""
+        """The cursor with the changes that are due by its step. Those of epochs begin when one is
+        drawn; what an older version of the job file drew lacks those appended since, which begin
+        late, here. Inside a window of steps, which was drawn as a whole, nothing begins."""
         if cursor.step_in_window or cursor.epoch >= self._epochs:
             return cursor
         begun, known = cursor.begun, names_in(cursor.begun)
-        for step, name in self._by_step:
-            if step <= cursor.step and name not in known:
+        due = [name for epoch, name in self._by_epoch if epoch <= cursor.epoch]
+        due += [name for step, name in self._by_step if step <= cursor.step]
+        for name in due:
+            if name not in known:
                 begun = with_change(begun, name, cursor.epoch, cursor.position)
         return replace(cursor, begun=begun)
+
+    def sources_met(self, begun: str) -> int:
+        """How many sources there are up to the last one that has, or had, a weight where these
+        changes have begun. Changes that it does not know count for nothing."""
+        met = {source for source, weight in enumerate(self._first.weights) if weight}
+        for name in names_in(begun):
+            changed = self._changes.get(name, {})
+            met.update(source for source, weight in changed.items() if weight)
+        return 1 + max(met)
 
     def drawn(self, cursor: Cursor) -> Drawn:
         """How much of each source lies before this place: O(sources), and a look at a thousand

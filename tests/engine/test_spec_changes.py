@@ -1,6 +1,6 @@
 import json
 
-from dataservice.engine.spec_changes import in_words, spec_changes
+from dataservice.engine.spec_changes import in_words, misgrown, spec_changes
 
 
 def changed(before: object, after: object) -> list[str]:
@@ -19,6 +19,37 @@ def test_sources_go_by_their_names_and_their_order_counts():
         "sources.b.weight: 2.0 → 3.0"
     ]
     assert changed({"sources": [a, b]}, {"sources": [b, a]}) == ['sources: ["a", "b"] → ["b", "a"]']
+
+
+def test_of_a_source_that_is_new_or_gone_its_url_and_weight_are_told():
+    a = {"name": "a", "url": "x", "weight": 1.0, "format": "jsonl", "columns": {"text": "t"}}
+    b = {**a, "name": "b", "weight": 0.0}
+    assert changed({"sources": [a]}, {"sources": [a, b]}) == [
+        'sources: ["a"] → ["a", "b"]',
+        'sources.b.url: - → "x"',
+        "sources.b.weight: - → 0.0",
+    ]
+    assert changed({"sources": [a, b]}, {"sources": [a]})[1:] == [
+        'sources.b.url: "x" → -',
+        "sources.b.weight: 0.0 → -",
+    ]
+
+
+def test_how_sources_and_changes_may_grow_is_told_where_they_did_not():
+    a, b, c = ({"name": name, "weight": float(name != "c")} for name in "abc")
+    one, two = ({"from_epoch": epoch, "weights": {"a": 0.5}} for epoch in (1, 2))
+
+    def told(sources, changes):
+        before = {"sources": [a, b], "mixture_changes": [one]}
+        after = {"sources": sources, "mixture_changes": changes}
+        return misgrown(json.dumps(before), json.dumps(after))
+
+    assert told([a, b, c], [one, two]) == ""
+    assert told([a, b], [one]) == ""
+    assert told([a, c, b], [one]).startswith("Its sources are a, c, b, those of the job a, b: keep")
+    assert told([a, c], [one]).startswith("Source 'b' is missing: a source stays in its job")
+    assert told([a, b, {**c, "weight": 2}], [one]).startswith("Source 'c' is new and has weight 2:")
+    assert told([a, b, c], [two, one]).startswith("Its mixture_changes differ from the job's: keep")
 
 
 def test_error_budgets_and_plans_are_not_data_and_paths_may_be():

@@ -398,7 +398,8 @@ def test_decoders_that_are_closed_before_they_start_start_nothing():
 
 
 def test_waiting_for_storage_and_for_a_cpu_is_told_from_work(one, pipeline):
-    far, idle, busy = decode(one, pipeline, "far-0.4", "take-0.4", "work-0.4")
+    # A second each: this process counts from the answer before, which it may be late to read.
+    far, idle, busy = decode(one, pipeline, "far-1", "take-1", "work-1")
     assert far.read_s > 0.35 > far.read_cpu_s + 0.1
     assert far.read_cpu_s <= far.cpu_s < 0.25
     assert idle.seconds - idle.read_s > 0.35 > idle.cpu_s + 0.1
