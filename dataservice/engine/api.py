@@ -203,10 +203,9 @@ class CoordinatorApi(Protocol):
         max_jobs: int | None = None,
     ) -> JobStatus:
         """Validate and register a job of a team, and its validation; the same file again changes
-        nothing. Another
-        file over the same samples in the same order is its next version, for attempts that are
-        yet to begin. Raises ConflictError where the samples are others, QuotaError where the team
-        has `max_jobs` already."""
+        nothing. Another file over the same samples in the same order is its next version, for
+        attempts that are yet to begin. Raises ConflictError where the samples are others,
+        QuotaError where the team has `max_jobs` already."""
         ...
 
     async def jobs(self) -> list[JobStatus]:

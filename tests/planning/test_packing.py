@@ -123,16 +123,53 @@ def test_searched_limits_beat_the_paper_s_on_a_vision_mix():
     excess, ratios = {}, {}
     for method in ("paper", "search"):
         limits = isf_limits(text, vision, method=method)
-        packing = pack_isf(
-            text, vision, max_text=limits.max_text, max_vision=limits.max_vision,
-            min_text=limits.min_text, min_vision=limits.min_vision,
-        )  # fmt: skip
+        packing = packed(text, vision, limits)
         assert not packing.oversize.any()
         excess[method] = packing.packs / packing.lower_bound - 1
         ratios[method] = wave_ratios(packing, replicas=16, waves=8, steps=12)
     assert excess["search"] <= 0.01 < excess["paper"]
     assert ratios["search"][0] <= 0.02
     assert ratios["search"][1] <= 0.03
+
+
+def packed(text, vision, limits):
+    return pack_isf(
+        text, vision, max_text=limits.max_text, max_vision=limits.max_vision,
+        min_text=limits.min_text, min_vision=limits.min_vision,
+    )  # fmt: skip
+
+
+def tiled(seed, samples=9000):
+    """Lengths of dynamic tiling: up to 13 tiles an image, a share of text alone, long answers."""
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.ones(14) * rng.uniform(0.2, 2.0))
+    tiles = rng.choice(np.arange(14), samples, p=share)
+    words = rng.lognormal(rng.uniform(3.5, 6.0), rng.uniform(0.4, 1.2), samples).astype(int)
+    return np.minimum(words + 20, 4000) + 256 * tiles, TILE * tiles
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("cap", [4096, 8192, 16_384])
+def test_within_a_cap_searched_limits_never_make_more_packs_than_the_paper_s(seed, cap):
+    text, vision = tiled(seed)
+    fits = text <= cap
+    text, vision = text[fits], vision[fits]
+    packs = {
+        method: packed(text, vision, isf_limits(text, vision, method=method, cap_text=cap)).packs
+        for method in ("paper", "search")
+    }
+    assert packs["search"] <= packs["paper"]
+
+
+def test_within_a_cap_slack_in_vision_saves_packs():
+    text, vision = vlm_sft(12_000)
+    paper, searched = (
+        packed(text, vision, isf_limits(text, vision, method=method, cap_text=8192))
+        for method in ("paper", "search")
+    )
+    assert searched.packs <= 0.98 * paper.packs
+    ratios = wave_ratios(searched, replicas=16, waves=8, steps=searched.packs // 128)
+    assert (ratios <= np.array([0.03, 0.03])).all()
 
 
 def wave_ratios(packing, replicas, waves, steps):

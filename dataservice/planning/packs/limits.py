@@ -4,9 +4,13 @@ The limits decide quality far more than the packer. If text and vision are limit
 ratio of their means, each stops the other early and most packs end half full; if one limit has
 some slack, the other binds nearly always and packs come out alike. How much slack is best depends
 on the spread of the data, so the search packs a sample of it under each candidate and looks.
+
+    memory caps text      text is to bind: vision has the slack       fewest packs, evenly costly
+    no cap                vision is to bind: text has the slack       packs as full as their limits
 """
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +29,8 @@ METHODS: dict[LimitMethod, bool] = {"search": True, "paper": False}
 
 _SAMPLES = 12_288
 _TEXT_SLACKS = (1.0, 1.1, 1.15, 1.18, 1.21, 1.24, 1.27, 1.3, 1.4, 1.5)
+_VISION_SLACKS = (1.0, 1.03, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5)
+_NEAR_CAP_TOKENS = (128, 32, 16)  # below a cap that is to be reached
 _VISION_CANDIDATES = 8
 _MINIMUM_SHARES = (0.99, 0.98, 0.96)  # of a limit, where lengths are too fine to hit it exactly
 _WAVES = 8
@@ -32,6 +38,7 @@ _WAVES = 8
 _GOAL_EXCESS = 0.008
 _GOAL_TEXT = 0.03
 _GOAL_VISION = 0.02
+_NEAR_FEWEST = 1.001  # among candidates with so nearly the fewest packs, the most even wins
 _PAPER_TEXT_SLACK_TOKENS = 128
 
 
@@ -49,8 +56,10 @@ def isf_limits(
     no limit exceeds them, and samples beyond them will be oversize. Without caps every sample
     fits. "paper" (OmniBal §5.2): Q_t the longest text, Q_v by the ratio of the totals,
     Q'_v = Q_v, Q'_t = Q_t − 128. "search": packs at most 12,288 of the samples under each
-    candidate and takes the one best in the worst of three: packs over the certificate (goal 0.8 %),
-    Dist ratio of text (3 %) and of vision (2 %) in waves of up to 16 replicas.
+    candidate. With a cap on text it takes the one with the fewest packs among those whose Dist
+    ratios, in waves of up to 16 replicas, are within 3 % of text and 2 % of vision or no worse than
+    the paper's, so it never makes more packs than the paper's rule does there. Without a cap the
+    one best in the worst of three: those two ratios, and packs over the certificate (0.8 %).
     Raises PlanningError on bad input. Under a second; once a job, not once a step.
     """
     text, vision = check_pair(text_tokens, vision_tokens)
@@ -68,15 +77,15 @@ def isf_limits(
     if not bool(fits.any()):
         return paper
     text, vision = text[fits], vision[fits]
-    # Without a cap the paper's scale is an anchor, not a wall.
-    wall_text = top_text
-    if cap_text is None:
-        share = float(text.sum()) / max(float(vision.sum()), 1.0)
-        wall_text = int(max(1.25 * top_text, _TEXT_SLACKS[-1] * share * paper.max_vision))
     # Evenly spaced, so that no part of a sorted or grouped data set is left out.
     chosen = np.arange(0, text.size, max(1, text.size // _SAMPLES))[:_SAMPLES]
+    if cap_text is not None:
+        return _fewest_packs(text[chosen], vision[chosen], paper, top_text, top_vision)
+    # Without a cap the paper's scale is an anchor, not a wall.
+    share = float(text.sum()) / max(float(vision.sum()), 1.0)
+    wall_text = int(max(1.25 * top_text, _TEXT_SLACKS[-1] * share * paper.max_vision))
     candidates = _candidates(text, vision, paper, wall_text, top_vision)
-    scores = [_score(text[chosen], vision[chosen], limits) for limits in candidates]
+    scores = [_tried(text[chosen], vision[chosen], limits).worst for limits in candidates]
     # Candidates come with the largest packs first: among near equals, take the fullest.
     good = min(scores) * 1.05
     return next(limits for limits, score in zip(candidates, scores, strict=True) if score <= good)
@@ -140,8 +149,71 @@ def _candidates(
     return found
 
 
-def _score(text: NDArray[np.int64], vision: NDArray[np.int64], limits: IsfLimits) -> float:
-    """The worst of excess packs and the Dist ratios in waves, each as a multiple of its goal."""
+def _fewest_packs(
+    text: NDArray[np.int64],
+    vision: NDArray[np.int64],
+    paper: IsfLimits,
+    cap_text: int,
+    cap_vision: int | None,
+) -> IsfLimits:
+    """Of limits that fill the cap on text, with slack in vision or, where that is capped, in text:
+    those with the fewest packs, as even as the goals ask or as the paper's."""
+    candidates = [*_at_the_cap(vision, paper, cap_text, cap_vision)]
+    if cap_vision is not None:
+        candidates += _candidates(text, vision, paper, cap_text, cap_vision)
+    tried = [(limits, _tried(text, vision, limits)) for limits in (paper, *candidates)]
+    _, by_paper = tried[0]
+    most = max(by_paper.text_ratio, _GOAL_TEXT), max(by_paper.vision_ratio, _GOAL_VISION)
+    even = [
+        (limits, found)
+        for limits, found in tried
+        if found.text_ratio <= most[0] and found.vision_ratio <= most[1]
+    ]
+    fewest = min(found.packs for _, found in even)
+    near = [pair for pair in even if pair[1].packs <= min(fewest * _NEAR_FEWEST, by_paper.packs)]
+    limits, _ = min(near, key=lambda pair: pair[1].uneven)
+    return limits
+
+
+def _at_the_cap(
+    vision: NDArray[np.int64], paper: IsfLimits, cap_text: int, cap_vision: int | None
+) -> Iterator[IsfLimits]:
+    """Packs that reach the cap on text, under growing limits on vision."""
+    grain = _grain(vision)
+    for slack in _VISION_SLACKS:
+        max_vision = max(int(slack * paper.max_vision) // grain * grain, int(vision.max()))
+        if cap_vision is not None and max_vision > cap_vision:
+            return
+        for near in _NEAR_CAP_TOKENS:
+            yield IsfLimits(
+                max_text=cap_text,
+                max_vision=max_vision,
+                min_text=max(cap_text - near, 1),
+                min_vision=max_vision,
+            )
+
+
+class _Tried(NamedTuple):
+    """What limits make of a sample: packs, how many more than their certificate as a share, and the
+    Dist ratios of text and vision in waves."""
+
+    packs: int
+    excess: float
+    text_ratio: float
+    vision_ratio: float
+
+    @property
+    def uneven(self) -> float:
+        """The larger Dist ratio, as a multiple of its goal."""
+        return max(self.text_ratio / _GOAL_TEXT, self.vision_ratio / _GOAL_VISION)
+
+    @property
+    def worst(self) -> float:
+        """The same, or the excess of packs."""
+        return max(self.excess / _GOAL_EXCESS, self.uneven)
+
+
+def _tried(text: NDArray[np.int64], vision: NDArray[np.int64], limits: IsfLimits) -> _Tried:
     packing = pack_isf(
         text,
         vision,
@@ -152,18 +224,17 @@ def _score(text: NDArray[np.int64], vision: NDArray[np.int64], limits: IsfLimits
     )
     excess = packing.packs / packing.lower_bound - 1.0
     replicas = min(max(packing.packs // _WAVES, 1), 16)
-    window = packing.packs // replicas * replicas
-    # The packs of a step come in no order: take windows of as many waves as a step has.
+    # Early packs are fuller than late ones, and a step has its share of both: of as many steps as
+    # there are, each takes every so-manieth pack.
+    steps = max(packing.packs // (replicas * _WAVES), 1)
     ratios = []
-    for begin in range(0, window, replicas * _WAVES):
-        stop = min(begin + replicas * _WAVES, window)
-        tokens = np.stack(
-            (packing.text_tokens[begin:stop], packing.vision_tokens[begin:stop]), axis=1
-        )
+    for step in range(steps):
+        mine = np.arange(step, packing.packs, steps)
+        mine = mine[: mine.size // replicas * replicas]
+        tokens = np.stack((packing.text_tokens[mine], packing.vision_tokens[mine]), axis=1)
         costs = tokens / np.maximum(tokens.mean(axis=0), 1.0)
         order = np.argsort(assign_packs_to_waves(costs, replicas=replicas), kind="stable")
         in_waves = tokens[order].reshape(-1, replicas, 2)
         ratios.append([dist_ratio(in_waves[:, :, 0]), dist_ratio(in_waves[:, :, 1])])
     text_ratio, vision_ratio = np.mean(ratios, axis=0)
-    worst = max(excess / _GOAL_EXCESS, text_ratio / _GOAL_TEXT, vision_ratio / _GOAL_VISION)
-    return float(worst)
+    return _Tried(packing.packs, excess, float(text_ratio), float(vision_ratio))
