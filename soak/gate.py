@@ -199,9 +199,9 @@ class Gate:
         finally:
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             link.writers.discard(far_writer)
-            _reset(far_writer)
+            _reset(far_writer)  # before this task waits: the gate may close just then
+            await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(
         self,

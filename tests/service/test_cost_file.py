@@ -54,7 +54,7 @@ def test_a_file_is_read_as_it_was_written_under_its_version(path):
 
 
 def test_a_job_that_names_a_file_keeps_its_coefficients(path):
-    spec = read_job(yaml.safe_dump(JOB), path.parent)
+    (spec,) = read_job(yaml.safe_dump(JOB), path.parent).jobs
     assert spec.plan.cost == MADE.cost.model
     assert spec.plan.cost.audio == CostModel().audio  # was not measured: the default
     path.unlink()
