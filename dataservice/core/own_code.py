@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 
+FAILURES = (Exception, SystemExit)
+"""What the user's own code may raise: anything, and a script ends with `sys.exit`."""
+
 
 def made_of(
     custom: Mapping[str, Callable[..., object]],
@@ -30,7 +33,7 @@ def made_of(
     kind = custom[name]
     try:
         return kind(**options)
-    except Exception as error:  # the user's own code may raise anything
+    except FAILURES as error:
         raise SpecError(
             f"{what} {quoted(name)} cannot be made with options {quoted(options)}: {cut(error)}. "
             "Give the options that its class takes."
@@ -46,7 +49,7 @@ def running(name: str) -> Iterator[None]:
         raise SampleError(f"{quoted(name)}: {error}") from error
     except MemoryError:
         raise
-    except Exception as error:  # the user's own code may raise anything
+    except FAILURES as error:
         raise SampleError(
             f"{quoted(name)} failed with {type(error).__name__}: {cut(error)}. Mend its code, or "
             "leave the sample out."

@@ -6,6 +6,7 @@ or kernel.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +96,8 @@ class JobSpec(Strict):
     """Share of each source's samples that may be bad before the job stops."""
 
     @model_validator(mode="after")
-    def _names_are_unique(self) -> "JobSpec":
+    def _names_fit_and_one_has_weight(self) -> "JobSpec":
+        _require_weight(self.sources)
         trained = [source.name for source in self.sources]
         for change in self.mixture_changes:
             if strange := sorted(change.weights.keys() - set(trained)):
@@ -127,6 +129,11 @@ class ValidationSpec(Strict):
     """The held-out datasets, with names of their own."""
     batch: BatchSize | None = None
     """Size of one global batch; by default that of training."""
+
+    @model_validator(mode="after")
+    def _gives_samples(self) -> "ValidationSpec":
+        _require_weight(self.sources)
+        return self
 
 
 class JobFile(JobSpec):
@@ -197,6 +204,14 @@ def require_allowed(spec: JobSpec, roots: Roots) -> None:
     if isinstance(spec.pipeline.vision, TransformersImageSpec):
         for name in FOLDER_FILES:
             roots.require(str(Path(spec.pipeline.vision.folder) / name), "a file of vision.folder")
+
+
+def _require_weight(sources: Sequence[SourceSpec]) -> None:
+    if not any(source.weight for source in sources):
+        raise ValueError(
+            f"the sources {', '.join(repr(each.name) for each in sources[:8])} have weight 0, and "
+            "there is no other; give one of them a weight above 0"
+        )
 
 
 def _with_cost(file: Written, base: Path, roots: Roots | None) -> Written:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dataservice.core.errors import SpecError
 from dataservice.core.job import SourceSpec
-from dataservice.core.own_code import source_of
+from dataservice.core.own_code import FAILURES, source_of
 from dataservice.core.quoting import quoted
 from dataservice.decode.augment import is_transform
 from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
@@ -90,7 +90,7 @@ def _load(name: str, path: str) -> type:
     module, _, attribute = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute or "?")
-    except Exception as error:  # the operator's own module may raise anything
+    except FAILURES as error:
         raise SpecError(
             f"{_what(name, path)} cannot be imported: {type(error).__name__}: {error}. Give "
             "`package.module:Class` of an installed package, or of a folder on PYTHONPATH."

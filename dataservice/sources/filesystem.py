@@ -112,7 +112,7 @@ def translate(
             "cloud identity access to it."
         ) from error
     except Exception as error:
-        away = _may_pass(error) and (only_storage or _is_of_storage(error))
+        away = is_away(error) or (only_storage and _may_pass(error))
         raise (StorageAwayError if away else SourceError)(
             f"{owner}: {path} cannot {what}: {type(error).__name__}: "
             f"{without_secrets(str(error), secret)}. Check the url, its storage_options or "
@@ -195,7 +195,13 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, _LASTING)
 
 
-def _is_of_storage(error: Exception) -> bool:
+def is_away(error: BaseException) -> bool:
+    """Whether an error of reading a file and of looking at it means that its storage may answer
+    later."""
+    return _may_pass(error) and _is_of_storage(error)
+
+
+def _is_of_storage(error: BaseException) -> bool:
     """Whether an error means that storage may answer later. Libraries that parse a file's format
     raise OSErrors too, but without an errno."""
     if isinstance(error, OSError):

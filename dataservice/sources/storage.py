@@ -181,12 +181,15 @@ class Storage:
         Raises:
             SourceError: the file cannot be read, or is shorter than the index says.
         """
-        runs = _runs(spans)
+        runs = _runs([span for span in spans if span.size_bytes])
         blobs = self._local_runs(path, runs) if self._local else self._remote_runs(path, runs)
         by_start = {start: blob for (start, _), blob in zip(runs, blobs, strict=True)}
         starts = sorted(by_start)
         out = []
         for span in spans:
+            if not span.size_bytes:
+                out.append(b"")  # a request for no bytes would be answered with the whole file
+                continue
             start = max(s for s in starts if s <= span.offset_bytes)
             at = span.offset_bytes - start
             data = by_start[start][at : at + span.size_bytes]

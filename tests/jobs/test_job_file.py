@@ -77,6 +77,8 @@ def test_validation_has_a_batch_of_its_own_and_no_augmentation(tmp_path):
     [
         ({"validation": {"sources": [{**HELD_OUT, "name": "texts"}]}}, "'texts'.*occur twice"),
         ({"validation": {"batch": {"samples": 2}}}, r"validation\.sources: required, and missing"),
+        ({"validation": {"sources": [{**HELD_OUT, "weight": 0}]}}, "'held-out' have weight 0"),
+        ({"sources": [{**HELD_OUT, "name": "a", "weight": 0}]}, "the sources 'a' have weight 0"),
         ({"validation": {"sources": []}}, r"validation\.sources: it is an empty list"),
         ({"job": "job:validation"}, "letters, digits, dots, dashes and underscores"),
         (

@@ -63,6 +63,17 @@ def test_only_what_a_job_names_is_imported(home, tmp_path):
         preparing(home, other="their_code_alone:Theirs", color=paths["color"])
 
 
+def test_a_script_that_is_named_in_place_of_a_module_is_refused_by_name(home, tmp_path):
+    (tmp_path / "code" / "their_script.py").write_text("import sys\nsys.exit(2)\n")
+    with pytest.raises(SpecError, match=r"cannot be imported: SystemExit: 2"):
+        preparing(home, theirs="their_script:Theirs")
+    (tmp_path / "code" / "their_exit.py").write_text(
+        CODE.format(word="") + "    def __init__(self):\n        raise SystemExit(2)\n"
+    )
+    with pytest.raises(SpecError, match=r"preparer 'theirs' cannot be made with options"):
+        preparing(home, theirs="their_exit:Theirs")
+
+
 def naming(home, **keys):
     """The text of a job file whose pipeline names code."""
     pipeline = {"tokenizer": "tokenizer", "vision": {"kind": "qwen2_vl"}, **keys}

@@ -3,13 +3,14 @@
 import io
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-from dataservice.core.errors import SampleError, SourceError, SpecError
+from dataservice.core.errors import SampleError, SourceError, SpecError, StorageAwayError
 from dataservice.core.job import CodeSpec, ColumnMap, SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.own_format import FormatCode, Ranges
@@ -17,6 +18,7 @@ from dataservice.core.sample import RawSample
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.own_samples import OwnSamples
 from dataservice.sources.formats.registry import list_files, open_format
+from dataservice.sources.index import build_index
 from dataservice.sources.opened import OpenedSource
 from tests.sources.support import good, scan
 
@@ -190,6 +192,84 @@ def test_a_file_that_the_code_fails_over_is_a_damaged_one(path):
 def test_ranges_that_the_file_does_not_have_are_refused_by_name(path, ranges):
     with pytest.raises(SourceError, match=r"a\.rec: its code locates sample 0 at .* \(offset, si"):
         scan(source(path, with_locate(ranges)))
+
+
+class Lazy(Mapping[str, object]):
+    """A row whose cells are computed when they are asked for."""
+
+    def __getitem__(self, column: str) -> object:
+        raise KeyError("no such version")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["text"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_row_that_fails_when_it_is_looked_at_fails_as_code_that_parses(path):
+    for each in scan(source(path, with_parse(lambda parts: Lazy()))):
+        assert "'records' failed with KeyError: 'no such version'" in str(each.raw)
+
+
+def test_ranges_that_fail_when_they_are_looked_at_fail_as_code_that_locates(path):
+    def torn() -> Iterator[tuple[int, int]]:
+        yield 0, 4
+        raise struct.error("torn")
+
+    with pytest.raises(SourceError, match=r"a\.rec: 'records' failed with error: torn"):
+        scan(source(path, with_locate(torn())))
+
+
+def test_code_that_ends_as_a_script_does_ends_no_more_than_its_sample_or_its_file(path):
+    def ends(_: object) -> Any:
+        sys.exit(0)
+
+    for each in scan(source(path, with_parse(ends))):
+        assert "'records' failed with SystemExit: 0" in str(each.raw)
+
+    def make() -> Records:
+        made = Records()
+        made.locate = ends  # type: ignore[method-assign]
+        return made
+
+    with pytest.raises(SourceError, match=r"a\.rec: 'records' failed with SystemExit: 0"):
+        scan(source(path, make))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_storage_that_is_away_while_code_locates_is_no_damage(path, tmp_path, measurer, wraps):
+    def away(file: IO[bytes]) -> Iterator[Ranges]:
+        try:
+            raise ConnectionResetError(104, "reset by peer")
+            yield
+        except OSError as error:
+            if wraps:  # as the libraries of formats do
+                raise ValueError("no such archive") from error
+            raise
+
+    def make() -> Records:
+        made = Records()
+        made.locate = away  # type: ignore[method-assign]
+        return made
+
+    with pytest.raises(StorageAwayError, match=r"a\.rec cannot be read: ConnectionResetError"):
+        build_index(
+            source(path, make),
+            out_dir=str(tmp_path / "index"),
+            make_measurer=measurer,
+            leave_out_damaged=True,
+        )
+
+
+def test_tuples_and_keys_that_are_numbers_are_as_json_has_them(path):
+    turns = ({"role": "user", "content": ({"type": "image"},)},)
+    row = {"messages": turns, "sizes": {1: (2, 3)}, "image": (JPEG, None, JPEG), "more": [None]}
+    for each in scan(source(path, with_parse(lambda parts: row))):
+        raw = good(each)
+        assert raw.record["messages"] == [{"role": "user", "content": [{"type": "image"}]}]
+        assert raw.record["sizes"] == {"1": [2, 3]}
+        assert [blob.data for blob in raw.media] == [JPEG, JPEG]
 
 
 def test_a_process_that_has_no_code_says_so(path):

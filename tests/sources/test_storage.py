@@ -202,6 +202,20 @@ def test_spans_are_read_in_any_order_and_across_gaps(
     assert opened.read_spans(str(tmp_path / "a.tar"), []) == []
 
 
+def test_a_span_without_bytes_asks_for_none(far: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cat_ranges(paths: list[str], starts: list[int], ends: list[int], **_: object) -> object:
+        asked.append((starts, ends))
+        return [b"12345"]
+
+    monkeypatch.setattr(far.fs, "cat_ranges", cat_ranges)
+    places = [(0, 0), (10**6, 5), (2 * 10**6, 0)]
+    spans = [ByteSpan(name=str(o), offset_bytes=o, size_bytes=s) for o, s in places]
+    assert far.read_spans("p", spans) == [b"", b"12345", b""]
+    assert asked == [([10**6], [10**6 + 5])]
+
+
 def test_any_fsspec_url_is_listed_scanned_and_read(
     tmp_path: Path, spec: Spec, write_tar: Callable[..., Path]
 ) -> None:

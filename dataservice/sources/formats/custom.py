@@ -10,6 +10,7 @@ What reads holds credentials and runs nothing of the user's; what runs the user'
 
 import posixpath
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import index
 from typing import IO, ClassVar
 
@@ -18,6 +19,7 @@ from dataservice.core.own_code import running
 from dataservice.core.own_format import OwnFormat, Ranges
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import ByteSpan, RawSample, SampleLocation, Unparsed
+from dataservice.sources.filesystem import is_away
 from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.own_samples import OwnSamples
 from dataservice.sources.formats.protocol import ScannedSample
@@ -98,9 +100,21 @@ class Custom(FileFormat):
     ) -> Iterator[Ranges]:
         try:
             with running(name):
-                yield from reads.locate(whole)
+                for ranges in reads.locate(whole):
+                    yield _listed(ranges)
         except SampleError as error:
+            self._require_read(error, file)
             raise SourceError(f"{self._owner}: {file.path}: {error}") from error
+
+    def _require_read(self, failure: SampleError, file: SourceFile) -> None:
+        """Raises SourceError where the user's code failed because the file could not be read:
+        storage that is away damages no file."""
+        error: BaseException | None = failure
+        while error is not None and not isinstance(error, SourceError) and not is_away(error):
+            error = error.__cause__ or error.__context__
+        if error is not None:
+            with self._storage.translate(file.path, "be read"):
+                raise error
 
     def _spans(self, ranges: Ranges, file: SourceFile, what: str) -> list[ByteSpan]:
         """One sample's ranges. Raises SourceError where the file has none such."""
@@ -119,6 +133,11 @@ class Custom(FileFormat):
             ByteSpan(name=f"part {place}", offset_bytes=offset, size_bytes=size)
             for place, (offset, size) in enumerate(pairs)
         ]
+
+
+def _listed(ranges: Ranges) -> Ranges:
+    """The ranges, as far as they are looked at, where the user's code makes them one by one."""
+    return [*islice(ranges, _MOST_RANGES + 1)] if isinstance(ranges, Iterator) else ranges
 
 
 def _read(stream: IO[bytes], span: ByteSpan) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import cast
 
 from dataservice.core.errors import SampleError
 from dataservice.core.job import SourceSpec
@@ -46,15 +47,9 @@ class OwnSamples:
         """(The sample's own key, or else this one; the sample). Raises SampleError where it cannot
         be used."""
         with running(self._name):
-            row = self._reads.parse(unparsed.parts)
-        if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
-            raise SampleError(
-                f"{quoted(self._name)} parsed it to {quoted(row, 80)}. Return a row: a dict of "
-                "columns by name."
-            )
-        cells = {name: value for name, value in row.items() if value is not None}
+            cells = _cells(self._reads.parse(unparsed.parts))
         columns = self._columns(cells)
-        self._require_record({name: cells[name] for name in columns.record})
+        cells |= self._record({name: cells[name] for name in columns.record})
         key = record_key(cells, fallback_key)
         return key, self._rows.sample(key, columns, cells, "")
 
@@ -77,19 +72,38 @@ class OwnSamples:
                 record.append(name)
         return Columns(media=media, record=tuple(record), unknown=())
 
-    def _require_record(self, record: Row) -> None:
+    def _record(self, record: Row) -> Row:
+        """The cells that are not media, as JSON has them. Raises SampleError where it has no such
+        thing."""
         try:
-            size_bytes = len(json.dumps(record))
+            text = json.dumps(record)
+            plain = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise SampleError(
                 f"{quoted(self._name)} parsed a row that is not JSON ({error}). A row has text, "
                 "numbers, lists and dicts of them, and media as bytes or lists of bytes."
             ) from error
-        self._limits.check("max_record_bytes", size_bytes, "the row: bytes of its record")
+        self._limits.check("max_record_bytes", len(text), "the row: bytes of its record")
+        return cast(Row, plain)
+
+
+def _cells(row: object) -> Row:
+    """The cells of a row that hold something, and lists where the user's code has tuples. Raises
+    SampleError where it is no row, and what a mapping of the user's own raises."""
+    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+        raise SampleError(
+            f"it is parsed to {quoted(row, 80)}. Return a row: a dict of columns by name."
+        )
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in row.items()
+        if value is not None
+    }
 
 
 def _holds_bytes(value: object) -> bool:
-    first = next(iter(value), None) if isinstance(value, list | tuple) else value
+    held = value if isinstance(value, list) else [value]
+    first = next((item for item in held if item is not None), None)
     return isinstance(first, bytes) or (isinstance(first, Mapping) and "bytes" in first)
 
 
