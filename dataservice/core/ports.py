@@ -62,7 +62,14 @@ class SampleStream(Protocol):
         ...
 
     def changed(self, more: Mapping[str, MixtureChange]) -> "SampleStream":
-        """The same with further changes of its weights, by name. Raises SpecError."""
+        """The same with further changes of its weights, by name. Raises SpecError where they name
+        other sources."""
+        ...
+
+    def require_weights(self) -> None:
+        """Raises SpecError where its changes are sure to leave no source a weight. For a change
+        that is yet to be taken: what is on record holds for older versions of a job file too, of
+        which some may have no source left."""
         ...
 
     def begin_changes(self, cursor: Cursor) -> Cursor:

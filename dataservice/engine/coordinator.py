@@ -272,18 +272,17 @@ class Coordinator:
         running = self._table.get(job)
         if rejoin_attempt:
             await self._table.setup(running)
+            if (joined := running.attempt) is not None and joined.number == rejoin_attempt:
+                # A source that weighs its loss may have been added while the rank was away.
+                setup = running.setups[joined.spec_version]
+                _require_weights_read(setup, rank, client, reads_loss_weights)
+                joined.reads_loss_weights &= reads_loss_weights
             return self._remember(
                 running,
                 *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt, launch),
             )
         setup, topology, cursor = await self._checked(running, rank, world_size, cursor, launch)
-        if setup.loss_weights and not reads_loss_weights:
-            raise ConflictError(
-                f"job {job!r} weighs its loss (loss_weight of a source, or of its columns), and "
-                f"the client of rank {rank} ({client}) is of a release that would train all "
-                "samples alike. Install this release's client on the ranks; or take loss_weight "
-                "out of the job file."
-            )
+        _require_weights_read(setup, rank, client, reads_loss_weights)
         attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
         claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
         attempt.reads_loss_weights &= reads_loss_weights
@@ -420,3 +419,14 @@ class Coordinator:
         loop = session.job.loop
         assert loop is not None, "a session is open only once its attempt's loop exists"
         return loop
+
+
+def _require_weights_read(setup: JobSetup, rank: int, client: str, reads: bool) -> None:
+    """Raises ConflictError where the job weighs its loss and the client does not read weights."""
+    if setup.loss_weights and not reads:
+        raise ConflictError(
+            f"job {setup.record.name!r} weighs its loss (loss_weight of a source, or of its "
+            f"columns), and the client of rank {rank} ({client}) is of a release that would train "
+            "all samples alike. Install this release's client on the ranks; or take loss_weight "
+            "out of the job file."
+        )

@@ -224,7 +224,10 @@ class Explainer:
     def _passed(self, setup: JobSetup, attempt: AttemptRecord, step: int) -> PlannedStep:
         """A skipped step, from the cursor of the nearest step before it that is known."""
         known = self._store.last_entry(attempt.job, attempt.attempt, before=step)
-        nearest = Cursor.from_json(known.cursor if known is not None else attempt.start_cursor)
+        if known is not None:
+            nearest = Cursor.from_json(known.cursor)
+        else:  # the place where the attempt began, and the changes that were due by then
+            nearest = setup.stream.begin_changes(Cursor.from_json(attempt.start_cursor))
         cursor = pass_over(setup, nearest, to_step=step)
         topology = setup.topology(attempt.world_size)
         begun = setup.stream.begin_changes(cursor)

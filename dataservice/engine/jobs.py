@@ -11,7 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -178,7 +178,7 @@ class JobTable:
         return newest if forming is None else job.setups[forming.spec_version]
 
     def _under(self, job: RunningJob, newest: JobSetup, version: int) -> JobSetup:
-        """The job under a version of its file."""
+        """The job under a version of its file. Its lock `opening` is held."""
         if version == newest.record.spec_version:
             return newest
         setup = job.setups.get(version)
@@ -187,11 +187,25 @@ class JobTable:
         return setup
 
     async def _by_attempt(self, job: RunningJob) -> SetupOf:
-        """The job as each attempt had it."""
-        newest = await self.setup(job)
-        attempts = await in_store(self._store.attempts, job.record.name)
-        versions = {each.attempt: each.spec_version for each in attempts}
-        return lambda attempt: self._under(job, newest, versions[attempt])
+        """The job as each attempt had it; to be called in threads, which keep nothing in the job:
+        it may have other sources, versions and attempts before they are done."""
+        opened, name = await self.setup(job), job.record.name
+        versions: dict[int, int] = {}
+        made: dict[tuple[int, int], JobSetup] = {}
+
+        def setup_of(attempt: int) -> JobSetup:
+            if attempt not in versions:
+                recorded = self._store.attempts(name)
+                versions.update({each.attempt: each.spec_version for each in recorded})
+            version, newest = versions[attempt], job.setup or opened
+            if (known := job.setups.get(version)) is not None:
+                return known
+            over = (newest.record.spec_version, version)
+            if over not in made:
+                made[over] = revised(newest, version, self._store, cost_model)
+            return made[over]
+
+        return setup_of
 
     async def submit(
         self,
@@ -207,8 +221,12 @@ class JobTable:
         ConflictError where the samples are others, QuotaError where the team has `max_jobs`
         already."""
         records = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
-        async with self._registering[team]:  # two at a time would pass one quota
-            await self._registration.submit(records, max_jobs)
+
+        async def register() -> None:
+            async with self._registering[team]:  # two at a time would pass one quota
+                await self._registration.submit(records, max_jobs)
+
+        await asyncio.shield(detach(register()))  # whoever asked may be gone between store and us
         return await self.status(records[0].name)
 
     async def statuses(self) -> list[JobStatus]:
@@ -259,14 +277,23 @@ class JobTable:
         """Refuse new attempts; the one that runs may finish."""
         job = self.get(name)
         async with job.changing:
+            if job.deleted:
+                raise was_deleted(name)
             record = replace(job.record, state="draining")
             await in_store(self._store.put_job, record)
             job.record = record
         return await self.status(name)
 
     async def delete(self, name: str) -> None:
-        """Forget a job that no trainer is using, and its validation."""
-        jobs = self.with_validation(name)
+        """Forget a job that no trainer is using, and its validation, once no change of them is on
+        its way to the store: it would bring back what is deleted here."""
+        async with self._registering[team_of(name)], AsyncExitStack() as held:
+            jobs = self.with_validation(name)
+            for job in jobs:
+                await held.enter_async_context(job.changing)
+            await self._deleted(jobs)
+
+    async def _deleted(self, jobs: Sequence[RunningJob]) -> None:
         for job in jobs:
             if clients := job.clients:
                 raise ConflictError(
@@ -316,8 +343,9 @@ class JobTable:
         that trainers may still ask for stay as they were planned, so an earlier step may be named
         only while no trainer is there."""
         running = self.get(job)
-        setup = await self.setup(running)
+        await self.setup(running)  # which may take long: nothing waits for it yet
         async with running.changing, running.planning:
+            setup = await self.setup(running)  # sources may have been added meanwhile
             planned = await in_store(self._store.last_planned_step, job)
             if running.loop is not None and running.attempt is not None:
                 planned = running.loop.planned_step  # replays of other attempts go by their ledger
@@ -338,8 +366,10 @@ class JobTable:
                 change_json=json.dumps(asdict(change)),
                 recorded_unix_s=time.time(),
             )
-            changing = partial(setup.stream.changed, mixture_changes([*known, new]))
-            stream = await self._planners.run(job, changing)
+            weights_of = mixture_changes([*known, new])
+            stream = await self._planners.run(job, partial(setup.stream.changed, weights_of))
+            stream.require_weights()
+            _require_weights_left(running, weights_of)
             setup.job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
             await in_store(self._store.add_mixture, new)
             await self._use_changes(running)
@@ -435,6 +465,22 @@ class JobTable:
         self._metrics.pack_prepared(receipt)
         if job.loop is not None:
             await job.loop.note_receipt(step, receipt)
+
+
+def _require_weights_left(job: RunningJob, changes: Mapping[str, MixtureChange]) -> None:
+    """Raises SpecError where the trainers at work would be left with no source: an attempt keeps
+    the file that it began with, without the changes that a newer one has."""
+    attempt = job.attempt
+    if attempt is None or attempt.over or not attempt.clients:
+        return
+    try:
+        job.setups[attempt.spec_version].stream.changed(changes).require_weights()
+    except SpecError as error:
+        raise SpecError(
+            f"attempt {attempt.number} trains by version {attempt.spec_version} of the job file, "
+            f"and version {job.record.spec_version} holds from the next start on. Until then "
+            f"{error} Or start the trainers again first."
+        ) from error
 
 
 def require_ranges(ranges: Sequence[tuple[int, int]]) -> None:

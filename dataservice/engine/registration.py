@@ -16,7 +16,6 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import team_of
 from dataservice.core.validation import validated_by
-from dataservice.engine.attempt import Attempt
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.opening import Openings
 from dataservice.engine.planner import check_fits
@@ -68,7 +67,10 @@ class Registration:
             for record in records:
                 with _told_of(record):
                     made.append(await self._judged(record, held))
-            changes = [change for change in made if change is not None]
+            changes = []  # what takes long is behind us: planning may wait from here on
+            for change in filter(None, made):
+                with _told_of(change.setup.record):
+                    changes.append(await self._grown(change, held))
             if changes:
                 await in_store(
                     self.store.put_job,
@@ -110,8 +112,7 @@ class Registration:
         self, known: RunningJob, submitted: JobRecord, held: AsyncExitStack
     ) -> Change:
         """Another job file over the same samples in the same order, or with more sources that wait
-        behind them, as the next version. Raises ConflictError where its samples are others,
-        QuotaError or PlanningError where an added sample is too long for the last attempt."""
+        behind them, as the next version. Raises ConflictError where its samples are others."""
         team = team_of(submitted.name)
         record = replace(
             known.record,
@@ -127,9 +128,6 @@ class Registration:
                 if await self._may_begin_anew(known):
                     return Change(setup=opened, known=known, anew=True)
                 raise ConflictError(other_data(known.record, submitted, changes))
-            if order != opened.order and known.attempt is not None:
-                check_fits(opened, known.attempt.topology)
-                _require_weights_read(opened, known.attempt)
             record = replace(
                 record, order=opened.order, index_fingerprint=opened.record.index_fingerprint
             )
@@ -140,22 +138,25 @@ class Registration:
             revising = partial(current.revise, current, record)
             revision = await self.planners.run(record.name, revising)
         setup = await in_store(with_changes, revision, self.store, self.read_cost)
-        grown = record.order != known.record.order
-        older = await self._grown(known, setup, held) if grown else {}
-        return Change(setup=setup, known=known, older=older, changes=changes)
+        setup.stream.require_weights()
+        return Change(setup=setup, known=known, changes=changes)
 
-    async def _grown(
-        self, known: RunningJob, newest: JobSetup, held: AsyncExitStack
-    ) -> dict[int, JobSetup]:
-        """The versions in use over the newest one's catalog, in which the added sources wait, so
-        that a change of the mixture finds them. Until it is taken nobody opens or plans the job."""
+    async def _grown(self, change: Change, held: AsyncExitStack) -> Change:
+        """The change; where its job has grown, with the versions in use over the newest one's
+        catalog, in which the added sources wait, so that a change of the mixture finds them. Until
+        it is taken nobody opens or plans the job. Raises QuotaError or PlanningError where an added
+        sample is too long for the last attempt."""
+        known, newest = change.known, change.setup
+        if known is None or change.anew or newest.record.order == known.record.order:
+            return change
         await held.enter_async_context(known.opening)
         await held.enter_async_context(known.planning)
         older = {}
         for version in known.setups:
             revising = partial(revised, newest, version, self.store, self.read_cost)
             older[version] = await in_store(revising)
-        return older
+        _require_trained(known, newest, older)
+        return replace(change, older=older)
 
     async def _may_begin_anew(self, known: RunningJob) -> bool:
         """Whether it is a validation that no pass has begun of: no checkpoint can be of it."""
@@ -168,8 +169,9 @@ class Registration:
         """What is stored now, in memory."""
         record, known = change.setup.record, change.known
         if known is not None and not change.anew:
-            known.record = record
+            # Threads that plan steps again look at both: the setups come first.
             known.setups = {**known.setups, **change.older, record.spec_version: change.setup}
+            known.record = record
             if change.older and known.loop is not None and known.attempt is not None:
                 known.loop.use(known.setups[known.attempt.spec_version])
             return
@@ -192,15 +194,22 @@ class Registration:
         log.info("version %d: %s", record.spec_version, words, extra={"job": record.name})
 
 
-def _require_weights_read(grown: JobSetup, attempt: Attempt) -> None:
-    """Raises ConflictError where ranks at work would train the samples of a source that was added
-    without their loss weights."""
-    if grown.loss_weights and not attempt.reads_loss_weights and attempt.clients:
-        raise ConflictError(
-            f"job {attempt.job!r} would weigh its loss with this file, and trainers of a release "
-            f"that does not are at work ({', '.join(attempt.clients[:8])}). Stop them and submit "
-            "it again, then start them with this release's client."
-        )
+def _require_trained(known: RunningJob, newest: JobSetup, older: Mapping[int, JobSetup]) -> None:
+    """Raises PlanningError, QuotaError or ConflictError where the last attempt, or one that forms,
+    could not train the samples of a source that was added."""
+    if known.attempt is not None:
+        check_fits(newest, known.attempt.topology)
+    for attempt in known.attempts:
+        if attempt.over or not attempt.clients:
+            continue
+        # It goes on by its own version, with as much memory as that one says.
+        check_fits(older[attempt.spec_version], attempt.topology)
+        if newest.loss_weights and not attempt.reads_loss_weights:
+            raise ConflictError(
+                f"job {attempt.job!r} would weigh its loss with this file, and trainers of a "
+                f"release that does not are at work ({', '.join(attempt.clients[:8])}). Stop them "
+                "and submit it again, then start them with this release's client."
+            )
 
 
 @contextmanager

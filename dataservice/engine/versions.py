@@ -88,6 +88,8 @@ def job_versions(store: StateStore, job: str) -> tuple[JobVersion, ...]:
     for attempt in store.attempts(job):
         began.setdefault(attempt.spec_version, []).append(attempt.attempt)
     specs = store.specs(job)
+    if not specs:  # the job was deleted meanwhile
+        return ()
     changes = [(), *(spec_changes(a.spec_json, b.spec_json) for a, b in pairwise(specs))]
     return tuple(
         _version(spec, changed, began.get(spec.version, []))

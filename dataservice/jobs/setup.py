@@ -304,6 +304,7 @@ def job_setup(
     mixture = _required_mixture(spec, catalog, job_limits)
     order = SampleOrder.of(spec, catalog.parts.fingerprints, opened.identity)
     stream = _mixture(spec, catalog)
+    stream.require_weights()
     job_limits.check("max_samples", stream.largest_epoch, "samples of an epoch")
     return JobSetup(
         record=_identified(record, order.data, order.name),

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
@@ -117,7 +118,8 @@ class Mixture:
             changes: what replaces weights, by the name that places call each change by.
 
         Raises:
-            SpecError: the values cannot make a mixture.
+            SpecError: the values cannot make a mixture. Whether changes leave a source a weight
+                is for `require_weights`.
         """
         _require_mixture(sizes, weights, epochs, llm_tokens)
         self._again = partial(
@@ -162,16 +164,31 @@ class Mixture:
             ),
         )
         self.largest_epoch = self._largest_epoch(now)
-        for _, name in self._by_step:
-            now = _replaced(now, self._changes[name])
-            _require_some(now)
         self._stages: dict[str, _Stage] = {}
         self._stretches: dict[tuple[int, str], _Stretch] = {}
 
     def changed(self, more: Mapping[str, MixtureChange]) -> "Mixture":
-        """The same with further changes. Raises SpecError where they name other sources, or leave
-        no source a weight."""
+        """The same with further changes. Raises SpecError where they name other sources."""
         return self._again(changes={**self._given, **more})
+
+    def require_weights(self) -> None:
+        """Raises SpecError where a change by step is sure to leave no source a weight. One that a
+        change by epoch gives may have come before that step, or not: drawing there tells."""
+        given = {
+            source
+            for epoch, name in self._by_epoch
+            if epoch < self._epochs
+            for source, weight in self._changes[name].items()
+            if weight
+        }
+        now = self._first.weights
+        for _, due in groupby(self._by_step, key=itemgetter(0)):
+            replaced: dict[int, float] = {}
+            for _, name in due:
+                replaced.update(self._changes[name])
+            now = _replaced(now, replaced)
+            if not given - replaced.keys():
+                _require_some(now)
 
     @property
     def epochs(self) -> int:
@@ -186,7 +203,8 @@ class Mixture:
 
         Raises:
             CursorMismatchError: there is no such place.
-            SpecError: the batch is counted in tokens and this mixture has no lengths.
+            SpecError: the batch is counted in tokens and this mixture has no lengths, or no source
+                has a weight here.
         """
         self._require_place(epoch, position, begun)
         begun = self._begun_at(epoch, position, begun)
@@ -194,6 +212,7 @@ class Mixture:
         epochs: list[NDArray[np.int32]] = []
         left = batch.samples or batch.tokens or 0
         while epoch < self._epochs:
+            _require_some(self._stage(begun).weights)
             stretch = self._stretch(epoch, begun)
             taken, cost = self._fitting(stretch, position, batch, left, first=not ids)
             if len(taken):
@@ -364,9 +383,10 @@ class Mixture:
         return begun
 
     def _filled(self, epoch: int, begun: str) -> tuple[int, str]:
-        """The first epoch from the start of this one on that has a sample, and the changes in force
-        there; the end where there is none. O(sources · log epochs) between two changes."""
-        while epoch < self._epochs:
+        """The first epoch from the start of this one on that has a sample, or in which no source
+        has a weight, and the changes in force there; the end where there is none. O(sources · log
+        epochs) between two changes."""
+        while epoch < self._epochs and any(self._stage(begun).weights):
             lines = self._stage(begun).lines
             end = min((due for due, _ in self._by_epoch if due > epoch), default=self._epochs)
             end = min(end, self._epochs)
@@ -417,7 +437,6 @@ class Mixture:
         time = stretch.time + (epoch + 1 - stretch.time) * part
         given = stretch.given + stretch.turns.before(passed)
         weights = _replaced(self._stage(before).weights, self._changes[name])
-        _require_some(weights)
         lines = tuple(
             line
             if line.per_epoch == per_epoch
@@ -500,7 +519,7 @@ def passes_of(weights: Sequence[Fraction], tokens: Sequence[int]) -> list[Fracti
     proportion to its weight. The epoch is as long as it can be without any source coming twice."""
     per_token = [weight / held for weight, held in zip(weights, tokens, strict=True)]
     most = max(per_token)
-    return [each / most for each in per_token]
+    return [each / most for each in per_token] if most else per_token
 
 
 def _replaced(weights: tuple[Fraction, ...], change: Mapping[int, float]) -> tuple[Fraction, ...]:

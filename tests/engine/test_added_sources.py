@@ -3,6 +3,7 @@ in."""
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import ConflictError, CursorMismatchError, PlanningError
+from dataservice.core.errors import ConflictError, CursorMismatchError, PlanningError, SpecError
 from dataservice.core.job import BatchSize, ErrorBudget, JobRecord, MixtureChange
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.sample import SampleLengths, SampleLocation
@@ -21,8 +22,9 @@ from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, train
-from tests.engine.support import Books, make_coordinator, make_setup, sample_lengths
+from tests.engine.support import MEMORY_TOKENS, Books, make_coordinator, make_setup, sample_lengths
 from tests.ledger import ledger_of
+from tests.waiting import LIMIT_S
 
 HELD = {"a": 60, "b": 70, "c": 40, "d": 30}
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 0.0, "d": 0.0}
@@ -55,7 +57,16 @@ def as_said(data: JobSetup, record: JobRecord) -> JobSetup:
         names=names,
         changes={f"file{place}": change for place, change in enumerate(file_changes)},
     )
-    return replace(data, record=record, stream=stream, revise=as_said)
+    options = replace(data.options, memory_tokens=said.get("memory_tokens", MEMORY_TOKENS))
+    loud = (1.0,) * len(names) if LOUD in said or data.loss_weights else ()
+    return replace(
+        data,
+        record=record,
+        stream=stream,
+        options=options,
+        loss_weights=loud,
+        revise=as_said,
+    )
 
 
 def opened(record: JobRecord) -> JobSetup:
@@ -72,17 +83,18 @@ def opened(record: JobRecord) -> JobSetup:
         batch=BatchSize(samples=16),
         order=order,
         earlier_orders={f"{names[:m]}{c}" for m in range(2, len(names) + 1) for c in range(4)},
-        loss_weights=(1.0,) * len(names) if LOUD in said else (),
         budgets={name: ErrorBudget(min_bad_samples=2) for name in names},
     )
     return as_said(setup, replace(record, order=order, index_fingerprint="f"))
 
 
-def service(store: Any, books: Books | None = None) -> Coordinator:
-    def read_job(text: str, _base: str, _team: str) -> list[JobRecord]:
-        return [JobRecord(name="job", spec_json=text, index_fingerprint="")]
+def read_job(text: str, _base: str, _team: str) -> list[JobRecord]:
+    return [JobRecord(name="job", spec_json=text, index_fingerprint="")]
 
-    return make_coordinator(store, books or Books(), read_job=read_job, open_job=opened)
+
+def service(store: Any, books: Books | None = None, **ports: Any) -> Coordinator:
+    ports = {"read_job": read_job, "open_job": opened, **ports}
+    return make_coordinator(store, books or Books(), **ports)
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -296,6 +308,162 @@ async def test_a_source_whose_samples_the_ranks_cannot_hold_is_refused(store):
     with pytest.raises(PlanningError, match="sample c/0 has 9000 tokens"):
         await coordinator.submit(job_file("abc", longest=9000), "")
     await train(coordinator, sessions, 0, 100)
+    await coordinator.stop()
+
+
+async def test_a_sample_that_the_running_version_has_no_memory_for_is_refused(store):
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    # The file brings its own memory along, which the attempt that runs does not get.
+    grown = job_file("abc", longest=1500, memory_tokens=2048)
+    with pytest.raises(PlanningError, match="sample c/0 has 1500 tokens"):
+        await coordinator.submit(grown, "")
+    leave(coordinator, sessions)
+    assert (await coordinator.submit(grown, "")).record.spec_version == 2
+    await coordinator.stop()
+
+
+async def test_a_change_that_leaves_the_trainers_at_work_no_source_is_refused(store):
+    """The file brings c in from the next start on: they train by the file before it."""
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    shards = await train(coordinator, sessions, 0, 3)
+    brings_in = [{"weights": {"c": 1.0}, "from_step": 5}]
+    await coordinator.submit(job_file("abc", mixture_changes=brings_in), "")
+    only_c = {"a": 0.0, "b": 0.0}
+    with pytest.raises(SpecError, match=r"attempt 1 trains by version 1 .* nothing is left"):
+        await coordinator.change_mixture("job", only_c, 20)
+    assert store.mixtures("job") == []
+    leave(coordinator, sessions)
+    await coordinator.change_mixture("job", only_c, 20)
+    await coordinator.stop()
+    # A version that would have nothing left stands in the way of nobody.
+    coordinator = service(store)
+    await coordinator.start()
+    await coordinator.restored()
+    sessions = await open_all(coordinator, cursor=Cursor.from_json(shards[-1].cursor_after))
+    await train(coordinator, sessions, 3, 20)
+    steps = await samples_of(coordinator, store, 2)
+    assert min(min(ids) for step, ids in steps.items() if step >= 20) >= HELD["a"] + HELD["b"]
+    async for step in coordinator.replay("job", 0, 2, 1):
+        assert step.plan_digest == step.ledger_digest
+    await coordinator.stop()
+
+
+async def test_a_replay_that_began_before_leaves_no_version_without_the_added_source(store):
+    coordinator = service(store)
+    for file, steps in ((job_file("ab"), 12), (job_file("ab", ready_steps=9), 2)):
+        await coordinator.submit(file, "")
+        sessions = await open_all(coordinator)
+        await train(coordinator, sessions, 0, steps)
+        leave(coordinator, sessions)
+    replay = coordinator.replay("job", 0, 9, None)
+    first = await anext(replay)
+    await coordinator.submit(job_file("abc"), "")
+    steps = [first, *[step async for step in replay]]
+    assert (steps[0].attempt, steps[9].attempt) == (2, 1)
+    assert not any(step.differs for step in steps)
+    await coordinator.change_mixture("job", {"c": 1.0}, None)
+    await coordinator.stop()
+
+
+async def test_a_skipped_step_is_explained_with_the_changes_that_were_late(store):
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    shards = await train(coordinator, sessions, 0, 5)
+    leave(coordinator, sessions)
+    brings_in = [{"weights": {"c": 1.0}, "from_step": 2}]
+    await coordinator.submit(job_file("abc", mixture_changes=brings_in), "")
+    await coordinator.skip("job", [(4, 7)], "skip")
+    cursor = Cursor.from_json(shards[3].cursor_after)
+    await train(coordinator, await open_all(coordinator, cursor=cursor), 8, 1)
+    begun = [(await coordinator.explain("job", step, 2)).cursor.begun for step in range(4, 9)]
+    assert begun == [f"file0@{cursor.epoch}:{cursor.position}"] * 5
+    await coordinator.stop()
+
+
+def storing_slowly(store: Any) -> tuple[threading.Event, threading.Event]:
+    """From here on the store waits before it stores a job: it has begun to, and it may go on."""
+    begun, go_on, put_job = threading.Event(), threading.Event(), store.put_job
+
+    def slowly(*jobs: JobRecord, **more: Any) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        put_job(*jobs, **more)
+
+    store.put_job = slowly
+    return begun, go_on
+
+
+async def test_a_job_deleted_while_its_file_is_submitted_is_gone(store):
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    begun, go_on = storing_slowly(store)
+    submitting = asyncio.create_task(coordinator.submit(job_file("abc"), ""))
+    await asyncio.to_thread(begun.wait, LIMIT_S)
+    deleting = asyncio.create_task(coordinator.delete("job"))
+    await asyncio.wait([deleting], timeout=0.2)
+    go_on.set()
+    await asyncio.wait([submitting, deleting])
+    deleting.result()
+    assert store.jobs() == []
+    assert coordinator.job_names() == []
+    await coordinator.stop()
+
+
+async def test_whoever_submits_may_be_gone_before_it_is_done(store):
+    """What the store has of a job, the service has."""
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    begun, go_on = storing_slowly(store)
+    submitting = asyncio.create_task(coordinator.submit(job_file("abc"), ""))
+    await asyncio.to_thread(begun.wait, LIMIT_S)
+    submitting.cancel()
+    await asyncio.wait([submitting])
+    go_on.set()
+    await coordinator.change_mixture("job", {"c": 1.0}, None)
+    assert (await coordinator.job("job")).record.spec_version == 2
+    await train(coordinator, sessions, 0, 100)
+    await coordinator.stop()
+
+
+async def test_training_goes_on_while_the_validation_of_a_grown_file_is_opened(store):
+    opening, go_on = threading.Event(), threading.Event()
+
+    def both(text: str, *_: str) -> list[JobRecord]:
+        names = ["job", "job:validation"][: 1 + ('"c"' in text)]
+        return [JobRecord(name=name, spec_json=text, index_fingerprint="") for name in names]
+
+    def slowly(record: JobRecord) -> JobSetup:
+        if record.name != "job":
+            opening.set()
+            assert go_on.wait(LIMIT_S)
+        return opened(record)
+
+    coordinator = service(store, read_job=both, open_job=slowly)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    submitting = asyncio.create_task(coordinator.submit(job_file("abc"), ""))
+    await asyncio.to_thread(opening.wait, LIMIT_S)
+    await asyncio.wait_for(train(coordinator, sessions, 0, 100), LIMIT_S)
+    assert not submitting.done()
+    go_on.set()
+    assert (await submitting).record.spec_version == 2
+    await coordinator.stop()
+
+
+async def test_a_rank_that_comes_back_reads_the_weights_of_what_was_added(store):
+    coordinator = service(store)
+    await coordinator.submit(job_file("ab"), "")
+    leave(coordinator, await open_all(coordinator))
+    await coordinator.submit(job_file("abc", **{LOUD: True}), "")
+    with pytest.raises(ConflictError, match="would train all samples alike"):
+        await open_rank(coordinator, 0, rejoin=1, reads_loss_weights=False)
+    await open_rank(coordinator, 0, rejoin=1)
     await coordinator.stop()
 
 

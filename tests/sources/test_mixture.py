@@ -307,11 +307,13 @@ def changed(
             place = {"from_step": first} if by_step else {"from_epoch": first}
             by_name = {NAMES[source]: weight for source, weight in mine.items()}
             kept[f"change{number}"] = MixtureChange(weights=by_name, **place)
+    mixture = Mixture(sizes, weights, names=names, changes=kept, **more)
     try:
-        return Mixture(sizes, weights, names=names, changes=kept, **more)
+        mixture.require_weights()
     except SpecError as error:  # of changes by step alone, some may leave none
         assert "nothing is left to train" in str(error)  # noqa: PT017
         reject()
+    return mixture
 
 
 def trained(mixture: Mixture, batch: BatchSize) -> Iterator[tuple[Cursor, Draw]]:
@@ -487,12 +489,42 @@ def test_a_change_of_a_stranger_or_of_all_weights_to_nought_is_refused() -> None
     mixture = changed([50, 50], [1, 1], [], seed=0, epochs=2)
     with pytest.raises(SpecError, match="names the source 'x'; the job's are a, b"):
         mixture.changed({"r1": MixtureChange(weights={"x": 1.0}, from_step=3)})
+    none = mixture.changed({"r1": MixtureChange(weights={"a": 0.0, "b": 0.0}, from_step=3)})
     with pytest.raises(SpecError, match="nothing is left"):
-        mixture.changed({"r1": MixtureChange(weights={"a": 0.0, "b": 0.0}, from_step=3)})
+        none.require_weights()
     late = MixtureChange(weights={"a": 1.0}, from_step=12)
     only_b = Mixture([50, 50], [0, 1], seed=0, epochs=2, names=["a", "b"])
+    without = only_b.changed({"r1": late, "r2": MixtureChange(weights={"b": 0.0}, from_step=7)})
     with pytest.raises(SpecError, match="nothing is left"):
-        only_b.changed({"r1": late, "r2": MixtureChange(weights={"b": 0.0}, from_step=7)})
+        without.require_weights()
+
+
+def test_a_source_that_an_epoch_brings_in_may_stay_alone_from_a_step_on() -> None:
+    """Whether the epoch comes first is known where the step is drawn: there it is refused, until
+    another change gives a source a weight."""
+    by_epoch = MixtureChange(weights={"b": 1.0}, from_epoch=1)
+    no_a = {"weights": {"a": 0.0}}
+    for step, sound in ((8, True), (3, False)):
+        changes = {"f0": by_epoch, "r1": MixtureChange(**no_a, from_step=step)}
+        mixture = Mixture([50, 50], [1, 0], seed=0, epochs=3, names=["a", "b"], changes=changes)
+        mixture.require_weights()
+        batch, ends = BatchSize(samples=10), 0
+        ids = []
+        for place, draw in trained(mixture, batch):
+            ids.append(draw.sample_ids)
+            ends = place.step + 1
+        given = np.bincount(np.concatenate(ids), minlength=100)
+        if sound:
+            assert given[50:].tolist() == [2] * 50
+            continue
+        assert ends == 3
+        mended = mixture.changed({"r2": MixtureChange(weights={"a": 1.0}, from_step=3)})
+        mended.require_weights()
+        place = mended.begin_changes(behind(place, draw))
+        assert set(draw_at(mended, place, batch).sample_ids) <= set(range(50))
+    gone = {**changes, "r2": MixtureChange(weights={"a": 0.0, "b": 0.0}, from_step=9)}
+    with pytest.raises(SpecError, match="nothing is left"):
+        mixture.changed(gone).require_weights()
 
 
 def test_epochs_without_samples_cost_nothing() -> None:
