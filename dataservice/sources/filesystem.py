@@ -60,9 +60,11 @@ _LASTING = (
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
 # Libraries whose errors always concern storage.
 _CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
-    "huggingface_hub", "httpx", "httpx2", "httpcore",
+    "adlfs", "azure", "huggingface_hub", "httpx", "httpx2", "httpcore",
 }  # fmt: skip
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"} | dict.fromkeys(
+    ("az", "abfs", "abfss"), "az"
+)
 _PINNED = re.compile(r"hf://datasets/[^/@]+/[^/@]+@[0-9a-f]{40}(/|$)")
 _HTTP_ASK_AGAIN = {408, 425, 429}
 

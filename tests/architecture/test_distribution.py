@@ -102,5 +102,5 @@ def test_a_python_that_only_the_client_runs_on_is_told_so_by_the_service():
 
 def test_what_is_installed_has_the_name_that_messages_give():
     assert PROJECT["name"] == distribution.NAME == metadata(distribution.NAME)["Name"]
-    for extra in ("s3", "gs", "traces"):
+    for extra in ("s3", "gs", "az", "traces"):
         assert extra in PROJECT["optional-dependencies"]

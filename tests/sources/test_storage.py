@@ -83,7 +83,11 @@ def test_an_unknown_protocol_is_refused(spec: Spec) -> None:
 
 @pytest.mark.parametrize(
     ("url", "extra"),
-    [("s3://bucket/a.tar", "s3"), (f"hf://datasets/org/name@{'0' * 40}/a.tar", "hf")],
+    [
+        ("s3://bucket/a.tar", "s3"),
+        ("abfs://lake/a.tar", "az"),
+        (f"hf://datasets/org/name@{'0' * 40}/a.tar", "hf"),
+    ],
 )
 def test_a_protocol_without_its_package_names_the_package(
     spec: Spec, monkeypatch: pytest.MonkeyPatch, url: str, extra: str
