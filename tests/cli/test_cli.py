@@ -295,12 +295,11 @@ def test_a_custom_processor_that_cannot_be_loaded_is_named(cli, home, tmp_path, 
 
 
 @pytest.mark.long
-def test_a_custom_processor_of_the_config_trains_and_no_import_path_of_a_job_does(
+def test_a_custom_processor_of_the_config_trains_and_no_path_that_its_operator_does_not_take(
     cli, home, tmp_path, monkeypatch
 ):
-    config = written(
-        tmp_path / "config.yaml", {"custom_processors": {"tiles": "fixed_tiles:Fixed"}}
-    )
+    named = {"custom_processors": {"tiles": "fixed_tiles:Fixed"}, "code_packages": ["others"]}
+    config = written(tmp_path / "config.yaml", named)
     corpus = shutil.copytree(home, tmp_path / "corpus")
     monkeypatch.setenv("PYTHONPATH", str(home / "mine"))  # of the service's process
 
@@ -313,10 +312,14 @@ def test_a_custom_processor_of_the_config_trains_and_no_import_path_of_a_job_doe
 
     with serving(tmp_path, "local", "--config", str(config)) as own:
         submit = ("job", "submit", "--service", own.address)
-        for name in ("fixed_tiles:Fixed", "fixed_tiles"):
-            refusal = [f"vision processor {name!r} is not in the service's config", "has: tiles"]
-            says(cli.refused(*index(job(name)), path=corpus / "mine"), *refusal)
-            says(cli.refused(*submit, job(name)), *refusal)
+        refusal = ["vision processor 'fixed_tiles' is not in the service's config", "has: tiles"]
+        says(cli.refused(*index(job("fixed_tiles")), path=corpus / "mine"), *refusal)
+        says(cli.refused(*submit, job("fixed_tiles")), *refusal)
+        says(
+            cli.refused(*submit, job("fixed_tiles:Fixed")),
+            "names the code 'fixed_tiles:Fixed' by its import path; this service takes such names "
+            "from the packages others",
+        )
         path = job("tiles", sides=3)
         says(cli.refused(*index(path), path=corpus / "mine"), "cannot be made with options")
         path = job("tiles", side=28)
