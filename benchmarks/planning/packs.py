@@ -1,12 +1,12 @@
 """How well packs are filled and how alike those of a wave are, on vlm-sft."""
 
+from dataclasses import asdict
+
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks import rivals, workloads
 from benchmarks.harness import Peer, Row, Scale
 from dataservice.planning import (
-    IsfLimits,
     Packing,
     assign_packs_to_waves,
     dist_ratio,
@@ -22,9 +22,12 @@ def packing(scale: Scale) -> list[Row]:
     mix = workloads.vlm_sft(scale.packing_samples)
     text, vision = mix.llm_tokens, mix.encoder_tokens
     packed: dict[str, Packing] = {}
+    capped: dict[str, Packing] = {}
     for method in ("search", "paper"):
         limits = isf_limits(text, vision, method=method)
-        packed[method] = _packed(text, vision, limits)
+        packed[method] = pack_isf(text, vision, **asdict(limits))
+        limits = isf_limits(text, vision, method=method, cap_text=8192)
+        capped[method] = pack_isf(text, vision, **asdict(limits))
     ours = packed["search"]
     random = pack_random(text, vision, samples_per_pack=5)
     grouped = pack_length_grouped(text, vision, samples_per_pack=5)
@@ -49,10 +52,6 @@ def packing(scale: Scale) -> list[Row]:
         )
         for axis, phase, limit, paper in ((0, "ViT", 0.02, "0.02"), (1, "LLM", 0.03, "0.14"))
     ]
-    capped = {
-        method: _packed(text, vision, isf_limits(text, vision, method=method, cap_text=8192))
-        for method in ("search", "paper")
-    }
     excess = {name: 100 * (plan.packs / plan.lower_bound - 1) for name, plan in packed.items()}
     first_fit = rivals.first_fit_decreasing(text, int(ours.text_tokens.max()))
     vision_of_bin = np.bincount(first_fit, weights=vision)
@@ -104,17 +103,6 @@ def packing(scale: Scale) -> list[Row]:
             ),
         ),
     ]
-
-
-def _packed(text: NDArray[np.int64], vision: NDArray[np.int64], limits: IsfLimits) -> Packing:
-    return pack_isf(
-        text,
-        vision,
-        max_text=limits.max_text,
-        max_vision=limits.max_vision,
-        min_text=limits.min_text,
-        min_vision=limits.min_vision,
-    )
 
 
 def _wave_ratios(plan: Packing, *, assign: bool) -> tuple[float, float]:

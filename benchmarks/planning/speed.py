@@ -5,6 +5,7 @@ own machines and are printed as such, never as a ratio.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -110,17 +111,7 @@ def packers(scale: Scale) -> list[Row]:
     text, vision = mix.llm_tokens, mix.encoder_tokens
     limits = isf_limits(text, vision)
     isf = timed_row(
-        {
-            "ISF": lambda: pack_isf(
-                text,
-                vision,
-                max_text=limits.max_text,
-                max_vision=limits.max_vision,
-                min_text=limits.min_text,
-                min_vision=limits.min_vision,
-                iterations=10,
-            )
-        },
+        {"ISF": lambda: pack_isf(text, vision, **asdict(limits), iterations=10)},
         group="isf",
         what=f"ISF, vlm-sft, {len(mix):,} samples, 10 iterations, levelling included",
         limit=1000.0,

@@ -50,7 +50,7 @@ class JobSetup:
     ready_steps: int
     order: str = ""
     earlier_orders: Collection[str] = ()
-    limits: "LimitsOver" = lambda sources: None
+    limits: "LimitsOver | None" = None
     cost_changes: tuple[CostChange, ...] = ()
     budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)
     require_current: Callable[[], None] = lambda: None
@@ -75,7 +75,7 @@ class JobSetup:
         """The limits of packing by ISF where these changes of the mixture have begun. Sources at
         the end that were never drawn from by then do not count, so that adding one splits no window
         of steps otherwise before it is brought in."""
-        return self.limits(self.stream.sources_met(begun))
+        return self.limits(self.stream.sources_met(begun)) if self.limits else None
 
     def topology(self, world_size: int) -> Topology:
         """The job's replicas at this world size. Raises WorldSizeError where it cannot be
@@ -89,7 +89,7 @@ class JobSetup:
         )
 
 
-LimitsOver = Callable[[int], IsfLimits | None]
+LimitsOver = Callable[[int], IsfLimits]
 """The ISF limits over the samples of the first so many sources; found when first asked for."""
 Revise = Callable[[JobSetup, JobRecord], JobSetup]
 """The same data under this version of the job file. Raises SpecError where the file is not

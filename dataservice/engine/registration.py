@@ -186,9 +186,8 @@ class Registration:
     async def _note_version(self, change: Change) -> None:
         if change.known is None or change.anew:
             return
-        await self.setup(
-            change.known
-        )  # the last attempt may not have been restored for want of data
+        # The last attempt may not have been restored for want of data.
+        await self.setup(change.known)
         record = change.setup.record
         words = in_words(change.changes)
         log.info("version %d: %s", record.spec_version, words, extra={"job": record.name})

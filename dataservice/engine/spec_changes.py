@@ -57,9 +57,7 @@ def misgrown(before: str, after: str) -> str:
     """What is wrong with how the sources and changes of a stored job file differ from those of its
     older version, with the remedy; empty where they are the same, and new ones wait behind."""
     old, new = json.loads(before), json.loads(after)
-    sources = new.get("sources", [])
-    names = [source["name"] for source in old.get("sources", [])]
-    now = [source["name"] for source in sources]
+    names, now = ([source["name"] for source in each["sources"]] for each in (old, new))
     if gone := [name for name in names if name not in now]:
         return (
             f"Source {gone[0]!r} is missing: a source stays in its job under its name. Put it "
@@ -70,10 +68,10 @@ def misgrown(before: str, after: str) -> str:
             f"Its sources are {_named(now)}, those of the job {_named(names)}: keep them in their "
             "places, and put new ones behind them all."
         )
-    for source in sources[len(names) :]:
-        if source.get("weight", 1):
+    for source in new["sources"][len(names) :]:
+        if source["weight"]:
             return (
-                f"Source {source['name']!r} is new and has weight {source.get('weight', 1):g}: "
+                f"Source {source['name']!r} is new and has weight {source['weight']:g}: "
                 "give it weight 0, and bring it in by a change of the mixture, with `dataservice "
                 f"job mixture JOB --weight {source['name']}=...` or in the file."
             )

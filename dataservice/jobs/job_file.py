@@ -235,7 +235,8 @@ def _resolved(file: JobFile, base: Path) -> JobFile:
     """The same file with absolute local paths, which any process can open."""
     plain: dict[str, Any] = file.model_dump(mode="json")
     plain["index"] = _absolute(plain["index"], base)
-    for source in [*plain["sources"], *(plain["validation"] or {"sources": ()})["sources"]]:
+    held_out = plain["validation"]["sources"] if plain["validation"] else []
+    for source in [*plain["sources"], *held_out]:
         source["url"] = _absolute(source["url"], base)
         if source["media_root"]:
             source["media_root"] = _absolute(source["media_root"], base)

@@ -28,9 +28,7 @@ def format_codes(sources: Sequence[SourceSpec], paths: Mapping[str, str]) -> For
     found = {}
     for source, spec in _named(sources):
         make = partial(_made, dict(paths), spec)
-        told = [version_of(type(make())), spec.options]
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
-        found[source.name] = FormatCode(name=spec.name, digest=digest, make=make)
+        found[source.name] = FormatCode(name=spec.name, digest=_digest(spec, make()), make=make)
     return found
 
 
@@ -46,15 +44,13 @@ def own_formats(
     sources: Sequence[SourceSpec], paths: Mapping[str, str], limits: DecodeLimits
 ) -> OwnFormats:
     """The sources' own formats as a pipeline has them. Raises SpecError as `format_codes` does."""
-    codes = format_codes(sources, paths)
-    parse = {
-        source.name: OwnSamples(source, spec.name, _made(paths, spec), limits).parsed
-        for source, spec in _named(sources)
-    }
-    identity = {
-        _part(source): PipelinePart(place="the operator's own modules", digest=code.digest)
-        for source, code in codes.items()
-    }
+    parse, identity = {}, {}
+    for source, spec in _named(sources):
+        made = _made(paths, spec)
+        parse[source.name] = OwnSamples(source, spec.name, made, limits).parsed
+        identity[_part(source.name)] = PipelinePart(
+            place="the operator's own modules", digest=_digest(spec, made)
+        )
     return OwnFormats(parse=parse, identity=identity)
 
 
@@ -62,6 +58,11 @@ def _named(sources: Sequence[SourceSpec]) -> Iterator[tuple[SourceSpec, CodeSpec
     for source in sources:
         if source.format_code is not None:
             yield source, source.format_code
+
+
+def _digest(spec: CodeSpec, made: OwnFormat) -> str:
+    told = [version_of(type(made)), spec.options]
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _part(source: str) -> str:

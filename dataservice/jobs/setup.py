@@ -415,14 +415,14 @@ def _require_same_augmentation(record: JobRecord, order: str) -> None:
         )
 
 
-def _isf_limits(catalog: IndexedCatalog, options: PlanOptions, sources: int) -> LimitsOver:
+def _isf_limits(catalog: IndexedCatalog, options: PlanOptions, sources: int) -> LimitsOver | None:
     """The ISF limits, found once over every sample of the first so many sources: now over these,
     over others when a change of the mixture brings them in. None where packing is not by ISF."""
+    if options.window_steps == 1 and options.stages.pack != "isf":
+        return None
 
     @cache
-    def over(sources: int) -> IsfLimits | None:
-        if options.window_steps == 1 and options.stages.pack != "isf":
-            return None
+    def over(sources: int) -> IsfLimits:
         lengths = catalog.lengths(np.arange(catalog.sources.offsets[sources]))
         return step_limits(lengths, options, method="search")
 

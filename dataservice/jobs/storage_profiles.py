@@ -1,7 +1,7 @@
 """The operator's storage profiles, as the sources of a job use them.
 
     job file: storage_profile: lake ──▶ may this team, below these roots? ──▶ at submit
-    opener, worker, index, preview ───▶ the same, and the secrets' file ────▶ a OpenedSource
+    opener, worker, index, preview ───▶ the same, and the secrets' file ────▶ an OpenedSource
 
 A file with secrets is read each time that sources are opened, so a rotated secret counts from the
 next opening on.
@@ -59,12 +59,12 @@ def opened_sources(
 ) -> list[SourceSpec]:
     """The sources, each with what its storage is opened with, and the code of its format if that is
     among `codes`. Raises SpecError where one names a profile that cannot be used."""
-    opened = []
+    opened: list[SourceSpec] = []
     for source in sources:
         grant = _grant(source, profiles, team) if source.storage_profile else None
         plain = {each.name: getattr(source, each.name) for each in fields(source)}
         opened.append(OpenedSource(**plain, grant=grant, code=(codes or {}).get(source.name)))
-    return [*opened]
+    return opened
 
 
 def _grant(source: SourceSpec, profiles: StorageProfiles, team: str) -> Grant:

@@ -62,9 +62,10 @@ _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, 
 _CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
     "adlfs", "azure", "huggingface_hub", "httpx", "httpx2", "httpcore",
 }  # fmt: skip
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"} | dict.fromkeys(
-    ("az", "abfs", "abfss"), "az"
-)
+_EXTRAS = {
+    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az",
+    "hf": "hf",
+}  # fmt: skip
 _PINNED = re.compile(r"hf://datasets/[^/@]+/[^/@]+@[0-9a-f]{40}(/|$)")
 _HTTP_ASK_AGAIN = {408, 425, 429}
 

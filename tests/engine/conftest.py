@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.load_balancer import LoadBalancer
 from dataservice.engine.placement import DispatchedStep
 from dataservice.state.memory import MemoryStateStore
+from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.scripted_workers import Counts, Workers
 from tests.engine.support import Books
 
@@ -22,6 +24,16 @@ def books() -> Books:
 @pytest.fixture
 def store() -> MemoryStateStore:
     return MemoryStateStore()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def each_store(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[MemoryStateStore | SqliteStateStore]:
+    """The one, then the other: what is recorded is tested on both."""
+    made = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from dataservice.engine.planner import plan_step
 from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
+from tests.ledger import ledger_of
 
 MEMORY_TOKENS = 512
 
@@ -204,3 +205,16 @@ def all_plans(setup: JobSetup, ranks: int) -> list[StepPlan]:
         plans.append(planned.plan)
         cursor = planned.next_cursor
     return plans
+
+
+async def samples_by_step(
+    coordinator: Coordinator, store: Any, attempt: int
+) -> dict[int, list[int]]:
+    """The samples of each step of an attempt, planned again to the digest of its ledger."""
+    found = {}
+    for entry in ledger_of(store, "job"):
+        if entry.attempt == attempt:
+            explained = await coordinator.explain("job", entry.step, attempt)
+            assert explained.plan.digest == entry.plan_digest
+            found[entry.step] = sorted(explained.plan.sample_ids.tolist())
+    return found

@@ -5,7 +5,6 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,15 @@ from dataservice.engine.coordinator import Coordinator
 from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, train
-from tests.engine.support import MEMORY_TOKENS, Books, make_coordinator, make_setup, sample_lengths
-from tests.ledger import ledger_of
+from tests.engine.support import (
+    MEMORY_TOKENS,
+    Books,
+    make_coordinator,
+    make_setup,
+    sample_lengths,
+    samples_by_step,
+)
 from tests.waiting import LIMIT_S
 
 HELD = {"a": 60, "b": 70, "c": 40, "d": 30}
@@ -97,22 +101,20 @@ def service(store: Any, books: Books | None = None, **ports: Any) -> Coordinator
     return make_coordinator(store, books or Books(), **ports)
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    made = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield made
-    made.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
-async def samples_of(coordinator: Coordinator, store: Any, attempt: int) -> dict[int, list[int]]:
-    """The samples of each step of an attempt, planned again to the digest of its ledger."""
-    found = {}
-    for entry in ledger_of(store, "job"):
-        if entry.attempt == attempt:
-            explained = await coordinator.explain("job", entry.step, attempt)
-            assert explained.plan.digest == entry.plan_digest
-            found[entry.step] = sorted(explained.plan.sample_ids.tolist())
-    return found
+async def training(
+    store: Any, books: Books | None = None, *, steps: int = 0, **ports: Any
+) -> tuple[Coordinator, Any, Any]:
+    """A service whose job of sources a and b is trained by two ranks: it, their sessions, and the
+    shards of the first `steps`."""
+    coordinator = service(store, books, **ports)
+    await coordinator.submit(job_file("ab"), "")
+    sessions = await open_all(coordinator)
+    return coordinator, sessions, await train(coordinator, sessions, 0, steps) if steps else []
 
 
 async def undisturbed() -> dict[int, list[int]]:
@@ -120,7 +122,7 @@ async def undisturbed() -> dict[int, list[int]]:
     coordinator = service(store)
     await coordinator.submit(job_file("ab"), "")
     await train(coordinator, await open_all(coordinator), 0, 100)
-    steps = await samples_of(coordinator, store, 1)
+    steps = await samples_by_step(coordinator, store, 1)
     await coordinator.stop()
     return steps
 
@@ -136,21 +138,18 @@ def first_with_added(steps: dict[int, list[int]]) -> int:
 
 async def test_what_was_added_changes_no_step_until_it_is_brought_in(store):
     expected = await undisturbed()
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    shards = await train(coordinator, sessions, 0, 4)
+    coordinator, sessions, shards = await training(store, steps=4)
     status = await coordinator.submit(job_file("abc"), "")
     assert (status.record.spec_version, status.record.order) == (2, "abc0")
     assert status.samples == sum(HELD[name] for name in "abc")
     await train(coordinator, sessions, 4, 100)
-    assert await samples_of(coordinator, store, 1) == expected
+    assert await samples_by_step(coordinator, store, 1) == expected
     leave(coordinator, sessions)
     checkpoint = Cursor.from_json(shards[-1].cursor_after)
     assert checkpoint.order == "ab0"
     sessions = await open_all(coordinator, cursor=checkpoint, world=4)
     shards = await train(coordinator, sessions, 4, 100)
-    resumed = await samples_of(coordinator, store, 2)
+    resumed = await samples_by_step(coordinator, store, 2)
     assert resumed == {step: ids for step, ids in expected.items() if step >= 4}
     assert Cursor.from_json(shards[-1].cursor_after).order == "abc0"
     await coordinator.stop()
@@ -161,10 +160,7 @@ async def test_the_attempt_that_runs_draws_it_from_its_change_on_and_a_restart_d
     store, restarted
 ):
     expected = await undisturbed()
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    await train(coordinator, sessions, 0, 4)
+    coordinator, sessions, _ = await training(store, steps=4)
     await coordinator.submit(job_file("abc"), "")
     change = await coordinator.change_mixture("job", {"c": 1.0}, 12)
     if restarted:
@@ -174,7 +170,7 @@ async def test_the_attempt_that_runs_draws_it_from_its_change_on_and_a_restart_d
         await coordinator.restored()
         sessions = await open_all(coordinator, rejoin=1)
     shards = await train(coordinator, sessions, 4, 100)
-    steps = await samples_of(coordinator, store, 1)
+    steps = await samples_by_step(coordinator, store, 1)
     assert change.from_step == 12
     assert {step: ids for step, ids in steps.items() if step < 12} == {
         step: ids for step, ids in expected.items() if step < 12
@@ -192,27 +188,24 @@ async def test_the_attempt_that_runs_draws_it_from_its_change_on_and_a_restart_d
 
 async def test_a_change_in_the_file_holds_from_the_next_start_on_and_a_late_one_begins_there(store):
     expected = await undisturbed()
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    await train(coordinator, sessions, 0, 3)
+    coordinator, sessions, _ = await training(store, steps=3)
     changes = [{"weights": {"c": 1.0}, "from_step": 5}, {"weights": {"d": 1.0}, "from_epoch": 1}]
     await coordinator.submit(job_file("abcd", mixture_changes=changes), "")
     shards = await train(coordinator, sessions, 3, 100)
-    assert await samples_of(coordinator, store, 1) == expected
+    assert await samples_by_step(coordinator, store, 1) == expected
     leave(coordinator, sessions)
     late = Cursor.from_json(shards[8].cursor_after)
     assert (late.step, late.epoch) == (12, 1)
     for attempt, cursor in ((2, Cursor()), (3, late)):
         sessions = await open_all(coordinator, cursor=cursor)
         await train(coordinator, sessions, cursor.step, 100)
-        steps = await samples_of(coordinator, store, attempt)
+        steps = await samples_by_step(coordinator, store, attempt)
         assert first_with_added(steps) == max(5, cursor.step)
         of_d = np.bincount(np.concatenate(list(steps.values())), minlength=200)[170:]
         assert of_d.sum() >= 30
         assert of_d.max() - of_d.min() <= 1
         leave(coordinator, sessions)
-    assert await samples_of(coordinator, store, 1) == expected
+    assert await samples_by_step(coordinator, store, 1) == expected
     await coordinator.stop()
 
 
@@ -253,10 +246,7 @@ async def test_a_cursor_behind_the_added_source_does_not_fit_a_job_without_it(st
 
 async def test_what_was_added_stays_and_its_bad_samples_count(store):
     books = Books()
-    coordinator = service(store, books)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    await train(coordinator, sessions, 0, 1)
+    coordinator, sessions, _ = await training(store, books, steps=1)
     await coordinator.submit(job_file("abc"), "")
     with pytest.raises(ConflictError, match="Source 'c' is missing: a source stays in its job"):
         await coordinator.submit(job_file("ab"), "")
@@ -302,9 +292,7 @@ async def test_other_files_are_refused_with_what_to_do(store, file, why):
 
 
 async def test_a_source_whose_samples_the_ranks_cannot_hold_is_refused(store):
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
+    coordinator, sessions, _ = await training(store)
     with pytest.raises(PlanningError, match="sample c/0 has 9000 tokens"):
         await coordinator.submit(job_file("abc", longest=9000), "")
     await train(coordinator, sessions, 0, 100)
@@ -312,9 +300,7 @@ async def test_a_source_whose_samples_the_ranks_cannot_hold_is_refused(store):
 
 
 async def test_a_sample_that_the_running_version_has_no_memory_for_is_refused(store):
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
+    coordinator, sessions, _ = await training(store)
     # The file brings its own memory along, which the attempt that runs does not get.
     grown = job_file("abc", longest=1500, memory_tokens=2048)
     with pytest.raises(PlanningError, match="sample c/0 has 1500 tokens"):
@@ -326,10 +312,7 @@ async def test_a_sample_that_the_running_version_has_no_memory_for_is_refused(st
 
 async def test_a_change_that_leaves_the_trainers_at_work_no_source_is_refused(store):
     """The file brings c in from the next start on: they train by the file before it."""
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    shards = await train(coordinator, sessions, 0, 3)
+    coordinator, sessions, shards = await training(store, steps=3)
     brings_in = [{"weights": {"c": 1.0}, "from_step": 5}]
     await coordinator.submit(job_file("abc", mixture_changes=brings_in), "")
     only_c = {"a": 0.0, "b": 0.0}
@@ -345,7 +328,7 @@ async def test_a_change_that_leaves_the_trainers_at_work_no_source_is_refused(st
     await coordinator.restored()
     sessions = await open_all(coordinator, cursor=Cursor.from_json(shards[-1].cursor_after))
     await train(coordinator, sessions, 3, 20)
-    steps = await samples_of(coordinator, store, 2)
+    steps = await samples_by_step(coordinator, store, 2)
     assert min(min(ids) for step, ids in steps.items() if step >= 20) >= HELD["a"] + HELD["b"]
     async for step in coordinator.replay("job", 0, 2, 1):
         assert step.plan_digest == step.ledger_digest
@@ -370,10 +353,7 @@ async def test_a_replay_that_began_before_leaves_no_version_without_the_added_so
 
 
 async def test_a_skipped_step_is_explained_with_the_changes_that_were_late(store):
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
-    shards = await train(coordinator, sessions, 0, 5)
+    coordinator, sessions, shards = await training(store, steps=5)
     leave(coordinator, sessions)
     brings_in = [{"weights": {"c": 1.0}, "from_step": 2}]
     await coordinator.submit(job_file("abc", mixture_changes=brings_in), "")
@@ -416,9 +396,7 @@ async def test_a_job_deleted_while_its_file_is_submitted_is_gone(store):
 
 async def test_whoever_submits_may_be_gone_before_it_is_done(store):
     """What the store has of a job, the service has."""
-    coordinator = service(store)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
+    coordinator, sessions, _ = await training(store)
     begun, go_on = storing_slowly(store)
     submitting = asyncio.create_task(coordinator.submit(job_file("abc"), ""))
     await asyncio.to_thread(begun.wait, LIMIT_S)
@@ -444,9 +422,7 @@ async def test_training_goes_on_while_the_validation_of_a_grown_file_is_opened(s
             assert go_on.wait(LIMIT_S)
         return opened(record)
 
-    coordinator = service(store, read_job=both, open_job=slowly)
-    await coordinator.submit(job_file("ab"), "")
-    sessions = await open_all(coordinator)
+    coordinator, sessions, _ = await training(store, read_job=both, open_job=slowly)
     submitting = asyncio.create_task(coordinator.submit(job_file("abc"), ""))
     await asyncio.to_thread(opening.wait, LIMIT_S)
     await asyncio.wait_for(train(coordinator, sessions, 0, 100), LIMIT_S)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,19 +17,16 @@ from dataservice.core.errors import (
 from dataservice.core.job import MOST_CHANGES, MixtureRecord
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all, settled, train
-from tests.engine.support import Books, make_coordinator, make_setup
+from tests.engine.support import Books, make_coordinator, make_setup, samples_by_step
 from tests.ledger import ledger_of
 
 RARE = {"b": 0.25}
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 def a_job(*, samples=200, epochs=2, **plan):
@@ -44,17 +40,6 @@ async def running(store, setup=None):
     coordinator = make_coordinator(store, Books(), setup or a_job())
     await coordinator.submit("job", "")
     return coordinator, await open_all(coordinator)
-
-
-async def samples_by_step(coordinator, store, attempt):
-    """The sample ids of each step of an attempt's ledger, planned again and checked by digest."""
-    found = {}
-    for entry in ledger_of(store, "job"):
-        if entry.attempt == attempt:
-            explained = await coordinator.explain("job", entry.step, attempt)
-            assert explained.plan.digest == entry.plan_digest
-            found[entry.step] = sorted(explained.plan.sample_ids.tolist())
-    return found
 
 
 async def undisturbed():

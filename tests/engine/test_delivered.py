@@ -1,8 +1,6 @@
 """What is delivered again must be what was delivered before: by another copy, another attempt,
 another coordinator."""
 
-from pathlib import Path
-
 import pytest
 
 from dataservice.core.content import StepContent
@@ -10,8 +8,6 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import StateError
 from dataservice.core.ports import NoMetrics
 from dataservice.engine.delivered import Delivered
-from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.scripted_workers import ORDERS, PLAN
 from tests.engine.sessions import open_all, shard_of, train_until_told
 from tests.engine.support import Books, make_coordinator, make_setup
@@ -28,11 +24,9 @@ class Counts(NoMetrics):
         self.otherwise += 1
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 def contents(store, attempt=1):

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,19 +13,15 @@ from dataservice.core.job import QuarantineEntry
 from dataservice.engine import find_sample
 from dataservice.engine.explain import MOST_OF_TEAM
 from dataservice.sources.mixture import Mixture
-from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
 from tests.waiting import until
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 async def all_of(coordinator, sample, *, from_step=0):

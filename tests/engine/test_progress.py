@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from dataservice.core.cursor import Cursor
 from dataservice.engine import progress as progress_view
 from dataservice.sources.mixture import Mixture
-from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all, settled, train
 from tests.engine.support import Books, TornSource, all_plans, make_coordinator, make_setup
 
@@ -20,11 +17,9 @@ SOURCES = ("a", "b")
 WEIGHTS = (1.0, 0.5)
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 @pytest.fixture(autouse=True)

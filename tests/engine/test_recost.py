@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, PlanningError, SpecError
 from dataservice.core.plan_options import CostModel
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import open_all, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
@@ -23,11 +21,9 @@ OTHER = CostModel(
 COST = json.dumps(OTHER.to_dict())
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 async def running(store, **plan):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from dataservice.core.job import JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.engine.coordinator import Coordinator
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, train
 from tests.engine.support import Books, make_coordinator, make_setup
 
@@ -46,9 +44,10 @@ def open_job(record: JobRecord) -> JobSetup:
 
 
 def file(job: Any = 0, validation: Any = 0, *, batch: int = 1) -> str:
-    said = {"job": {"seed": job, "batch": batch}}
+    sources = [{"name": "texts", "weight": 1.0}]
+    said = {"job": {"seed": job, "batch": batch, "sources": sources}}
     if validation is not None:
-        said["job:validation"] = {"seed": validation, "batch": batch}
+        said["job:validation"] = {"seed": validation, "batch": batch, "sources": sources}
     return json.dumps(said)
 
 
@@ -56,11 +55,9 @@ def service(store: Any) -> Coordinator:
     return make_coordinator(store, Books(), read_job=read_job, open_job=open_job)
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    made = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield made
-    made.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 def stored(store: Any) -> dict[str, tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.planner import draw_step, pass_over, plan_step
 from dataservice.engine.skips import Skips
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, open_all
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
@@ -26,11 +24,9 @@ from tests.waiting import until
 STEPS = 13  # 200 samples in batches of 16
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 def record(number, first, last, *, action="skip", attempt=1):

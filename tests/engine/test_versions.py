@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.engine.coordinator import Coordinator
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
-from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
@@ -82,11 +80,9 @@ def service(store: Any, *, open_job: Callable[[JobRecord], JobSetup] = opened) -
     return make_coordinator(store, Books(), read_job=read_job, open_job=open_job)
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request, tmp_path: Path):
-    made = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
-    yield made
-    made.close()
+@pytest.fixture
+def store(each_store):
+    return each_store
 
 
 async def all_as_recorded(coordinator: Coordinator, store: Any) -> int:

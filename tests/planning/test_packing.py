@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -123,7 +125,7 @@ def test_searched_limits_beat_the_paper_s_on_a_vision_mix():
     excess, ratios = {}, {}
     for method in ("paper", "search"):
         limits = isf_limits(text, vision, method=method)
-        packing = packed(text, vision, limits)
+        packing = pack_isf(text, vision, **asdict(limits))
         assert not packing.oversize.any()
         excess[method] = packing.packs / packing.lower_bound - 1
         ratios[method] = wave_ratios(packing, replicas=16, waves=8, steps=12)
@@ -132,11 +134,8 @@ def test_searched_limits_beat_the_paper_s_on_a_vision_mix():
     assert ratios["search"][1] <= 0.03
 
 
-def packed(text, vision, limits):
-    return pack_isf(
-        text, vision, max_text=limits.max_text, max_vision=limits.max_vision,
-        min_text=limits.min_text, min_vision=limits.min_vision,
-    )  # fmt: skip
+def packed_within_limits(text, vision, **chosen):
+    return pack_isf(text, vision, **asdict(isf_limits(text, vision, **chosen)))
 
 
 def tiled(seed, samples=9000):
@@ -155,7 +154,7 @@ def test_within_a_cap_searched_limits_never_make_more_packs_than_the_paper_s(see
     fits = text <= cap
     text, vision = text[fits], vision[fits]
     packs = {
-        method: packed(text, vision, isf_limits(text, vision, method=method, cap_text=cap)).packs
+        method: packed_within_limits(text, vision, method=method, cap_text=cap).packs
         for method in ("paper", "search")
     }
     assert packs["search"] <= packs["paper"]
@@ -164,7 +163,7 @@ def test_within_a_cap_searched_limits_never_make_more_packs_than_the_paper_s(see
 def test_within_a_cap_slack_in_vision_saves_packs():
     text, vision = vlm_sft(12_000)
     paper, searched = (
-        packed(text, vision, isf_limits(text, vision, method=method, cap_text=8192))
+        packed_within_limits(text, vision, method=method, cap_text=8192)
         for method in ("paper", "search")
     )
     assert searched.packs <= 0.98 * paper.packs

@@ -10,6 +10,7 @@ on the spread of the data, so the search packs a sample of it under each candida
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -214,18 +215,11 @@ class _Tried(NamedTuple):
 
 
 def _tried(text: NDArray[np.int64], vision: NDArray[np.int64], limits: IsfLimits) -> _Tried:
-    packing = pack_isf(
-        text,
-        vision,
-        max_text=limits.max_text,
-        max_vision=limits.max_vision,
-        min_text=limits.min_text,
-        min_vision=limits.min_vision,
-    )
+    packing = pack_isf(text, vision, **asdict(limits))
     excess = packing.packs / packing.lower_bound - 1.0
     replicas = min(max(packing.packs // _WAVES, 1), 16)
-    # Early packs are fuller than late ones, and a step has its share of both: of as many steps as
-    # there are, each takes every so-manieth pack.
+    # Early packs are fuller than late ones, and a step has its share of both: each of k steps takes
+    # every k-th pack.
     steps = max(packing.packs // (replicas * _WAVES), 1)
     ratios = []
     for step in range(steps):

@@ -1,6 +1,7 @@
 """Stage 1, pack: which samples go together, or that the group stage decides it."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -52,14 +53,8 @@ def isf_packs(
 ) -> NDArray[np.int32]:
     """The ISF pack of each sample, int32[n]."""
     limits = limits or step_limits(lengths, options)
-    return pack_isf(
-        lengths.llm_tokens,
-        lengths.encoder_tokens(Modality.VISION),
-        max_text=limits.max_text,
-        max_vision=limits.max_vision,
-        min_text=limits.min_text,
-        min_vision=limits.min_vision,
-    ).pack_of
+    vision_tokens = lengths.encoder_tokens(Modality.VISION)
+    return pack_isf(lengths.llm_tokens, vision_tokens, **asdict(limits)).pack_of
 
 
 def _left_to_groups(

@@ -10,6 +10,8 @@ What reads holds credentials and runs nothing of the user's; what runs the user'
 
 import posixpath
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from operator import index
 from typing import IO, ClassVar
@@ -29,6 +31,15 @@ from dataservice.sources.storage import SourceFile
 _MOST_RANGES = 1024  # of one sample
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Code:
+    """The user's own, in a process that may run it."""
+
+    name: str
+    reads: OwnFormat
+    samples: OwnSamples
+
+
 class Custom(FileFormat):
     """All files at the source's URL. They are scanned where the code of the format may run, and
     read anywhere."""
@@ -38,15 +49,12 @@ class Custom(FileFormat):
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All samples of a file. Raises SourceError where the user's code fails over the file, or
         locates what is not in it."""
-        name, reads = self._code()
-        samples = OwnSamples(self._spec, name, reads, self._limits)
-        behind = 0
+        name, behind = posixpath.basename(file.path), 0
         with self._storage.open(file.path) as whole, self._storage.open(file.path) as stream:
-            for number, ranges in enumerate(self._located(name, reads, whole, file)):
-                key = f"{posixpath.basename(file.path)}:{number}"
+            for number, ranges in enumerate(self._located(whole, file)):
                 spans = self._spans(ranges, file, f"sample {number}")
                 behind = max(behind, *(span.offset_bytes + span.size_bytes for span in spans))
-                yield self._scanned(samples, stream, spans, file, key, behind)
+                yield self._scanned(f"{name}:{number}", file, spans, stream, behind)
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """The bytes of one sample's ranges, unparsed."""
@@ -56,11 +64,10 @@ class Custom(FileFormat):
 
     def _scanned(
         self,
-        samples: OwnSamples,
-        stream: IO[bytes],
-        spans: Sequence[ByteSpan],
-        file: SourceFile,
         key: str,
+        file: SourceFile,
+        spans: Sequence[ByteSpan],
+        stream: IO[bytes],
         behind_bytes: int,
     ) -> ScannedSample:
         raw: RawSample | SampleError
@@ -70,8 +77,7 @@ class Custom(FileFormat):
             with self._storage.translate(file.path, "be read"):
                 parts = tuple(_read(stream, span) for span in spans)
             unparsed = self._unparsed(key, parts)
-            assert unparsed.unparsed is not None
-            key, raw = samples.keyed(key, unparsed.unparsed)
+            key, raw = self._code.samples.keyed(unparsed)
         except SampleError as error:
             raw = error
         return ScannedSample(
@@ -85,22 +91,24 @@ class Custom(FileFormat):
     def _unparsed(self, key: str, parts: tuple[bytes, ...]) -> RawSample:
         return RawSample(key=key, record={}, unparsed=Unparsed(source=self._spec.name, parts=parts))
 
-    def _code(self) -> tuple[str, OwnFormat]:
-        """(Its name, what reads files). Raises SourceError in processes that may not run it."""
+    @cached_property
+    def _code(self) -> "_Code":
+        """Made once for all files. Raises SourceError in processes that may not run it."""
         code = self._spec.code if isinstance(self._spec, OpenedSource) else None
         if code is None or code.make is None:
             raise SourceError(
                 f"{self._owner} has a format of its own, whose code does not run here. Index the "
                 "job with the service's config."
             )
-        return code.name, code.make()
+        reads = code.make()
+        samples = OwnSamples(self._spec, code.name, reads, self._limits)
+        return _Code(name=code.name, reads=reads, samples=samples)
 
-    def _located(
-        self, name: str, reads: OwnFormat, whole: IO[bytes], file: SourceFile
-    ) -> Iterator[Ranges]:
+    def _located(self, whole: IO[bytes], file: SourceFile) -> Iterator[Ranges]:
+        code = self._code
         try:
-            with running(name):
-                for ranges in reads.locate(whole):
+            with running(code.name):
+                for ranges in code.reads.locate(whole):
                     yield _listed(ranges)
         except SampleError as error:
             self._require_read(error, file)

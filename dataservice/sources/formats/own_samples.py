@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 from dataservice.core.errors import SampleError
@@ -10,7 +11,7 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.own_code import running
 from dataservice.core.own_format import OwnFormat
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import MediaKind, RawSample, Unparsed
+from dataservice.core.sample import MediaKind, RawSample
 from dataservice.sources.formats.content import record_key
 from dataservice.sources.formats.media_names import default_kind, holding_kind
 from dataservice.sources.formats.table_columns import Columns
@@ -32,25 +33,18 @@ class OwnSamples:
     def parsed(self, raw: RawSample) -> RawSample:
         """The sample of these bytes, under the key that they were read with. Raises SampleError
         where it cannot be used."""
-        assert raw.unparsed is not None, "such a source gives nothing else"
-        _, made = self.keyed(raw.key, raw.unparsed)
-        return RawSample(
-            key=raw.key,
-            record=made.record,
-            media=made.media,
-            placeholders=made.placeholders,
-            piece=raw.piece,
-            loss_weight=made.loss_weight,
-        )
+        _, made = self.keyed(raw)
+        return replace(made, key=raw.key, piece=raw.piece)
 
-    def keyed(self, fallback_key: str, unparsed: Unparsed) -> tuple[str, RawSample]:
-        """(The sample's own key, or else this one; the sample). Raises SampleError where it cannot
-        be used."""
+    def keyed(self, raw: RawSample) -> tuple[str, RawSample]:
+        """(The sample's own key, or else that of `raw`; the sample). Raises SampleError where it
+        cannot be used."""
+        assert raw.unparsed is not None, "such a source gives nothing else"
         with running(self._name):
-            cells = _cells(self._reads.parse(unparsed.parts))
+            cells = _cells(self._reads.parse(raw.unparsed.parts))
         columns = self._columns(cells)
         cells |= self._record({name: cells[name] for name in columns.record})
-        key = record_key(cells, fallback_key)
+        key = record_key(cells, raw.key)
         return key, self._rows.sample(key, columns, cells, "")
 
     def _columns(self, cells: Row) -> Columns:
