@@ -1,6 +1,6 @@
-"""Cost models: seconds of a context-parallel group, seconds of an encoder item.
+"""Cost models: seconds of a context-parallel group, of an encoder item, of the rest of a step.
 
-Both are plain coefficients, so a calibration can fit them, a file can hold them and a ledger can
+All are plain coefficients, so a calibration can fit them, a file can hold them and a ledger can
 name them by `version`. Everything else in this room only asks them for seconds.
 """
 
@@ -192,6 +192,49 @@ class PhaseCost:
         return cls(**_checked(cls, values))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Seconds of a step beside its encoders and its decoder; 0 where they are not known or hide
+    behind compute."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    feature_intra_s_per_token: float = 0.0
+    """Seconds of sending one encoded feature row to another replica of the same node, and its
+    gradient back."""
+    feature_inter_s_per_token: float = 0.0
+    """Seconds of sending one encoded feature row to a replica of another node, and its gradient
+    back."""
+    exchange_s: float = 0.0
+    """Seconds of every exchange of features, however few: once a wave and encoder, both ways."""
+    gradient_s: float = 0.0
+    """Seconds of every step for what follows the last backward pass: the part of the sum of
+    gradients that nothing hides, and the optimizer."""
+
+    def __post_init__(self) -> None:
+        _require_coefficients(self)
+        if self.feature_inter_s_per_token < self.feature_intra_s_per_token:
+            raise PlanningError(
+                f"feature_inter_s_per_token is {self.feature_inter_s_per_token}, below "
+                f"feature_intra_s_per_token {self.feature_intra_s_per_token}: rows between nodes "
+                "cannot be the faster ones; swap them or measure again"
+            )
+
+    @property
+    def version(self) -> str:
+        """Stable digest of the coefficients; empty where all are 0."""
+        values = self.to_dict()
+        return _digest("step", values) if any(values.values()) else ""
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, float]) -> Self:
+        """Raises PlanningError on unknown names."""
+        return cls(**_checked(cls, values))
+
+
 def sequences(
     tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -223,7 +266,7 @@ def sequences(
     return lengths, 1.0 + share
 
 
-def _require_coefficients(cost: ContextCost | PhaseCost) -> None:
+def _require_coefficients(cost: ContextCost | PhaseCost | StepCost) -> None:
     for field in fields(cost):
         value = getattr(cost, field.name)
         if not (math.isfinite(value) and value >= 0):
@@ -234,7 +277,7 @@ def _require_coefficients(cost: ContextCost | PhaseCost) -> None:
 
 
 def _checked(
-    owner: type[ContextCost] | type[PhaseCost], values: Mapping[str, float]
+    owner: type[ContextCost] | type[PhaseCost] | type[StepCost], values: Mapping[str, float]
 ) -> dict[str, float]:
     names = {field.name for field in fields(owner)}
     required = {field.name for field in fields(owner) if field.default is MISSING}

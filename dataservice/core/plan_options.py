@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self, get_args
 
 import numpy as np
 
-from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.job import STRICT
 from dataservice.core.layout import padded_tokens
@@ -83,11 +83,14 @@ class CostModel:
         default_factory=lambda: PhaseCost(linear_s_per_token=1.2e-5, item_s=1e-3)
     )
     """The audio encoder, by frames of an item."""
+    step: StepCost = field(default_factory=StepCost)
+    """What a step takes beside them: features on their way, and what follows the last backward."""
 
     @property
     def version(self) -> str:
         """Names these coefficients in the ledger."""
-        return f"{self.llm.version}-{self.vision.version}-{self.audio.version}"
+        versions = (getattr(self, phase.name).version for phase in fields(self))
+        return "-".join(version for version in versions if version)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Every coefficient, by phase."""
@@ -106,6 +109,7 @@ class CostModel:
             llm=ContextCost.from_dict(given["llm"]),
             vision=PhaseCost.from_dict(given["vision"]),
             audio=PhaseCost.from_dict(given["audio"]),
+            step=StepCost.from_dict(given["step"]),
         )
 
 

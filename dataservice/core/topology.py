@@ -12,9 +12,14 @@ Tensor-parallel peers, which exchange most, are neighbours; then come stages, th
 the layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ranks).
 """
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from dataservice.core.errors import WorldSizeError
+
+Meet = Literal["wave", "step"]
+EncoderStage = Literal["first", "spread", "own"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +27,12 @@ class Topology:
     """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel), each
     replica cut into `pipeline_stages`, each of which holds `virtual_stages` model chunks
     (interleaved 1F1B). All ranks of a replica get the same microbatches.
+
+    `replicas_meet`: in every wave, as where weights are sharded over replicas (FSDP), or once a
+    step, as in plain data parallelism. `encoder_stage`: the pipeline stage that encodes: the first,
+    beside its part of the decoder; one of its own before the decoder's; or `spread`, all stages of
+    a replica, before the pipeline fills and after it drains. `stage_shares`: the part of the
+    decoder's seconds that each model chunk takes, in model order; equal parts where it is empty.
     """
 
     world_size: int
@@ -29,6 +40,10 @@ class Topology:
     pipeline_stages: int = 1
     virtual_stages: int = 1
     replicas_per_node: int | None = None
+    replicas_meet: Meet = "wave"
+    encoder_stage: EncoderStage = "first"
+    encoders_train: bool = True
+    stage_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -48,6 +63,25 @@ class Topology:
                 f"{self.pipeline_stages} pipeline stages. Make the ranks per replica tensor × "
                 "pipeline parallel."
             )
+        shares, chunks = self.stage_shares, self.pipeline_stages * self.virtual_stages
+        sound = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+        if shares and not (len(shares) == chunks and sound):
+            raise WorldSizeError(
+                f"stage_shares is {list(shares)}; give each of the {chunks} model chunks "
+                "(pipeline stages × virtual stages) its part of the decoder's seconds: 0 or more, "
+                "and not all of them 0."
+            )
+
+    @property
+    def chunk_shares(self) -> tuple[float, ...]:
+        """The part of the decoder's seconds that each model chunk takes; their sum is 1."""
+        chunks = self.pipeline_stages * self.virtual_stages
+        if self.stage_shares:
+            return tuple(share / sum(self.stage_shares) for share in self.stage_shares)
+        if self.encoder_stage == "own" and self.pipeline_stages > 1:
+            decoding = chunks - self.virtual_stages
+            return tuple(float(c % self.pipeline_stages > 0) / decoding for c in range(chunks))
+        return (1.0 / chunks,) * chunks
 
     @property
     def replicas(self) -> int:

@@ -1,28 +1,42 @@
-"""All stages of one step, in order: pack → group → assign → order → dispatch → StepPlan.
+"""All stages of one step, in order: pack → group → assign → dispatch → order → StepPlan.
 
 Every stage reports its cost before and after and a lower bound, in its own unit, and every
 stage can be a named baseline, so that a comparison runs through this same code.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.layout import sample_starts
 from dataservice.core.plan import StageReport, StepPlan
-from dataservice.core.plan_options import IsfLimits, PlanOptions
+from dataservice.core.plan_options import STRATEGIES, IsfLimits, PlanOptions, Strategy
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
-from dataservice.planning.context.groups import ContextPlan
+from dataservice.planning.context.groups import ContextPlan, ContextWaves
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
-from dataservice.planning.stages.dispatch import dispatch_items, dispatch_reports, encoder_items
+from dataservice.planning.stages.dispatch import (
+    EncoderItems,
+    dispatch_items,
+    dispatch_reports,
+    encoder_items,
+)
 from dataservice.planning.stages.group import PackedStep, group_packs, group_report
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
+from dataservice.planning.step_bound import StepBound
+from dataservice.planning.step_time import Phases, StepTime, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_items, check_packs
+
+# A plan this close to the bound of the whole step is not compared with others.
+NEAR = 1.001
+BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
+# Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
+SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,29 +77,86 @@ def compose_step(
     """Plan one step. Pure; raises PlanningError where a sample cannot fit. Each part of
     the plan is checked before others are made from it, as `check_plan` does.
 
+    Strategy `full` also looks at what its baselines make of the step, and in a pipeline at smaller
+    microbatches, and takes whatever ends first, as long as that is not proven to be near enough.
+
     `limits` for ISF are found once a job, over all its samples; without them the paper's rule
     is applied to the step's own.
     """
-    lengths, stages, replicas = samples.lengths, options.stages, topology.replicas
-    degree = _static_degree(lengths, replicas, options)
-    packed = pack_samples(lengths, degree=degree, options=options, limits=limits)
-    tokens = lengths.llm_tokens.astype(np.int64)
-    packed_step = PackedStep(
-        tokens=tokens, packed=packed, degree=degree, topology=topology, options=options
+    lengths = samples.lengths
+    bound = StepBound(lengths, topology, options)
+    packed, found = _grouped(lengths, topology, options, limits)
+    best = first = _composed(samples, step, packed, found)
+    bound_s = bound.given(found.lower_bound_s)
+    for alike in _others(lengths, topology, options):
+        if best.time.total_s <= bound_s * NEAR:
+            break
+        packed, found = _grouped(lengths, topology, alike[0], limits)
+        for other in alike:
+            if bound.given(found.makespan_s) < best.time.total_s:
+                made = _composed(samples, step, replace(packed, options=other), found)
+                best = min(best, made, key=lambda each: each.time.total_s)
+    report = StageReport(
+        stage="step",
+        algorithm=best.options.strategy,
+        unit="s",
+        before=first.time.total_s,
+        after=best.time.total_s,
+        lower_bound=bound_s,
     )
-    found = group_packs(packed_step)
-    reports = [
-        pack_report(lengths, packed[1], found.waves, options),
-        group_report(packed_step, found),
-    ]
+    return best.plan((report,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Composed:
+    """A plan by `options`, and what its stages have to report."""
+
+    options: PlanOptions
+    packed: PackedStep
+    found: ContextWaves
+    lengths: LengthTable
+    grouped: StepPlan
+    items: EncoderItems
+    item_replica: NDArray[np.int32]
+    time: StepTime
+    reports: tuple[StageReport, ...]
+
+    def plan(self, more: tuple[StageReport, ...]) -> StepPlan:
+        """The whole plan, with the reports of its stages and then these."""
+        reports = (
+            pack_report(self.lengths, self.packed.packed[1], self.found.waves, self.options),
+            group_report(self.packed, self.found),
+            *self.reports,
+            *dispatch_reports(
+                self.items, self.item_replica, self.grouped.replicas, self.options.stages.dispatch
+            ),
+            *more,
+        )
+        return replace(self.grouped, stages=reports, predicted_s=self.time.total_s)
+
+
+def _grouped(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, limits: IsfLimits | None
+) -> tuple[PackedStep, ContextWaves]:
+    """The packs and the groups of one plan."""
+    degree = _static_degree(lengths, topology.replicas, options)
+    packed = PackedStep(
+        tokens=lengths.llm_tokens.astype(np.int64),
+        packed=pack_samples(lengths, degree=degree, options=options, limits=limits),
+        degree=degree,
+        topology=topology,
+        options=options,
+    )
+    return packed, group_packs(packed)
+
+
+def _composed(
+    samples: StepSamples, step: int, packed: PackedStep, found: ContextWaves
+) -> _Composed:
+    """The plan of these groups, each later stage by its algorithm."""
+    lengths, options, topology = samples.lengths, packed.options, packed.topology
+    stages, replicas = options.stages, topology.replicas
     waves, seated = assign_packs(found.waves, replicas=replicas, algorithm=stages.assign)
-    waves, ordered = order_waves(
-        waves,
-        algorithm=stages.order,
-        stages=topology.pipeline_stages,
-        virtual_stages=topology.virtual_stages,
-    )
-    reports += [report for report in (seated, ordered) if report is not None]
     grouped = _grouped_plan(samples, waves, step, replicas, options)
     check_packs(grouped, memory_tokens=options.memory_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
@@ -96,8 +167,53 @@ def compose_step(
         algorithm=stages.dispatch,
     )
     check_items(grouped, item_replica)
-    encoders = dispatch_reports(items, item_replica, replicas, stages.dispatch)
-    return _finished_plan(grouped, item_replica, (*reports, *encoders))
+    grouped = replace(grouped, item_replica=item_replica)
+    phases = step_phases(grouped, items, options.cost, topology)
+    order, ordered = order_waves(
+        chunk_times(phases, topology),
+        algorithm=stages.order,
+        stages=topology.pipeline_stages,
+        virtual_stages=topology.virtual_stages,
+    )
+    if (order != np.arange(len(waves))).any():
+        in_order = _grouped_plan(samples, tuple(waves[w] for w in order), step, replicas, options)
+        grouped = replace(in_order, item_replica=item_replica)
+        items = encoder_items(grouped, options.cost)
+        phases = Phases(*(of_wave[order] for of_wave in phases))
+    return _Composed(
+        options=options,
+        packed=packed,
+        found=found,
+        lengths=lengths,
+        grouped=grouped,
+        items=items,
+        item_replica=item_replica,
+        time=time_phases(phases, grouped, items, topology, options.cost),
+        reports=tuple(report for report in (seated, ordered) if report is not None),
+    )
+
+
+def _others(
+    lengths: LengthTable, topology: Topology, options: PlanOptions
+) -> Iterator[tuple[PlanOptions, ...]]:
+    """What strategy `full` compares its own plan with, where it decides about every stage. Those
+    yielded together have the same packs and groups."""
+    stages = STRATEGIES["full"]
+    if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
+        return
+    if topology.replicas_meet == "step" or options.cost.step.version:
+        yield (replace(options, dispatch="home"),)
+    if topology.pipeline_stages > 1:
+        # Smaller microbatches fill a pipeline sooner; each has its own fixed cost.
+        longest = int(lengths.llm_tokens.max())
+        for parts in SMALLER:
+            smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
+            if smaller.longest_sample_tokens(topology.replicas) >= longest:
+                yield (smaller,)
+    for name in BASELINES:
+        plain = replace(options, strategy=name)
+        seats = replace(plain, assign=stages.assign, order=stages.order, dispatch=stages.dispatch)
+        yield seats, plain
 
 
 def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
@@ -123,7 +239,7 @@ def _grouped_plan(
         replicas=replicas,
         waves=len(waves),
         cost_version=options.cost.version,
-        predicted_s=float(sum(wave.makespan_s for wave in waves)),
+        predicted_s=0.0,
         sample_ids=samples.sample_ids,
         sample_epoch=samples.epoch,
         sample_tokens=lengths.llm_tokens,
@@ -142,15 +258,3 @@ def _grouped_plan(
         item_position=lengths.item_position,
         item_replica=np.zeros(len(item_sample), dtype=np.int32),
     )
-
-
-def _finished_plan(
-    plan: StepPlan, item_replica: NDArray[np.int32], reports: tuple[StageReport, ...]
-) -> StepPlan:
-    """Items in place. A wave costs its slowest group and, before it, each slowest encoder."""
-    values = {name: getattr(plan, name) for name in StepPlan.__dataclass_fields__}
-    encoder_s = sum(report.after for report in reports if report.stage.startswith("dispatch"))
-    values.update(
-        item_replica=item_replica, stages=reports, predicted_s=plan.predicted_s + encoder_s
-    )
-    return StepPlan(**values)

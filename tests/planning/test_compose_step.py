@@ -150,7 +150,13 @@ def test_waves_of_an_interleaved_job_are_in_the_simulator_s_best_order(seed):
         topology = Topology(
             world_size=8, ranks_per_replica=2, pipeline_stages=2, virtual_stages=virtual_stages
         )
-        options = PlanOptions(memory_tokens=MEMORY, pack="balanced", context="power_of_two")
+        free = PhaseCost(linear_s_per_token=0.0)
+        options = PlanOptions(
+            memory_tokens=MEMORY,
+            pack="balanced",
+            context="power_of_two",
+            cost=CostModel(vision=free, audio=free),
+        )
         planned = compose_step(samples, step=0, topology=topology, options=options)
         (report,) = [stage for stage in planned.stages if stage.stage == "order"]
         seconds = np.array(

@@ -4,8 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cost import ContextCost
-from dataservice.core.layout import padded_tokens
 from dataservice.planning.context.groups import ContextPlan
+from dataservice.planning.context.seconds import group_seconds
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.sort import group_stable
 
 
 def static_waves(
@@ -21,52 +24,53 @@ def static_waves(
     """Waves of N/degree packs, in pack order; group g of a wave has the ranks from g·degree on.
 
     `tokens` int64[n] true lengths, `pack_of` int32[n], `cost_tokens` int64[n] the lengths that
-    are paid for (padded ones in a padded baseline). O(n log n).
+    are paid for (padded ones in a padded baseline). O(n).
     """
-    per_wave = replicas // degree
     packs = int(pack_of.max(initial=-1)) + 1
-    members = np.split(np.argsort(pack_of, kind="stable"), _ends(pack_of, packs))
-    return tuple(
-        _wave(
-            members[first : first + per_wave],
-            tokens,
-            cost_tokens,
-            degree,
-            cost,
-            ranks_per_node or replicas,
-        )
-        for first in range(0, packs, per_wave)
+    samples, offsets = group_stable(pack_of.astype(np.int64), np.arange(pack_of.size), packs)
+    per_wave, node = replicas // degree, ranks_per_node or replicas
+    first = np.arange(packs) % per_wave * degree
+    crosses = first // node != (first + degree - 1) // node
+    seconds, padded = _pack_sums(
+        samples, offsets, tokens, cost_tokens, degree, crosses, cost.coefficients
     )
+    waves = []
+    for begin in range(0, packs, per_wave):
+        end = min(begin + per_wave, packs)
+        waves.append(
+            ContextPlan(
+                samples=samples[offsets[begin] : offsets[end]].astype(np.int32),
+                sample_offsets=offsets[begin : end + 1] - offsets[begin],
+                ranks=np.arange((end - begin) * degree, dtype=np.int32),
+                rank_offsets=np.arange(end - begin + 1) * degree,
+                time_s=seconds[begin:end],
+                padded_tokens=padded[begin:end],
+                lower_bound_s=0.0,
+            )
+        )
+    return tuple(waves)
 
 
-def _ends(pack_of: NDArray[np.int32], packs: int) -> NDArray[np.int64]:
-    return np.cumsum(np.bincount(pack_of, minlength=packs))[:-1]
-
-
-def _wave(
-    packs: list[NDArray[np.int64]],
+@kernel
+def _pack_sums(
+    samples: NDArray[np.int64],
+    offsets: NDArray[np.int64],
     tokens: NDArray[np.int64],
     cost_tokens: NDArray[np.int64],
     degree: int,
-    cost: ContextCost,
-    node: int,
-) -> ContextPlan:
-    sizes = [len(pack) for pack in packs]
-    first = np.arange(len(packs)) * degree
-    crosses = first // node != (first + degree - 1) // node
-    return ContextPlan(
-        samples=np.concatenate(packs).astype(np.int32),
-        sample_offsets=np.cumsum([0, *sizes]),
-        ranks=np.arange(len(packs) * degree, dtype=np.int32),
-        rank_offsets=np.arange(len(packs) + 1) * degree,
-        time_s=np.array(
-            [
-                cost.time_s(cost_tokens[pack], degree, crosses_node=bool(crosses[g]))
-                for g, pack in enumerate(packs)
-            ]
-        ),
-        padded_tokens=np.array(
-            [padded_tokens(tokens[pack], degree).sum() for pack in packs], dtype=np.int64
-        ),
-        lower_bound_s=0.0,
-    )
+    crosses: NDArray[np.bool_],
+    coefficients: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Seconds and padded tokens of each pack: [packs]."""
+    packs = offsets.size - 1
+    seconds = np.empty(packs)
+    padded = np.zeros(packs, np.int64)
+    for pack in range(packs):
+        paid, squares = 0, 0.0
+        for at in range(offsets[pack], offsets[pack + 1]):
+            padded[pack] += padded_length(tokens[samples[at]], degree)
+            length = padded_length(cost_tokens[samples[at]], degree)
+            paid += length
+            squares += float(length) * float(length)
+        seconds[pack] = group_seconds(float(paid), squares, degree, crosses[pack], coefficients)
+    return seconds, padded

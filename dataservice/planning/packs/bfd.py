@@ -1,7 +1,7 @@
 """Best-fit decreasing in two dimensions, text and vision tokens.
 
 Open packs are filed by the room they have left: a row for vision room (one a tile where lengths
-come in tiles) and in each row up to 4,096 columns of text room, a bit set where a pack is filed.
+come in tiles) and in each row thousands of columns of text room, a bit set where a pack is filed.
 The tightest pack in a row is the first set bit at or right of the sample's need:
 
     text room →        · · ■ · ■ · · ■
@@ -17,7 +17,8 @@ from dataservice.planning.kernels.sort import argsort_descending
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 
 _MOST_ROWS = 64
-_MOST_WORDS = 64  # of 64 columns each; one summary word a row has a bit for every word
+# Words of 64 columns each, in one row and in all rows; a row's summary has a bit for every word.
+_LEAST_WORDS, _MOST_WORDS = 64, 512
 _LOOKS = 8  # packs tried in a border cell, where room is only known to the cell
 _MISSES = 256  # cells of the border row without one that fits, after which it is left
 
@@ -33,13 +34,17 @@ def _next_column(
     rest = words[row, word] >> np.uint64(start & 63)
     if rest != 0:
         return start + lowest_bit(rest)
-    if word == 63:
-        return -1
-    later = summary[row] >> np.uint64(word + 1)
-    if later == 0:
-        return -1
-    word += 1 + lowest_bit(later)
-    return (word << 6) + lowest_bit(words[row, word])
+    word += 1
+    at = word >> 6
+    while at < summary.shape[1]:
+        later = summary[row, at]
+        if at == word >> 6:
+            later = (later >> np.uint64(word & 63)) << np.uint64(word & 63)
+        if later != 0:
+            word = (at << 6) + lowest_bit(later)
+            return (word << 6) + lowest_bit(words[row, word])
+        at += 1
+    return -1
 
 
 @kernel
@@ -60,7 +65,7 @@ def _file(
         before[first] = pack
     head[row, column] = pack
     words[row, column >> 6] |= np.uint64(1) << np.uint64(column & 63)
-    summary[row] |= np.uint64(1) << np.uint64(column >> 6)
+    summary[row, column >> 12] |= np.uint64(1) << np.uint64((column >> 6) & 63)
 
 
 @kernel
@@ -83,40 +88,42 @@ def _take_out(
     if after[pack] < 0:
         words[row, column >> 6] &= ~(np.uint64(1) << np.uint64(column & 63))
         if words[row, column >> 6] == 0:
-            summary[row] &= ~(np.uint64(1) << np.uint64(column >> 6))
+            summary[row, column >> 12] &= ~(np.uint64(1) << np.uint64((column >> 6) & 63))
 
 
 @kernel
 def _best_fit(
-    order: NDArray[np.int64],
     text: NDArray[np.int64],
     vision: NDArray[np.int64],
     max_text: int,
     max_vision: int,
     grain: int,
-    first_pack: int,
-    pack_of: NDArray[np.int64],
-) -> int:
-    n = order.size
+) -> tuple[NDArray[np.int64], int]:
+    n = text.size
+    pack_of = np.empty(n, np.int64)
     room_text = np.empty(n, np.int64)  # int64[packs], at most one a sample
     room_vision = np.empty(n, np.int64)  # int64[packs]
     after = np.empty(n, np.int32)  # int32[packs]: packs of a cell, as lists
     before = np.empty(n, np.int32)
     row_width = grain if max_vision // grain < _MOST_ROWS else max_vision // _MOST_ROWS + 1
     row_count = max_vision // row_width + 1
-    word_count = min(_MOST_WORDS, max(4, n // 64))
-    column_width = max_text // (64 * word_count) + 1
+    most_words = max(_LEAST_WORDS, _MOST_WORDS // row_count)
+    word_count = min(most_words, max(4, n // 64), max_text // 64 + 1)
+    # Columns are as wide as a power of two, since divisions would take most of the time.
+    shift = 0
+    while max_text >> shift >= 64 * word_count:
+        shift += 1
     head = np.full((row_count, 64 * word_count), -1, np.int32)  # int32[rows, columns]
     words = np.zeros((row_count, word_count), np.uint64)  # uint64[rows, words]: a bit a column
-    summary = np.zeros(row_count, np.uint64)  # uint64[rows]: a bit a word
-    text_share = column_width / max_text
+    # uint64[rows, summary words]: a bit a word
+    summary = np.zeros((row_count, word_count // 64 + 1), np.uint64)
+    text_share = (1 << shift) / max_text
     vision_share = row_width / max(max_vision, 1)
     opened = 0
-    for k in range(n):
-        sample = order[k]
+    for sample in range(n):
         need_text, need_vision = text[sample], vision[sample]
-        column_from = need_text // column_width
-        row_from = need_vision // row_width
+        column_from = need_text >> shift
+        row_from = need_vision // row_width if need_vision else 0
         found, found_row, found_column = -1, -1, -1
         least = np.inf
         for row in range(row_from, row_count):
@@ -147,11 +154,13 @@ def _best_fit(
             _take_out(found, found_row, found_column, head, after, before, words, summary)
         room_text[found] -= need_text
         room_vision[found] -= need_vision
-        pack_of[sample] = first_pack + found
-        row = room_vision[found] // row_width
-        column = room_text[found] // column_width
+        pack_of[sample] = found
+        row = found_row
+        if need_vision or row < 0:
+            row = room_vision[found] // row_width
+        column = room_text[found] >> shift
         _file(found, row, column, head, after, before, words, summary)
-    return opened
+    return pack_of, opened
 
 
 def pack_by_best_fit(
@@ -165,8 +174,11 @@ def pack_by_best_fit(
 ) -> int:
     """Write the pack of every sample in `order`, numbering from `first_pack`; returns how many
     packs were opened. Every sample must fit alone. A few dozen word operations a sample."""
-    grain = max(int(np.gcd.reduce(vision[order])), 1) if order.size else 1
-    return int(_best_fit(order, text, vision, max_text, max_vision, grain, first_pack, pack_of))
+    in_order = vision[order]
+    grain = max(int(np.gcd.reduce(in_order)), 1) if order.size else 1
+    packs, opened = _best_fit(text[order], in_order, max_text, max_vision, grain)
+    pack_of[order] = first_pack + packs
+    return int(opened)
 
 
 def by_falling_need(

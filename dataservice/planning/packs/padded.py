@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.sort import radix_argsort
 
 
 def pack_padded(
@@ -21,7 +22,9 @@ def pack_padded(
     O(n), or O(n log n) sorted.
     """
     n = len(tokens)
-    order = np.argsort(-tokens, kind="stable") if by_length else np.arange(n)
+    order = np.arange(n)
+    if by_length and n:
+        order = radix_argsort((tokens.max() - tokens).astype(np.uint64))
     pack_of = np.empty(n, dtype=np.int32)
     _cut(tokens[order], order, max_tokens, pack_of)
     return pack_of

@@ -1,8 +1,8 @@
 """The order in which waves run, for pipeline parallelism.
 
 A wave is one microbatch of every replica, and CP groups tie replicas together, so whole waves
-are put in order: each counts with its slowest group. Without pipeline stages every order takes
-the same time, and waves stay as formed.
+are put in order: each counts with its slowest group, and its slowest encoders on the first stage.
+Without pipeline stages every order takes the same time, and waves stay as formed.
 """
 
 from collections.abc import Callable
@@ -13,34 +13,29 @@ from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
 from dataservice.core.plan_options import Order
-from dataservice.planning.context.groups import ContextPlan
 from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 from dataservice.planning.registry import algorithm_named
-
-# Share of a microbatch's seconds that the forward pass takes: the backward pass costs twice it.
-FORWARD_SHARE = 1.0 / 3.0
+from dataservice.planning.step_time import ChunkTimes
 
 
 def order_waves(
-    waves: tuple[ContextPlan, ...], *, algorithm: Order, stages: int, virtual_stages: int = 1
-) -> tuple[tuple[ContextPlan, ...], StageReport]:
-    """Waves in execution order, and the simulated makespan of 1F1B before and after; of
-    interleaved 1F1B where each stage has several `virtual_stages`. Raises PlanningError on an
+    times: ChunkTimes, *, algorithm: Order, stages: int, virtual_stages: int = 1
+) -> tuple[NDArray[np.int32], StageReport]:
+    """The waves in execution order, int32[W], and the simulated makespan of 1F1B before and after;
+    of interleaved 1F1B where each stage has several `virtual_stages`. Raises PlanningError on an
     unknown algorithm."""
     put_in_order = algorithm_named(ORDERS, algorithm, "plan.order")
-    seconds = np.array([wave.makespan_s for wave in waves])
-    if stages == 1 or len(waves) < 2:
-        total = float(seconds.sum())
-        return waves, _report("as_formed", total, total, total)
-    chunks = stages * virtual_stages
-    forward = np.repeat(seconds[:, None] * FORWARD_SHARE / chunks, chunks, axis=1)
-    backward = forward * (1.0 / FORWARD_SHARE - 1.0)
+    forward, backward = times.forward, times.backward
+    waves = len(forward)
+    if stages == 1 or waves < 2:
+        total = float(forward.sum() + backward.sum())
+        return np.arange(waves, dtype=np.int32), _report("as_formed", total, total, total)
     before = simulate_1f1b(forward, backward, virtual_stages=virtual_stages).makespan_s
     order = put_in_order(forward, backward, virtual_stages=virtual_stages)
     after = simulate_1f1b(forward[order], backward[order], virtual_stages=virtual_stages).makespan_s
     busiest = float((forward + backward).sum(axis=0).reshape(virtual_stages, stages).sum(0).max())
-    return tuple(waves[i] for i in order), _report(algorithm, before, after, busiest)
+    return order, _report(algorithm, before, after, busiest)
 
 
 def _as_formed(

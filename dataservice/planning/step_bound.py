@@ -1,0 +1,107 @@
+"""The certificate of a whole step: seconds that no plan of these samples can go below.
+
+Work that is spread evenly over all replicas and stages, the one sample or item that takes longest
+however it is shared, memory, which makes several waves of much, and what the last stage of a
+pipeline waits for before its first pass and after its last.
+"""
+
+import numpy as np
+
+from dataservice.core.cost import PhaseCost
+from dataservice.core.layout import padded_tokens
+from dataservice.core.plan_options import CostModel, PlanOptions
+from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.topology import Topology
+
+
+class StepBound:
+    """Bounds of a step of `lengths`, as `step_seconds` counts them. O(n + m + N) when made."""
+
+    def __init__(self, lengths: LengthTable, topology: Topology, options: PlanOptions) -> None:
+        self._topology, self._cost = topology, options.cost
+        self._meet = topology.replicas_meet == "wave"
+        self._decoder_s = self._longest_s = 0.0
+        self._encoders_s = [0.0 for _ in Modality]
+        if len(lengths) == 0:
+            return
+        alone_s = _longest_sample(lengths, topology, options)
+        self._decoder_s = _mean_decoder(lengths, topology, options)
+        if self._meet:
+            self._decoder_s = max(self._decoder_s, alone_s)
+        self._encoders_s = [
+            _encoder(lengths, m, topology, options.cost, self._meet) for m in Modality
+        ]
+        items_s = [_longest_item(lengths, m, topology, options.cost) for m in Modality]
+        self._longest_s = max(alone_s, *items_s)
+
+    def given(self, waves_s: float) -> float:
+        """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
+        of one plan, or a bound of all of them. Without effect where replicas meet once a step."""
+        decoder_s = max(self._decoder_s, waves_s) if self._meet else self._decoder_s
+        stage_s = _busiest_stage(decoder_s, sum(self._encoders_s), self._topology, self._cost)
+        return max(stage_s, self._longest_s) + self._cost.step.gradient_s
+
+
+def _phase_cost(cost: CostModel, modality: Modality) -> PhaseCost:
+    return (cost.vision, cost.audio)[modality]
+
+
+def _mean_decoder(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """All work, and β₁ for each replica and wave that memory calls for, over the replicas."""
+    cost, tokens = options.cost.llm, lengths.llm_tokens.astype(np.int64)
+    seats = -(-int(tokens.sum()) // options.memory_tokens)
+    return float(cost.work_s(tokens).sum() + seats * cost.group_s) / topology.replicas
+
+
+def _longest_sample(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """The longest sample at the degree that suits it best, of those that hold it."""
+    longest = int(lengths.llm_tokens.max())
+    degrees = np.arange(1, topology.replicas + 1)
+    holds = padded_tokens(np.array([longest]), degrees) <= degrees * options.memory_tokens
+    degrees = degrees[holds]
+    if degrees.size == 0:
+        return 0.0
+    crosses = degrees > (topology.replicas_per_node or topology.replicas)
+    return float(options.cost.llm.times_s([longest], degrees, crosses_node=crosses).min())
+
+
+def _encoder(
+    lengths: LengthTable, modality: Modality, topology: Topology, cost: CostModel, meet: bool
+) -> float:
+    """One encoder's phases of all waves, summed: its mean work and, where replicas meet in every
+    wave, at least its longest item."""
+    phase = _phase_cost(cost, modality)
+    tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
+    if tokens.size == 0:
+        return 0.0
+    seconds = phase.item_seconds(tokens)
+    mean_s = float(seconds.sum()) / topology.replicas
+    return phase.batch_s + (max(mean_s, float(seconds.max())) if meet else mean_s)
+
+
+def _longest_item(
+    lengths: LengthTable, modality: Modality, topology: Topology, cost: CostModel
+) -> float:
+    """The longest item of an encoder, on the stages that share it."""
+    tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
+    if tokens.size == 0:
+        return 0.0
+    phase = _phase_cost(cost, modality)
+    seconds = phase.batch_s + float(phase.item_seconds(tokens.max(keepdims=True))[0])
+    return seconds / (topology.pipeline_stages if topology.encoder_stage == "spread" else 1)
+
+
+def _busiest_stage(
+    decoder_s: float, encoder_s: float, topology: Topology, cost: CostModel
+) -> float:
+    """The stage with most to do, and the last one behind those that fill it and drain it."""
+    stages = topology.pipeline_stages
+    if decoder_s == 0:
+        return 0.0
+    shares = np.array(topology.chunk_shares)
+    of_stage = decoder_s * shares.reshape(-1, stages).sum(axis=0)
+    outside_s = encoder_s / stages if topology.encoder_stage == "spread" else 0.0
+    of_stage[-1] += cost.llm.group_s * shares[: stages - 1].sum()
+    if topology.encoder_stage != "spread":
+        of_stage[0] += encoder_s
+    return float(of_stage.max()) + outside_s

@@ -1,0 +1,372 @@
+"""What a trainer lives through in a step: the one evaluator of plans.
+
+    wave   encode ─▶ exchange ─▶ decode ─▶ decode backward ─▶ exchange ─▶ encode backward
+
+Replicas that meet in every wave wait for the slowest in each of these phases. Those that meet once
+a step wait for the members of their CP group, and for whoever encodes what they need. The stages of
+a pipeline run both passes of their model chunks by (interleaved) 1F1B.
+
+Shapes: W waves, M modalities, N replicas, C model chunks, m encoder items; a phase is one modality
+in one wave, wave · M + modality.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.plan import StepPlan
+from dataservice.core.plan_options import CostModel
+from dataservice.core.sample import Modality
+from dataservice.core.topology import Topology
+from dataservice.planning.homes import item_packs
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.sort import group_stable
+from dataservice.planning.nodes.phases import phase_loads
+from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program, make_program
+from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.stages.dispatch import EncoderItems, encoder_items
+
+MODALITIES = len(Modality)
+# Of a phase's seconds, those of its forward pass; a backward pass costs twice that.
+FORWARD_SHARE = 1.0 / 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step: `total_s`, and what they are to a rank, on the mean of all ranks.
+
+    `waiting_s` is what the phases leave of the total: for slower replicas, for other stages of the
+    pipeline, and for the members of a group.
+    """
+
+    total_s: float
+    vision_s: float
+    audio_s: float
+    exchange_s: float
+    llm_s: float
+    gradient_s: float
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which a rank computes nothing, on the mean."""
+        working_s = self.vision_s + self.audio_s + self.exchange_s + self.llm_s + self.gradient_s
+        return max(0.0, self.total_s - working_s)
+
+
+class Phases(NamedTuple):
+    """Seconds of both passes: `decode` float64[W, N] of each replica's group, 0 where it is idle;
+    `encode` float64[W, M, N]; `exchange` float64[W, M]."""
+
+    decode: NDArray[np.float64]
+    encode: NDArray[np.float64]
+    exchange: NDArray[np.float64]
+
+
+def step_seconds(plan: StepPlan, topology: Topology, cost: CostModel) -> StepTime:
+    """What `plan` takes on `topology`, its packs as they were priced (`pack_seconds`).
+
+    O(m + W·N), and O(W·C·(N + packs)) where replicas meet once a step.
+    """
+    items = encoder_items(plan, cost)
+    return time_phases(step_phases(plan, items, cost, topology), plan, items, topology, cost)
+
+
+def step_phases(plan: StepPlan, items: EncoderItems, cost: CostModel, topology: Topology) -> Phases:
+    """The seconds of every phase of a plan whose items are `items`."""
+    decode = _decode_seconds(
+        plan.pack_wave,
+        plan.pack_seconds,
+        plan.replica_offsets,
+        plan.pack_replicas,
+        plan.waves,
+        plan.replicas,
+    )
+    loads = phase_loads(items.phase, items.seconds, plan.item_replica, items.phases, plan.replicas)
+    used = np.bincount(items.phase, minlength=items.phases) > 0
+    encode = loads.reshape(plan.waves, MODALITIES, plan.replicas)
+    used = used.reshape(plan.waves, MODALITIES)
+    encode[used] += np.broadcast_to(items.batch_s, used.shape)[used][:, None]
+    exchange = np.where(used, cost.step.exchange_s, 0.0)
+    if cost.step.feature_inter_s_per_token > 0:
+        node = topology.replicas_per_node or plan.replicas
+        busiest = _busiest_rows(
+            items.phase,
+            plan.item_replica,
+            plan.item_llm_tokens,
+            item_packs(plan),
+            plan.replica_offsets,
+            plan.pack_replicas,
+            items.phases,
+            plan.replicas,
+            node,
+            cost.step.feature_intra_s_per_token,
+            cost.step.feature_inter_s_per_token,
+        )
+        exchange = exchange + busiest.reshape(used.shape)
+    return Phases(decode, encode, exchange)
+
+
+def time_phases(
+    phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology, cost: CostModel
+) -> StepTime:
+    """The step that these phases of `plan` make."""
+    stages, trains = topology.pipeline_stages, topology.encoders_train
+    exchanged_s = float(phases.exchange.sum()) * (1.0 if trains else 0.5)
+    # Encoders and their exchange run on the first stage, or are shared by all.
+    encoding = phases.encode.sum(axis=0).mean(axis=1) / stages
+    return StepTime(
+        total_s=_total_seconds(phases, plan, items, topology) + cost.step.gradient_s,
+        vision_s=float(encoding[Modality.VISION]),
+        audio_s=float(encoding[Modality.AUDIO]),
+        exchange_s=exchanged_s / (stages if topology.encoder_stage != "spread" else 1),
+        llm_s=float(phases.decode.sum()) / (plan.replicas * stages),
+        gradient_s=cost.step.gradient_s,
+    )
+
+
+class ChunkTimes(NamedTuple):
+    """Seconds of replicas that meet in every wave: `forward` and `backward` float64[W, C] of each
+    model chunk, and `outside` of what is encoded before and after the pipeline."""
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    outside_s: float
+
+
+def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
+    """Every wave as its slowest replica in each phase has it."""
+    shares = np.array(topology.chunk_shares)
+    # [waves, chunks]
+    seconds = phases.decode.max(axis=1, initial=0.0)[:, None] * shares
+    forward = seconds * FORWARD_SHARE
+    backward = seconds * (1.0 - FORWARD_SHARE)
+    there, back = _both_ways(phases, topology)
+    before = there.max(axis=2).sum(axis=1) + _exchange_ways(phases, topology)[0].sum(axis=1)
+    after = back.max(axis=2).sum(axis=1) + _exchange_ways(phases, topology)[1].sum(axis=1)
+    if topology.encoder_stage == "spread":
+        return ChunkTimes(forward, backward, float((before + after).sum()))
+    forward[:, 0] += before
+    backward[:, 0] += after
+    return ChunkTimes(forward, backward, 0.0)
+
+
+def _total_seconds(
+    phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology
+) -> float:
+    if plan.waves == 0:
+        return 0.0
+    stages = topology.pipeline_stages
+    if topology.replicas_meet == "step" and plan.replicas > 1:
+        return _met_once(phases, plan, items, topology)
+    if stages == 1:
+        moving = phases.exchange.sum() * (1.0 if topology.encoders_train else 0.5)
+        encoding = phases.encode.max(axis=2).sum()
+        return float(phases.decode.max(axis=1).sum() + encoding + moving)
+    times = chunk_times(phases, topology)
+    pipeline = simulate_1f1b(times.forward, times.backward, virtual_stages=topology.virtual_stages)
+    return pipeline.makespan_s + times.outside_s
+
+
+def _both_ways(
+    phases: Phases, topology: Topology
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds of encoding, forward and backward: float64[W, M, N] each."""
+    encode = phases.encode
+    if topology.encoder_stage == "spread":
+        encode = encode / topology.pipeline_stages
+    share = FORWARD_SHARE if topology.encoders_train else 1.0
+    return encode * share, encode * (1.0 - share)
+
+
+def _exchange_ways(
+    phases: Phases, topology: Topology
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds of exchanging features, and their gradients: float64[W, M] each."""
+    half = phases.exchange * 0.5
+    return half, half if topology.encoders_train else np.zeros_like(half)
+
+
+def _met_once(phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology) -> float:
+    """Each replica at its own pace, until the last of them has ended."""
+    stages = topology.pipeline_stages
+    there, back = _both_ways(phases, topology)
+    moved, returned = _exchange_ways(phases, topology)
+    order = np.arange(items.phase.size)
+    listed, begins = group_stable(items.phase, order, items.phases)
+    ends = _walk(
+        phases.decode,
+        there,
+        back,
+        moved,
+        returned,
+        np.array(topology.chunk_shares),
+        make_program(plan.waves, stages, topology.virtual_stages),
+        stages,
+        topology.encoder_stage == "spread",
+        topology.encoders_train,
+        np.searchsorted(plan.pack_wave, np.arange(plan.waves + 1)),
+        plan.replica_offsets,
+        plan.pack_replicas,
+        listed,
+        begins,
+        plan.item_replica,
+        item_packs(plan),
+    )
+    return float(ends.max())
+
+
+@kernel
+def _decode_seconds(
+    pack_wave: NDArray[np.int32],
+    pack_seconds: NDArray[np.float64],
+    replica_offsets: NDArray[np.int64],
+    pack_replicas: NDArray[np.int32],
+    waves: int,
+    replicas: int,
+) -> NDArray[np.float64]:
+    seconds = np.zeros((waves, replicas))
+    for pack in range(pack_wave.size):
+        for place in range(replica_offsets[pack], replica_offsets[pack + 1]):
+            seconds[pack_wave[pack], pack_replicas[place]] = pack_seconds[pack]
+    return seconds
+
+
+@kernel
+def _busiest_rows(
+    phase: NDArray[np.int64],
+    source: NDArray[np.int32],
+    rows: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    replica_offsets: NDArray[np.int64],
+    pack_replicas: NDArray[np.int32],
+    phases: int,
+    replicas: int,
+    replicas_per_node: int,
+    intra_s: float,
+    inter_s: float,
+) -> NDArray[np.float64]:
+    """Seconds [phases] of the replica that sends or receives longest. An item's rows are taken to
+    lie evenly over the members of its group: nearly so where it is much longer than a chunk."""
+    sent = np.zeros((phases, replicas))
+    received = np.zeros((phases, replicas))
+    for item in range(phase.size):
+        first, end = replica_offsets[pack[item]], replica_offsets[pack[item] + 1]
+        share = rows[item] / (end - first)
+        for place in range(first, end):
+            target = pack_replicas[place]
+            if target == source[item]:
+                continue
+            inside = target // replicas_per_node == source[item] // replicas_per_node
+            seconds = share * (intra_s if inside else inter_s)
+            sent[phase[item], source[item]] += seconds
+            received[phase[item], target] += seconds
+    busiest = np.zeros(phases)
+    for p in range(phases):
+        for replica in range(replicas):
+            busiest[p] = max(busiest[p], sent[p, replica], received[p, replica])
+    return busiest
+
+
+@kernel
+def _walk(
+    decode: NDArray[np.float64],
+    there: NDArray[np.float64],
+    back: NDArray[np.float64],
+    moved: NDArray[np.float64],
+    returned: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    program: Program,
+    stages: int,
+    spread: bool,
+    trains: bool,
+    wave_packs: NDArray[np.int64],
+    replica_offsets: NDArray[np.int64],
+    pack_replicas: NDArray[np.int32],
+    listed: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    source: NDArray[np.int32],
+    item_pack: NDArray[np.int32],
+) -> NDArray[np.float64]:
+    """When each replica has ended: float64[N]. The operations of one wave on one replica are a
+    chain, so the end of its last one is all that is kept of it."""
+    waves, modalities, replicas = there.shape
+    free = np.zeros((stages, replicas))  # when a stage of a replica has ended what it ran last
+    ended = np.zeros((waves, replicas))  # when the last operation of a wave has
+    now = np.zeros(replicas)
+    if spread:
+        for wave in range(waves):
+            for modality in range(modalities):
+                now += there[wave, modality]
+                phase = wave * modalities + modality
+                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                         pack_replicas, moved[wave, modality], False)  # fmt: skip
+        for stage in range(stages):
+            free[stage] = now
+    for k in range(program.kind.size):
+        wave, chunk = program.position[k], program.chunk[k]
+        stage = chunk % stages
+        forward = program.kind[k] == FORWARD
+        now = np.maximum(free[stage], ended[wave])
+        encodes = chunk == 0 and not spread
+        if forward and encodes:
+            for modality in range(modalities):
+                now += there[wave, modality]
+                phase = wave * modalities + modality
+                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                         pack_replicas, moved[wave, modality], False)  # fmt: skip
+        share = shares[chunk] * (FORWARD_SHARE if forward else 1.0 - FORWARD_SHARE)
+        for pack in range(wave_packs[wave], wave_packs[wave + 1]):
+            begin = 0.0
+            for place in range(replica_offsets[pack], replica_offsets[pack + 1]):
+                begin = max(begin, now[pack_replicas[place]])
+            for place in range(replica_offsets[pack], replica_offsets[pack + 1]):
+                replica = pack_replicas[place]
+                now[replica] = begin + decode[wave, replica] * share
+        if not forward and encodes and trains:
+            for modality in range(modalities - 1, -1, -1):
+                phase = wave * modalities + modality
+                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                         pack_replicas, returned[wave, modality], True)  # fmt: skip
+                now += back[wave, modality]
+        free[stage] = now
+        ended[wave] = now
+    for stage in range(stages):
+        now = np.maximum(now, free[stage])
+    if spread and trains:
+        for wave in range(waves):
+            for modality in range(modalities):
+                phase = wave * modalities + modality
+                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                         pack_replicas, returned[wave, modality], True)  # fmt: skip
+                now += back[wave, modality]
+    return now
+
+
+@kernel
+def _receive(
+    now: NDArray[np.float64],
+    phase: int,
+    listed: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    source: NDArray[np.int32],
+    item_pack: NDArray[np.int32],
+    replica_offsets: NDArray[np.int64],
+    pack_replicas: NDArray[np.int32],
+    seconds: float,
+    gradients: bool,
+) -> None:
+    """Wait for whoever encodes what one needs, or for the gradients of what one encoded; then the
+    exchange. Writes `now` float64[N]."""
+    before = now.copy()
+    for at in range(begins[phase], begins[phase + 1]):
+        item = listed[at]
+        encoder = source[item]
+        for place in range(replica_offsets[item_pack[item]], replica_offsets[item_pack[item] + 1]):
+            needs = pack_replicas[place]
+            if gradients:
+                now[encoder] = max(now[encoder], before[needs])
+            else:
+                now[needs] = max(now[needs], before[encoder])
+    now += seconds
