@@ -104,24 +104,14 @@ class ContextCost:
         crosses = np.broadcast_to(np.asarray(crosses_node, dtype=np.bool_), degree.shape)
         # [degrees, n]
         padded = padded_tokens(lengths[None, :], degree[:, None]).astype(np.float64)
-        total = padded.sum(axis=1)
-        attention = self.attention_s_per_token2 * (weights * padded * padded).sum(axis=1) / degree
-        ring_rate = np.where(crosses, self.ring_inter_s_per_token, self.ring_intra_s_per_token)
-        ring = ring_rate * total * (degree - 1) / degree + self.ring_hop_s * (degree - 1)
-        linear = self.linear_s_per_token * total / degree
-        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
-        return seconds
+        squares = (weights * padded * padded).sum(axis=1)
+        return self.group_times_s(padded.sum(axis=1), squares, degree, crosses)
 
     def alone_s(self, tokens: npt.ArrayLike, degree: int) -> npt.NDArray[np.float64]:
         """Seconds [n] of each sequence in a group of its own, inside a node."""
         lengths, _ = sequences(tokens, None)
         padded = padded_tokens(lengths, degree).astype(np.float64)
-        attention = self.attention_s_per_token2 * padded * padded / degree
-        ring = self.ring_intra_s_per_token * padded * (degree - 1) / degree
-        ring += self.ring_hop_s * (degree - 1)
-        linear = self.linear_s_per_token * padded / degree
-        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
-        return seconds
+        return self.group_times_s(padded, padded * padded, degree, False)
 
     def work_s(
         self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None
@@ -129,10 +119,36 @@ class ContextCost:
         """Replica-seconds [n] each sequence costs at least, at any degree: no padding, no ring."""
         lengths, weights = sequences(tokens, full_attention)
         size = lengths.astype(np.float64)
-        work: npt.NDArray[np.float64] = (
-            self.attention_s_per_token2 * weights * size * size + self.linear_s_per_token * size
-        )
-        return work
+        linear, attention, _ = self._terms_s(size, weights * size * size, 1, False)
+        return linear + attention
+
+    def group_times_s(
+        self,
+        tokens: npt.ArrayLike,
+        squares: npt.ArrayLike,
+        degree: npt.ArrayLike,
+        crosses_node: npt.ArrayLike,
+    ) -> npt.NDArray[np.float64]:
+        """Seconds [G] of groups that hold `tokens` Σs and `squares` Σ(1+η)s² [G], padded for their
+        `degree` [G]: all else here derives from it. `planning.context.seconds` has it for kernels.
+        """
+        linear, attention, ring = self._terms_s(tokens, squares, degree, crosses_node)
+        seconds: npt.NDArray[np.float64] = linear + self.group_s + np.maximum(attention, ring)
+        return seconds
+
+    def _terms_s(
+        self,
+        tokens: npt.ArrayLike,
+        squares: npt.ArrayLike,
+        degree: npt.ArrayLike,
+        crosses_node: npt.ArrayLike,
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """What grows with a group: linear work, attention, and the ring that attention hides."""
+        total, d = np.asarray(tokens, dtype=np.float64), np.asarray(degree, dtype=np.float64)
+        rate = np.where(crosses_node, self.ring_inter_s_per_token, self.ring_intra_s_per_token)
+        ring = rate * total * (d - 1) / d + self.ring_hop_s * (d - 1)
+        linear = self.linear_s_per_token * total / d
+        return linear, self.attention_s_per_token2 * np.asarray(squares) / d, ring
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)

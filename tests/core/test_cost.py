@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context.seconds import group_seconds
+from dataservice.core.layout import padded_tokens
+from dataservice.planning.context.seconds import (
+    attention_seconds,
+    fixed_seconds,
+    group_seconds,
+    passing_seconds,
+    ring_seconds,
+    work_seconds,
+)
 
 COST = ContextCost(
     attention_s_per_token2=2e-9,
@@ -41,15 +49,75 @@ def test_a_group_costs_what_the_paper_says(samples, degree, crosses):
     assert COST.time_s(tokens, degree, share, crosses) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_kernel_agrees_with_the_vectorised_model():
-    tokens = np.array([1000, 333])
-    for degree in (1, 3, 8):
-        for crosses in (False, True):
-            chunk = 2 * degree if degree > 1 else 1
-            padded = -(-tokens // chunk) * chunk
-            squares = float((padded.astype(float) ** 2).sum())
-            kernel = group_seconds(float(padded.sum()), squares, degree, crosses, COST.coefficients)
-            assert kernel == pytest.approx(COST.time_s(tokens, degree, crosses_node=crosses))
+def costs():
+    """Cost models of any size, rings that cross nodes slower by any factor, each term also 0."""
+    terms = [st.sampled_from([0.0, 1e-10, 5.128e-9, 3e-7])]
+    terms += [st.sampled_from([0.0, 1.84e-4, 3e-3]), st.sampled_from([0.0, 0.02, 0.629])]
+    terms += [st.sampled_from([0.0, 5e-6, 2e-4]), st.sampled_from([1.0, 1.7, 400.0])]
+    terms += [st.sampled_from([0.0, 2e-5, 0.01])]
+    return st.tuples(*terms).map(
+        lambda term: ContextCost(
+            attention_s_per_token2=term[0],
+            linear_s_per_token=term[1],
+            group_s=term[2],
+            ring_intra_s_per_token=term[3],
+            ring_inter_s_per_token=term[3] * term[4],
+            ring_hop_s=term[5],
+        )
+    )
+
+
+def same(value):
+    return pytest.approx(value, rel=1e-12, abs=0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    cost=costs(),
+    samples=st.lists(st.tuples(st.integers(1, 200_000), st.floats(0, 1)), max_size=6),
+    degree=st.integers(1, 2600),
+    crosses=st.booleans(),
+)
+def test_the_kernel_and_the_model_of_arrays_are_one_formula(cost, samples, degree, crosses):
+    tokens = np.array([t for t, _ in samples], dtype=np.int64)
+    share = np.array([e for _, e in samples])
+    padded = padded_tokens(tokens, degree).astype(float)
+    total, squares = float(padded.sum()), float(((1 + share) * padded * padded).sum())
+    kernel = group_seconds(total, squares, degree, crosses, cost.coefficients)
+    assert kernel == same(cost.time_s(tokens, degree, share, crosses))
+    assert kernel == same(float(cost.group_times_s(total, squares, degree, crosses)))
+    for one in padded:
+        alone = group_seconds(float(one), float(one) ** 2, degree, False, cost.coefficients)
+        assert alone == same(cost.alone_s([int(one)], degree)[0])
+
+
+@settings(deadline=None)
+@given(
+    cost=costs(),
+    tokens=st.integers(1, 200_000),
+    share=st.floats(0, 1),
+    degree=st.integers(1, 2600),
+    crosses=st.booleans(),
+)
+def test_work_attention_and_ring_are_the_parts_of_that_formula(
+    cost, tokens, share, degree, crosses
+):
+    total, squares = float(tokens), (1 + share) * float(tokens) ** 2
+    coefficients = cost.coefficients
+    work = work_seconds(total, squares, coefficients)
+    assert work == same(cost.work_s([tokens], [share])[0])
+    assert work + fixed_seconds(coefficients) == same(cost.time_s([tokens], 1, [share]))
+    linear = work_seconds(total, 0.0, coefficients)
+    attention = attention_seconds(squares, coefficients)
+    assert work == same(linear + attention)
+    ring = ring_seconds(total, degree, crosses, coefficients)
+    hops = ring_seconds(0.0, degree, crosses, coefficients)
+    assert degree * ring == same(
+        passing_seconds(degree, crosses, coefficients) * total + degree * hops
+    )
+    assert group_seconds(total, squares, degree, crosses, coefficients) == same(
+        linear / degree + fixed_seconds(coefficients) + max(attention / degree, ring)
+    )
 
 
 def test_times_over_degrees_are_the_single_times():

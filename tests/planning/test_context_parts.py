@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,6 +8,7 @@ from hypothesis import strategies as st
 
 from dataservice.core.cost import ContextCost
 from dataservice.core.layout import padded_tokens
+from dataservice.planning.context import seconds
 from dataservice.planning.context.cut import cut_waves
 from dataservice.planning.context.memory_fit import group_by_memory
 from dataservice.planning.context.place import place_groups
@@ -17,6 +21,15 @@ def setting(ranks, memory, node=None, degrees="any"):
     return make_setting(
         ranks=ranks, memory_tokens=memory, cost=COST, ranks_per_node=node, degrees=degrees
     )
+
+
+def test_single_coefficients_are_read_in_one_place():
+    readers = {
+        source.name
+        for source in Path(seconds.__file__).parent.glob("*.py")
+        if re.search(r"(coefficients|cost)\[|_s_per_token", source.read_text())
+    }
+    assert readers == {"seconds.py"}
 
 
 @settings(deadline=None)

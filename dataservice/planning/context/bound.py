@@ -3,7 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.seconds import ATTENTION, GROUP, RING_INTER, RING_INTRA
+from dataservice.planning.context.seconds import (
+    attention_seconds,
+    fixed_seconds,
+    passing_seconds,
+)
 from dataservice.planning.context.units import (
     Setting,
     Units,
@@ -31,8 +35,8 @@ def wave_bound(
 @kernel
 def _bound(units: Units, least: NDArray[np.int64], rest_work_s: float, setting: Setting) -> float:
     work_s = units.work.sum() + rest_work_s
-    low = float(setting.coefficients[GROUP] + work_s / setting.ranks)
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
+    low = float(base + work_s / setting.ranks)
     for unit in range(units.total.size):
         if least[unit] > 1 or units.work[unit] + base > low:
             low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
@@ -58,7 +62,7 @@ def _intensity(units: Units, setting: Setting) -> float:
     most = 0.0
     for i in range(units.tokens.size):
         most = max(most, units.weights[i] * float(units.tokens[i]))
-    return float(setting.coefficients[ATTENTION] * most)
+    return attention_seconds(most, setting.coefficients)
 
 
 @kernel
@@ -77,7 +81,7 @@ def _ranks_suffice(
     there is any. Where q(n) exceeds the most attention any token has, nothing that shares the
     group can hide the rest, so each such unit exposes q(n)·tokens − attention at least.
     """
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
     have = (tau - base) * setting.ranks
     exposed = 0.0
     for unit in range(units.total.size):
@@ -88,11 +92,9 @@ def _ranks_suffice(
             degree = degree_after(units, unit, degree, tau, setting)
         if degree > setting.ranks:
             return False
-        rate = setting.coefficients[RING_INTRA]
-        if degree > setting.ranks_per_node:
-            rate = setting.coefficients[RING_INTER]
-        per_token = (degree - 1) * rate
+        crosses = degree > setting.ranks_per_node
+        per_token = passing_seconds(degree, crosses, setting.coefficients)
         if per_token > intensity:
-            attention = setting.coefficients[ATTENTION] * units.squares[unit]
+            attention = attention_seconds(units.squares[unit], setting.coefficients)
             exposed += per_token * float(units.total[unit]) - attention
     return bool(work_s + exposed <= have * (1 + 1e-9))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.seconds import GROUP
+from dataservice.planning.context.seconds import fixed_seconds
 from dataservice.planning.context.units import (
     Setting,
     Units,
@@ -92,7 +92,7 @@ def makespan(grouping: Grouping) -> float:
 @kernel
 def degree_within(units: Units, unit: int, least: int, target_s: float, setting: Setting) -> int:
     """Least degree ≥ `least` at which the unit alone meets the target; ranks+1 if none does."""
-    budget = target_s - setting.coefficients[GROUP]
+    budget = target_s - fixed_seconds(setting.coefficients)
     if budget <= 0:
         return setting.ranks + 1
     degree = least
@@ -117,7 +117,7 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
 @kernel
 def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting: Setting) -> bool:
     """Do the anchors of τ and the rest, taken as a fluid, fit the ranks in time and memory?"""
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
     ranks = 0
     anchored_work = 0.0
     rest_work = 0.0
@@ -179,7 +179,7 @@ def build_groups(
 ) -> float:
     """Fill `into` for the target; the makespan, or infinity when memory or ranks run out, and then
     `into` is half filled."""
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
     into.used[0] = 0
     used = 0
     small = 0

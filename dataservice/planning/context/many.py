@@ -37,7 +37,7 @@ from dataservice.planning.context.many_waves import (
     list_groups_widest,
     plan_waves,
 )
-from dataservice.planning.context.seconds import ATTENTION, GROUP, LINEAR
+from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import (
     Degrees,
     Setting,
@@ -129,7 +129,7 @@ def _search(
         least = fitting_degrees(long, setting)  # int64[u]
         if bound_s == np.inf:
             bound_s = wave_bound(long, least, setting, work_s - float(long.work.sum()))
-            bound_s += (at_least - 1) * float(setting.coefficients[GROUP])
+            bound_s += (at_least - 1) * fixed_seconds(setting.coefficients)
         for answer in _answers(sizes, long, least, work_s, waves, bound_s, setting):
             if best is None or answer.total_s < best.total_s:
                 best = answer
@@ -253,7 +253,7 @@ def _total_work(sizes: NDArray[np.int64], setting: Setting) -> float:
     for size in sizes:
         squares += float(size) * float(size)
         total += size
-    return float(setting.coefficients[ATTENTION] * squares + setting.coefficients[LINEAR] * total)
+    return work_seconds(float(total), squares, setting.coefficients)
 
 
 @kernel
@@ -280,8 +280,8 @@ def _short_seconds(sizes: NDArray[np.int64], setting: Setting) -> float:
     if total == 0:
         return np.inf
     share = setting.memory_tokens / total  # of all short samples, what one rank holds
-    work_s = setting.coefficients[ATTENTION] * squares + setting.coefficients[LINEAR] * total
-    return float(setting.coefficients[GROUP] + work_s * share)
+    work_s = work_seconds(float(total), squares, setting.coefficients)
+    return fixed_seconds(setting.coefficients) + work_s * share
 
 
 @kernel
@@ -291,7 +291,7 @@ def _long(sizes: NDArray[np.int64], work_s: float, waves: int, setting: Setting)
     count = 0
     while count < sizes.size:
         size = float(sizes[count])
-        alone_s = (setting.coefficients[ATTENTION] * size + setting.coefficients[LINEAR]) * size
+        alone_s = work_seconds(size, size * size, setting.coefficients)
         if sizes[count] <= setting.memory_tokens and alone_s <= share_s:
             break
         count += 1
@@ -316,7 +316,7 @@ def _open_groups(
         np.ones(count, np.int64),  # degree int64[G]
         np.zeros(count, np.int64),  # tokens int64[G]
         np.zeros(count, np.float64),  # squares float64[G]
-        np.full(count, setting.coefficients[GROUP]),  # time_s float64[G]
+        np.full(count, fixed_seconds(setting.coefficients)),  # time_s float64[G]
         np.zeros(count, np.float64),  # spare_s float64[G]
     )
     for group in range(count):

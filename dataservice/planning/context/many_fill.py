@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.seconds import ATTENTION, GROUP, LINEAR
+from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import Setting, degree_seconds
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
@@ -44,6 +44,12 @@ def put(size: int, group: int, groups: Groups, setting: Setting) -> None:
     taken = padded_length(size, groups.degree[group])
     groups.tokens[group] += taken
     groups.squares[group] += float(taken) * float(taken)
+    _time(group, groups, setting)
+
+
+@kernel
+def _time(group: int, groups: Groups, setting: Setting) -> None:
+    """The group's seconds from its sums."""
     groups.time_s[group] = degree_seconds(
         groups.tokens[group], groups.squares[group], groups.degree[group], setting
     )
@@ -226,17 +232,17 @@ def _exchange(
 ) -> None:
     """Swap the one sample of `slow` and one of `fast` by which seconds nearest to `half_s` change
     sides, if any swap helps and `fast` has the memory. Arrays as in `trade`. O(members of both)."""
-    attention, linear = setting.coefficients[ATTENTION], setting.coefficients[LINEAR]
+    cost = setting.coefficients
     nearest, best_s = -1, half_s * (1 - 1e-9)
     other = -1
     j = begins[fast]
     # Both lists fall, so the partner for a smaller sample lies further on.
     for i in range(begins[slow], begins[slow + 1]):
         own = float(sizes[members[i]])
-        own_s = (attention * own + linear) * own
+        own_s = work_seconds(own, own * own, cost)
         while j < begins[fast + 1]:
             its = float(sizes[members[j]])
-            gain_s = own_s - (attention * its + linear) * its
+            gain_s = own_s - work_seconds(its, its * its, cost)
             if abs(gain_s - half_s) < best_s:
                 nearest, other, best_s = i, j, abs(gain_s - half_s)
             if gain_s >= half_s:
@@ -259,9 +265,8 @@ def _exchange(
     ):
         groups.tokens[group] += tokens
         groups.squares[group] += square
-        groups.time_s[group] = setting.coefficients[GROUP] + (
-            attention * groups.squares[group] + linear * groups.tokens[group]
-        )
+        work_s = work_seconds(float(groups.tokens[group]), groups.squares[group], cost)
+        groups.time_s[group] = fixed_seconds(cost) + work_s
 
 
 @kernel

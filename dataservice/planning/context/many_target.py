@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.build import degree_within
-from dataservice.planning.context.seconds import ATTENTION, GROUP, ring_seconds
+from dataservice.planning.context.seconds import attention_seconds, fixed_seconds, ring_seconds
 from dataservice.planning.context.units import Setting, Units, padded_sums
 from dataservice.planning.kernels.compile import kernel
 
@@ -49,7 +49,7 @@ def one_level(
     `long` holds at least every unit that is slower than β₁ + work_s/(waves·N) or needs more than
     one rank, longest first; `least` int64[u] their least degrees. O(u · bisections).
     """
-    low = setting.coefficients[GROUP] + work_s / (waves * setting.ranks)
+    low = fixed_seconds(setting.coefficients) + work_s / (waves * setting.ranks)
     target = _level(long, least, work_s, waves, low, setting)
     high = low
     while not target.fits and high < 1e9 * (low + 1):
@@ -81,7 +81,7 @@ def two_levels(
 ) -> Target:
     """The two levels of the least sum whose lower one is at most `most_fast_s`; of sums as good,
     those of the lower upper level."""
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
     even_s = base + work_s / (waves * setting.ranks)
     # Nothing found yet: infinite levels, and a degree int64[u] that nothing reads.
     best = Target(np.inf, np.inf, waves, np.ones(least.size, np.int64), False)
@@ -118,7 +118,7 @@ def _level(
 ) -> Target:
     """All waves at `level_s`, and whether ranks and time are enough."""
     degree, slots, exposed_s = widths(long, least, level_s, setting)
-    room_s = waves * (level_s - setting.coefficients[GROUP]) * setting.ranks
+    room_s = waves * (level_s - fixed_seconds(setting.coefficients)) * setting.ranks
     fits = slots <= waves * setting.ranks and work_s + exposed_s <= room_s * (1 + 1e-12)
     return Target(level_s, level_s, waves, degree, fits)
 
@@ -130,7 +130,7 @@ def widths(
     """Least degree of each long unit that meets the level int64[u], their sum over those that do
     not meet it alone, and the rank-seconds that their rings expose. The sum is 2⁴⁰,
     more than any number of ranks, where no degree meets the level."""
-    base = setting.coefficients[GROUP]
+    base = fixed_seconds(setting.coefficients)
     degree = np.ones(least.size, np.int64)  # int64[u]
     slots = 0
     exposed_s = 0.0
@@ -144,6 +144,6 @@ def widths(
         tokens, squares = padded_sums(long, unit, degree[unit])
         crosses = degree[unit] > setting.ranks_per_node
         ring_s = ring_seconds(float(tokens), degree[unit], crosses, setting.coefficients)
-        attention_s = setting.coefficients[ATTENTION] * squares
+        attention_s = attention_seconds(squares, setting.coefficients)
         exposed_s += max(0.0, ring_s * degree[unit] - attention_s)
     return degree, slots, exposed_s

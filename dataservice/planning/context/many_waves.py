@@ -15,7 +15,7 @@ from dataservice.planning.context.many_fill import Groups
 from dataservice.planning.context.many_target import Target
 from dataservice.planning.context.place import place_sorted
 from dataservice.planning.context.plan import ContextPlan
-from dataservice.planning.context.seconds import ATTENTION, GROUP, LINEAR, group_seconds
+from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
 from dataservice.planning.context.units import Setting
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import radix_argsort
@@ -138,7 +138,7 @@ def plan_waves(
                 rank_offsets=rank_offsets,
                 time_s=time_s,
                 padded_tokens=tokens[start:stop],
-                lower_bound_s=float(setting.coefficients[GROUP]) + work_s / setting.ranks,
+                lower_bound_s=fixed_seconds(setting.coefficients) + work_s / setting.ranks,
             )
         )
     return tuple(plans)
@@ -196,8 +196,7 @@ def _mend_seconds(
     samples."""
     work = 0.0
     for g in range(degree.size):
-        work += setting.coefficients[ATTENTION] * squares[g]
-        work += setting.coefficients[LINEAR] * tokens[g]
+        work += work_seconds(float(tokens[g]), squares[g], setting.coefficients)
         if crosses[g] and degree[g] <= setting.ranks_per_node:
             seconds[g] = group_seconds(
                 float(tokens[g]), squares[g], degree[g], True, setting.coefficients

@@ -10,15 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.build import Grouping
-from dataservice.planning.context.seconds import (
-    ATTENTION,
-    GROUP,
-    LINEAR,
-    RING_HOP,
-    RING_INTER,
-    RING_INTRA,
-    group_seconds,
-)
+from dataservice.planning.context.seconds import Rates, group_rates, group_seconds, seconds_at
 from dataservice.planning.context.units import Setting, Units, padded_sums
 from dataservice.planning.kernels.compile import kernel
 
@@ -43,18 +35,6 @@ class Change(NamedTuple):
     partner: int
     unit_g: int
     unit_h: int
-
-
-class Rates(NamedTuple):
-    """A group's time, linear in its sums: seconds a token (`linear`), a token² (`attention`) and a
-    token on the `ring`; `hops` and `fixed` in seconds; `room`, the tokens that its ranks hold."""
-
-    linear: float
-    attention: float
-    ring: float
-    hops: float
-    fixed: float
-    room: int
 
 
 class Scratch(NamedTuple):
@@ -133,30 +113,13 @@ def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Se
 
 @kernel
 def _rates(degree: int, crosses: bool, setting: Setting) -> Rates:
-    cost = setting.coefficients
-    if degree == 1:
-        ring = 0.0
-    elif crosses or degree > setting.ranks_per_node:
-        ring = cost[RING_INTER] * (degree - 1) / degree
-    else:
-        ring = cost[RING_INTRA] * (degree - 1) / degree
-    return Rates(
-        cost[LINEAR] / degree,
-        cost[ATTENTION] / degree,
-        ring,
-        cost[RING_HOP] * (degree - 1),
-        cost[GROUP],
-        setting.memory_tokens * degree,
-    )
+    return group_rates(degree, crosses or degree > setting.ranks_per_node, setting.coefficients)
 
 
 @kernel
-def _timed(rates: Rates, tokens: int, squares: float) -> float:
-    """`group_seconds` with its divisions done; infinity when the ranks cannot hold the tokens."""
-    if tokens > rates.room:
-        return np.inf
-    covered = max(rates.attention * squares, rates.ring * tokens + rates.hops)
-    return float(rates.linear * tokens + rates.fixed + covered)
+def _timed(rates: Rates, room: int, tokens: int, squares: float) -> float:
+    """Time of a group, infinity when its ranks have room for fewer tokens."""
+    return np.inf if tokens > room else seconds_at(rates, float(tokens), squares)
 
 
 @kernel
@@ -194,6 +157,8 @@ def try_moves(
     dh = grouping.degree[h]
     rates_g = _rates(dg, grouping.crosses[g], setting)
     rates_h = _rates(dh, grouping.crosses[h], setting)
+    room_g = setting.memory_tokens * dg
+    room_h = setting.memory_tokens * dh
     others = 0
     if swaps:
         others = _read_group(units, members, h, dg, dh, scratch)
@@ -207,17 +172,19 @@ def try_moves(
         tokens_h = grouping.tokens[h] + tokens
         squares_h = grouping.squares[h] + squares
         # Unit i has left g, padded for dg, and has come to h, padded for dh.
-        value = max(_timed(rates_g, tokens_g, squares_g), _timed(rates_h, tokens_h, squares_h))
+        value = max(
+            _timed(rates_g, room_g, tokens_g, squares_g),
+            _timed(rates_h, room_h, tokens_h, squares_h),
+        )
         if value < best:
             best, kind, unit_g = value, MOVE, i
         for k in range(others):
-            value = _timed(
-                rates_g, tokens_g + scratch.tokens_g[k], squares_g + scratch.squares_g[k]
-            )
+            tokens = tokens_g + scratch.tokens_g[k]
+            value = _timed(rates_g, room_g, tokens, squares_g + scratch.squares_g[k])
             if value >= best:
                 continue  # g alone is too slow already
             tokens = tokens_h - scratch.tokens_h[k]
-            value = max(value, _timed(rates_h, tokens, squares_h - scratch.squares_h[k]))
+            value = max(value, _timed(rates_h, room_h, tokens, squares_h - scratch.squares_h[k]))
             if value < best:
                 best, kind, unit_g, unit_h = value, SWAP, i, scratch.unit[k]
         i = members.after[i]

@@ -88,7 +88,7 @@ def place_plan(
     Where a ring had to cross nodes and is now the slowest, `movable` units leave it. The ranks of
     a group that all of its units have left are idle.
     """
-    tokens, squares, inside_s, outside_s = _group_times(units, members, offsets, degrees, setting)
+    tokens, squares, inside_s, outside_s = group_times(units, members, offsets, degrees, setting)
     order = np.lexsort((np.arange(degrees.size), -inside_s, -degrees))
     members, offsets = _reorder(members, offsets, order)
     degrees, tokens, squares = degrees[order], tokens[order], squares[order]
@@ -135,7 +135,7 @@ def _group_of(members: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray
 
 
 @kernel
-def _group_times(
+def group_times(
     units: Units,
     members: NDArray[np.int64],
     offsets: NDArray[np.int64],

@@ -16,18 +16,12 @@ from dataservice.core.plan_options import Solver
 from dataservice.planning.context.bound import wave_bound
 from dataservice.planning.context.cut import cut_waves
 from dataservice.planning.context.memory_fit import group_by_memory
-from dataservice.planning.context.plan import ContextPlan
-from dataservice.planning.context.seconds import (
-    ATTENTION,
-    GROUP,
-    LINEAR,
-    RING_HOP,
-    RING_INTER,
-    RING_INTRA,
-)
+from dataservice.planning.context.plan import ContextPlan, group_times
+from dataservice.planning.context.seconds import fixed_seconds
 from dataservice.planning.context.units import (
     Setting,
     Units,
+    list_groups,
     long_units_s,
     select_units,
     unit_sums,
@@ -51,7 +45,7 @@ _MOST_WAVES = 2048  # solved in all candidates together; the first is solved how
 def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
     """β₁ for each wave memory calls for beyond the first, plus the bound of all units at once."""
     waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
-    base_s = float(setting.coefficients[GROUP])
+    base_s = fixed_seconds(setting.coefficients)
     return wave_bound(units, least, setting) + (waves - 1) * base_s
 
 
@@ -154,7 +148,7 @@ def _cut(
     lost_room: float,
 ) -> Cut:
     packed_of, packed_degree = packing
-    base_s = float(setting.coefficients[GROUP])
+    base_s = fixed_seconds(setting.coefficients)
     work = _sums(packed_of, units.work, packed_degree.size)
     # Only a unit of at least a rank's share of the step can be what a wave waits for.
     share_s = float(units.work.sum()) / setting.ranks
@@ -199,15 +193,8 @@ def cut_static(units: Units, packing: Packing, setting: Setting) -> Cut:
 def _static_seconds(units: Units, packing: Packing, cut: Cut, setting: Setting) -> float:
     """Sum over waves of the slowest packed group."""
     group_of, degrees = packing
-    degree, groups = int(degrees[0]), degrees.size
-    padded = padded_tokens(units.tokens, degree)
-    total, squares = unit_sums(padded, units.weights, units.offsets)
-    tokens = _sums(group_of, total.astype(np.float64), groups)
-    cost = setting.coefficients
-    rate = cost[RING_INTER] if degree > setting.ranks_per_node else cost[RING_INTRA]
-    ring = (rate * tokens / degree + cost[RING_HOP]) * (degree - 1)
-    attention = cost[ATTENTION] * _sums(group_of, squares, groups) / degree
-    seconds = cost[GROUP] + cost[LINEAR] * tokens / degree + np.maximum(attention, ring)
+    members, offsets = list_groups(group_of, degrees.size)
+    _, _, seconds, _ = group_times(units, members, offsets, degrees, setting)
     return sum(float(seconds[wave].max()) for wave in cut)
 
 

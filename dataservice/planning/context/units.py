@@ -11,11 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from dataservice.core.cost import ContextCost, sequences
 from dataservice.core.errors import PlanningError
 from dataservice.planning.context.seconds import (
-    ATTENTION,
-    GROUP,
-    LINEAR,
+    fixed_seconds,
     group_seconds,
     ring_seconds,
+    work_seconds,
 )
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.padding import padded_length
@@ -115,7 +114,7 @@ def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
     """A time that no degree from `degree` on beats: a ring only slows down as it widens."""
     crosses = degree > setting.ranks_per_node
     ring = ring_seconds(float(units.total[unit]), degree, crosses, setting.coefficients)
-    return float(setting.coefficients[GROUP] + ring)
+    return fixed_seconds(setting.coefficients) + ring
 
 
 @kernel
@@ -129,7 +128,7 @@ def degree_after(units: Units, unit: int, degree: int, target_s: float, setting:
     left_s = target_s - ring_floor(units, unit, wider, setting)
     if left_s <= 0:
         return setting.ranks + 1
-    linear_s = setting.coefficients[LINEAR] * units.total[unit]
+    linear_s = work_seconds(float(units.total[unit]), 0.0, setting.coefficients)
     return max(wider, int(min(linear_s / left_s * (1 - 1e-9), setting.ranks + 1.0)))
 
 
@@ -139,7 +138,7 @@ def fastest_seconds(
 ) -> float:
     """min_d T(d) of one unit, or any T(d) ≤ `enough_s` as soon as one is met."""
     # The degree that would just be enough without ring and padding is the likeliest to be it.
-    budget = enough_s - setting.coefficients[GROUP]
+    budget = enough_s - fixed_seconds(setting.coefficients)
     if budget > 0 and not setting.power_of_two:
         likely = max(least, int(units.work[unit] / budget) + 1)
         if likely <= setting.ranks:
@@ -254,9 +253,19 @@ def _assemble(
     cost: ContextCost,
 ) -> Units:
     total, squares = unit_sums(tokens, weights, offsets)
-    coefficients = cost.coefficients
-    work = coefficients[ATTENTION] * squares + coefficients[LINEAR] * total
+    work = _unit_work(total, squares, cost.coefficients)
     return Units(samples, tokens, weights, offsets, total, squares, work)
+
+
+@kernel
+def _unit_work(
+    total: NDArray[np.int64], squares: NDArray[np.float64], coefficients: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Replica-seconds float64[u] of each unit from its sums [u]."""
+    work = np.empty(total.size, np.float64)
+    for unit in range(total.size):
+        work[unit] = work_seconds(float(total[unit]), squares[unit], coefficients)
+    return work
 
 
 @kernel
