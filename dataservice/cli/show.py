@@ -211,7 +211,7 @@ def _headline(explained: ExplainedStep) -> Text:
         f"step {plan.step} of attempt {explained.attempt} ({state}): {len(plan.sample_ids)} "
         f"samples, {int(plan.sample_tokens.sum())} tokens, {plan.replicas} replicas"
         f"{_ranks(explained)}, {plan.waves} waves, predicted {plan.predicted_s:.3f} s"
-        f"{_measured(explained)}\n"
+        f"{_measured(explained)}\n{_phases(plan)}"
     )
     for fate in explained.fates:
         if fate.attempt != explained.attempt:
@@ -247,6 +247,22 @@ def _ranks(explained: ExplainedStep) -> str:
     if explained.ranks_per_replica == 1:
         return ""
     return f" of {explained.ranks_per_replica} ranks"
+
+
+def _phases(plan: StepPlan) -> str:
+    """Where a rank's predicted seconds go, on the mean of all ranks."""
+    if plan.time is None:
+        return ""
+    seconds = {
+        "vision": plan.time.vision_s,
+        "audio": plan.time.audio_s,
+        "exchange": plan.time.exchange_s,
+        "llm": plan.time.llm_s,
+        "gradients": plan.time.gradient_s,
+        "waiting": plan.time.waiting_s,
+    }
+    parts = (f"{name} {value:.3f} s" for name, value in seconds.items() if value >= 5e-4)
+    return f"of which a rank, on the mean: {', '.join(parts)}\n"
 
 
 def _measured(explained: ExplainedStep) -> str:

@@ -9,7 +9,7 @@ from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import CostModel, IsfLimits, PlanOptions
 from dataservice.core.ports import Catalog, SampleStream
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
-from dataservice.core.topology import Topology
+from dataservice.core.topology import ReplicaLayout, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,7 @@ class JobSetup:
     budgets: Mapping[str, ErrorBudget] = field(default_factory=dict)
     require_current: Callable[[], None] = lambda: None
     revise: "Revise" = lambda setup, record: replace(setup, record=record)
-    ranks_per_replica: int = 1
-    pipeline_stages: int = 1
-    virtual_stages: int = 1
-    replicas_per_node: int | None = None
+    layout: ReplicaLayout = field(default_factory=ReplicaLayout)
     epoch_size: EpochSize | None = None
     mixture: MixtureTree | None = None
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
@@ -80,13 +77,7 @@ class JobSetup:
     def topology(self, world_size: int) -> Topology:
         """The job's replicas at this world size. Raises WorldSizeError where it cannot be
         divided."""
-        return Topology(
-            world_size=world_size,
-            ranks_per_replica=self.ranks_per_replica,
-            pipeline_stages=self.pipeline_stages,
-            virtual_stages=self.virtual_stages,
-            replicas_per_node=self.replicas_per_node,
-        )
+        return self.layout.over(world_size)
 
 
 LimitsOver = Callable[[int], IsfLimits]

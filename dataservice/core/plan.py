@@ -9,7 +9,7 @@ group a wave.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,28 @@ class StageReport:
     def gap(self) -> float:
         """Distance to the bound as a share of the bound; 0 when the bound is 0."""
         return self.after / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step: `total_s`, and what they are to a rank, on the mean of all ranks.
+
+    `waiting_s` is what the phases leave of the total: for slower replicas, for other stages of the
+    pipeline, and for the members of a group.
+    """
+
+    total_s: float
+    vision_s: float
+    audio_s: float
+    exchange_s: float
+    llm_s: float
+    gradient_s: float
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which a rank computes nothing, on the mean."""
+        working_s = self.vision_s + self.audio_s + self.exchange_s + self.llm_s + self.gradient_s
+        return max(0.0, self.total_s - working_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +87,7 @@ class StepPlan:
     `item_sample`, `item_modality`, `item_encoder_tokens`, `item_llm_tokens`,
     `item_position`, and `item_replica`, the replica that encodes it. `sample_loss_weights` [n]
     weigh the loss of the samples' tokens; None where all weigh 1, and such a plan has the digest
-    and the JSON of a plan without the field.
+    and the JSON of a plan without the field. `time` splits `predicted_s`.
     """
 
     step: int
@@ -90,6 +112,7 @@ class StepPlan:
     item_position: NDArray[np.int32]
     item_replica: NDArray[np.int32]
     stages: tuple[StageReport, ...] = ()
+    time: StepTime | None = None
     sample_loss_weights: NDArray[np.float64] | None = None
 
     @property
@@ -158,14 +181,14 @@ class StepPlan:
 
     @property
     def digest(self) -> str:
-        """32 hex digits over everything decided. Tickets and reports are not part of it.
+        """32 hex digits over everything decided. Tickets, reports and `time` are not part of it.
 
         Numbers are hashed in as few bytes as hold them all: hashing is a good part of planning.
         """
         hasher = hashlib.blake2b(digest_size=16)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "stages" or value is None:
+            if field.name in ("stages", "time") or value is None:
                 continue
             hasher.update(field.name.encode())
             if isinstance(value, np.ndarray):
@@ -188,6 +211,8 @@ class StepPlan:
             elif field.name == "stages":
                 stages = [{f.name: getattr(one, f.name) for f in fields(one)} for one in value]
                 text = json.dumps(stages)
+            elif field.name == "time":
+                text = json.dumps(asdict(value))
             else:
                 text = json.dumps(value)
             parts.append(f"{json.dumps(field.name)}: {text}")
@@ -197,6 +222,8 @@ class StepPlan:
     def from_json(text: str) -> "StepPlan":
         """Read `to_json`'s form."""
         plain: dict[str, Any] = json.loads(text)
+        if "time" in plain:
+            plain["time"] = StepTime(**plain["time"])
         for name, value in plain.items():
             if isinstance(value, dict):
                 plain[name] = np.array(value["values"], dtype=value["dtype"])

@@ -13,7 +13,7 @@ the layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ra
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from dataservice.core.errors import WorldSizeError
@@ -23,10 +23,10 @@ EncoderStage = Literal["first", "spread", "own"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
-    """`world_size` ranks in replicas of `ranks_per_replica` (tensor × pipeline parallel), each
-    replica cut into `pipeline_stages`, each of which holds `virtual_stages` model chunks
-    (interleaved 1F1B). All ranks of a replica get the same microbatches.
+class ReplicaLayout:
+    """One replica: `ranks_per_replica` (tensor × pipeline parallel), cut into `pipeline_stages`,
+    each of which holds `virtual_stages` model chunks (interleaved 1F1B). All ranks of a replica get
+    the same microbatches.
 
     `replicas_meet`: in every wave, as where weights are sharded over replicas (FSDP), or once a
     step, as in plain data parallelism. `encoder_stage`: the pipeline stage that encodes: the first,
@@ -35,7 +35,6 @@ class Topology:
     decoder's seconds that each model chunk takes, in model order; equal parts where it is empty.
     """
 
-    world_size: int
     ranks_per_replica: int = 1
     pipeline_stages: int = 1
     virtual_stages: int = 1
@@ -44,6 +43,29 @@ class Topology:
     encoder_stage: EncoderStage = "first"
     encoders_train: bool = True
     stage_shares: tuple[float, ...] = ()
+
+    @property
+    def chunk_shares(self) -> tuple[float, ...]:
+        """The part of the decoder's seconds that each model chunk takes; their sum is 1."""
+        chunks = self.pipeline_stages * self.virtual_stages
+        if self.stage_shares:
+            return tuple(share / sum(self.stage_shares) for share in self.stage_shares)
+        if self.encoder_stage == "own" and self.pipeline_stages > 1:
+            decoding = chunks - self.virtual_stages
+            return tuple(float(c % self.pipeline_stages > 0) / decoding for c in range(chunks))
+        return (1.0 / chunks,) * chunks
+
+    def over(self, world_size: int) -> "Topology":
+        """So many ranks in such replicas. Raises WorldSizeError where they cannot be divided."""
+        plain = {field.name: getattr(self, field.name) for field in fields(ReplicaLayout)}
+        return Topology(world_size=world_size, **plain)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology(ReplicaLayout):
+    """`world_size` ranks in replicas of one layout."""
+
+    world_size: int
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -71,17 +93,6 @@ class Topology:
                 "(pipeline stages × virtual stages) its part of the decoder's seconds: 0 or more, "
                 "and not all of them 0."
             )
-
-    @property
-    def chunk_shares(self) -> tuple[float, ...]:
-        """The part of the decoder's seconds that each model chunk takes; their sum is 1."""
-        chunks = self.pipeline_stages * self.virtual_stages
-        if self.stage_shares:
-            return tuple(share / sum(self.stage_shares) for share in self.stage_shares)
-        if self.encoder_stage == "own" and self.pipeline_stages > 1:
-            decoding = chunks - self.virtual_stages
-            return tuple(float(c % self.pipeline_stages > 0) / decoding for c in range(chunks))
-        return (1.0 / chunks,) * chunks
 
     @property
     def replicas(self) -> int:

@@ -181,7 +181,11 @@ def calibrate(measured: MeasurementFile) -> Calibration:
             )
         },
         unmeasured=list(llm.unmeasured),
-        cost=Coefficients(llm=llm.cost, **{name: fit.cost for name, fit in encoders.items()}),
+        cost=Coefficients(
+            llm=llm.cost,
+            vision=encoders["vision"].cost if "vision" in encoders else None,
+            audio=encoders["audio"].cost if "audio" in encoders else None,
+        ),
     )
     return Calibration(file=file, fits=fits)
 

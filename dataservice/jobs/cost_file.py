@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import SpecError
 from dataservice.core.plan_options import CostModel
 from dataservice.core.quoting import quoted
@@ -51,6 +51,7 @@ class Coefficients(Strict):
     llm: ContextCost
     vision: PhaseCost | None = None
     audio: PhaseCost | None = None
+    step: StepCost | None = None
 
     @property
     def model(self) -> CostModel:
@@ -60,6 +61,7 @@ class Coefficients(Strict):
             llm=self.llm,
             vision=self.vision or default.vision,
             audio=self.audio or default.audio,
+            step=self.step or default.step,
         )
 
 

@@ -23,6 +23,7 @@ from dataservice.core.job import (
     WeightUnit,
 )
 from dataservice.core.plan_options import PlanOptions
+from dataservice.core.topology import EncoderStage, Meet
 from dataservice.core.validation import SUFFIX, validation_of
 from dataservice.decode.processors.transformers_image import FILES as FOLDER_FILES
 from dataservice.decode.processors.transformers_image import TransformersImageSpec
@@ -53,6 +54,19 @@ class TopologySpec(Strict):
     replicas_per_node: Annotated[int | None, Field(ge=1)] = None
     """Number of replicas on one host. Where it is set, CP groups and feature exchanges stay inside
     hosts if possible."""
+    replicas_meet: Meet = "wave"
+    """When replicas wait for one another: in every wave, as where weights are sharded (FSDP), or
+    once a step, as in plain data parallelism. Plans are made for it, and predicted by it."""
+    encoder_stage: EncoderStage = "first"
+    """Which stages of a pipeline encode: the first, beside its part of the decoder, as
+    `run_pipeline_step` does it; one of its own before the decoder's; or all, before the pipeline
+    fills and after it drains (spread)."""
+    encoders_train: bool = True
+    """Whether gradients flow into the encoders; where they are frozen, an encoder has a forward
+    pass alone."""
+    stage_shares: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """The part of the decoder's seconds that each model chunk takes, in model order, in any unit.
+    Without it all chunks take the same."""
 
     @model_validator(mode="after")
     def _interleaved_over_stages(self) -> "TopologySpec":
@@ -60,6 +74,13 @@ class TopologySpec(Strict):
             raise ValueError(
                 f"virtual_stages is {self.virtual_stages} and pipeline_parallel 1: one stage would "
                 "hand model chunks to itself; raise pipeline_parallel or leave virtual_stages out"
+            )
+        chunks = self.pipeline_parallel * self.virtual_stages
+        shares = self.stage_shares
+        if shares and not (len(shares) == chunks and max(shares) > 0):
+            raise ValueError(
+                f"stage_shares is {list(shares)}; give each of the {chunks} model "
+                "chunks (pipeline_parallel × virtual_stages) its part, and not 0 to all of them"
             )
         return self
 

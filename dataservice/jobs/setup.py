@@ -18,6 +18,7 @@ from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
+from dataservice.core.topology import ReplicaLayout
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
@@ -326,7 +327,7 @@ def job_setup(
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
         revise=partial(_revised, catalog),
-        **_topology(spec),
+        layout=_layout(spec),
     )
 
 
@@ -362,7 +363,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
-        **_topology(spec),
+        layout=_layout(spec),
     )
 
 
@@ -394,14 +395,18 @@ def _loss_weights(spec: JobSpec) -> tuple[float, ...]:
     return tuple(source.loss_weight for source in spec.sources) if weighs else ()
 
 
-def _topology(spec: JobSpec) -> dict[str, Any]:
-    """The fields of a setup that describe a trainer's ranks."""
-    return {
-        "ranks_per_replica": spec.topology.tensor_parallel * spec.topology.pipeline_parallel,
-        "pipeline_stages": spec.topology.pipeline_parallel,
-        "virtual_stages": spec.topology.virtual_stages,
-        "replicas_per_node": spec.topology.replicas_per_node,
-    }
+def _layout(spec: JobSpec) -> ReplicaLayout:
+    ranks = spec.topology
+    return ReplicaLayout(
+        ranks_per_replica=ranks.tensor_parallel * ranks.pipeline_parallel,
+        pipeline_stages=ranks.pipeline_parallel,
+        virtual_stages=ranks.virtual_stages,
+        replicas_per_node=ranks.replicas_per_node,
+        replicas_meet=ranks.replicas_meet,
+        encoder_stage=ranks.encoder_stage,
+        encoders_train=ranks.encoders_train,
+        stage_shares=ranks.stage_shares,
+    )
 
 
 def _require_same_augmentation(record: JobRecord, order: str) -> None:

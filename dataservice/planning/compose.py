@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.layout import sample_starts
-from dataservice.core.plan import StageReport, StepPlan
+from dataservice.core.plan import StageReport, StepPlan, StepTime
 from dataservice.core.plan_options import STRATEGIES, IsfLimits, PlanOptions, Strategy
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -29,7 +29,7 @@ from dataservice.planning.stages.group import PackedStep, group_packs, group_rep
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
 from dataservice.planning.step_bound import StepBound
-from dataservice.planning.step_time import Phases, StepTime, chunk_times, step_phases, time_phases
+from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_items, check_packs
 
 # A plan this close to the bound of the whole step is not compared with others.
@@ -132,7 +132,7 @@ class _Composed:
             ),
             *more,
         )
-        return replace(self.grouped, stages=reports, predicted_s=self.time.total_s)
+        return replace(self.grouped, stages=reports, predicted_s=self.time.total_s, time=self.time)
 
 
 def _grouped(
@@ -210,8 +210,9 @@ def _others(
             smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
             if smaller.longest_sample_tokens(topology.replicas) >= longest:
                 yield (smaller,)
+    unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
-        plain = replace(options, strategy=name)
+        plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
         seats = replace(plain, assign=stages.assign, order=stages.order, dispatch=stages.dispatch)
         yield seats, plain
 

@@ -10,13 +10,12 @@ Shapes: W waves, M modalities, N replicas, C model chunks, m encoder items; a ph
 in one wave, wave · M + modality.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.plan import StepPlan
+from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.plan_options import CostModel
 from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
@@ -31,28 +30,6 @@ from dataservice.planning.stages.dispatch import EncoderItems, encoder_items
 MODALITIES = len(Modality)
 # Of a phase's seconds, those of its forward pass; a backward pass costs twice that.
 FORWARD_SHARE = 1.0 / 3.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """Seconds of a step: `total_s`, and what they are to a rank, on the mean of all ranks.
-
-    `waiting_s` is what the phases leave of the total: for slower replicas, for other stages of the
-    pipeline, and for the members of a group.
-    """
-
-    total_s: float
-    vision_s: float
-    audio_s: float
-    exchange_s: float
-    llm_s: float
-    gradient_s: float
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds in which a rank computes nothing, on the mean."""
-        working_s = self.vision_s + self.audio_s + self.exchange_s + self.llm_s + self.gradient_s
-        return max(0.0, self.total_s - working_s)
 
 
 class Phases(NamedTuple):

@@ -16,6 +16,7 @@ from dataservice.core.errors import (
 )
 from dataservice.core.orders import RankShard, WantedParts
 from dataservice.core.tickets import check_ticket, prove
+from dataservice.core.topology import ReplicaLayout
 from dataservice.engine.api import EndOfData
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import make_coordinator, make_setup
@@ -79,7 +80,7 @@ async def test_tickets_are_signed_for_the_worker_that_holds_the_pack(store, book
 async def test_ranks_of_a_replica_share_microbatches_and_get_tickets_for_what_they_want(
     store, books
 ):
-    setup = replace(make_setup(), ranks_per_replica=4, pipeline_stages=2)
+    setup = replace(make_setup(), layout=ReplicaLayout(ranks_per_replica=4, pipeline_stages=2))
     coordinator = make_coordinator(store, books, setup)
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator, world=8)

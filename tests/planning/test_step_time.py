@@ -224,6 +224,13 @@ def test_full_is_never_worse_than_a_baseline_and_no_plan_is_below_the_bound(
         assert step_seconds(plan, topology, RICH).total_s == pytest.approx(plan.predicted_s)
 
 
+def test_naming_what_full_would_do_anyway_changes_nothing():
+    samples = step_samples(60, 3, longest=800)
+    named = {"pack": "auto", "context": "dynamic", "assign": "balanced", "order": "search"}
+    plain = composed(samples, Topology(world_size=8))
+    assert composed(samples, Topology(world_size=8), **named).digest == plain.digest
+
+
 def a_few_samples(seed: int) -> StepSamples:
     """Three samples, one or two of which have an image."""
     rng = np.random.default_rng(seed)

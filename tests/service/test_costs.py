@@ -56,7 +56,23 @@ def test_explain_sets_the_slowest_rank_s_seconds_against_the_prediction(corpus, 
         assert found["measured_s"] == 0.5
         assert found["predicted_s"] > 0
         off = f"{0.5 / found['predicted_s'] - 1:+.0%}"
-        assert f"measured 0.500 s ({off})" in service.cli("explain", "job", "--step", "0").stdout
+        shown = service.cli("explain", "job", "--step", "0").stdout
+        assert f"measured 0.500 s ({off})" in shown
+        time = found["plan"]["time"]
+        assert time["total_s"] == found["predicted_s"]
+        assert f"of which a rank, on the mean: vision {time['vision_s']:.3f} s" in shown
+
+
+def test_a_job_s_trainer_is_predicted_by_its_topology(corpus, tmp_path):
+    topologies = {"wave": {}, "step": {"replicas_meet": "step"}}
+    with serving(tmp_path) as service:
+        seconds = {}
+        for name, topology in topologies.items():
+            file = job_file(corpus, tmp_path, job=name, topology=topology)
+            service.cli("job", "submit", str(file))
+            Ranks(service.address, 3, job=name).start(stop_after=1).join()
+            seconds[name] = explained(service, 0, job=name)["predicted_s"]
+    assert seconds["step"] < seconds["wave"]
 
 
 def test_a_job_that_names_a_cost_file_plans_with_it(corpus, tmp_path, cost_file):

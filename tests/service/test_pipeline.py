@@ -114,6 +114,13 @@ def test_virtual_stages_of_a_single_stage_are_refused(corpus, tmp_path):
         read_job(path.read_text(), tmp_path)
 
 
+@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.0]])
+def test_shares_of_other_stages_are_refused(corpus, tmp_path, shares):
+    path = job_file(corpus, tmp_path, topology={"pipeline_parallel": 2, "stage_shares": shares})
+    with pytest.raises(SpecError, match="give each of the 2 model chunks"):
+        read_job(path.read_text(), tmp_path)
+
+
 def test_the_last_stages_get_labels_alone(learned):
     for job in VIRTUAL_STAGES:
         first, last = (learned[stage][job]["received"] for stage in range(STAGES))
