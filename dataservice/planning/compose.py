@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.layout import sample_starts
+from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan import StageReport, StepPlan, StepTime
-from dataservice.core.plan_options import STRATEGIES, IsfLimits, PlanOptions, Strategy
-from dataservice.core.sample import LengthTable
+from dataservice.core.plan_options import (
+    STRATEGIES,
+    CostModel,
+    IsfLimits,
+    PlanOptions,
+    Strategy,
+)
+from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
@@ -34,6 +40,9 @@ from dataservice.planning.validate import check_items, check_packs
 
 # A plan this close to the bound of the whole step is not compared with others.
 NEAR = 1.001
+# Fewer waves are tried where one costs more than this share of β₁ beside its groups.
+MANY_WAVES = 0.25
+LONGEST_SHARE = 0.2
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
@@ -88,11 +97,11 @@ def compose_step(
     packed, found = _grouped(lengths, topology, options, limits)
     best = first = _composed(samples, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    for alike in _others(lengths, topology, options):
+    for rival in _rivals(lengths, topology, options):
         if best.time.total_s <= bound_s * NEAR:
             break
-        packed, found = _grouped(lengths, topology, alike[0], limits)
-        for other in alike:
+        packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+        for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
                 made = _composed(samples, step, replace(packed, options=other), found)
                 best = min(best, made, key=lambda each: each.time.total_s)
@@ -136,13 +145,21 @@ class _Composed:
 
 
 def _grouped(
-    lengths: LengthTable, topology: Topology, options: PlanOptions, limits: IsfLimits | None
+    lengths: LengthTable,
+    topology: Topology,
+    options: PlanOptions,
+    limits: IsfLimits | None,
+    rival: "_Rival | None" = None,
 ) -> tuple[PackedStep, ContextWaves]:
-    """The packs and the groups of one plan."""
+    """The packs and the groups of one plan, or of a rival's."""
     degree = _static_degree(lengths, topology.replicas, options)
+    packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
+    if rival is not None and rival.unpadded:
+        charged = padded_tokens(lengths.llm_tokens, degree)
     packed = PackedStep(
         tokens=lengths.llm_tokens.astype(np.int64),
-        packed=pack_samples(lengths, degree=degree, options=options, limits=limits),
+        packed=(packs, charged),
+        wave_s=rival.wave_s if rival else 0.0,
         degree=degree,
         topology=topology,
         options=options,
@@ -193,28 +210,51 @@ def _composed(
     )
 
 
-def _others(
-    lengths: LengthTable, topology: Topology, options: PlanOptions
-) -> Iterator[tuple[PlanOptions, ...]]:
-    """What strategy `full` compares its own plan with, where it decides about every stage. Those
-    yielded together have the same packs and groups."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rival:
+    """Plans of the same packs and groups, which only later stages tell apart. `wave_s` as in
+    `PackedStep`; `unpadded`: priced as a trainer that packs computes it, although the algorithm is
+    a baseline's that pads."""
+
+    options: tuple[PlanOptions, ...]
+    wave_s: float = 0.0
+    unpadded: bool = False
+
+
+def _rivals(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Iterator[_Rival]:
+    """What strategy `full` compares its own plan with, where it decides about every stage."""
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
+    wave_s = _encoding_of_a_wave(lengths, options.cost)
+    if wave_s > MANY_WAVES * options.cost.llm.group_s:
+        yield _Rival(options=(options,), wave_s=wave_s)
     if topology.replicas_meet == "step" or options.cost.step.version:
-        yield (replace(options, dispatch="home"),)
+        yield _Rival(options=(replace(options, dispatch="home"),))
     if topology.pipeline_stages > 1:
         # Smaller microbatches fill a pipeline sooner; each has its own fixed cost.
         longest = int(lengths.llm_tokens.max())
         for parts in SMALLER:
             smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
             if smaller.longest_sample_tokens(topology.replicas) >= longest:
-                yield (smaller,)
+                yield _Rival(options=(smaller,))
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
         seats = replace(plain, assign=stages.assign, order=stages.order, dispatch=stages.dispatch)
-        yield seats, plain
+        yield _Rival(options=(seats, plain), unpadded=True)
+
+
+def _encoding_of_a_wave(lengths: LengthTable, cost: CostModel) -> float:
+    """About what one wave more costs before its decoder begins: a batch of each encoder, part of
+    the longest item that the replicas then wait for, and an exchange."""
+    seconds = 0.0
+    for modality, phase in zip(Modality, (cost.vision, cost.audio), strict=True):
+        tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
+        if tokens.size:
+            longest_s = float(phase.item_seconds(tokens.max(keepdims=True))[0])
+            seconds += phase.batch_s + LONGEST_SHARE * longest_s + cost.step.exchange_s
+    return seconds
 
 
 def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:

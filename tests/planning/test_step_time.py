@@ -224,6 +224,16 @@ def test_full_is_never_worse_than_a_baseline_and_no_plan_is_below_the_bound(
         assert step_seconds(plan, topology, RICH).total_s == pytest.approx(plan.predicted_s)
 
 
+def test_waves_are_few_where_each_waits_for_its_encoders():
+    samples = step_samples(200, 1, longest=6000)
+    llm = ContextCost(attention_s_per_token2=0.0, linear_s_per_token=1e-4)
+    alone = CostModel(llm=llm, vision=FREE, audio=FREE)
+    beside = replace(alone, vision=PhaseCost(linear_s_per_token=1e-5, batch_s=0.5))
+    many, few = (composed(samples, Topology(world_size=8), cost=cost) for cost in (alone, beside))
+    least = -(-int(samples.lengths.llm_tokens.sum()) // (8 * MEMORY))
+    assert few.waves <= least + 1 < many.waves
+
+
 def test_naming_what_full_would_do_anyway_changes_nothing():
     samples = step_samples(60, 3, longest=800)
     named = {"pack": "auto", "context": "dynamic", "assign": "balanced", "order": "search"}
