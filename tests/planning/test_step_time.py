@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import workloads
 from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import WorldSizeError
 from dataservice.core.layout import sample_starts
@@ -225,12 +226,15 @@ def test_full_is_never_worse_than_a_baseline_and_no_plan_is_below_the_bound(
 
 
 def test_waves_are_few_where_each_waits_for_its_encoders():
-    samples = step_samples(200, 1, longest=6000)
+    samples = workloads.step_samples(workloads.video(200, 2))
     llm = ContextCost(attention_s_per_token2=0.0, linear_s_per_token=1e-4)
-    alone = CostModel(llm=llm, vision=FREE, audio=FREE)
-    beside = replace(alone, vision=PhaseCost(linear_s_per_token=1e-5, batch_s=0.5))
-    many, few = (composed(samples, Topology(world_size=8), cost=cost) for cost in (alone, beside))
-    least = -(-int(samples.lengths.llm_tokens.sum()) // (8 * MEMORY))
+    alone = CostModel(llm=llm, vision=FREE)
+    beside = replace(alone, vision=PhaseCost(linear_s_per_token=1e-5))
+    many, few = (
+        composed(samples, Topology(world_size=39), cost=cost, memory_tokens=8192)
+        for cost in (alone, beside)
+    )
+    least = -(-int(samples.lengths.llm_tokens.sum()) // (39 * 8192))
     assert few.waves <= least + 1 < many.waves
 
 
