@@ -27,12 +27,14 @@ Measure = Callable[[Scale], list[Row]]
 QUALITY: dict[str, Measure] = {
     "small": loads.small_cases,
     "lognormal": loads.lognormal_gaps,
+    "tiles": loads.tile_gaps,
     "padded": loads.padded_batches,
     "packing": packs.packing,
     "degrees": context.degree_solver,
     "context": context.context_plans,
     "order": pipeline.microbatch_orders,
     "nodes": nodes.nodewise,
+    "dispatch": nodes.dispatch_gaps,
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,
