@@ -27,6 +27,7 @@ Measure = Callable[[Scale], list[Row]]
 QUALITY: dict[str, Measure] = {
     "small": loads.small_cases,
     "lognormal": loads.lognormal_gaps,
+    "tiles": loads.tile_gaps,
     "padded": loads.padded_batches,
     "packing": packs.packing,
     "degrees": context.degree_solver,
@@ -34,6 +35,7 @@ QUALITY: dict[str, Measure] = {
     "order": pipeline.microbatch_orders,
     "nodes": nodes.nodewise,
     "steps": steps.whole_steps,
+    "dispatch": nodes.dispatch_gaps,
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,

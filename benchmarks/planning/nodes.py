@@ -4,7 +4,10 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.harness import Peer, Row, Scale
+from dataservice.core.plan_options import PlanOptions
+from dataservice.core.topology import Topology
 from dataservice.planning import balance_nodewise, partition, rearrange_nodewise
+from dataservice.planning.compose import compose_step
 
 
 def nodewise(scale: Scale) -> list[Row]:
@@ -47,3 +50,36 @@ def nodewise(scale: Scale) -> list[Row]:
             explanation="The balance that goes with the share above.",
         ),
     ]
+
+
+def dispatch_gaps(scale: Scale) -> list[Row]:
+    """How far the encoder phases of a whole step end above their bound."""
+    rows = []
+    for mix, memory_tokens in ((workloads.vlm_sft, 8192), (workloads.vlm_long, 32_768)):
+        found = []
+        for seed in range(min(scale.seeds, 4)):
+            workload = mix(153_600, seed)
+            plan = compose_step(
+                workloads.step_samples(workload),
+                step=0,
+                topology=Topology(world_size=2560, replicas_per_node=8),
+                options=PlanOptions(memory_tokens=memory_tokens),
+            )
+            found += [s for s in plan.stages if s.stage == "dispatch vision"]
+        rows.append(
+            Row(
+                group="dispatch",
+                what=f"encoder phases over their bound, worst of {len(found)} draws, "
+                f"{workload.name}, 153,600 samples, 2,560 replicas, 8 a node",
+                figure=100 * max(report.gap for report in found),
+                unit="%",
+                limit=1.0,
+                peers=(
+                    Peer(
+                        name="home", figure=100 * max(r.before / r.lower_bound - 1 for r in found)
+                    ),
+                ),
+                explanation="Sum over waves of the slowest replica's encoding.",
+            )
+        )
+    return rows

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.loads.partition import ALGORITHMS, partition
+from dataservice.planning.loads.problem import build_problem, max_load
+from dataservice.planning.loads.refine import refine
 
 NAMES = sorted(ALGORITHMS)
 COSTS = st.lists(
@@ -102,6 +104,61 @@ def test_the_mean_gap_on_lognormal_lengths_is_small(items, ranks, percent, sprea
         ideal = max(costs.mean() * items / ranks, costs.max())
         gaps.append(partition(costs, ranks).max_load / ideal - 1)
     assert 100 * np.mean(gaps) <= percent
+
+
+def tile_lengths(seed, tokens_a_tile=256, text=267.0):
+    """1,920 lengths with the shape of real tile counts: pictures of 1, 3 or 5 tiles, and a text."""
+    generator = np.random.default_rng(seed)
+    tiles = generator.choice([1, 3, 5], 1920, p=[0.70, 0.14, 0.16])
+    answer = np.rint(generator.lognormal(np.log(text) - 0.18, 0.6, 1920)) if text else 0.0
+    return tokens_a_tile * tiles + answer
+
+
+def swapped_differencing(costs, ranks):
+    """Largest load of Karmarkar–Karp whose heaviest rank swaps items until nothing improves."""
+    rank_of = partition(costs, ranks, algorithm="kk").rank_of.copy()
+    loads = np.bincount(rank_of, weights=costs, minlength=ranks)
+    while True:
+        heaviest = loads.argmax()
+        mine = np.flatnonzero(rank_of == heaviest)
+        shift = costs[mine, None] - costs
+        after = np.maximum(loads[heaviest] - shift, loads[rank_of] + shift)
+        after[:, mine] = np.inf
+        given, taken = np.unravel_index(after.argmin(), after.shape)
+        if after[given, taken] >= loads[heaviest]:
+            return loads[heaviest]
+        partner = rank_of[taken]
+        loads[[heaviest, partner]] += np.array([-1, 1]) * shift[given, taken]
+        rank_of[mine[given]], rank_of[taken] = partner, heaviest
+
+
+@pytest.mark.parametrize(("ranks", "percent"), [(120, 0.01), (30, 0.0005)])
+@pytest.mark.parametrize("shape", [{}, {"tokens_a_tile": 1024, "text": 0.0}], ids=["llm", "vit"])
+def test_lengths_with_the_shape_of_tile_counts_are_level(ranks, percent, shape):
+    gaps = []
+    for seed in range(6):
+        costs = tile_lengths(seed, **shape)
+        plan = partition(costs, ranks)
+        assert plan.max_load <= swapped_differencing(costs, ranks)
+        gaps.append(plan.gap)
+    assert 100 * np.mean(gaps) <= percent
+
+
+def test_whole_costs_are_brought_to_the_bound_itself():
+    costs = np.random.default_rng(5).integers(5_000, 50_000, 1920).astype(float)
+    plan = partition(costs, 30)
+    assert plan.max_load == plan.lower_bound
+
+
+def test_trading_never_raises_the_largest_load():
+    for seed in range(30):
+        generator = np.random.default_rng(seed)
+        ranks = int(generator.integers(2, 12))
+        costs = generator.pareto(1.5, int(generator.integers(15, 200)))
+        problem = build_problem(costs, ranks, equal_count=False, capacity=None, sizes=None)
+        start = generator.integers(0, ranks, costs.size)
+        traded = refine(problem, start, problem.lower_bound)
+        assert max_load(problem, traded) <= max_load(problem, start) * (1 + 1e-12)
 
 
 def test_greedy_takes_the_largest_first():

@@ -27,6 +27,11 @@ def test_whole_costs_round_the_mean_up():
     assert certify(np.array([1.0] * 7), 2, equal_count=False) == 4
 
 
+def test_whole_tiles_round_the_mean_up_to_a_tile():
+    # 7 tiles over 2 ranks: one holds 4 tiles, 1,024 tokens, and not 896.
+    assert certify(np.array([768.0, 256.0, 256.0, 256.0, 256.0]), 2, equal_count=False) == 1024
+
+
 def test_equal_counts_give_the_largest_item_company():
     falling = np.array([10.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     assert certify(falling, 2, equal_count=False) == 10

@@ -1,12 +1,14 @@
 """Number partitioning: one front door, one registry, every answer certified.
 
-`auto` places greedily, stops if the certified gap is already small enough, and otherwise refines;
-few items are also searched exhaustively. The named algorithms give the plain textbook answer, so
-that they can be compared.
+`auto` places greedily, stops if the certified gap is already small enough, and otherwise trades
+items until nothing improves, from there and from Karmarkar–Karp's answer; few items are also
+searched exhaustively. The named algorithms give the plain textbook answer, so that they can be
+compared.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -34,6 +36,7 @@ PartitionAlgorithm = Literal["auto", "greedy", "kk", "multifit"]
 _TOLERANCE = 5e-6
 _TOLERANCE_OF_MANY = 1e-4
 _MANY_ITEMS = 16_384
+_MOST_DIFFERENCED = 1 << 22  # items · ranks; Karmarkar–Karp takes that many steps
 
 # Rank of each sorted place, or None where no room was found; and whether it is proven optimal.
 Answer = tuple[NDArray[np.int64] | None, bool]
@@ -54,7 +57,7 @@ def partition(
     `costs` [n] any unit, finite and ≥ 0. `equal_count`: ranks hold ⌊n/ranks⌋ or ⌈n/ranks⌉ items.
     `capacity` is a hard limit on the summed `sizes` [n] of a rank (the costs themselves if not
     given), never exceeded. `auto` stops once max load ≤ (1 + tolerance) · lower bound; by default
-    5e-6, and 1e-4 from 16,384 items on.
+    the bound itself where costs are whole, else 5e-6, and 1e-4 from 16,384 items on.
 
     Raises PlanningError on bad input, an unknown algorithm, or if no assignment within the
     capacity is found; the message then names a number of ranks that suffices.
@@ -65,7 +68,7 @@ def partition(
     if problem.costs.size == 0:
         return to_partition(problem, np.empty(0, np.int64))
     if tolerance is None:
-        tolerance = _TOLERANCE if problem.costs.size < _MANY_ITEMS else _TOLERANCE_OF_MANY
+        tolerance = _default_tolerance(problem)
     rank_at, proven = solve(problem, tolerance)
     if rank_at is None:
         rank_at = _place_by_size(problem)
@@ -82,10 +85,32 @@ def _auto(problem: PartitionProblem, tolerance: float) -> Answer:
     if best is None:
         best = _place_by_size(problem)
     if best is not None and max_load(problem, best) > target:
-        best = refine(problem, best, target)
+        best = _refined(problem, best, target)
     if problem.costs.size <= MOST_ITEMS and (best is None or max_load(problem, best) > target):
         return exact(problem, best)
     return best, False
+
+
+def _refined(
+    problem: PartitionProblem, rank_at: NDArray[np.int64], target: float
+) -> NDArray[np.int64]:
+    """Trades from here and, where they end above the target, from Karmarkar–Karp's answer."""
+    best = refine(problem, rank_at, target)
+    steps = problem.costs.size * problem.ranks
+    if max_load(problem, best) > target and steps <= _MOST_DIFFERENCED:
+        start = karmarkar_karp(problem)
+        if start is not None:
+            best = min(best, refine(problem, start, target), key=partial(max_load, problem))
+    return best
+
+
+def _default_tolerance(problem: PartitionProblem) -> float:
+    """Whole costs miss the bound by 1 at least, or meet it."""
+    if problem.costs.size >= _MANY_ITEMS:
+        return _TOLERANCE_OF_MANY
+    if bool((problem.costs == np.floor(problem.costs)).all()):
+        return min(_TOLERANCE, 0.5 / max(problem.lower_bound, 1.0))
+    return _TOLERANCE
 
 
 ALGORITHMS: dict[PartitionAlgorithm, Callable[[PartitionProblem, float], Answer]] = {

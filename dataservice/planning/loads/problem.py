@@ -124,9 +124,10 @@ def build_problem(
 def certify(costs: NDArray[np.float64], ranks: int, *, equal_count: bool) -> float:
     """A bound that no assignment of float64[n] falling `costs` to `ranks` can go below. O(n).
 
-    The larger of the mean load (rounded up when every cost is whole) and, for each j, the j + 1
-    smallest of the j·ranks + 1 largest items: some rank holds at least that many of them. With
-    equal counts, also the largest item with as many of the smallest as must join it.
+    The larger of the mean load (where every cost is whole, rounded up to a multiple of what divides
+    them all) and, for each j, the j + 1 smallest of the j·ranks + 1 largest items: some rank holds
+    at least that many of them. With equal counts, also the largest item with as many of the
+    smallest as must join it.
     """
     n = costs.size
     if n == 0:
@@ -134,7 +135,8 @@ def certify(costs: NDArray[np.float64], ranks: int, *, equal_count: bool) -> flo
     prefix = np.concatenate(([0.0], np.cumsum(costs)))
     mean = float(prefix[-1]) / ranks
     if prefix[-1] < 2.0**53 and bool((costs == np.floor(costs)).all()):
-        mean = float(math.ceil(mean - ROUNDING))
+        unit = max(int(np.gcd.reduce(costs.astype(np.int64))), 1)
+        mean = float(math.ceil(mean / unit - ROUNDING) * unit)
     last = np.arange(0, n, ranks)  # place j·ranks holds the (j·ranks + 1)-th largest item
     rounds = np.arange(last.size)
     crowded = float((prefix[last + 1] - prefix[last - rounds]).max())

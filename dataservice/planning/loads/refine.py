@@ -20,6 +20,8 @@ _PAIRING_ROUNDS = 12
 _WORK_PER_ITEM = 240
 _WORK_AT_LEAST = 50_000
 _WORK_AT_MOST = 2_000_000
+# A trade that leaves no more than this share of what a rank is above the target is taken at once.
+_GOOD_SHARE = 0.6
 _PAIRS_UP_TO = 40  # items in a rank beyond which pairs are too many to enumerate
 _RANKS_WITH_PAIRS = 4096  # beyond, kept pair sums would take too much memory
 
@@ -271,7 +273,8 @@ def _lighten_heaviest(
     target: float,
     work_limit: int,
 ) -> None:
-    """Ranks above `target`, heaviest first, trade with whichever rank brings them lowest.
+    """Ranks above `target`, heaviest first, trade with the first rank that brings them near it, or
+    whichever brings them lowest.
 
     Sums of pairs are kept per rank until the rank changes. Ends at the target, when the heaviest
     rank cannot be lightened (nothing else lowers the maximum), or out of work.
@@ -298,9 +301,10 @@ def _lighten_heaviest(
                 break
             places_a = buffer_a[: _gather(a, head, next_at, buffer_a)]
             best = loads[a]
+            good = target + _GOOD_SHARE * (best - target)
             partner = -1
             for level in range(1, levels + 1):
-                if best <= target or (level == 2 and places_a.size > _PAIRS_UP_TO):
+                if best <= good or (level == 2 and places_a.size > _PAIRS_UP_TO):
                     break
                 if level == 2 and pairs_of[a] < 0:
                     _fill_pairs(places_a, places_a.size, costs, sums[a], codes[a])
@@ -331,7 +335,7 @@ def _lighten_heaviest(
                         best = after
                         partner = b
                         chosen[:] = moved
-                    if best <= target or work >= work_limit:
+                    if best <= good or work >= work_limit:
                         break
             if partner >= 0:
                 _apply(a, partner, chosen, costs, sizes, rank_at, loads, held, head, next_at)

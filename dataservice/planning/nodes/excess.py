@@ -1,8 +1,8 @@
-"""What has to leave a node: the excess over its limit, in items that cost most per unit moved.
+"""What has to leave a node: the excess over its limit, as an even mix of its items.
 
-Which items leave is a knapsack cover: by falling cost per volume those that do not overshoot, each
-to the node with the most room, then the one that covers the rest at least volume. Near the least
-volume, not proven least.
+Only items that cost nearly the most per unit moved are asked, and of those every k-th by cost, so
+that neither the node nor those it gives to are left with large items alone, which balance badly.
+All that leaves is pooled and goes, costliest first, to the node with the most room.
 """
 
 import numpy as np
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_rising
+
+# Items this much less dense than the densest are still asked: it is a mix that balances.
+_NEARLY = 1.5
+_ALL = 1e9  # where those are too little, the bar falls, in a few strides, until all are asked
 
 
 @kernel
@@ -39,7 +43,43 @@ def _give(
 
 
 @kernel
-def _lighten(
+def _choose(
+    excess: float,
+    items: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    volume: NDArray[np.float64],
+    pool: NDArray[np.int64],
+) -> int:
+    """Write the items that leave one node to `pool`, all together at most `excess`; how many."""
+    densest = 0.0
+    for item in items:
+        if volume[item] > 0.0:
+            densest = max(densest, costs[item] / volume[item])
+    asked = 0.0
+    nearly = 1.0
+    while asked < excess and nearly < _ALL:
+        nearly = max(nearly * nearly, _NEARLY)
+        asked = 0.0
+        for item in items:
+            if costs[item] * nearly >= densest * volume[item]:
+                asked += costs[item]
+    count = 0
+    share = min(excess / asked, 1.0) if asked > 0.0 else 0.0
+    due = 0.0  # what should have left by now, if items could be divided
+    for item in items:
+        if costs[item] * nearly < densest * volume[item]:
+            continue
+        due += share * costs[item]
+        if 0.5 * costs[item] <= due and 0.0 < costs[item] <= excess:
+            pool[count] = item
+            count += 1
+            due -= costs[item]
+            excess -= costs[item]
+    return count
+
+
+@kernel
+def _give_one_more(
     node: int,
     items: NDArray[np.int64],
     costs: NDArray[np.float64],
@@ -49,24 +89,7 @@ def _lighten(
     takers: NDArray[np.int64],
     node_of: NDArray[np.int64],
 ) -> None:
-    # A heap by falling density and, among equals, falling cost: a few of many items leave.
-    size = items.size
-    keys = np.empty(size)
-    ids = np.arange(size)
-    for k in range(size):
-        free = volume[items[k]] <= 0.0
-        keys[k] = -np.inf if free else -costs[items[k]] / volume[items[k]]
-    for start in range(size // 2 - 1, -1, -1):
-        heap_sift_down(keys, ids, size, start)
-    while size > 0 and over[node] > 0.0:
-        item = items[ids[0]]
-        size -= 1
-        keys[0], ids[0] = keys[size], ids[size]
-        heap_sift_down(keys, ids, size, 0)
-        if 0.0 < costs[item] <= over[node]:
-            _give(item, costs[item], node, over, rooms, takers, node_of)
-    if over[node] <= 0.0:
-        return
+    """Of the items that cover what is still too much, the one of least volume."""
     cover = -1
     for item in items:
         enough = node_of[item] == node and costs[item] >= over[node]
@@ -85,7 +108,7 @@ def move_excess(
     limits: NDArray[np.float64],
     node_of: NDArray[np.int64],
 ) -> None:
-    """Let every node above its limit give its excess to nodes below theirs, worst node first.
+    """Let every node above its limit give its excess to nodes below theirs.
 
     `costs`, `volume` float64[n] and `node_of` int64[n], written to, are by item; node k, whose
     limit is limits[k], holds order[begins[k] : begins[k + 1]], by falling cost. O(n + moved·log n).
@@ -98,11 +121,21 @@ def move_excess(
             load += costs[order[k]]
         over[node] = load - limits[node]
     takers = np.flatnonzero(over <= 0.0)  # int64[nodes with room]
+    givers = np.flatnonzero(over > 0.0)  # int64[nodes without]
+    if takers.size == 0:
+        return
     rooms = over[takers]  # float64[takers], a heap
     for start in range(rooms.size // 2 - 1, -1, -1):
         heap_sift_down(rooms, takers, rooms.size, start)
-    for node in argsort_rising(-over):
-        if over[node] <= 0.0 or rooms.size == 0:
-            break
-        items = order[begins[node] : begins[node + 1]]
-        _lighten(node, items, costs, volume, over, rooms, takers, node_of)
+    pool = np.empty(begins[nodes] - begins[0], np.int64)  # int64[items]: those that leave
+    leaving = 0
+    for giver in givers:
+        items = order[begins[giver] : begins[giver + 1]]
+        leaving += _choose(over[giver], items, costs, volume, pool[leaving:])
+    for place in argsort_rising(-costs[pool[:leaving]]):
+        item = pool[place]
+        _give(item, costs[item], node_of[item], over, rooms, takers, node_of)
+    for giver in givers:
+        if over[giver] > 0.0:
+            items = order[begins[giver] : begins[giver + 1]]
+            _give_one_more(int(giver), items, costs, volume, over, rooms, takers, node_of)

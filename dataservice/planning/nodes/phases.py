@@ -2,8 +2,8 @@
 
 There are many phases and, in each of their nodes, few items, so that a call for each node would
 cost more than the work itself. Items are sorted once by cost; two counting sorts list them by
-phase and node, before and after the excess of full nodes has moved, and each node is then filled
-rank by rank, costliest item first.
+phase and node, before and after the excess of full nodes has moved, and each phase is then
+levelled, node by node.
 """
 
 import numpy as np
@@ -12,20 +12,14 @@ from numpy.typing import NDArray
 from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import group_stable, radix_argsort
-from dataservice.planning.loads.greedy import assign_least_loaded
-from dataservice.planning.loads.refine import refine_in_place
 from dataservice.planning.nodes.excess import move_excess
-
-# Part of the tolerance kept for the imbalance that remains inside a node.
-_INSIDE_SHARE = 0.05
-_FEW_RANKS = 32  # up to this many ranks, the least loaded is found by looking at each
-_WORK_PER_ITEM = 60
+from dataservice.planning.nodes.level import level_phase
 
 
 def spread_phases(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
-    rank: IntArray,
+    tokens: NDArray[np.int32],
     home: NDArray[np.int32],
     volume: IntArray,
     *,
@@ -33,19 +27,19 @@ def spread_phases(
     ranks: int,
     ranks_per_node: int,
     tolerance: float,
-    refined: bool,
 ) -> NDArray[np.int32]:
     """The rank of each item, int32[m], each phase balanced on its own and mostly inside nodes.
 
-    By item, [m]: `phase` in [0, phases); `costs`; `rank`, non-negative integers that rise with the
-    costs inside a phase; `home`, the rank it is needed on; `volume`, what moving it to another node
-    costs. The last node may have fewer ranks. `refined` lowers the largest load of a node further
-    by local search. O(m log ranks).
+    By item, [m]: `phase` in [0, phases); `costs`; `tokens`, with which the costs rise inside a
+    phase; `home`, the rank it is needed on; `volume`, what moving it to another node costs. The
+    last node may have fewer ranks. `tolerance`: what a node may hold above the bound before items
+    leave it. O(m · ranks of a node²).
     """
-    order = radix_argsort((rank.max() - rank).astype(np.uint64))
+    order = radix_argsort((tokens.max() - tokens).astype(np.uint64))
     return _spread(
         phase,
         costs,
+        tokens,
         order,
         home,
         volume.astype(np.float64),
@@ -53,7 +47,6 @@ def spread_phases(
         int(ranks),
         int(ranks_per_node),
         float(tolerance),
-        refined,
     )
 
 
@@ -61,6 +54,7 @@ def spread_phases(
 def _spread(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
+    tokens: NDArray[np.int32],
     order: NDArray[np.int64],
     home: NDArray[np.int32],
     volume: NDArray[np.float64],
@@ -68,10 +62,9 @@ def _spread(
     ranks: int,
     ranks_per_node: int,
     tolerance: float,
-    refined: bool,
 ) -> NDArray[np.int32]:
     nodes = -(-ranks // ranks_per_node)
-    bounds = _bounds(phase, costs, phases, ranks)  # float64[phases]
+    bounds = phase_bounds(phase, costs, tokens, phases, ranks)  # float64[phases]
     node_of = np.empty(costs.size, np.int64)  # int64[m]
     segment_of = np.empty(costs.size, np.int64)  # int64[m]: phase · nodes + node
     for item in range(costs.size):
@@ -81,68 +74,55 @@ def _spread(
     if nodes > 1:
         in_node = np.full(nodes, ranks_per_node)  # int64[nodes]: ranks of each
         in_node[nodes - 1] = ranks - (nodes - 1) * ranks_per_node
-        over_mean = 1.0 + tolerance * (1.0 - _INSIDE_SHARE)
         for p in range(phases):
             of_phase = begins[p * nodes : (p + 1) * nodes + 1]
-            move_excess(costs, volume, listed, of_phase, bounds[p] * over_mean * in_node, node_of)
+            limits = bounds[p] * (1.0 + tolerance) * in_node
+            move_excess(costs, volume, listed, of_phase, limits, node_of)
         for item in range(costs.size):
             segment_of[item] = phase[item] * nodes + node_of[item]
         listed, begins = group_stable(segment_of, order, phases * nodes)
     rank_of = np.empty(costs.size, np.int32)  # int32[m]
-    for segment in range(phases * nodes):
-        items = listed[begins[segment] : begins[segment + 1]]
-        first = segment % nodes * ranks_per_node
-        inside = min(ranks_per_node, ranks - first)
-        rank_at = _fill_node(costs, items, inside, 0.5 * _INSIDE_SHARE * tolerance, refined)
-        for place in range(items.size):
-            rank_of[items[place]] = first + rank_at[place]
+    for p in range(phases):
+        of_phase = begins[p * nodes : (p + 1) * nodes + 1]
+        level_phase(costs, listed, of_phase, bounds[p], ranks, ranks_per_node, rank_of)
     return rank_of
 
 
 @kernel
-def _bounds(
-    phase: NDArray[np.int64], costs: NDArray[np.float64], phases: int, ranks: int
+def phase_bounds(
+    phase: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    tokens: NDArray[np.int32],
+    phases: int,
+    ranks: int,
 ) -> NDArray[np.float64]:
-    """Per phase the larger of the mean load and the largest item: float64[phases]."""
+    """What the largest load of each phase cannot be below: float64[phases]. O(m).
+
+    The largest of the mean load, the largest item and, since items hold whole units of tokens
+    (tiles, frames) that cannot be divided, what the units of the fullest rank take at least: it
+    holds the mean number of them or more, rounded up, at no fewer seconds than the cheapest.
+    """
     total = np.zeros(phases)
     largest = np.zeros(phases)
+    held = np.zeros(phases, np.int64)  # tokens
+    unit = np.zeros(phases, np.int64)  # greatest common divisor of the tokens of an item
+    cheapest = np.full(phases, np.inf)  # seconds of a token
     for item in range(costs.size):
-        total[phase[item]] += costs[item]
-        largest[phase[item]] = max(largest[phase[item]], costs[item])
-    return np.maximum(total / ranks, largest)
-
-
-@kernel
-def _fill_node(
-    costs: NDArray[np.float64],
-    items: NDArray[np.int64],
-    ranks: int,
-    tolerance: float,
-    refined: bool,
-) -> NDArray[np.int64]:
-    """Each item, costliest first, to the least loaded rank: int64[items]."""
-    if ranks > _FEW_RANKS or refined:
-        fell = costs[items]
-    loads = np.zeros(ranks)
-    if ranks > _FEW_RANKS:
-        rank_at = assign_least_loaded(fell, ranks)
-        for place in range(items.size):
-            loads[rank_at[place]] += fell[place]
-    else:
-        rank_at = np.empty(items.size, np.int64)
-        for place in range(items.size):
-            least = 0
-            for rank in range(1, ranks):
-                if loads[rank] < loads[least]:
-                    least = rank
-            rank_at[place] = least
-            loads[least] += costs[items[place]]
-    if refined and items.size > ranks > 1:
-        target = (1.0 + tolerance) * max(loads.sum() / ranks, fell[0])
-        if loads.max() > target:
-            work = _WORK_PER_ITEM * items.size + 2000
-            refine_in_place(rank_at, fell, fell, ranks, np.inf, False, target, work)
-    return rank_at
+        p = phase[item]
+        total[p] += costs[item]
+        largest[p] = max(largest[p], costs[item])
+        size = np.int64(tokens[item])
+        if size > 0:
+            held[p] += size
+            cheapest[p] = min(cheapest[p], costs[item] / size)
+            while size:
+                unit[p], size = size, unit[p] % size
+    bounds = np.maximum(total / ranks, largest)
+    for p in range(phases):
+        if held[p] > 0:
+            fullest = -(-held[p] // (unit[p] * ranks)) * unit[p]
+            bounds[p] = max(bounds[p], fullest * cheapest[p])
+    return bounds
 
 
 @kernel

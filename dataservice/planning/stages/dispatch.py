@@ -15,14 +15,19 @@ from dataservice.core.plan_options import CostModel, Dispatch
 from dataservice.core.sample import Modality
 from dataservice.planning.homes import item_homes, item_packs
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.nodes.phases import name_parts, phase_loads, spread_phases
+from dataservice.planning.nodes.phases import (
+    name_parts,
+    phase_bounds,
+    phase_loads,
+    spread_phases,
+)
 from dataservice.planning.registry import algorithm_named
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
 # the network to come closer.
-TOLERANCE = 5e-3
-# Up to here nodes are also balanced by local search; beyond it that would take too long.
-MOST_REFINED_ITEMS = 16_384
+TOLERANCE = 2e-3
+# Where nodes are not known, as if of so many: a search among all replicas would take too long.
+ISLAND_REPLICAS = 8
 MODALITIES = len(Modality)
 
 
@@ -97,9 +102,8 @@ def _balanced(
         items.llm_tokens,
         phases=items.phases,
         ranks=replicas,
-        ranks_per_node=min(replicas_per_node or replicas, replicas),
+        ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
         tolerance=TOLERANCE,
-        refined=len(items.home) <= MOST_REFINED_ITEMS,
     )
     if replicas_per_node is None or replicas_per_node >= replicas:
         return name_parts(spread, items.home, items.phase, items.phases, replicas)
@@ -116,18 +120,16 @@ def dispatch_reports(
     items: EncoderItems, replica_of: NDArray[np.int32], replicas: int, algorithm: Dispatch
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (at home) and
-    after; the bound is the larger of the mean and the longest item. What a batch takes by itself
-    is in all three, since replicas without items encode a small one."""
+    after; the bound is that of `phase_bounds`. What a batch takes by itself is in all three, since
+    replicas without items encode a small one."""
     loads = phase_loads(items.phase, items.seconds, items.home, items.phases, replicas)
     before = loads.max(axis=1)
-    mean = loads.sum(axis=1) / replicas
-    longest = _longest(items.phase, items.seconds, items.phases)
     after = before
     if replica_of is not items.home:
         after = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas).max(
             axis=1
         )
-    bound = np.maximum(mean, longest)
+    bound = phase_bounds(items.phase, items.seconds, items.encoder_tokens, items.phases, replicas)
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
@@ -163,13 +165,3 @@ def _phase_and_seconds(
             + coefficients[encoder, 2]
         )
     return phase, seconds
-
-
-@kernel
-def _longest(
-    phase: NDArray[np.int64], seconds: NDArray[np.float64], phases: int
-) -> NDArray[np.float64]:
-    longest = np.zeros(phases)
-    for item in range(phase.size):
-        longest[phase[item]] = max(longest[phase[item]], seconds[item])
-    return longest

@@ -1,0 +1,147 @@
+"""Encoder items over replicas: the bound holds, phases end near it, and nothing is lost."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import workloads
+from dataservice.core.plan_options import PlanOptions
+from dataservice.core.topology import Topology
+from dataservice.planning.compose import compose_step
+from dataservice.planning.nodes.fill import fill_node
+from dataservice.planning.nodes.phases import phase_bounds, phase_loads, spread_phases
+
+
+def spread(tokens, phase, home, *, ranks, ranks_per_node, tolerance=5e-3):
+    """(rank of each item, seconds) for one second an item and ten a token."""
+    tokens, phase = np.asarray(tokens, np.int32), np.asarray(phase)
+    costs = 10.0 * tokens + 1.0
+    rank_of = spread_phases(
+        phase,
+        costs,
+        tokens,
+        np.asarray(home, np.int32),
+        tokens,
+        phases=int(phase.max()) + 1,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        tolerance=tolerance,
+    )
+    return rank_of, costs
+
+
+def least_largest_load(costs, ranks):
+    """Smallest largest load of all assignments."""
+    loads = [
+        np.bincount(ranks_of, weights=costs, minlength=ranks).max()
+        for ranks_of in product(range(ranks), repeat=len(costs))
+    ]
+    return min(loads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tiles=st.lists(st.sampled_from([1, 3, 5]), min_size=1, max_size=7),
+    unit=st.sampled_from([1, 4, 256]),
+    item_s=st.sampled_from([0.0, 1.0, 50.0]),
+    squared=st.sampled_from([0.0, 1e-3]),
+    ranks=st.integers(1, 3),
+)
+def test_no_assignment_is_below_the_bound_of_a_phase(tiles, unit, item_s, squared, ranks):
+    tokens = np.array(tiles, np.int32) * np.int32(unit)
+    costs = 1e-2 * tokens + squared * tokens.astype(float) ** 2 + item_s
+    (bound,) = phase_bounds(np.zeros(len(tiles), np.int64), costs, tokens, 1, ranks)
+    assert bound <= least_largest_load(costs, ranks) * (1 + 1e-9)
+
+
+def test_a_tile_is_not_divided_over_replicas():
+    # 9 tiles over 8 replicas: one of them holds two, whatever the mean says.
+    tokens = np.full(9, 1024, np.int32)
+    costs = tokens * 1.0
+    (bound,) = phase_bounds(np.zeros(9, np.int64), costs, tokens, 1, 8)
+    assert bound == 2048
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    phases=st.integers(1, 3),
+    ranks=st.integers(1, 40),
+    ranks_per_node=st.sampled_from([1, 3, 8, 40]),
+    tolerance=st.sampled_from([0.0, 0.005, 0.5]),
+    crowded=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_every_item_gets_a_replica_and_no_phase_is_worse_than_at_home(
+    n, phases, ranks, ranks_per_node, tolerance, crowded, seed
+):
+    generator = np.random.default_rng(seed)
+    tokens = generator.choice([1, 3, 5], n)
+    phase = generator.integers(0, phases, n)
+    home = generator.integers(0, max(1, ranks // 4) if crowded else ranks, n)
+    made, costs = spread(
+        tokens, phase, home, ranks=ranks, ranks_per_node=ranks_per_node, tolerance=tolerance
+    )
+    assert made.min() >= 0
+    assert made.max() < ranks
+    again, _ = spread(
+        tokens, phase, home, ranks=ranks, ranks_per_node=ranks_per_node, tolerance=tolerance
+    )
+    np.testing.assert_array_equal(made, again)
+    loads = phase_loads(phase, costs, made, int(phase.max()) + 1, ranks)
+    assert loads.sum() == pytest.approx(costs.sum())
+    at_home = phase_loads(phase, costs, home.astype(np.int32), int(phase.max()) + 1, ranks)
+    assert (loads.max(axis=1) <= at_home.max(axis=1) * (1 + 1e-9)).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=60),
+    ranks=st.integers(1, 12),
+    slack=st.floats(1.0, 2.0),
+)
+def test_a_filled_node_is_never_worse_than_a_greedy_one(costs, ranks, slack):
+    fell = np.sort(np.array(costs))[::-1].copy()
+    greedy = np.zeros(ranks)
+    for cost in fell:
+        greedy[greedy.argmin()] += cost
+    rank_at = np.empty(fell.size, np.int64)
+    largest = fill_node(fell, ranks, slack * fell.sum() / ranks, rank_at)
+    loads = np.bincount(rank_at, weights=fell, minlength=ranks)
+    assert loads.max() == pytest.approx(largest)
+    assert largest <= greedy.max() * (1 + 1e-9)
+
+
+def test_the_rank_with_most_tiles_holds_few_items():
+    # 17 tiles over 2 ranks of at most 9 tiles: a second an item tells which rank has the ninth.
+    tiles = np.array([5, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1], float)
+    fell = 10 * tiles + 1
+    rank_at = np.empty(fell.size, np.int64)
+    largest = fill_node(fell, 2, 94.0, rank_at)
+    assert largest == 93.0
+
+
+def test_a_node_without_small_items_hands_on_what_does_not_fit():
+    # Three nodes of two ranks; the first holds an odd number of equal items, the others have room.
+    tokens = [4] * 7 + [4] * 5 + [4] * 5 + [4] * 5 + [4] * 6
+    home = [0] * 7 + [2] * 5 + [4] * 5 + [6] * 5 + [8] * 6
+    made, _ = spread(tokens, [0] * 28, home, ranks=10, ranks_per_node=2, tolerance=0.5)
+    assert np.bincount(made, minlength=10).max() == 3
+
+
+@pytest.mark.parametrize(
+    ("mix", "memory", "most_gap"),
+    [(workloads.vlm_sft, 8192, 0.011), (workloads.vlm_long, 32_768, 0.016)],
+)
+def test_encoders_of_a_step_end_near_their_bound(mix, memory, most_gap):
+    plan = compose_step(
+        workloads.step_samples(mix(38_400, 0)),
+        step=0,
+        topology=Topology(world_size=640, replicas_per_node=8),
+        options=PlanOptions(memory_tokens=memory),
+    )
+    (report,) = [stage for stage in plan.stages if stage.stage == "dispatch vision"]
+    assert report.gap <= most_gap
