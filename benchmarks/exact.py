@@ -1,12 +1,16 @@
 """Optima of small cases: by enumeration, and by scipy's integer programs (HiGHS)."""
 
+import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from dataservice.core.cost import ContextCost
+from dataservice.core.layout import padded_tokens
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
 
 
@@ -94,3 +98,76 @@ def _least_last(
     if solution.x is None:
         raise RuntimeError(f"the solver found nothing: {solution.message}")
     return float(solution.fun)
+
+
+def best_context_waves(
+    tokens: NDArray[np.int64],
+    *,
+    ranks: int,
+    memory_tokens: int,
+    ranks_per_node: int,
+    cost: ContextCost,
+) -> float:
+    """The least possible sum of the waves' makespans, over all waves, groups, degrees and places on
+    nodes. Subsets of the samples are the bits of a mask. O(3ⁿ · moves)."""
+    times = _times_of_sets(tokens, ranks, memory_tokens, cost)
+    moves = _moves(ranks, ranks_per_node)
+    masks = 1 << tokens.size
+    # [set of samples, ranks free on the nodes]: least seconds of these samples on these ranks.
+    wave = np.full((masks, moves.states), np.inf)
+    wave[0] = 0.0
+    step = np.full(masks, np.inf)
+    step[0] = 0.0
+    for mask in range(1, masks):
+        lowest = mask & -mask
+        inside = np.arange(1, mask + 1)
+        group = inside[(inside & ~mask == 0) & (inside & lowest > 0)]  # sets with the first sample
+        alone = times[group][:, moves.crosses, moves.degree - 1]  # [set, move]
+        both = np.maximum(alone, wave[mask ^ group][:, moves.after]).min(axis=0)
+        np.minimum.at(wave[mask], moves.before, both)
+        step[mask] = (wave[group, 0] + step[mask ^ group]).min()
+    return float(step[-1])
+
+
+class _Moves(NamedTuple):
+    """Ways to give a group ranks: `before` and `after` number what is free on the nodes, the first
+    of `states` being all; `degree` ranks go, and the group `crosses` nodes. All int64[moves]."""
+
+    states: int
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+    degree: NDArray[np.int64]
+    crosses: NDArray[np.int64]
+
+
+@functools.cache
+def _moves(ranks: int, ranks_per_node: int) -> _Moves:
+    nodes = -(-ranks // ranks_per_node)
+    free = [min(ranks_per_node, ranks - node * ranks_per_node) for node in range(nodes)]
+    states = list(itertools.product(*[range(room, -1, -1) for room in free]))
+    number = {state: place for place, state in enumerate(states)}
+    found = [
+        (number[state], number[after], sum(taken), sum(t > 0 for t in taken) > 1)
+        for state in states
+        for taken in itertools.product(*[range(room + 1) for room in state])
+        if sum(taken)
+        for after in [tuple(room - t for room, t in zip(state, taken, strict=True))]
+    ]
+    before, after, degree, crosses = np.array(found, dtype=np.int64).T
+    return _Moves(len(states), before, after, degree, crosses)
+
+
+def _times_of_sets(
+    tokens: NDArray[np.int64], ranks: int, memory_tokens: int, cost: ContextCost
+) -> NDArray[np.float64]:
+    """Seconds of every set of samples as a group [set, crosses, degree − 1]; infinity where the
+    degree does not hold it."""
+    holds = np.arange(1 << tokens.size)[:, None] >> np.arange(tokens.size) & 1  # [set, sample]
+    degree = np.arange(1, ranks + 1)
+    padded = padded_tokens(tokens[:, None], degree[None, :])  # [sample, degree]
+    total = holds @ padded  # [set, degree]
+    squares = holds @ padded.astype(np.float64) ** 2
+    times = np.stack(
+        [cost.group_times_s(total, squares, degree, crosses) for crosses in (False, True)], axis=1
+    )
+    return np.where((total <= memory_tokens * degree)[:, None, :], times, np.inf)

@@ -75,9 +75,56 @@ def degree_solver(scale: Scale) -> list[Row]:
     ]
 
 
+def small_case(generator: np.random.Generator) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """A step of 2 to 6 samples, and 2 to 4 replicas that hold it in about 1 to 4 waves, nodes of
+    any size, rings between them up to 100 times as slow as inside."""
+    count, ranks = int(generator.integers(2, 7)), int(generator.integers(2, 5))
+    spread = generator.uniform(0.2, 1.5)
+    tokens = np.maximum(generator.lognormal(np.log(2000), spread, count).astype(np.int64), 1)
+    waves = generator.uniform(0.4, 3)
+    fitting = -(-(int(tokens.max()) + 2 * ranks) // ranks)
+    ring_s = 10 ** generator.uniform(-7, -5)
+    return tokens, {
+        "ranks": ranks,
+        "ranks_per_node": int(generator.integers(1, ranks + 1)),
+        "memory_tokens": max(int(tokens.sum() / (ranks * waves)), fitting),
+        "cost": ContextCost(
+            attention_s_per_token2=10 ** generator.uniform(-9.5, -7.5),
+            linear_s_per_token=10 ** generator.uniform(-5, -3.5),
+            group_s=float(generator.choice([0.0, 0.02, 0.1, 0.6])),
+            ring_intra_s_per_token=ring_s,
+            ring_inter_s_per_token=ring_s * 10 ** generator.uniform(0, 2),
+            ring_hop_s=float(generator.choice([0.0, 2e-5, 1e-3])),
+        ),
+    }
+
+
+def small_optima(scale: Scale) -> list[Row]:
+    """All waves of a step beside the best of all waves, groups, degrees and places on nodes."""
+    generator = np.random.default_rng(11)
+    over = []
+    for _ in range(2 * scale.cases):
+        tokens, setting = small_case(generator)
+        best_s = exact.best_context_waves(tokens, **setting)
+        over.append(100 * (plan_context_waves(tokens, **setting).makespan_s / best_s - 1))
+    return [
+        Row(
+            group="context",
+            what=f"all waves over the exhaustive optimum, {2 * scale.cases:,} steps of 2 to 6 "
+            f"samples on 2 to 4 replicas, {word}",
+            figure=float(reduce(over)),
+            unit="%",
+            limit=limit,
+            explanation="Random costs, rings between nodes up to 100 times as slow as inside, "
+            "memory for about 1 to 4 waves. Steps as small as these are tried out.",
+        )
+        for word, reduce, limit in (("mean", np.mean, 0.2), ("worst", np.max, 10.0))
+    ]
+
+
 def context_plans(scale: Scale) -> list[Row]:
-    """Context groups at 64 replicas on the two mixes with long samples."""
-    rows = []
+    """Small steps beside their optimum, and 64 replicas on the two mixes with long samples."""
+    rows = small_optima(scale)
     for draw in (workloads.long_text, workloads.video):
         mixes = [draw(1024, seed) for seed in range(scale.seeds)]
         rows += _one_wave_rows(mixes)

@@ -9,7 +9,7 @@ import numpy as np
 from dataservice.core.cost import ContextCost
 from dataservice.planning.context.degrees_dp import degrees_by_dp
 from dataservice.planning.context.degrees_threshold import degrees_by_threshold
-from dataservice.planning.context.groups import plan_context_groups
+from dataservice.planning.context.groups import plan_context_waves
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.bfd import pack_bfd
@@ -60,7 +60,9 @@ def warm_kernels() -> None:
     degrees_by_threshold(table, ranks=6)
     degrees_by_dp(table, ranks=6)
     cost = ContextCost.flexsp_7b()
-    # A ring across nodes is the slowest; and what fills groups by time alone finds no room.
-    crossing = [2566, 1947, 1582, 992, 882]
-    plan_context_groups(crossing, ranks=6, memory_tokens=4096, cost=cost, ranks_per_node=3)
+    # Few enough to try all; and more, where a ring across nodes is the slowest and a cut is mended.
+    # And what fills groups by time alone finds no room.
+    crossing = [1313, 1137, 1441, 1611, 2240, 2701, 496, 2821, 1734, 1266]
+    for few in (crossing[:5], crossing):
+        plan_context_waves(few, ranks=6, memory_tokens=4096, cost=cost, ranks_per_node=3)
     find_many_waves([500, 400, 300, 300, 300], ranks=1, memory_tokens=900, cost=cost)

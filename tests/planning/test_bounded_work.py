@@ -85,6 +85,16 @@ def test_no_more_than_so_many_waves_are_solved_to_compare_cuts(monkeypatch):
     assert solved.calls < 1.5 * len(made.waves), "no second cut into as many waves is solved"
 
 
+def test_few_waves_are_solved_to_mend_a_cut(monkeypatch):
+    solved = Counted(monkeypatch, step_waves, "solve_one_wave")
+    rng = np.random.default_rng(3)
+    steps = 8
+    for _ in range(steps):
+        lengths = rng.integers(100, 3 * MEMORY, 64)
+        plan_context_waves(lengths, **{**MACHINE, "ranks": 12, "ranks_per_node": 5})
+    assert steps < solved.calls <= 33 * steps
+
+
 @pytest.mark.parametrize("pack", ["auto", "balanced", "joint"])
 @pytest.mark.parametrize("worst", ["a token more than a rank holds", "two of three fit a rank"])
 def test_a_whole_step_of_the_worst_lengths_is_planned_once_by_each_planner(

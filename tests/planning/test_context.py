@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exact import best_context_waves
+from benchmarks.planning.context import small_case
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
+from dataservice.planning.context import exact
 from dataservice.planning.context.groups import (
     plan_context_groups,
     plan_context_waves,
@@ -113,7 +116,8 @@ def test_waves_hold_every_sample_once_within_memory_and_ranks(
         assert plan.makespan_s >= plan.lower_bound_s * (1 - 1e-9)
 
 
-def test_a_group_that_all_its_samples_left_has_no_ranks_and_no_time():
+def test_a_group_that_all_its_samples_left_has_no_ranks_and_no_time(monkeypatch):
+    monkeypatch.setattr(exact, "WAVE_LOOKS", 0)  # as if they were too many to try
     tokens = np.array([241, 229, 62, 40, 297])
     machine = {"ranks": 7, "memory_tokens": 256, "cost": SLOW_BETWEEN_NODES[0]}
     plan = plan_context_groups(tokens, ranks_per_node=3, **machine)
@@ -179,6 +183,42 @@ def test_a_wave_is_close_to_the_best_of_all_groupings_on_small_cases():
         ratios.append(plan.makespan_s / best)
     assert len(ratios) > 25
     assert np.mean(ratios) < 1.02
+
+
+def small_cases(count, seed=0):
+    """Tokens and machine: memory tight or loose, nodes of any size, rings between them slow."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        tokens, setting = small_case(rng)
+        yield tokens, setting, best_context_waves(tokens, **setting)
+
+
+def test_few_samples_on_few_ranks_get_the_best_of_all_waves():
+    for tokens, setting, best_s in small_cases(150):
+        made = plan_context_waves(tokens, **setting)
+        assert made.makespan_s == pytest.approx(best_s, rel=1e-9)
+        assert made.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+        for wave in made.waves:
+            node, memory = setting["ranks_per_node"], setting["memory_tokens"]
+            cost, ranks = setting["cost"], setting["ranks"]
+            check_wave(wave, tokens, ranks=ranks, memory=memory, cost=cost, node=node)
+        assert visited(made.waves) == list(range(len(tokens)))
+
+
+def test_waves_that_are_not_all_tried_come_near_the_best_once_mended(monkeypatch):
+    """Each step here is small enough to try all waves; the search for more samples has to plan it,
+    with the groups of each wave tried (as of samples of a wave), and without."""
+    monkeypatch.setattr(exact, "STEP_LOOKS", 0)
+    for looks, mean, worst in ((exact.WAVE_LOOKS, 1.002, 1.25), (0, 1.006, 2.1)):
+        monkeypatch.setattr(exact, "WAVE_LOOKS", looks)
+        over = []
+        for tokens, setting, best_s in small_cases(300):
+            made = plan_context_waves(tokens, **setting)
+            assert made.lower_bound_s <= best_s * (1 + 1e-9)
+            over.append(made.makespan_s / best_s)
+        assert min(over) >= 1 - 1e-9
+        assert np.mean(over) <= mean
+        assert max(over) <= worst
 
 
 def test_a_wave_is_never_slower_than_any_static_degree():

@@ -160,15 +160,21 @@ ONES = np.ones(6)
     [
         (
             groups,
-            "solve_wave",
+            "solve_one_wave",
             lose_a_sample,
             lambda: plan_context_groups(TOKENS, **MACHINE),
         ),
         (
             groups,
-            "solve_waves",
+            "best_waves",
             lambda made: (lose_a_sample(made[0]), *made[1:]),
             lambda: plan_context_waves(TOKENS, **MACHINE),
+        ),
+        (
+            groups,
+            "solve_waves",
+            lambda made: (lose_a_sample(made[0]), *made[1:]),
+            lambda: plan_context_waves(np.tile(TOKENS, 4), **MACHINE),
         ),
         (
             groups,

@@ -1,4 +1,4 @@
-"""Lower bounds of a wave: what no grouping and no degrees can beat."""
+"""Lower bounds of a wave, and of a step's: what no grouping and no degrees can beat."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,15 +7,18 @@ from dataservice.planning.context.seconds import (
     attention_seconds,
     fixed_seconds,
     passing_seconds,
+    work_seconds,
 )
 from dataservice.planning.context.units import (
     Setting,
     Units,
     degree_after,
     fastest_seconds,
+    next_degree,
     unit_seconds,
 )
 from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.sort import argsort_descending
 
 _BISECTIONS = 30
 
@@ -30,6 +33,65 @@ def wave_bound(
     longer than all that are.
     """
     return float(_bound(units, least, rest_work_s, setting))
+
+
+def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
+    """The larger of two bounds of the summed makespans: of all units in one wave, and β₁ for each
+    more that memory calls for; and of what memory leaves beside the unit of most work."""
+    waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
+    together_s = wave_bound(units, least, setting)
+    together_s += (waves - 1) * fixed_seconds(setting.coefficients)
+    dense = argsort_descending(units.work / units.total)
+    return max(together_s, float(_beside_heaviest(units, least, dense, setting)))
+
+
+@kernel
+def _beside_heaviest(
+    units: Units, least: NDArray[np.int64], dense: NDArray[np.int64], setting: Setting
+) -> float:
+    """Least seconds of the wave of the heaviest unit and of all other waves; `dense` int64[u] lists
+    units by falling work a token.
+
+    On d ranks the unit takes T(d), and linear work more for each token that joins it there. The
+    other N−d hold their memory of the densest units at best. What is left is in other waves, as
+    many as its tokens fill: they take β₁ each and 1/N of its work.
+    """
+    heaviest = int(np.argmax(units.work))
+    tokens = np.zeros(dense.size, np.int64)  # int64[u]: of the densest others, prefix sums
+    work_s = np.zeros(dense.size)  # float64[u], likewise
+    count = 0
+    for unit in dense:
+        if unit != heaviest:
+            tokens[count + 1] = tokens[count] + units.total[unit]
+            work_s[count + 1] = work_s[count] + units.work[unit]
+            count += 1
+    token_s = work_seconds(1.0, 0.0, setting.coefficients)
+    base = fixed_seconds(setting.coefficients)
+    full = setting.ranks * setting.memory_tokens
+    best = np.inf
+    degree = least[heaviest]
+    while degree <= setting.ranks:
+        room = (setting.ranks - degree) * setting.memory_tokens
+        held = np.searchsorted(tokens, room, side="right") - 1  # whole units, then a part of one
+        left = max(0, tokens[count] - room)
+        left_s = work_s[count] - work_s[held]
+        each_s = 0.0  # a token of the densest unit that is left
+        if held < count:
+            each_s = (work_s[held + 1] - work_s[held]) / (tokens[held + 1] - tokens[held])
+            left_s -= each_s * (room - tokens[held])
+        most = degree * setting.memory_tokens - units.total[heaviest]
+        others_s = np.inf
+        for waves in range(max(0, -(-left // full) - 1), -(-left // full) + 1):
+            fewest = float(max(0, left - waves * full))  # tokens that join, for so few waves
+            if fewest > most:
+                continue
+            all_s = min(max(left_s / each_s if each_s > 0 else 0.0, fewest), float(most))
+            for joining in (fewest, all_s):
+                rest_s = max(0.0, left_s - each_s * joining) / setting.ranks
+                others_s = min(others_s, waves * base + rest_s + token_s * joining / degree)
+        best = min(best, unit_seconds(units, heaviest, degree, setting) + others_s)
+        degree = next_degree(degree, setting)
+    return best
 
 
 @kernel

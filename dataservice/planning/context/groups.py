@@ -8,16 +8,17 @@ from numpy.typing import ArrayLike
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import Solver, require_name
-from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.bound import wave_bound, waves_bound
 from dataservice.planning.context.check import check_waves
+from dataservice.planning.context.exact import best_waves
 from dataservice.planning.context.plan import ContextGroup, ContextPlan
 from dataservice.planning.context.step_waves import (
     cut_static,
     pack_one_wave,
     pack_static,
+    solve_one_wave,
     solve_waves,
     wave_units,
-    waves_bound,
 )
 from dataservice.planning.context.units import (
     Degrees,
@@ -28,7 +29,7 @@ from dataservice.planning.context.units import (
     make_units,
     select_units,
 )
-from dataservice.planning.context.wave import SOLVERS, solve_wave, static_wave
+from dataservice.planning.context.wave import SOLVERS, static_wave
 
 __all__ = [
     "ContextGroup",
@@ -45,7 +46,8 @@ class ContextWaves:
     """All waves of a step, longest samples first. Sample indices are the caller's.
 
     `lower_bound_s`: β₁ for the least number of waves memory allows, plus the larger of
-    Σwork/N and the longest sample's least time; no sequence of waves is faster.
+    Σwork/N and the longest sample's least time, or what memory leaves to others beside that sample;
+    the makespan itself where all was tried. No sequence of waves is faster.
     """
 
     waves: tuple[ContextPlan, ...]
@@ -86,8 +88,9 @@ def plan_context_groups(
     require_name(solver, SOLVERS, "solver")
     units = make_units(tokens, full_attention, cost)
     least = fitting_degrees(units, setting)
-    packed = pack_one_wave(units, least, setting)
-    if packed[1].sum() > ranks:
+    plan = solve_one_wave(units, least, setting, solver, False)
+    if plan is None:
+        packed = pack_one_wave(units, least, setting)
         raise PlanningError(
             f"{units.total.size} samples of {int(units.total.sum())} tokens need "
             f"{int(packed[1].sum())} replicas of {memory_tokens} tokens and there are {ranks}; "
@@ -95,7 +98,6 @@ def plan_context_groups(
             f"{-(-int(packed[1].sum()) * memory_tokens // ranks)}, or plan several waves "
             "(plan_context_waves)"
         )
-    plan = solve_wave(units, least, packed, setting, solver, False)
     _check((plan,), units, setting)
     return plan
 
@@ -133,8 +135,13 @@ def plan_context_waves(
     if units.total.size == 0:
         return ContextWaves(waves=(), lower_bound_s=0.0)
     least = fitting_degrees(units, setting)
+    whole = packs is not None
     bound_s = waves_bound(units, least, setting)
-    waves = solve_waves(units, least, bound_s, setting, solver, packs is not None)
+    waves = best_waves(units, setting, whole)
+    if waves is None:
+        waves = solve_waves(units, least, bound_s, setting, solver, whole)
+    else:  # no other is faster
+        bound_s = sum(wave.makespan_s for wave in waves)
     _check(waves, units, setting)
     return ContextWaves(waves=waves, lower_bound_s=bound_s)
 

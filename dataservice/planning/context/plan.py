@@ -125,6 +125,31 @@ def place_plan(
     )
 
 
+def plan_of_groups(
+    units: Units,
+    members: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    ranks: NDArray[np.int32],
+    rank_offsets: NDArray[np.int64],
+    crosses: NDArray[np.bool_],
+    bound_s: float,
+    setting: Setting,
+) -> ContextPlan:
+    """Groups members[offsets[g]:offsets[g+1]] on the ranks that they have, widest first."""
+    degrees = np.diff(rank_offsets)
+    tokens, _, inside_s, outside_s = group_times(units, members, offsets, degrees, setting)
+    samples, sample_offsets = _samples_of(units, members, offsets)
+    return ContextPlan(
+        samples=samples,
+        sample_offsets=sample_offsets,
+        ranks=ranks,
+        rank_offsets=rank_offsets,
+        time_s=np.where(crosses, outside_s, inside_s),
+        padded_tokens=tokens,
+        lower_bound_s=bound_s,
+    )
+
+
 @kernel
 def _group_of(members: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     group_of = np.empty(members.size, np.int64)

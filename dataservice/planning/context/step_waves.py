@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import padded_tokens
 from dataservice.core.plan_options import Solver
-from dataservice.planning.context.bound import wave_bound
+from dataservice.planning.context.between_waves import FEW_UNITS, Wave, mend_waves
 from dataservice.planning.context.cut import cut_waves
+from dataservice.planning.context.exact import best_wave
 from dataservice.planning.context.memory_fit import group_by_memory
 from dataservice.planning.context.plan import ContextPlan, group_times
 from dataservice.planning.context.seconds import fixed_seconds
@@ -26,7 +27,7 @@ from dataservice.planning.context.units import (
     select_units,
     unit_sums,
 )
-from dataservice.planning.context.wave import solve_wave
+from dataservice.planning.context.wave import NEAR, solve_wave
 from dataservice.planning.kernels.sort import argsort_descending
 
 # Packed groups: group of each unit int64[u], degree of each group int64[G].
@@ -42,13 +43,6 @@ _MANY = 20_000  # unless there are more units than this: then short ones fill ev
 _MOST_WAVES = 2048  # solved in all candidates together; the first is solved however many it has
 
 
-def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
-    """β₁ for each wave memory calls for beyond the first, plus the bound of all units at once."""
-    waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
-    base_s = fixed_seconds(setting.coefficients)
-    return wave_bound(units, least, setting) + (waves - 1) * base_s
-
-
 def solve_waves(
     units: Units,
     least: NDArray[np.int64],
@@ -59,6 +53,7 @@ def solve_waves(
 ) -> tuple[ContextPlan, ...]:
     """The candidate cut whose solved waves have the least summed makespan."""
     best: tuple[ContextPlan, ...] = ()
+    best_cut: tuple[Packing, Cut] | None = None
     best_s = np.inf
     left = _MOST_WAVES
     for estimate_s, packing, cut in _candidates(units, least, setting, whole):
@@ -72,8 +67,30 @@ def solve_waves(
         waves = _solve(units, least, packing, cut, setting, solver, whole)
         total_s = sum(wave.makespan_s for wave in waves)
         if total_s < best_s:
-            best, best_s = waves, total_s
-    return best
+            best, best_s, best_cut = waves, total_s, (packing, cut)
+    if best_cut is None or units.total.size > FEW_UNITS or best_s <= bound_s * NEAR:
+        return best
+    packing, cut = best_cut
+    held = [tuple(wave_units(packing, groups)[0].tolist()) for groups in cut]
+
+    def solve(wave: Wave) -> ContextPlan | None:
+        chosen = np.array(wave, np.int64)
+        inside = select_units(units, chosen)
+        return solve_one_wave(inside, least[chosen], setting, solver, whole)
+
+    mended = mend_waves(units, least, dict(zip(held, best, strict=True)), solve, setting)
+    return tuple(mended.values())
+
+
+def solve_one_wave(
+    units: Units, least: NDArray[np.int64], setting: Setting, solver: Solver, whole: bool
+) -> ContextPlan | None:
+    """All units in one wave; None where their groups by memory do not fit the ranks and none others
+    are known to."""
+    packed = _alone(least) if whole else pack_one_wave(units, least, setting)
+    if packed[1].sum() > setting.ranks:
+        return best_wave(units, setting, whole)
+    return solve_wave(units, least, packed, setting, solver, whole)
 
 
 def _solve(
@@ -98,7 +115,7 @@ def _candidates(
 ) -> Iterator[tuple[float, Packing, Cut]]:
     """Cuts with what they will take at least, 0 where that is not known."""
     if whole:
-        packing = np.arange(units.total.size), least
+        packing = _alone(least)
         yield 0.0, packing, _cut(units, least, packing, setting, whole, 1.0)
         return
     packing = group_by_memory(units, least, setting)
@@ -118,6 +135,11 @@ def _candidates(
     ]
     if fixed:
         yield min(fixed, key=lambda candidate: candidate[0])
+
+
+def _alone(least: NDArray[np.int64]) -> Packing:
+    """Every unit a group of its own."""
+    return np.arange(least.size), least
 
 
 def pack_one_wave(units: Units, least: NDArray[np.int64], setting: Setting) -> Packing:

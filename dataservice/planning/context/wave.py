@@ -17,6 +17,7 @@ from dataservice.planning.context.build import (
 )
 from dataservice.planning.context.degrees_dp import solve_dp
 from dataservice.planning.context.degrees_threshold import raise_degrees, time_table
+from dataservice.planning.context.exact import best_wave
 from dataservice.planning.context.improve import ROUNDS, improve_groups
 from dataservice.planning.context.plan import ContextPlan, place_plan
 from dataservice.planning.context.units import Setting, Units, list_groups
@@ -40,20 +41,27 @@ def solve_wave(
     whole: bool,
 ) -> ContextPlan:
     """Plan units whose `packed` groups (group_of, least degree) fit the ranks; `whole` units are
-    never put together. O(u·log N) for each of about a dozen builds, plus the improvement."""
+    never put together. O(u·log N) for each of about a dozen builds, plus the improvement; the best
+    of all where units and ranks are few enough to try."""
+    if (best := best_wave(units, setting, whole)) is not None:
+        return best
     bound_s = wave_bound(units, least, setting)
     if whole:
         alone = np.arange(units.total.size)
         return _finish(units, alone, alone.size, bound_s, setting, solver, False)
     order = argsort_descending(units.work)
     group_of, groups, found_s = _search(units, order, least, packed[0], packed[1], bound_s, setting)
-    plan = _finish(units, group_of, groups, bound_s, setting, solver, True)
-    if plan.makespan_s <= found_s * (1 + 1e-9):
-        return plan
-    # Placement may force a ring over nodes that the search thought inside one; a fixed degree
-    # that divides the nodes never suffers that, so it bounds the damage.
-    static = _best_static(units, order, bound_s, setting)
-    return static if static is not None and static.makespan_s < plan.makespan_s else plan
+    plans = [_finish(units, group_of, groups, bound_s, setting, solver, True)]
+    if plans[0].makespan_s > found_s * (1 + 1e-9):
+        # Placement forced a ring over nodes that the search thought inside one. A search for which
+        # every ring crosses expects no better, and a fixed degree that divides the nodes never
+        # suffers it, so that bounds the damage.
+        slow = setting._replace(ranks_per_node=1)
+        group_of, groups, _ = _search(units, order, least, packed[0], packed[1], bound_s, slow)
+        plans.append(_finish(units, group_of, groups, bound_s, setting, solver, True))
+        static = _best_static(units, order, bound_s, setting)
+        plans += [] if static is None else [static]
+    return min(plans, key=lambda plan: plan.makespan_s)
 
 
 def _finish(
