@@ -23,6 +23,7 @@ from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
+from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.dispatch import (
@@ -31,7 +32,12 @@ from dataservice.planning.stages.dispatch import (
     dispatch_reports,
     encoder_items,
 )
-from dataservice.planning.stages.group import PackedStep, group_packs, group_report
+from dataservice.planning.stages.group import (
+    FEW_SAMPLES,
+    PackedStep,
+    group_packs,
+    group_report,
+)
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
 from dataservice.planning.step_bound import StepBound
@@ -40,7 +46,8 @@ from dataservice.planning.validate import check_items, check_packs
 
 # A plan this close to the bound of the whole step is not compared with others.
 NEAR = 1.001
-# Fewer waves are tried where one costs more than this share of β₁ beside its groups.
+# Fewer waves are tried where one costs more than this share of β₁ beside its groups; of many
+# samples memory decides how many there are.
 MANY_WAVES = 0.25
 LONGEST_SHARE = 0.2
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
@@ -192,6 +199,7 @@ def _composed(
         stages=topology.pipeline_stages,
         virtual_stages=topology.virtual_stages,
     )
+    check_permutation(order, len(waves), "order of waves")
     if (order != np.arange(len(waves))).any():
         in_order = _grouped_plan(samples, tuple(waves[w] for w in order), step, replicas, options)
         grouped = replace(in_order, item_replica=item_replica)
@@ -227,7 +235,7 @@ def _rivals(lengths: LengthTable, topology: Topology, options: PlanOptions) -> I
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
     wave_s = _encoding_of_a_wave(lengths, options.cost)
-    if wave_s > MANY_WAVES * options.cost.llm.group_s:
+    if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
         yield _Rival(options=(options,), wave_s=wave_s)
     if topology.replicas_meet == "step" or options.cost.step.version:
         yield _Rival(options=(replace(options, dispatch="home"),))

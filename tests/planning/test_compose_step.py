@@ -176,7 +176,7 @@ def test_what_a_batch_of_items_takes_by_itself_counts_once_a_wave():
     samples = step_samples(30, 4, longest=2000)
     plain, launched = CostModel(), replace(CostModel(), vision=PhaseCost(
         linear_s_per_token=1.2e-5, item_s=1e-3, batch_s=0.5))  # fmt: skip
-    before, after = (plan(samples, 4, None, cost=cost) for cost in (plain, launched))
+    before, after = (plan(samples, 4, None, cost=cost, pack="joint") for cost in (plain, launched))
     assert (before.item_replica == after.item_replica).all()
     pack_of = np.repeat(np.arange(len(before.pack_wave)), np.diff(before.pack_offsets))
     wave_of = np.empty(30, int)
