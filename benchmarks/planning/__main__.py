@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
-from benchmarks.planning import context, loads, nodes, packs, pipeline, speed
+from benchmarks.planning import adversarial, context, loads, nodes, packs, pipeline, speed
 from benchmarks.planning.growth import grow, growth_to_text
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
 from dataservice.planning.warm import warm_up
@@ -33,6 +33,7 @@ QUALITY: dict[str, Measure] = {
     "context": context.context_plans,
     "order": pipeline.microbatch_orders,
     "nodes": nodes.nodewise,
+    "broken": adversarial.broken_plans,
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,
@@ -40,6 +41,7 @@ SPEED: dict[str, Measure] = {
     "isf": speed.packers,
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
+    "hard": adversarial.hard_lengths,
 }
 GROWTH = "growth"
 
