@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import workloads
+from benchmarks.planning.adversarial import COSTS, SLOW_RING
 from dataservice.core.cost import ContextCost
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.topology import Topology
@@ -23,14 +24,8 @@ from dataservice.planning.context.groups import plan_context_groups, plan_contex
 from dataservice.planning.context.many import find_many_waves
 
 RECORDED = Path(__file__).with_name("quality.json")
-COST = ContextCost.flexsp_7b()
-SLOW_RING = ContextCost(
-    attention_s_per_token2=2e-9,
-    linear_s_per_token=5e-5,
-    group_s=0.02,
-    ring_intra_s_per_token=5e-6,
-    ring_inter_s_per_token=1e-4,
-)
+COST = COSTS["7B"]
+SMALL = COSTS["1B"]
 # Seconds of the parts of a plan, by name.
 Seconds = dict[str, float]
 
@@ -112,6 +107,24 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "video, 2 stages of 2 chunks": lambda: step(
         workloads.video(256), replicas=16, stages=2, virtual_stages=2, memory_tokens=16_384
     ),
+    "video, 8 stages of 2 chunks": lambda: step(
+        workloads.video(456, 3),
+        replicas=8,
+        stages=8,
+        virtual_stages=2,
+        memory_tokens=32_768,
+        cost=SMALL,
+    ),
+    "video, 4 stages": lambda: step(
+        workloads.video(336), replicas=8, stages=4, memory_tokens=16_384, cost=SLOW_RING
+    ),
+    "image-text, 8 replicas meet at the end": lambda: step(
+        workloads.vlm_sft(216, 8), replicas=8, memory_tokens=4096, cost=SLOW_RING
+    ),
+    "speech": lambda: step(
+        workloads.speech(416, 7), replicas=32, memory_tokens=4096, cost=SLOW_RING
+    ),
+    "wiki at 8k, small model": lambda: step(wiki(480, 6), replicas=32, cost=SMALL),
     "documents, 256 replicas": lambda: step(
         workloads.vlm_long(8192), replicas=256, memory_tokens=32_768
     ),
@@ -124,10 +137,32 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "one wave, rings slow between nodes": lambda: one_wave(
         spread(12, 0.5, 4.0, 8192), replicas=40, cost=SLOW_RING
     ),
+    "one wave, memory nearly full": lambda: one_wave(spread(48, 0.5, 1.0, 8192), replicas=40),
+    "one wave, wiki, rings slow between nodes of 3": lambda: one_wave(
+        wiki(16, 6).llm_tokens,
+        replicas=8,
+        memory_tokens=65_536,
+        cost=SLOW_RING,
+        ranks_per_node=3,
+    ),
     "waves, wiki at 8k": lambda: few(wiki(512, 1).llm_tokens),
     "waves, video at 8k": lambda: few(workloads.video(512, 1).llm_tokens),
     "waves, rings slow between nodes": lambda: few(
         spread(90, 0.5, 4.0, 8192), replicas=40, cost=SLOW_RING
+    ),
+    "waves, rings slow between nodes of 3": lambda: few(
+        spread(23, 0.05, 1.2, 4096),
+        replicas=23,
+        memory_tokens=4096,
+        cost=SLOW_RING,
+        ranks_per_node=3,
+    ),
+    "waves, a rank of memory each": lambda: few(
+        spread(16, 0.4, 1.0, 65_536),
+        replicas=16,
+        memory_tokens=65_536,
+        cost=SLOW_RING,
+        ranks_per_node=4,
     ),
     "waves, 3 replicas a node": lambda: few(
         spread(60, 0.2, 3.0, 4096), replicas=23, memory_tokens=4096, ranks_per_node=3
@@ -137,6 +172,23 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "many, image-text": lambda: many(workloads.vlm_sft(4096).llm_tokens),
     "many, video": lambda: many(workloads.video(4096).llm_tokens),
     "many, documents": lambda: many(workloads.vlm_long(4096).llm_tokens, memory_tokens=16_384),
+    "many, documents at 2k": lambda: many(
+        workloads.vlm_long(312, 2).llm_tokens,
+        replicas=12,
+        memory_tokens=2048,
+        cost=SMALL,
+        ranks_per_node=4,
+    ),
+    "many, image-text, 8 replicas": lambda: many(
+        workloads.vlm_sft(208, 1).llm_tokens,
+        replicas=8,
+        memory_tokens=16_384,
+        cost=SMALL,
+        ranks_per_node=4,
+    ),
+    "many, video at 2k": lambda: many(
+        workloads.video(3584).llm_tokens, memory_tokens=2048, cost=SMALL, ranks_per_node=3
+    ),
     "many, wiki": lambda: many(wiki(8192).llm_tokens, memory_tokens=16_384),
     "many, rings slow between nodes": lambda: many(
         wiki(4096).llm_tokens, memory_tokens=16_384, cost=SLOW_RING
