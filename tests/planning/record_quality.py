@@ -147,6 +147,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
     ),
     "waves, wiki at 8k": lambda: few(wiki(512, 1).llm_tokens),
     "waves, video at 8k": lambda: few(workloads.video(512, 1).llm_tokens),
+    "waves, video, a prime number of replicas": lambda: few(
+        workloads.video(610, 1).llm_tokens, replicas=61
+    ),
     "waves, rings slow between nodes": lambda: few(
         spread(90, 0.5, 4.0, 8192), replicas=40, cost=SLOW_RING
     ),
