@@ -1,7 +1,7 @@
 """Every bar of the planner, measured: `python -m benchmarks.planning`.
 
-python -m benchmarks.planning              everything, about a minute, and a results file
-python -m benchmarks.planning --quick      everything on smaller inputs, under a minute
+python -m benchmarks.planning              everything, a few minutes, and a results file
+python -m benchmarks.planning --quick      everything on smaller inputs, in a minute
 python -m benchmarks.planning --only plan  some rows (may be repeated)
 """
 
@@ -16,7 +16,16 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
-from benchmarks.planning import context, loads, nodes, packs, pipeline, speed, steps
+from benchmarks.planning import (
+    adversarial,
+    context,
+    loads,
+    nodes,
+    packs,
+    pipeline,
+    speed,
+    steps,
+)
 from benchmarks.planning.growth import grow, growth_to_text
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
 from dataservice.planning.warm import warm_up
@@ -36,6 +45,7 @@ QUALITY: dict[str, Measure] = {
     "nodes": nodes.nodewise,
     "steps": steps.whole_steps,
     "dispatch": nodes.dispatch_gaps,
+    "broken": adversarial.broken_plans,
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,
@@ -43,6 +53,7 @@ SPEED: dict[str, Measure] = {
     "isf": speed.packers,
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
+    "hard": adversarial.hard_lengths,
 }
 GROWTH = "growth"
 

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.planning import adversarial
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
@@ -270,3 +273,42 @@ def test_what_names_too_much_too_little_or_twice_is_no_assignment_and_no_order()
     for wrong in ([0, 1], [0, 1, 1], [0, 1, 3]):
         with pytest.raises(PlanningError, match=BROKEN):
             check_permutation(np.array(wrong), 3, "order")
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_slow_rings_odd_nodes_and_prime_replicas_break_no_plan(seed):
+    # One with whole nodes of 8 and rings that are slow between them, and one with anything.
+    for configuration in adversarial.configurations(2, seed):
+        assert not adversarial.one_wave_fault(configuration)
+        assert not adversarial.step_fault(configuration)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "words"),
+    [
+        ("samples", lambda wave: wave.samples[:-1], "not in exactly one group"),
+        ("time_s", lambda wave: wave.time_s[:-1], "times"),
+        ("time_s", lambda wave: wave.time_s * 1.001, "the plan says"),
+        ("ranks", lambda wave: wave.ranks * 0, "some taken or twice"),
+        ("ranks", lambda wave: wave.ranks + 1000, "has ranks"),
+        ("rank_offsets", lambda wave: wave.rank_offsets // 2, "tokens a rank"),
+    ],
+)
+def test_what_the_benchmark_counts_as_broken_is_seen(monkeypatch, name, broken, words):
+    made = adversarial.plan_context_groups
+
+    def spoilt(*values, **named):
+        wave = made(*values, **named)
+        return replace(wave, **{name: broken(wave)})
+
+    configuration = adversarial.Configuration(
+        workload=adversarial.text_only(np.array([2500, 900, 800])),
+        replicas=6,
+        replicas_per_node=4,
+        memory_tokens=1000,
+        cost=adversarial.SLOW_RING,
+    )
+    assert adversarial.one_wave_fault(configuration) == ""
+    monkeypatch.setattr(adversarial, "plan_context_groups", spoilt)
+    assert words in (adversarial.one_wave_fault(configuration) or "")
