@@ -79,12 +79,15 @@ def _plan(samples: StepSamples, topology: Topology, **options: object) -> StepPl
 
 
 def random_case(seed: int) -> tuple[StepSamples, Topology, PlanOptions]:
-    """A mix, a cluster and costs at random: any of the mixes, 8 to 400 samples, 2 to 48 replicas,
-    rings and encoders from free to costly, replicas that meet in every wave or once a step."""
+    """A mix, a cluster and costs at random: any of the mixes, 8 to 400 samples on 2 to 48 replicas,
+    and, one case in 50, 9,000 to 20,000 on 64 to 256; rings and encoders from free to costly,
+    replicas that meet in every wave or once a step."""
     generator = np.random.default_rng(seed)
     mix = list(workloads.WORKLOADS.values())[int(generator.integers(5))]
-    replicas = int(generator.integers(2, 49))
-    samples = workloads.step_samples(mix(int(generator.integers(8, 401)), seed))
+    many = seed % 50 == 49
+    replicas = int(generator.integers(64, 257) if many else generator.integers(2, 49))
+    count = int(generator.integers(9000, 20_001) if many else generator.integers(8, 401))
+    samples = workloads.step_samples(mix(count, seed))
     longest = int(samples.lengths.llm_tokens.max())
     memory_tokens = int(max(generator.choice([2048, 8192, 32_768]), 2.5 * longest / replicas))
     intra = float(generator.choice([0.0, 1e-6, 1e-5]))

@@ -44,8 +44,9 @@ from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_items, check_packs
 
-# A plan this close to the bound of the whole step is not compared with others.
-NEAR = 1.001
+# A plan this close to the bound of the whole step is not compared with others: of few samples, and
+# of many, where a comparison costs as much as the plan and short samples fill every gap.
+NEAR = (1.001, 1.03)
 # Fewer waves are tried where one costs more than this share of β₁ beside its groups; of many
 # samples memory decides how many there are.
 MANY_WAVES = 0.25
@@ -105,7 +106,7 @@ def compose_step(
     best = first = _composed(samples, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     for rival in _rivals(lengths, topology, options):
-        if best.time.total_s <= bound_s * NEAR:
+        if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
         packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
         for other in rival.options:
