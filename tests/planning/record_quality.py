@@ -115,6 +115,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
         memory_tokens=32_768,
         cost=SMALL,
     ),
+    "documents, few items a wave": lambda: step(
+        workloads.vlm_long(320, 6), stages=2, virtual_stages=2
+    ),
     "video, 4 stages": lambda: step(
         workloads.video(336), replicas=8, stages=4, memory_tokens=16_384, cost=SLOW_RING
     ),
@@ -149,6 +152,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "waves, video at 8k": lambda: few(workloads.video(512, 1).llm_tokens),
     "waves, video, a prime number of replicas": lambda: few(
         workloads.video(610, 1).llm_tokens, replicas=61
+    ),
+    "waves, wiki, the tightest node": lambda: few(
+        wiki(230, 4).llm_tokens, replicas=23, memory_tokens=4096, cost=SLOW_RING
     ),
     "waves, rings slow between nodes": lambda: few(
         spread(90, 0.5, 4.0, 8192), replicas=40, cost=SLOW_RING
@@ -188,6 +194,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
         memory_tokens=16_384,
         cost=SMALL,
         ranks_per_node=4,
+    ),
+    "many, video, rings slow between nodes": lambda: many(
+        workloads.video(3172, 8).llm_tokens, replicas=61, cost=SLOW_RING
     ),
     "many, video at 2k": lambda: many(
         workloads.video(3584).llm_tokens, memory_tokens=2048, cost=SMALL, ranks_per_node=3
