@@ -52,7 +52,7 @@ from dataservice.planning.loads.multifit import first_fit_decreasing
 
 _NEAR = 1.02  # of the bound, where no other levels are tried
 _FAIR = 1.03  # nor one wave more
-_ATTEMPTS = 3  # at one level or two
+_ATTEMPTS = 2  # at one level or two
 _CAPPED = 0.25  # quantile of the narrow groups' times that tells how much memory allows
 _SHORT = 0.125  # of a rank's memory, up to which a sample counts as short
 _ENOUGH = 1.003  # slowest to mean group of one rank at which trading ends

@@ -16,7 +16,7 @@ from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import ROUNDING
 from dataservice.planning.nodes.fill import FEW_RANKS, fill_node
 
-_FIRST_SLACK = 2.5e-3  # of the first cap over the bound; each round doubles it
+_FIRST_SLACK = 5e-3  # of the first cap over the bound; each round doubles it
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
 
