@@ -23,13 +23,15 @@ _SPEECH_S = (1.4, 2.5, 4.2, 6.2, 11.2, 13.7, 15.3, 16.6, 17.3, 18.1, 33.0)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """n samples of one mix: `llm_tokens`, `media_llm_tokens` (how many of them an encoder
-    makes), `encoder_tokens` (patches or frames; 0: no encoder item); all int64[n]."""
+    makes), `encoder_tokens` (patches or frames; 0: no encoder item); all int64[n]. Items may be cut
+    between tiles of `tile_tokens` encoder tokens."""
 
     name: str
     llm_tokens: NDArray[np.int64]
     media_llm_tokens: NDArray[np.int64]
     encoder_tokens: NDArray[np.int64]
     modality: Modality = Modality.VISION
+    tile_tokens: int | None = None
 
     def __len__(self) -> int:
         return self.llm_tokens.size
@@ -46,6 +48,7 @@ def vlm_sft(samples: int, seed: int = 0) -> Workload:
         llm_tokens=TILE_LLM_TOKENS * tiles + answer,
         media_llm_tokens=TILE_LLM_TOKENS * tiles,
         encoder_tokens=TILE_ENCODER_TOKENS * tiles,
+        tile_tokens=TILE_ENCODER_TOKENS,
     )
 
 
@@ -61,6 +64,7 @@ def vlm_long(samples: int, seed: int = 0) -> Workload:
         llm_tokens=base.llm_tokens + np.where(long, document, 0),
         media_llm_tokens=base.media_llm_tokens,
         encoder_tokens=base.encoder_tokens,
+        tile_tokens=base.tile_tokens,
     )
 
 
@@ -114,6 +118,7 @@ def video(samples: int, seed: int = 0) -> Workload:
         llm_tokens=TILE_LLM_TOKENS * tiles + _lognormal(generator, samples, mean=120.0, sigma=0.6),
         media_llm_tokens=TILE_LLM_TOKENS * tiles,
         encoder_tokens=TILE_ENCODER_TOKENS * tiles,
+        tile_tokens=TILE_ENCODER_TOKENS,
     )
 
 
@@ -145,10 +150,12 @@ WORKLOADS: dict[str, Callable[[int, int], Workload]] = {
 
 
 def step_samples(workload: Workload) -> StepSamples:
-    """The workload as one global batch: one encoder item a sample, where it has any."""
+    """The workload as one global batch: one encoder item a sample, where it has any, which may be
+    cut between its tiles."""
     n = len(workload)
     has_item = workload.encoder_tokens > 0
     items = int(has_item.sum())
+    tiles = workload.encoder_tokens[has_item] // (workload.tile_tokens or 1)
     text = workload.llm_tokens - workload.media_llm_tokens
     return StepSamples(
         sample_ids=np.arange(n),
@@ -161,7 +168,9 @@ def step_samples(workload: Workload) -> StepSamples:
             item_encoder_tokens=workload.encoder_tokens[has_item].astype(np.int32),
             item_llm_tokens=workload.media_llm_tokens[has_item].astype(np.int32),
             item_position=np.minimum(text[has_item] // 2, 3).astype(np.int32),
+            item_frames=tiles.astype(np.int32),
         ),
+        unit_frames=0 if workload.tile_tokens is None else 1,
     )
 
 

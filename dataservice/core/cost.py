@@ -164,8 +164,8 @@ class PhaseCost:
     """Seconds of one encoder on one replica: a·tokens + b·tokens² + c for each item, and a constant
     for each batch of them.
 
-    An encoder that attends inside frames or windows alone takes less for clips than this says:
-    the plan knows items by their tokens only.
+    An item of u equal units that attend to themselves alone takes b·tokens²/u. Where the plan does
+    not know of such units (windows), this says more than it takes.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
@@ -189,13 +189,17 @@ class PhaseCost:
         values = self.to_dict()
         return _digest("phase", {k: v for k, v in values.items() if k != "batch_s" or v > 0})
 
-    def item_seconds(self, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Seconds [n] of items of `tokens` [n]. Raises PlanningError on a negative length."""
+    def item_seconds(
+        self, tokens: npt.ArrayLike, units: npt.ArrayLike = 1
+    ) -> npt.NDArray[np.float64]:
+        """Seconds [n] of items of `tokens` [n] in `units` [n]. Raises PlanningError on a negative
+        length."""
         size = np.asarray(tokens, dtype=np.float64)
         if size.size and not size.min() >= 0:
             raise PlanningError(f"tokens has {size.min()}; lengths are 0 or more")
+        squares = size * size / np.asarray(units, dtype=np.float64)
         seconds: npt.NDArray[np.float64] = (
-            self.linear_s_per_token * size + self.quadratic_s_per_token2 * size * size + self.item_s
+            self.linear_s_per_token * size + self.quadratic_s_per_token2 * squares + self.item_s
         )
         return seconds
 

@@ -39,6 +39,8 @@ class JobSetup:
     drawn. Without it a step is judged once it is drawn. `mixture` says what each source gives.
     `positions` says how the model counts its tokens. `loss_weights` are those of the sources, in
     the order of the job file; empty where neither a source nor its records weigh the loss.
+    `unit_frames` are the frames that the vision encoder takes together, between which items may be
+    cut; 0 where they are whole.
     """
 
     record: JobRecord
@@ -61,6 +63,7 @@ class JobSetup:
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     positions: PositionRule = IN_SEQUENCE
     loss_weights: tuple[float, ...] = ()
+    unit_frames: int = 0
 
     def options_at(self, step: int) -> PlanOptions:
         """The options that this step is planned with. They never change once the step was planned:

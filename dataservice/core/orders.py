@@ -7,6 +7,7 @@ step plan, with the tickets that fetch its bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,19 +120,30 @@ class WantedParts:
 EVERYTHING = WantedParts()
 
 
+class UnitRange(NamedTuple):
+    """Units `first` to `stop` - 1 of an encoder item that is cut into `of` equal ones: the same
+    share of its frames."""
+
+    first: int
+    stop: int
+    of: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSpec:
     """One part of a pack that a rank may fetch.
 
     The sequence part of group member `cp_rank` when `items` is empty, else those encoder
-    items (places in the pack's list of items). Of a sequence only the `tensors` named are
-    streamed, in the pack's order; all of them when none is named.
+    items (places in the pack's list of items), of each the units in `ranges`, or all of it where
+    there are none. Of a sequence only the `tensors` named are streamed, in the pack's order; all of
+    them when none is named.
     """
 
     key: PackKey
     cp_rank: int = -1
     items: tuple[int, ...] = ()
     tensors: tuple[str, ...] = ()
+    ranges: tuple[UnitRange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,10 +179,12 @@ class FeatureRoutes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemsOfPack:
-    """Encoder items of one pack, as places in the pack's list of items."""
+    """Encoder items of one pack, as places in the pack's list of items; of each the units in
+    `ranges`, or all of it where there are none."""
 
     pack: int
     items: tuple[int, ...]
+    ranges: tuple[UnitRange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,9 +85,17 @@ class StepPlan:
     int32[P]; `replica_offsets` int64[P+1] into `pack_replicas` (the group's members in ring
     order); `pack_seconds` float64[P], predicted. Items [m], by sample then place:
     `item_sample`, `item_modality`, `item_encoder_tokens`, `item_llm_tokens`,
-    `item_position`, and `item_replica`, the replica that encodes it. `sample_loss_weights` [n]
-    weigh the loss of the samples' tokens; None where all weigh 1, and such a plan has the digest
-    and the JSON of a plan without the field. `time` splits `predicted_s`.
+    `item_position`, and `item_replica`, the replica that encodes it.
+
+    Where items may be cut, `item_units` int32[m] are the equal parts of each, which attend to
+    themselves alone. Where some are cut, each row is a *piece*, consecutive units of one item, and
+    the pieces of an item are rows behind one another: `item_first_unit` int32[m] is 0 in the first.
+
+        item of 5 units     │ 0 1 2 │ 3 4 │     first_unit 0, 3   units 3, 2   replicas 7, 2
+
+    `sample_loss_weights` [n] weigh the loss of the samples' tokens. These three are None where
+    there is nothing to say, and such a plan has the digest and the JSON of a plan without the
+    field. `time` splits `predicted_s`.
     """
 
     step: int
@@ -114,6 +122,8 @@ class StepPlan:
     stages: tuple[StageReport, ...] = ()
     time: StepTime | None = None
     sample_loss_weights: NDArray[np.float64] | None = None
+    item_units: NDArray[np.int32] | None = None
+    item_first_unit: NDArray[np.int32] | None = None
 
     @property
     def weighted_loss_tokens(self) -> float | None:
@@ -229,6 +239,9 @@ class StepPlan:
                 plain[name] = np.array(value["values"], dtype=value["dtype"])
         plain["stages"] = tuple(StageReport(**stage) for stage in plain["stages"])
         return StepPlan(**plain)
+
+
+ITEM_COLUMNS = tuple(field.name for field in fields(StepPlan) if field.name.startswith("item_"))
 
 
 def _values(values: NDArray[Any]) -> str:

@@ -139,6 +139,10 @@ class PlanOptions:
     """Order of waves for pipeline parallelism: search, mmscale, or as_formed."""
     dispatch: Dispatch | None = None
     """balanced spreads encoder items over all replicas; home encodes where the text is."""
+    cut_items: bool = True
+    """Long clips and pictures of many tiles are encoded in pieces by several replicas, where the
+    processor says that no frame attends to another; false for an encoder of yours whose frames
+    do."""
     window_steps: int = 1
     """Steps that are drawn together and split into steps of equal work."""
     cost: CostModel = field(default_factory=CostModel)

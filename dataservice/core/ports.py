@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import BatchSize, MixtureChange
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt, UnitRange
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
     DecodedSample,
@@ -298,9 +298,10 @@ class PackHost(Protocol):
         ...
 
     async def items(
-        self, key: PackKey, items: Sequence[int]
+        self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
     ) -> list[NDArray[np.uint8] | NDArray[np.float32]]:
-        """The decoded encoder items at these places of the pack's item list."""
+        """The decoded encoder items at these places of the pack's item list, and of each the frames
+        of its range where there are some. Raises NotFoundError where there are none such."""
         ...
 
     def release(self, packs: Sequence[PackKey]) -> None:

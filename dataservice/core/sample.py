@@ -161,6 +161,11 @@ class ItemLengths:
     seconds_per_patch: float | None = field(default=None, compare=False)
     key_frames_s: tuple[float, ...] | None = field(default=None, compare=False)
 
+    @property
+    def frames(self) -> int:
+        """Frames or tiles of a picture or clip; 1 for sound."""
+        return self.shape[0] if self.modality == Modality.VISION else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemNotes:
@@ -242,7 +247,8 @@ class LengthTable:
     `item_offsets[i]:item_offsets[i+1]` of the item columns.
 
     `llm_tokens`, `loss_tokens` int32[n]; `item_offsets` int64[n+1]; `item_modality` int8[m];
-    `item_encoder_tokens`, `item_llm_tokens`, `item_position` int32[m].
+    `item_encoder_tokens`, `item_llm_tokens`, `item_position` int32[m]; `item_frames` int32[m], the
+    frames or tiles of each picture or clip and 1 for sound, None where that is unknown.
     """
 
     llm_tokens: NDArray[np.int32]
@@ -252,6 +258,7 @@ class LengthTable:
     item_encoder_tokens: NDArray[np.int32]
     item_llm_tokens: NDArray[np.int32]
     item_position: NDArray[np.int32]
+    item_frames: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.llm_tokens)
@@ -271,7 +278,23 @@ class LengthTable:
             item_encoder_tokens=self.item_encoder_tokens[items],
             item_llm_tokens=self.item_llm_tokens[items],
             item_position=self.item_position[items],
+            item_frames=None if self.item_frames is None else self.item_frames[items],
         )
+
+    def item_units(self, unit_frames: int) -> NDArray[np.int32] | None:
+        """Into how many equal parts each item may be cut: int32[m]; None where none can be.
+
+        An encoder takes `unit_frames` frames of an item together, and no frame attends to one
+        outside; with 0, items are whole. An item is whole too where its frames or tokens do not
+        fall into such parts.
+        """
+        if unit_frames < 1 or self.item_frames is None:
+            return None
+        units = np.maximum(self.item_frames // unit_frames, 1)
+        falls = (self.item_modality == Modality.VISION) & (units * unit_frames == self.item_frames)
+        falls &= (self.item_encoder_tokens % units == 0) & (self.item_llm_tokens % units == 0)
+        units = np.where(falls, units, 1).astype(np.int32)
+        return units if (units > 1).any() else None
 
     def tokens_per_sample(self, column: NDArray[np.int32], modality: Modality) -> NDArray[np.int64]:
         """Sum an item column over each sample's items of one modality: int64[n]."""
@@ -297,4 +320,5 @@ class LengthTable:
             item_encoder_tokens=np.array([i.encoder_tokens for i in items], dtype=np.int32),
             item_llm_tokens=np.array([i.llm_tokens for i in items], dtype=np.int32),
             item_position=np.array([i.position for i in items], dtype=np.int32),
+            item_frames=np.array([i.frames for i in items], dtype=np.int32),
         )

@@ -70,7 +70,11 @@ def check_ticket(
 
 def _message(ticket: Ticket) -> bytes:
     parts = [
-        (p.key.job, p.key.step, p.key.plan_digest, p.key.pack, p.cp_rank, p.items, p.tensors)
+        (
+            *(p.key.job, p.key.step, p.key.plan_digest, p.key.pack, p.cp_rank, p.items, p.tensors),
+            # Without them as in releases that knew none, of which workers may be.
+            *map(tuple, p.ranges),
+        )
         for p in ticket.parts
     ]
     return repr((ticket.worker, ticket.rank, ticket.holder, ticket.expires_unix_s, parts)).encode()

@@ -188,6 +188,12 @@ class PipelineSpec:
         return bool(self.prepare or self.augment or self.tokenizer_code or custom)
 
     @property
+    def unit_frames(self) -> int:
+        """Frames of a picture or clip that the encoder takes together, and between which it may be
+        cut; 0 where its processor does not say so."""
+        return int(getattr(self.vision, "unit_frames", 0))
+
+    @property
     def position_rule(self) -> PositionRule:
         """How the model counts positions."""
         if self.positions == "sequence":

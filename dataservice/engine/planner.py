@@ -84,6 +84,7 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
         epoch=epoch[mine],
         lengths=lengths.take(mine),
         loss_weights=_loss_weights(setup, ids[mine]),
+        unit_frames=setup.unit_frames,
     )
     return samples, _behind(setup, cursor, draws, 1)
 

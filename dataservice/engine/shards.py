@@ -5,7 +5,8 @@ replica get the same microbatches; what differs is which of their bytes each may
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,15 @@ from dataservice.core.orders import (
     PackItems,
     PackKey,
     PartSpec,
+    UnitRange,
     WantedParts,
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
 from dataservice.planning.kernels.sort import group_stable
+from dataservice.planning.pieces import item_numbers, unit_counts
 from dataservice.planning.routes import (
+    ItemPlaces,
     Runs,
     buckets,
     encode_order,
@@ -38,21 +42,23 @@ from dataservice.planning.routes import (
 class StepParts:
     """A plan with its exchange, ready to be cut.
 
-    `encode_*` list the items in encoding order, `encode_item` in the plan's numbering;
+    `encode_*` [k] list what is encoded, items or pieces of them, in encoding order;
     `runs_by_source` is sorted by (wave, modality, source, target), `runs_by_target` by (wave,
     modality, target, source).
     `padded_starts` int64[n+1] are the sequence offsets of all packs end to end; `pack_at`
     int32[waves, replicas] is the pack of each replica in each wave, -1 where it is idle.
-    `notes` are of the plan's items; `pack_items` int64[m] lists these by pack, from
-    `pack_item_offsets` int64[P+1] on, and `item_start` int32[m] is the place of an item's first
-    token in its padded pack.
+    `encode_range` int32[k, 3] are first, stop and number of units of what is encoded of each item,
+    None where no item is cut, and `encode_notes` are of that.
+    `items` are of the plan's items as they were drawn, by pack, from `pack_item_offsets`
+    int64[P+1] on.
     """
 
     plan: StepPlan
     encode_bucket: NDArray[np.int64]
-    encode_item: NDArray[np.int64]
     encode_pack: NDArray[np.int32]
     encode_place: NDArray[np.int32]
+    encode_range: NDArray[np.int32] | None
+    encode_notes: ItemNotes
     runs_by_source: Runs
     source_bucket: NDArray[np.int64]
     runs_by_target: Runs
@@ -60,15 +66,13 @@ class StepParts:
     modalities: tuple[frozenset[Modality], ...]
     padded_starts: NDArray[np.int64]
     pack_at: NDArray[np.int32]
-    notes: ItemNotes
-    pack_items: NDArray[np.int64]
+    items: PackItems
     pack_item_offsets: NDArray[np.int64]
-    item_start: NDArray[np.int32]
 
 
 def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
     """Prepare a plan for `microbatches_of`. O(n + k + W·N) for n samples, k runs of feature
-    rows. `notes` are of the plan's items, in its order."""
+    rows. `notes` are of the plan's items as they were drawn, in its order."""
     places = item_places(plan)
     order = encode_order(plan, places)
     runs = feature_runs(plan, places)
@@ -84,14 +88,18 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
     padded_starts = sample_starts(plan.padded_sample_tokens)
     sample_start = np.empty(len(plan.sample_ids), dtype=np.int64)
     sample_start[plan.pack_samples] = padded_starts[:-1]
-    in_step = sample_start[plan.item_sample] + plan.item_position
+    drawn = _drawn_items(plan, places)
+    first = drawn.rows
+    start = sample_start[plan.item_sample[first]] + plan.item_position[first]
     pack_start = padded_starts[plan.pack_offsets[:-1]]
+    notes = notes if notes is not None else ItemNotes.unknown(len(drawn.rows))
     return StepParts(
         plan=plan,
         encode_bucket=phase_bucket(plan, wave, plan.item_modality, plan.item_replica)[order],
-        encode_item=order,
         encode_pack=places.pack[order],
-        encode_place=places.place[order],
+        encode_place=drawn.place[order],
+        encode_range=None if drawn.ranges is None else drawn.ranges[order],
+        encode_notes=_encode_notes(notes, drawn).take(order),
         runs_by_source=runs,
         source_bucket=phase_bucket(plan, runs.wave, runs.modality, runs.source),
         runs_by_target=runs.take(by_target),
@@ -101,11 +109,54 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
         ),
         padded_starts=padded_starts,
         pack_at=pack_at,
-        notes=notes if notes is not None else ItemNotes.unknown(len(plan.item_sample)),
-        pack_items=places.order,
-        pack_item_offsets=sample_starts(np.bincount(places.pack, minlength=plan.packs)),
-        item_start=(in_step - pack_start[places.pack]).astype(np.int32),
+        items=PackItems(
+            modality=plan.item_modality[first],
+            start=(start - pack_start[places.pack[first]]).astype(np.int32),
+            tokens=drawn.llm_tokens,
+            notes=notes.take(drawn.item[first]),
+        ),
+        pack_item_offsets=sample_starts(np.bincount(places.pack[first], minlength=plan.packs)),
     )
+
+
+class _DrawnItems(NamedTuple):
+    """The items of a plan that may have cut some of them, [m] rows: `rows` int64[items] are those
+    of the items' first pieces, by pack, and `llm_tokens` int32[items] are of those items; `item`
+    int64[m] is the item that a row is of, `place` int32[m] its place in its pack, and `ranges`
+    int32[m, 3] the units of it that the row has, None where all have all."""
+
+    rows: NDArray[np.int64]
+    llm_tokens: NDArray[np.int32]
+    item: NDArray[np.int64]
+    place: NDArray[np.int32]
+    ranges: NDArray[np.int32] | None
+
+
+def _drawn_items(plan: StepPlan, places: ItemPlaces) -> _DrawnItems:
+    item, first = item_numbers(plan), plan.item_first_unit
+    if first is None:
+        tokens = plan.item_llm_tokens[places.order]
+        return _DrawnItems(places.order, tokens, item, places.place, None)
+    rows = places.order[first[places.order] == 0]
+    held = unit_counts(plan)
+    of = np.bincount(item, weights=held).astype(np.int32)
+    tokens = np.bincount(item, weights=plan.item_llm_tokens).astype(np.int32)
+    begins = sample_starts(np.bincount(places.pack[rows], minlength=plan.packs))
+    place = np.empty(len(rows), dtype=np.int32)
+    place[item[rows]] = np.arange(len(rows)) - begins[places.pack[rows]]
+    ranges = np.stack([first, first + held, of[item]], axis=1)
+    return _DrawnItems(rows, tokens[item[rows]], item, place[item], ranges)
+
+
+def _encode_notes(notes: ItemNotes, drawn: _DrawnItems) -> ItemNotes:
+    """What is known of each row: of a piece as of its item, in a grid as long as the piece."""
+    of_rows = notes.take(drawn.item)
+    if drawn.ranges is None:
+        return of_rows
+    first, stop, of = drawn.ranges.T
+    grid = of_rows.grid.copy()
+    grid[:, 0] = grid[:, 0] // of * (stop - first)
+    return replace(of_rows, grid=grid)
 
 
 def microbatches_of(
@@ -145,7 +196,7 @@ def part_specs(
             parts.setdefault(pack, []).append(spec)
         for encodes in microbatch.encodes.values() if wanted.media else ():
             for chosen in encodes:
-                spec = PartSpec(key=keys[chosen.pack], items=chosen.items)
+                spec = PartSpec(key=keys[chosen.pack], items=chosen.items, ranges=chosen.ranges)
                 parts.setdefault(chosen.pack, []).append(spec)
     return parts
 
@@ -176,7 +227,7 @@ def _microbatch(
         lengths=plan.sample_tokens[samples],
         encodes={m: _encodes(parts, encoded[m]) for m in modalities},
         routes={m: _routes(parts, wave, m, replica) for m in modalities},
-        encode_notes={m: parts.notes.take(parts.encode_item[encoded[m]]) for m in modalities},
+        encode_notes={m: parts.encode_notes.take(encoded[m]) for m in modalities},
         items=_items(parts, pack) if pack >= 0 else PackItems.none(),
         loss_weights=(
             np.zeros(0) if plan.sample_loss_weights is None else plan.sample_loss_weights[samples]
@@ -185,21 +236,34 @@ def _microbatch(
 
 
 def _items(parts: StepParts, pack: int) -> PackItems:
-    items = parts.pack_items[slice(*parts.pack_item_offsets[pack : pack + 2])]
+    items, of_pack = parts.items, slice(*parts.pack_item_offsets[pack : pack + 2])
     return PackItems(
-        modality=parts.plan.item_modality[items],
-        start=parts.item_start[items],
-        tokens=parts.plan.item_llm_tokens[items],
-        notes=parts.notes.take(items),
+        modality=items.modality[of_pack],
+        start=items.start[of_pack],
+        tokens=items.tokens[of_pack],
+        notes=items.notes.take(of_pack),
     )
 
 
 def _encodes(parts: StepParts, rows: slice) -> tuple[ItemsOfPack, ...]:
-    packs = parts.encode_pack[rows]
+    packs, places, ranges = parts.encode_pack[rows], parts.encode_place[rows], None
+    if parts.encode_range is not None:
+        ranges = parts.encode_range[rows]
     return tuple(
-        ItemsOfPack(pack=int(pack), items=tuple(parts.encode_place[rows][packs == pack].tolist()))
+        ItemsOfPack(
+            pack=int(pack),
+            items=tuple(places[packs == pack].tolist()),
+            ranges=() if ranges is None else _ranges(ranges[packs == pack]),
+        )
         for pack in np.unique(packs)
     )
+
+
+def _ranges(rows: NDArray[np.int32]) -> tuple[UnitRange, ...]:
+    """The units [k, 3] of some items; empty where all of them are whole."""
+    if (rows[:, 1] - rows[:, 0] == rows[:, 2]).all():
+        return ()
+    return tuple(UnitRange(*row) for row in rows.tolist())
 
 
 def _routes(parts: StepParts, wave: int, modality: Modality, replica: int) -> FeatureRoutes:

@@ -326,6 +326,7 @@ def job_setup(
         job_limits=job_limits,
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
+        unit_frames=_unit_frames(spec),
         revise=partial(_revised, catalog),
         layout=_layout(spec),
     )
@@ -357,6 +358,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
         ready_steps=spec.ready_steps,
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
+        unit_frames=_unit_frames(spec),
         limits=(
             setup.limits if same_packs else _isf_limits(catalog, spec.plan, stream.sources_met(""))
         ),
@@ -370,6 +372,10 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
 def _with_added(spec: JobSpec, newest: Sequence[SourceSpec]) -> JobSpec:
     """The job file with the sources that newer versions of it have appended."""
     return spec.model_copy(update={"sources": [*spec.sources, *newest[len(spec.sources) :]]})
+
+
+def _unit_frames(spec: JobSpec) -> int:
+    return spec.pipeline.unit_frames if spec.plan.cut_items else 0
 
 
 def _mixture(spec: JobSpec, catalog: IndexedCatalog) -> Mixture:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt, UnitRange
 from dataservice.core.ports import PackHost
 from dataservice.observability.endpoint import serve_metrics
 from dataservice.observability.traces import StepTracer
@@ -70,9 +70,11 @@ class WatchedHost(PackHost):
         """One group member's sequence arrays."""
         return await self._host.sequence(key, cp_rank)
 
-    async def items(self, key: PackKey, items: Sequence[int]) -> list[ItemArray]:
-        """The encoder items at these places."""
-        return await self._host.items(key, items)
+    async def items(
+        self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
+    ) -> list[ItemArray]:
+        """The encoder items at these places, and of each its range where there are some."""
+        return await self._host.items(key, items, ranges)
 
     def release(self, packs: Sequence[PackKey]) -> None:
         """Forget these packs."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.layout import padded_tokens, sample_starts
-from dataservice.core.plan import StageReport, StepPlan, StepTime
+from dataservice.core.plan import ITEM_COLUMNS, StageReport, StepPlan, StepTime
 from dataservice.core.plan_options import (
     STRATEGIES,
     CostModel,
@@ -25,12 +25,14 @@ from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
+from dataservice.planning.pieces import cut_items, item_numbers, join_items
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
     dispatch_items,
     dispatch_reports,
     encoder_items,
+    slowest_s,
 )
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
@@ -59,12 +61,14 @@ SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSamples:
     """The samples of a step in draw order: `sample_ids` int64[n], `epoch` int32[n], lengths, and
-    `loss_weights` float64[n], None where all are 1."""
+    `loss_weights` float64[n], None where all are 1. `unit_frames`: frames that the vision encoder
+    takes together, between which items may be cut; 0 where they are whole."""
 
     sample_ids: NDArray[np.int64]
     epoch: NDArray[np.int32]
     lengths: LengthTable
     loss_weights: NDArray[np.float64] | None = None
+    unit_frames: int = 0
 
 
 def split_window(
@@ -101,17 +105,18 @@ def compose_step(
     is applied to the step's own.
     """
     lengths = samples.lengths
-    bound = StepBound(lengths, topology, options)
+    units = lengths.item_units(samples.unit_frames)
+    bound = StepBound(lengths, topology, options, units)
     packed, found = _grouped(lengths, topology, options, limits)
-    best = first = _composed(samples, step, packed, found)
+    best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    for rival in _rivals(lengths, topology, options):
+    for rival in _rivals(lengths, units, topology, options):
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
         packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
-                made = _composed(samples, step, replace(packed, options=other), found)
+                made = _composed(samples, units, step, replace(packed, options=other), found)
                 best = min(best, made, key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
@@ -126,7 +131,8 @@ def compose_step(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Composed:
-    """A plan by `options`, and what its stages have to report."""
+    """A plan by `options`, and what its stages have to report: `items` as they were drawn, `pieces`
+    as they are encoded."""
 
     options: PlanOptions
     packed: PackedStep
@@ -134,7 +140,7 @@ class _Composed:
     lengths: LengthTable
     grouped: StepPlan
     items: EncoderItems
-    item_replica: NDArray[np.int32]
+    pieces: EncoderItems
     time: StepTime
     reports: tuple[StageReport, ...]
 
@@ -145,7 +151,11 @@ class _Composed:
             group_report(self.packed, self.found),
             *self.reports,
             *dispatch_reports(
-                self.items, self.item_replica, self.grouped.replicas, self.options.stages.dispatch
+                self.items,
+                self.pieces,
+                self.grouped.item_replica,
+                self.grouped.replicas,
+                self.options.stages.dispatch,
             ),
             *more,
         )
@@ -176,24 +186,22 @@ def _grouped(
 
 
 def _composed(
-    samples: StepSamples, step: int, packed: PackedStep, found: ContextWaves
+    samples: StepSamples,
+    units: NDArray[np.int32] | None,
+    step: int,
+    packed: PackedStep,
+    found: ContextWaves,
 ) -> _Composed:
-    """The plan of these groups, each later stage by its algorithm."""
+    """The plan of these groups, each later stage by its algorithm; `units` int32[m] of the items,
+    None where they are whole."""
     lengths, options, topology = samples.lengths, packed.options, packed.topology
     stages, replicas = options.stages, topology.replicas
     waves, seated = assign_packs(found.waves, replicas=replicas, algorithm=stages.assign)
-    grouped = _grouped_plan(samples, waves, step, replicas, options)
+    grouped = replace(_grouped_plan(samples, waves, step, replicas, options), item_units=units)
     check_packs(grouped, memory_tokens=options.memory_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
-    item_replica = dispatch_items(
-        items,
-        replicas=replicas,
-        replicas_per_node=topology.replicas_per_node,
-        algorithm=stages.dispatch,
-    )
-    check_items(grouped, item_replica)
-    grouped = replace(grouped, item_replica=item_replica)
-    phases = step_phases(grouped, items, options.cost, topology)
+    grouped, pieces = _dispatched(grouped, items, topology, options)
+    phases = step_phases(grouped, pieces, options.cost, topology)
     order, ordered = order_waves(
         chunk_times(phases, topology),
         algorithm=stages.order,
@@ -203,8 +211,8 @@ def _composed(
     check_permutation(order, len(waves), "order of waves")
     if (order != np.arange(len(waves))).any():
         in_order = _grouped_plan(samples, tuple(waves[w] for w in order), step, replicas, options)
-        grouped = replace(in_order, item_replica=item_replica)
-        items = encoder_items(grouped, options.cost)
+        grouped = replace(in_order, **{name: getattr(grouped, name) for name in ITEM_COLUMNS})
+        pieces = encoder_items(grouped, options.cost)
         phases = Phases(*(of_wave[order] for of_wave in phases))
     return _Composed(
         options=options,
@@ -213,10 +221,48 @@ def _composed(
         lengths=lengths,
         grouped=grouped,
         items=items,
-        item_replica=item_replica,
-        time=time_phases(phases, grouped, items, topology, options.cost),
+        pieces=pieces,
+        time=time_phases(phases, grouped, pieces, topology, options.cost),
         reports=tuple(report for report in (seated, ordered) if report is not None),
     )
+
+
+def _dispatched(
+    grouped: StepPlan, items: EncoderItems, topology: Topology, options: PlanOptions
+) -> tuple[StepPlan, EncoderItems]:
+    """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
+    pieces of the long ones in each phase that ends sooner by it. Baselines leave items whole, as
+    trainers do."""
+    algorithm, replicas = options.stages.dispatch, topology.replicas
+
+    def placed(plan: StepPlan, of_plan: EncoderItems) -> StepPlan:
+        item_replica = dispatch_items(
+            of_plan,
+            replicas=replicas,
+            replicas_per_node=topology.replicas_per_node,
+            algorithm=algorithm,
+        )
+        check_items(plan, item_replica)
+        return replace(plan, item_replica=item_replica)
+
+    whole = placed(grouped, items)
+    if algorithm == "home":
+        return whole, items
+    cut = cut_items(grouped, items.phase, items.seconds, items.phases)
+    if cut is grouped:
+        return whole, items
+    pieces = encoder_items(cut, options.cost)
+    cut = placed(cut, pieces)
+    joined = join_items(cut)
+    in_pieces_s = slowest_s(encoder_items(joined, options.cost), joined.item_replica, replicas)
+    sooner = in_pieces_s < slowest_s(items, whole.item_replica, replicas)
+    if not sooner.all():
+        in_one = whole.item_replica[item_numbers(cut)]
+        joined = join_items(
+            replace(cut, item_replica=np.where(sooner[pieces.phase], cut.item_replica, in_one))
+        )
+        check_items(joined, joined.item_replica)
+    return joined, encoder_items(joined, options.cost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,12 +276,17 @@ class _Rival:
     unpadded: bool = False
 
 
-def _rivals(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Iterator[_Rival]:
+def _rivals(
+    lengths: LengthTable,
+    units: NDArray[np.int32] | None,
+    topology: Topology,
+    options: PlanOptions,
+) -> Iterator[_Rival]:
     """What strategy `full` compares its own plan with, where it decides about every stage."""
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
-    wave_s = _encoding_of_a_wave(lengths, options.cost)
+    wave_s = _encoding_of_a_wave(lengths, units, options.cost)
     if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
         yield _Rival(options=(options,), wave_s=wave_s)
     if topology.replicas_meet == "step" or options.cost.step.version:
@@ -254,12 +305,15 @@ def _rivals(lengths: LengthTable, topology: Topology, options: PlanOptions) -> I
         yield _Rival(options=(seats, plain), unpadded=True)
 
 
-def _encoding_of_a_wave(lengths: LengthTable, cost: CostModel) -> float:
+def _encoding_of_a_wave(
+    lengths: LengthTable, units: NDArray[np.int32] | None, cost: CostModel
+) -> float:
     """About what one wave more costs before its decoder begins: a batch of each encoder, part of
-    the longest item that the replicas then wait for, and an exchange."""
+    the longest unit that the replicas then wait for, and an exchange."""
     seconds = 0.0
+    unit_tokens = lengths.item_encoder_tokens // (1 if units is None else units)
     for modality, phase in zip(Modality, (cost.vision, cost.audio), strict=True):
-        tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
+        tokens = unit_tokens[lengths.item_modality == modality]
         if tokens.size:
             longest_s = float(phase.item_seconds(tokens.max(keepdims=True))[0])
             seconds += phase.batch_s + LONGEST_SHARE * longest_s + cost.step.exchange_s

@@ -5,7 +5,10 @@ however it is shared, memory, which makes several waves of much, and what the la
 pipeline waits for before its first pass and after its last.
 """
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.cost import PhaseCost
 from dataservice.core.layout import padded_tokens
@@ -15,9 +18,16 @@ from dataservice.core.topology import Topology
 
 
 class StepBound:
-    """Bounds of a step of `lengths`, as `step_seconds` counts them. O(n + m + N) when made."""
+    """Bounds of a step of `lengths`, as `step_seconds` counts them; items may be cut into `units`
+    int32[m] each, or are whole. O(n + m + N) when made."""
 
-    def __init__(self, lengths: LengthTable, topology: Topology, options: PlanOptions) -> None:
+    def __init__(
+        self,
+        lengths: LengthTable,
+        topology: Topology,
+        options: PlanOptions,
+        units: NDArray[np.int32] | None = None,
+    ) -> None:
         self._topology, self._cost = topology, options.cost
         self._meet = topology.replicas_meet == "wave"
         self._decoder_s = self._longest_s = 0.0
@@ -28,11 +38,18 @@ class StepBound:
         self._decoder_s = _mean_decoder(lengths, topology, options)
         if self._meet:
             self._decoder_s = max(self._decoder_s, alone_s)
+        items_s = [_items(lengths, m, options.cost, units) for m in Modality]
         self._encoders_s = [
-            _encoder(lengths, m, topology, options.cost, self._meet) for m in Modality
+            _encoder(items, m, topology, options.cost, self._meet)
+            for m, items in zip(Modality, items_s, strict=True)
         ]
-        items_s = [_longest_item(lengths, m, topology, options.cost) for m in Modality]
-        self._longest_s = max(alone_s, *items_s)
+        stages = topology.pipeline_stages if topology.encoder_stage == "spread" else 1
+        longest_s = (
+            (items.longest_s + _phase_cost(options.cost, m).batch_s) / stages
+            for m, items in zip(Modality, items_s, strict=True)
+            if items is not None
+        )
+        self._longest_s = max((alone_s, *longest_s))
 
     def given(self, waves_s: float) -> float:
         """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
@@ -65,30 +82,36 @@ def _longest_sample(lengths: LengthTable, topology: Topology, options: PlanOptio
     return float(options.cost.llm.times_s([longest], degrees, crosses_node=crosses).min())
 
 
+class _Items(NamedTuple):
+    """Seconds of all items of an encoder, and of the longest that cannot be cut."""
+
+    total_s: float
+    longest_s: float
+
+
+def _items(
+    lengths: LengthTable, modality: Modality, cost: CostModel, units: NDArray[np.int32] | None
+) -> _Items | None:
+    mine = lengths.item_modality == modality
+    tokens = lengths.item_encoder_tokens[mine]
+    if tokens.size == 0:
+        return None
+    phase, of_item = _phase_cost(cost, modality), 1 if units is None else units[mine]
+    longest = (tokens // of_item).max(keepdims=True)
+    return _Items(
+        float(phase.item_seconds(tokens, of_item).sum()), float(phase.item_seconds(longest)[0])
+    )
+
+
 def _encoder(
-    lengths: LengthTable, modality: Modality, topology: Topology, cost: CostModel, meet: bool
+    items: _Items | None, modality: Modality, topology: Topology, cost: CostModel, meet: bool
 ) -> float:
     """One encoder's phases of all waves, summed: its mean work and, where replicas meet in every
     wave, at least its longest item."""
-    phase = _phase_cost(cost, modality)
-    tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
-    if tokens.size == 0:
+    if items is None:
         return 0.0
-    seconds = phase.item_seconds(tokens)
-    mean_s = float(seconds.sum()) / topology.replicas
-    return phase.batch_s + (max(mean_s, float(seconds.max())) if meet else mean_s)
-
-
-def _longest_item(
-    lengths: LengthTable, modality: Modality, topology: Topology, cost: CostModel
-) -> float:
-    """The longest item of an encoder, on the stages that share it."""
-    tokens = lengths.item_encoder_tokens[lengths.item_modality == modality]
-    if tokens.size == 0:
-        return 0.0
-    phase = _phase_cost(cost, modality)
-    seconds = phase.batch_s + float(phase.item_seconds(tokens.max(keepdims=True))[0])
-    return seconds / (topology.pipeline_stages if topology.encoder_stage == "spread" else 1)
+    mean_s = items.total_s / topology.replicas
+    return _phase_cost(cost, modality).batch_s + (max(mean_s, items.longest_s) if meet else mean_s)
 
 
 def _busiest_stage(

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
+from dataservice.planning.pieces import unit_counts
 from dataservice.planning.routes import feature_runs, item_places
 
 
@@ -42,13 +43,33 @@ def check_packs(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> Non
 
 
 def check_items(plan: StepPlan, item_replica: NDArray[np.int32]) -> None:
-    """Every item is of a sample and has one replica of the plan's that encodes it."""
+    """Every item is of a sample and has one replica of the plan's that encodes it; each piece
+    of an item but the first continues the one before."""
     m = len(plan.item_sample)
     for name in ("modality", "encoder_tokens", "llm_tokens", "position"):
         require(len(getattr(plan, f"item_{name}")) == m, f"item_{name} is not of {m} items")
     require(len(item_replica) == m, f"item_replica is not of {m} items")
     check_assignment(plan.item_sample, len(plan.sample_ids), "sample of an item")
     check_assignment(item_replica, plan.replicas, "replica of an item")
+    if plan.item_first_unit is not None:
+        _check_pieces(plan, plan.item_first_unit)
+
+
+def _check_pieces(plan: StepPlan, first: NDArray[np.int32]) -> None:
+    """Rows that are no first piece begin at the unit and the token where the row before ends."""
+    held = unit_counts(plan)
+    require(len(first) == len(held) == len(plan.item_sample), "units are not of every item")
+    require(len(first) == 0 or bool(first[0] == 0 and held.min() > 0), "a piece has no beginning")
+    more = np.flatnonzero(first > 0)
+    before = more - 1
+    ends = plan.item_position + plan.item_llm_tokens
+    require(
+        bool((first[more] == first[before] + held[before]).all())
+        and bool((plan.item_position[more] == ends[before]).all())
+        and bool((plan.item_sample[more] == plan.item_sample[before]).all())
+        and bool((plan.item_modality[more] == plan.item_modality[before]).all()),
+        "a piece of an item does not continue the one before",
+    )
 
 
 def validate_plan(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> None:

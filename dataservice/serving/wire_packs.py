@@ -6,7 +6,7 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dataservice_proto.v1 import worker_pb2
 
@@ -20,6 +20,7 @@ from dataservice.core.orders import (
     PartSpec,
     SourceWork,
     Ticket,
+    UnitRange,
 )
 from dataservice.core.sample import (
     ByteSpan,
@@ -239,6 +240,7 @@ def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
                 cp_rank=part.cp_rank,
                 items=part.items,
                 tensors=part.tensors,
+                ranges=ranges_to_proto(part.ranges),
             )
             for part in ticket.parts
         ],
@@ -260,11 +262,22 @@ def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
                 cp_rank=part.cp_rank,
                 items=tuple(part.items),
                 tensors=tuple(part.tensors),
+                ranges=ranges_from_proto(part.ranges),
             )
             for part in message.parts
         ),
         signature=message.signature,
     )
+
+
+def ranges_to_proto(ranges: Iterable[UnitRange]) -> list[worker_pb2.UnitRange]:
+    """The parts of items that are cut."""
+    return [worker_pb2.UnitRange(first=r.first, stop=r.stop, of=r.of) for r in ranges]
+
+
+def ranges_from_proto(messages: Iterable[worker_pb2.UnitRange]) -> tuple[UnitRange, ...]:
+    """The parts of items that are cut; not yet checked."""
+    return tuple(UnitRange(first=m.first, stop=m.stop, of=m.of) for m in messages)
 
 
 def modality_from_proto(value: int) -> Modality:

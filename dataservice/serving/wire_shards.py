@@ -17,7 +17,13 @@ from dataservice.core.orders import (
 from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
 from dataservice.core.sample import ItemNotes, Modality
-from dataservice.serving.wire_packs import modality_from_proto, ticket_from_proto, ticket_to_proto
+from dataservice.serving.wire_packs import (
+    modality_from_proto,
+    ranges_from_proto,
+    ranges_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
 
 
 def wanted_parts_to_proto(wanted: WantedParts) -> coordinator_pb2.WantedParts:
@@ -137,7 +143,12 @@ def _microbatch_from_proto(message: coordinator_pb2.Microbatch) -> Microbatch:
         lengths=_int32(message.lengths),
         encodes={
             route.modality: tuple(
-                ItemsOfPack(pack=each.pack, items=tuple(each.items)) for each in phase.encodes
+                ItemsOfPack(
+                    pack=each.pack,
+                    items=tuple(each.items),
+                    ranges=ranges_from_proto(each.ranges),
+                )
+                for each in phase.encodes
             )
             for route, phase in zip(routes, message.phases, strict=True)
         },
@@ -197,7 +208,12 @@ def _phase_to_proto(microbatch: Microbatch, modality: Modality) -> coordinator_p
     notes = microbatch.encode_notes.get(modality)
     phase = coordinator_pb2.EncoderPhase(
         modality=coordinator_pb2.Modality.Value(modality.name),
-        encodes=[coordinator_pb2.ItemsOfPack(pack=each.pack, items=each.items) for each in encodes],
+        encodes=[
+            coordinator_pb2.ItemsOfPack(
+                pack=each.pack, items=each.items, ranges=ranges_to_proto(each.ranges)
+            )
+            for each in encodes
+        ],
         notes=None if notes is None else _notes_to_proto(notes),
     )
     if routes is not None:

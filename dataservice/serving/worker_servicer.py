@@ -126,7 +126,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def _tensors(self, spec: PartSpec) -> Sequence[tuple[str, Tensor]]:
         if spec.items:
-            return [("item", item) for item in await self._host.items(spec.key, spec.items)]
+            items = await self._host.items(spec.key, spec.items, spec.ranges)
+            return [("item", item) for item in items]
         held = await self._host.sequence(spec.key, spec.cp_rank)
         if unknown := set(spec.tensors) - held.keys():
             raise TicketError(

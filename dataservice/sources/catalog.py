@@ -1,7 +1,7 @@
 """The opened index of a job: lengths in memory, locations on disk.
 
 Planning reads the lengths of thousands of samples per step, so these are numpy columns (about 8
-bytes per sample and 13 per encoder item). Locations and shapes are needed only for samples that are
+bytes per sample and 17 per encoder item). Locations and shapes are needed only for samples that are
 about to be read; they are copied once into an unnamed, uncompressed Arrow file (in `TMPDIR`) and
 memory-mapped from there.
 """

@@ -36,6 +36,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "item_encoder_tokens": np.dtype(np.int32),
     "item_llm_tokens": np.dtype(np.int32),
     "item_position": np.dtype(np.int32),
+    "item_frames": np.dtype(np.int32),
 }
 _SIZE = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 64

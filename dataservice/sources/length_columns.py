@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dataservice.core.sample import LengthTable
+from dataservice.core.sample import LengthTable, Modality
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -24,6 +24,7 @@ def lengths_of(table: pa.Table) -> LengthTable:
         item_encoder_tokens=_items(table, "item_encoder_tokens", np.int32),
         item_llm_tokens=_items(table, "item_llm_tokens", np.int32),
         item_position=_items(table, "item_position", np.int32),
+        item_frames=_frames(table),
     )
 
 
@@ -38,9 +39,23 @@ def concatenate(tables: Sequence[LengthTable]) -> LengthTable:
         item_encoder_tokens=_join([t.item_encoder_tokens for t in tables], np.int32),
         item_llm_tokens=_join([t.item_llm_tokens for t in tables], np.int32),
         item_position=_join([t.item_position for t in tables], np.int32),
+        item_frames=_join([_known(t.item_frames) for t in tables], np.int32),
     )
     joined.llm_tokens.flags.writeable = False  # handed out whole, see Catalog.llm_tokens
     return joined
+
+
+def _frames(table: pa.Table) -> NDArray[np.int32]:
+    """The first side of each shape, which is a picture's or clip's number of frames."""
+    shapes = [pc.list_flatten(chunk) for chunk in table["item_shape"].chunks]
+    first = _numpy((pc.list_element(shape, 0) for shape in shapes), np.int32)
+    is_vision = _items(table, "item_modality", np.int8) == Modality.VISION
+    return np.where(is_vision, first, 1).astype(np.int32)
+
+
+def _known(frames: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    assert frames is not None, "an index has the shape of every item"
+    return frames
 
 
 def _items(table: pa.Table, name: str, kind: type[_Scalar]) -> NDArray[_Scalar]:

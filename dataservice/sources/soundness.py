@@ -83,6 +83,8 @@ def require_sound_lengths(lengths: LengthTable, limits: DecodeLimits) -> None:
     _require((loss >= 0) & (loss <= tokens), "loss_tokens out of range")
     _require(np.isin(lengths.item_modality, [int(m) for m in Modality]), "an unknown modality")
     _require(lengths.item_encoder_tokens >= 1, "encoder_tokens out of range")
+    if lengths.item_frames is not None:
+        _require(lengths.item_frames >= 0, "frames out of range")
     _require_places(lengths, tokens)
 
 

@@ -23,7 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataservice.core.errors import NotFoundError
-from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt, SourceWork
+from dataservice.core.orders import (
+    BadSample,
+    PackKey,
+    PackOrder,
+    PackReceipt,
+    SourceWork,
+    UnitRange,
+)
 from dataservice.workers.decoders import Decoders, SampleOutcome
 from dataservice.workers.fair_queue import TeamLoad
 from dataservice.workers.held_bytes import HeldBytes
@@ -32,6 +39,8 @@ from dataservice.workers.pack import (
     ItemArray,
     SequencePart,
     assemble,
+    holds_range,
+    in_range,
     masked_sample,
     planned_bytes,
 )
@@ -133,8 +142,11 @@ class DecodingHost:
             )
         return pack.members[cp_rank]
 
-    async def items(self, key: PackKey, items: Sequence[int]) -> list[ItemArray]:
-        """The encoder items at these places. Raises NotFoundError."""
+    async def items(
+        self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
+    ) -> list[ItemArray]:
+        """The encoder items at these places, and of each its range where there are some. Raises
+        NotFoundError."""
         pack = await self._ready(key)
         for place in items:
             if not 0 <= place < len(pack.items):
@@ -143,7 +155,16 @@ class DecodingHost:
                     f"items; there is none at place {place}. Ask the coordinator for the shard "
                     "again."
                 )
-        return [pack.items[place] for place in items]
+        whole = [pack.items[place] for place in items]
+        if not ranges:
+            return whole
+        if len(ranges) != len(whole) or not all(map(holds_range, whole, ranges)):
+            raise NotFoundError(
+                f"pack {key.pack} of {key.job} step {key.step} has items of "
+                f"{[len(item) for item in whole]} frames, which do not fall into {ranges}. Ask the "
+                "coordinator for the shard again."
+            )
+        return list(map(in_range, whole, ranges))
 
     def release(self, packs: Sequence[PackKey]) -> None:
         """Release these packs; unknown ones are ignored."""

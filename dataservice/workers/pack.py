@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
-from dataservice.core.orders import PackOrder, PackSample
+from dataservice.core.orders import PackOrder, PackSample, UnitRange
 from dataservice.core.sample import DecodedSample, ItemLengths, Modality, SampleLengths
 from dataservice.workers.sample_digest import sample_digests
 
@@ -105,6 +105,17 @@ def masked_sample(planned: SampleLengths, pad_token_id: int) -> DecodedSample:
         labels=np.full(planned.llm_tokens, IGNORED_LABEL, dtype=np.int32),
         items=tuple(np.zeros(item.shape, ITEM_DTYPES[item.modality]) for item in planned.items),
     )
+
+
+def holds_range(item: ItemArray, units: UnitRange) -> bool:
+    """Whether an item falls into these units."""
+    return 0 <= units.first < units.stop <= units.of and len(item) % units.of == 0
+
+
+def in_range(item: ItemArray, units: UnitRange) -> ItemArray:
+    """The frames of these units of an item, without a copy."""
+    frames = len(item) // units.of
+    return item[units.first * frames : units.stop * frames]
 
 
 def check_planned_shape(decoded: DecodedSample, planned: SampleLengths) -> None:

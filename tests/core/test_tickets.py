@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.errors import TicketError
-from dataservice.core.orders import PackKey, PartSpec, Ticket
+from dataservice.core.orders import PackKey, PartSpec, Ticket, UnitRange
 from dataservice.core.tickets import check_ticket, holder_key, holder_of, prove, sign_ticket
 
 SECRET = b"a secret of the service"
@@ -40,6 +40,10 @@ def test_a_signed_ticket_opens_its_worker_until_it_expires():
         replace(SIGNED, parts=(PartSpec(key=KEY, cp_rank=1),)),
         replace(SIGNED, parts=(PartSpec(key=replace(KEY, job="other"), cp_rank=0),)),
         replace(SIGNED, parts=(replace(SIGNED.parts[0], tensors=("labels",)), SIGNED.parts[1])),
+        replace(
+            SIGNED,
+            parts=(SIGNED.parts[0], replace(SIGNED.parts[1], ranges=(UnitRange(0, 1, 2),) * 2)),
+        ),
         replace(SIGNED, signature=b""),
     ],
 )

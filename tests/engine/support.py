@@ -54,13 +54,33 @@ def sample_lengths(rng: np.random.Generator) -> SampleLengths:
     return SampleLengths(llm_tokens=total, loss_tokens=text // 2, items=tuple(items))
 
 
+def as_clips(sample: SampleLengths) -> SampleLengths:
+    """The same sample, its pictures clips of one frame a token."""
+    items = (
+        replace(item, shape=(item.llm_tokens, *item.shape[1:]), grid=(item.llm_tokens, 2, 2, 2))
+        if item.modality is Modality.VISION
+        else item
+        for item in sample.items
+    )
+    return replace(sample, items=tuple(items))
+
+
 def make_setup(
-    *, name: str = "job", samples: int = 200, batch: int = 16, seed: int = 0, **plan: object
+    *,
+    name: str = "job",
+    samples: int = 200,
+    batch: int = 16,
+    seed: int = 0,
+    clips: bool = False,
+    **plan: object,
 ) -> JobSetup:
-    """A job over `samples` synthetic samples of two sources."""
+    """A job over `samples` synthetic samples of two sources. Its `clips` may be cut between any two
+    of their frames."""
     rng = np.random.default_rng(seed)
+    made = [sample_lengths(rng) for _ in range(samples)]
     rows = [
-        (f"{i:06d}", SampleLocation(file="memory"), sample_lengths(rng)) for i in range(samples)
+        (f"{i:06d}", SampleLocation(file="memory"), as_clips(lengths) if clips else lengths)
+        for i, lengths in enumerate(made)
     ]
     catalog = MemoryCatalog({"a": rows[: samples // 3], "b": rows[samples // 3 :]})
     options = PlanOptions(**{"memory_tokens": MEMORY_TOKENS, **plan})
@@ -72,6 +92,7 @@ def make_setup(
         options=options,
         pipeline="{}",
         ready_steps=3,
+        unit_frames=int(clips),
     )
 
 

@@ -1,11 +1,13 @@
 """The exchange, carried out in numpy: every feature row arrives at its own token."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.layout import member_rows, sample_starts
-from dataservice.core.orders import Microbatch
+from dataservice.core.orders import Microbatch, PackItems
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
@@ -14,39 +16,50 @@ from dataservice.engine.shards import cut_step, microbatches_of
 from tests.engine.support import make_setup
 
 
-def made(ranks: int, step: int) -> tuple[StepPlan, list[tuple[Microbatch, ...]]]:
-    setup, cursor = make_setup(samples=300, batch=24), Cursor()
+def made(ranks: int, step: int, **setup: object) -> tuple[StepPlan, list[tuple[Microbatch, ...]]]:
+    setup, cursor = make_setup(samples=300, batch=24, **setup), Cursor()
     for _ in range(step + 1):
         planned = plan_step(setup, cursor, Topology(world_size=ranks))
         assert planned is not None
         cursor = planned.next_cursor
-    parts = cut_step(planned.plan)
+    parts = cut_step(planned.plan, setup.catalog.item_notes(planned.plan.sample_ids))
     return planned.plan, [microbatches_of(parts, replica) for replica in range(ranks)]
 
 
-def row_names(plan: StepPlan, pack: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each (pack position of a feature): the item and its row that belong there."""
+def row_names(plan: StepPlan, pack: int) -> dict[int, tuple[tuple[int, int], int]]:
+    """For each place of a feature in a pack: (pack, place), and the modality."""
     padded = plan.padded_sample_tokens[plan.pack_offsets[pack] : plan.pack_offsets[pack + 1]]
     starts = sample_starts(padded)
     wanted = {}
     for place, sample in enumerate(plan.samples_of(pack).tolist()):
         for item in np.flatnonzero(plan.item_sample == sample).tolist():
             for row in range(plan.item_llm_tokens[item]):
-                wanted[int(starts[place] + plan.item_position[item] + row)] = (item, row)
+                token = int(starts[place] + plan.item_position[item] + row)
+                wanted[token] = ((pack, token), int(plan.item_modality[item]))
     return wanted
 
 
-def items_of_pack(plan: StepPlan, pack: int) -> list[int]:
-    return [
-        item
-        for sample in plan.samples_of(pack).tolist()
-        for item in np.flatnonzero(plan.item_sample == sample).tolist()
-    ]
+def encoded(shards, microbatch: Microbatch, modality: Modality):
+    """The tokens whose features a rank encodes in a wave: (pack, place in it)."""
+    tokens = []
+    for chosen in microbatch.encodes[modality]:
+        items = items_of_pack(shards, microbatch.wave, chosen.pack)
+        for place, units in itertools.zip_longest(chosen.items, chosen.ranges):
+            first, stop, of = units or (0, 1, 1)
+            start, each = int(items.start[place]), int(items.tokens[place]) // of
+            rows = range(start + first * each, start + stop * each)
+            tokens += [(chosen.pack, row) for row in rows]
+    return tokens
 
 
+def items_of_pack(shards, wave: int, pack: int) -> PackItems:
+    return next(shard[wave].items for shard in shards if shard[wave].pack == pack)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize(("ranks", "step"), [(3, 0), (4, 2), (5, 1), (6, 3)])
-def test_every_feature_row_arrives_where_its_text_is(ranks, step):
-    plan, shards = made(ranks, step)
+def test_every_feature_row_arrives_where_its_text_is(ranks, step, clips):
+    plan, shards = made(ranks, step, clips=clips)
     for wave in range(plan.waves):
         for modality in Modality:
             sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -54,12 +67,7 @@ def test_every_feature_row_arrives_where_its_text_is(ranks, step):
                 microbatch = shard[wave]
                 if modality not in microbatch.routes:
                     continue
-                features = [
-                    (items_of_pack(plan, chosen.pack)[place], row)
-                    for chosen in microbatch.encodes[modality]
-                    for place in chosen.items
-                    for row in range(plan.item_llm_tokens[items_of_pack(plan, chosen.pack)[place]])
-                ]
+                features = encoded(shards, microbatch, modality)
                 route = microbatch.routes[modality]
                 rows = iter([features[i] for i in route.send_rows])
                 for target, count in enumerate(route.send_splits):
@@ -72,6 +80,24 @@ def test_every_feature_row_arrives_where_its_text_is(ranks, step):
                 got = [row for source in range(ranks) for row in sent[source, target]]
                 assert [len(sent[s, target]) for s in range(ranks)] == list(route.recv_splits)
                 check_arrivals(plan, microbatch, modality, got, route.recv_positions)
+    assert (plan.item_first_unit is not None) == clips
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_what_is_known_of_a_piece_is_that_of_its_item_in_a_grid_as_long_as_the_piece(ranks):
+    _, shards = made(ranks, 0, clips=True)
+    pieces = 0
+    for microbatch in itertools.chain(*shards):
+        for modality, of_packs in microbatch.encodes.items():
+            notes = iter(microbatch.encode_notes[modality].grid.tolist())
+            for chosen in of_packs:
+                whole = items_of_pack(shards, microbatch.wave, chosen.pack).notes.grid
+                for place, units in itertools.zip_longest(chosen.items, chosen.ranges):
+                    first, stop, of = units or (0, 1, 1)
+                    t, *rest = whole[place].tolist()
+                    assert next(notes) == [t // of * (stop - first), *rest]
+                    pieces += stop - first < of
+    assert pieces > 0
 
 
 def check_arrivals(plan, microbatch, modality, got, positions):
@@ -82,7 +108,7 @@ def check_arrivals(plan, microbatch, modality, got, positions):
     held = member_rows(np.diff(microbatch.cu_seqlens), degree, microbatch.cp_rank)
     wanted = row_names(plan, microbatch.pack)
     here = {int(p): wanted[int(p)] for p in held if int(p) in wanted}
-    here = {p: (i, r) for p, (i, r) in here.items() if plan.item_modality[i] == modality}
+    here = {p: token for p, (token, kind) in here.items() if kind == modality}
     arrived = {int(held[p]): row for p, row in zip(positions.tolist(), got, strict=True)}
     assert arrived == here
 

@@ -115,7 +115,13 @@ def test_encoders_are_balanced_in_every_phase_and_near_their_text(replicas, node
 
 def test_a_digest_tells_any_two_plans_apart():
     made = plan(step_samples(60, 3, longest=2000), 4, None)
-    made = replace(made, sample_loss_weights=np.full(60, 0.5))
+    items = len(made.item_sample)
+    made = replace(
+        made,
+        sample_loss_weights=np.full(60, 0.5),
+        item_units=np.ones(items, np.int32),
+        item_first_unit=np.zeros(items, np.int32),
+    )
     seen = {made.digest}
     for field in fields(made):
         value = getattr(made, field.name)

@@ -53,7 +53,15 @@ def least_largest_load(costs, ranks):
 def test_no_assignment_is_below_the_bound_of_a_phase(tiles, unit, item_s, squared, ranks):
     tokens = np.array(tiles, np.int32) * np.int32(unit)
     costs = 1e-2 * tokens + squared * tokens.astype(float) ** 2 + item_s
-    (bound,) = phase_bounds(np.zeros(len(tiles), np.int64), costs, tokens, 1, ranks)
+    (bound,) = phase_bounds(
+        np.zeros(len(tiles), np.int64),
+        costs,
+        tokens,
+        np.ones(len(tiles), np.int32),
+        costs,
+        1,
+        ranks,
+    )
     assert bound <= least_largest_load(costs, ranks) * (1 + 1e-9)
 
 
@@ -61,7 +69,7 @@ def test_a_tile_is_not_divided_over_replicas():
     # 9 tiles over 8 replicas: one of them holds two, whatever the mean says.
     tokens = np.full(9, 1024, np.int32)
     costs = tokens * 1.0
-    (bound,) = phase_bounds(np.zeros(9, np.int64), costs, tokens, 1, 8)
+    (bound,) = phase_bounds(np.zeros(9, np.int64), costs, tokens, np.ones(9, np.int32), costs, 1, 8)
     assert bound == 2048
 
 

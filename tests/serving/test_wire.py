@@ -24,6 +24,7 @@ from dataservice.core.orders import (
     PartSpec,
     RankShard,
     Ticket,
+    UnitRange,
     WantedParts,
 )
 from dataservice.core.sample import (
@@ -98,6 +99,7 @@ receipts = st.builds(
     ),
     sample_digests=st.binary(max_size=32),
 )
+unit_ranges = st.builds(UnitRange, first=counts, stop=counts, of=counts)
 tickets = st.builds(
     Ticket,
     worker=words,
@@ -112,6 +114,7 @@ tickets = st.builds(
             cp_rank=int32s,
             items=several(int32s),
             tensors=several(words),
+            ranges=several(unit_ranges),
         )
     ),
     signature=st.binary(max_size=32),
@@ -152,7 +155,13 @@ def microbatches(draw):
     present = draw(st.sets(modalities))
     int32_arrays = arrays(np.int32, int32s)
     encodes = {
-        kind: draw(several(st.builds(ItemsOfPack, pack=counts, items=several(counts))))
+        kind: draw(
+            several(
+                st.builds(
+                    ItemsOfPack, pack=counts, items=several(counts), ranges=several(unit_ranges)
+                )
+            )
+        )
         for kind in present
     }
     return Microbatch(

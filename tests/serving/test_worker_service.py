@@ -19,7 +19,7 @@ from dataservice.core.errors import (
     TicketError,
     WorkerLostError,
 )
-from dataservice.core.orders import PartSpec
+from dataservice.core.orders import PartSpec, UnitRange
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire_packs
 from dataservice.serving.channels import Keepalive
@@ -97,6 +97,32 @@ async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
     assert [array.dtype.str for _, array in tensors(parts[1])] == ["<f4", "|u1"]
     for (_, array), wanted in zip(tensors(parts[1]), await host.items(key, [3, 0]), strict=True):
         np.testing.assert_array_equal(array, wanted)
+
+
+async def test_of_an_item_only_the_frames_that_a_ticket_names_are_streamed(
+    make, host, worker, link, fetch
+):
+    order = make.order(samples=1, shapes=((6, 2, 2, 3), (4, 2, 2, 3)))
+    await link.prepare(worker, order)
+    ranges = (UnitRange(1, 3, 3), UnitRange(0, 1, 4))
+    (part,) = await fetch(
+        worker.address, make.ticket(PartSpec(key=order.key, items=(0, 1), ranges=ranges))
+    )
+    clip, picture = await host.items(order.key, [0, 1])
+    for (_, array), wanted in zip(tensors(part), (clip[2:6], picture[:1]), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+    assert part[0].size_bytes == 5 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    "units", [UnitRange(0, 1, 4), UnitRange(2, 2, 3), UnitRange(-1, 1, 3), UnitRange(0, 4, 3)]
+)
+async def test_frames_that_an_item_does_not_fall_into_are_refused(make, worker, link, fetch, units):
+    order = make.order(samples=1, shapes=((6, 2, 2, 3),))
+    await link.prepare(worker, order)
+    ticket = make.ticket(PartSpec(key=order.key, items=(0,), ranges=(units,)))
+    with pytest.raises(NotFoundError, match=r"items of \[6\] frames, which do not fall into"):
+        await fetch(worker.address, ticket)
 
 
 async def test_only_the_tensors_that_a_ticket_names_are_streamed(make, host, worker, link, fetch):
@@ -390,7 +416,7 @@ class Host:
     async def prepare(self, order):
         await asyncio.Event().wait()
 
-    async def items(self, key, items):
+    async def items(self, key, items, ranges):
         return [np.zeros(256 * 2**20, dtype=np.uint8)]
 
 async def main():

@@ -55,6 +55,7 @@ class InternVLProcessor:
     """InternVL's dynamic tiles: 256 LLM tokens and 1,024 ViT tokens each."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+    unit_frames: ClassVar[int] = 1  # tiles are encoded one by one
 
     kind: Literal["internvl", "internvl2", "internvl2_5", "internvl3"] = "internvl"
     """Chooses this processor."""

@@ -69,6 +69,7 @@ class Qwen2VLProcessor:
     """Qwen2-VL's smart resize. Items keep their shape; tokens follow their area."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+    unit_frames: ClassVar[int] = TEMPORAL_PATCH  # patches attend to those of their own frames
 
     kind: Literal["qwen2_vl", "qwen2_5_vl"] = "qwen2_vl"
     """Chooses this processor. Both cut pictures alike; qwen2_5_vl places the tokens of clips by

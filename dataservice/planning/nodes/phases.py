@@ -64,7 +64,8 @@ def _spread(
     tolerance: float,
 ) -> NDArray[np.int32]:
     nodes = -(-ranks // ranks_per_node)
-    bounds = phase_bounds(phase, costs, tokens, phases, ranks)  # float64[phases]
+    whole = np.ones(costs.size, np.int32)
+    bounds = phase_bounds(phase, costs, tokens, whole, costs, phases, ranks)  # float64[phases]
     node_of = np.empty(costs.size, np.int64)  # int64[m]
     segment_of = np.empty(costs.size, np.int64)  # int64[m]: phase · nodes + node
     for item in range(costs.size):
@@ -93,14 +94,17 @@ def phase_bounds(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
     tokens: NDArray[np.int32],
+    units: NDArray[np.int32],
+    unit_costs: NDArray[np.float64],
     phases: int,
     ranks: int,
 ) -> NDArray[np.float64]:
     """What the largest load of each phase cannot be below: float64[phases]. O(m).
 
-    The largest of the mean load, the largest item and, since items hold whole units of tokens
-    (tiles, frames) that cannot be divided, what the units of the fullest rank take at least: it
-    holds the mean number of them or more, rounded up, at no fewer seconds than the cheapest.
+    An item may be cut into its `units` [m], each of `unit_costs` [m] alone. The largest of the mean
+    load, the costliest unit and, since items hold whole units of tokens (tiles, frames) that cannot
+    be divided, what the units of the fullest rank take at least: it holds the mean number of them
+    or more, rounded up, at no fewer seconds than the cheapest.
     """
     total = np.zeros(phases)
     largest = np.zeros(phases)
@@ -110,11 +114,12 @@ def phase_bounds(
     for item in range(costs.size):
         p = phase[item]
         total[p] += costs[item]
-        largest[p] = max(largest[p], costs[item])
+        largest[p] = max(largest[p], unit_costs[item])
         size = np.int64(tokens[item])
         if size > 0:
             held[p] += size
             cheapest[p] = min(cheapest[p], costs[item] / size)
+            size //= units[item]
             while size:
                 unit[p], size = size, unit[p] % size
     bounds = np.maximum(total / ranks, largest)

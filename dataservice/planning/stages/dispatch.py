@@ -21,6 +21,7 @@ from dataservice.planning.nodes.phases import (
     phase_loads,
     spread_phases,
 )
+from dataservice.planning.pieces import unit_counts
 from dataservice.planning.registry import algorithm_named
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
@@ -36,8 +37,9 @@ class EncoderItems:
     """Items of a step by phase, arrays [m].
 
     A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `home` int32
-    is where an item's first token is needed; `seconds` float64 what encoding it takes. `batch_s`
-    float64[modalities] comes on top in every phase that has items.
+    is where an item's first token is needed; `seconds` float64 what encoding it takes, and
+    `unit_seconds` what one of its `units` int32 takes alone. `batch_s` float64[modalities] comes
+    on top in every phase that has items.
     """
 
     phases: int
@@ -45,7 +47,9 @@ class EncoderItems:
     home: NDArray[np.int32]
     encoder_tokens: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
+    units: NDArray[np.int32]
     seconds: NDArray[np.float64]
+    unit_seconds: NDArray[np.float64]
     batch_s: NDArray[np.float64]
 
 
@@ -58,8 +62,9 @@ def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
             for phase in (cost.vision, cost.audio)  # in the order of Modality
         ]
     )
-    phase, seconds = _phase_and_seconds(
-        plan.pack_wave, pack, plan.item_modality, plan.item_encoder_tokens, coefficients
+    units = unit_counts(plan)
+    phase, seconds, unit_seconds = _phase_and_seconds(
+        plan.pack_wave, pack, plan.item_modality, plan.item_encoder_tokens, units, coefficients
     )
     return EncoderItems(
         phases=plan.waves * MODALITIES,
@@ -67,7 +72,9 @@ def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
         home=item_homes(plan, pack),
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
+        units=units,
         seconds=seconds,
+        unit_seconds=unit_seconds,
         batch_s=np.array([cost.vision.batch_s, cost.audio.batch_s]),
     )
 
@@ -116,20 +123,36 @@ DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.
 }
 
 
+def slowest_s(
+    items: EncoderItems, replica_of: NDArray[np.int32], replicas: int
+) -> NDArray[np.float64]:
+    """Seconds of the slowest replica in each phase, without the batch's own: float64[phases]."""
+    loads = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas)
+    slowest: NDArray[np.float64] = loads.max(axis=1)
+    return slowest
+
+
 def dispatch_reports(
-    items: EncoderItems, replica_of: NDArray[np.int32], replicas: int, algorithm: Dispatch
+    items: EncoderItems,
+    pieces: EncoderItems,
+    replica_of: NDArray[np.int32],
+    replicas: int,
+    algorithm: Dispatch,
 ) -> tuple[StageReport, ...]:
-    """For each modality: Σ over waves of the slowest replica's encoding, before (at home) and
-    after; the bound is that of `phase_bounds`. What a batch takes by itself is in all three, since
-    replicas without items encode a small one."""
-    loads = phase_loads(items.phase, items.seconds, items.home, items.phases, replicas)
-    before = loads.max(axis=1)
-    after = before
-    if replica_of is not items.home:
-        after = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas).max(
-            axis=1
-        )
-    bound = phase_bounds(items.phase, items.seconds, items.encoder_tokens, items.phases, replicas)
+    """For each modality: Σ over waves of the slowest replica's encoding, before (whole items at
+    home) and after, `pieces` of them on `replica_of`; the bound is that of `phase_bounds`. What a
+    batch takes by itself is in all three, since replicas without items encode a small one."""
+    before = slowest_s(items, items.home, replicas)
+    after = slowest_s(pieces, replica_of, replicas)
+    bound = phase_bounds(
+        items.phase,
+        items.seconds,
+        items.encoder_tokens,
+        items.units,
+        items.unit_seconds,
+        items.phases,
+        replicas,
+    )
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
@@ -151,17 +174,17 @@ def _phase_and_seconds(
     pack: NDArray[np.int32],
     modality: NDArray[np.int8],
     tokens: NDArray[np.int32],
+    units: NDArray[np.int32],
     coefficients: NDArray[np.float64],
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     phase = np.empty(pack.size, np.int64)
     seconds = np.empty(pack.size, np.float64)
+    unit_seconds = np.empty(pack.size, np.float64)
     for item in range(pack.size):
         encoder = modality[item]
         phase[item] = pack_wave[pack[item]] * coefficients.shape[0] + encoder
-        size = float(tokens[item])
-        seconds[item] = (
-            coefficients[encoder, 0] * size
-            + coefficients[encoder, 1] * size * size
-            + coefficients[encoder, 2]
-        )
-    return phase, seconds
+        size = tokens[item] / units[item]
+        unit = coefficients[encoder, 0] * size + coefficients[encoder, 1] * size * size
+        seconds[item] = unit * units[item] + coefficients[encoder, 2]
+        unit_seconds[item] = unit + coefficients[encoder, 2]
+    return phase, seconds, unit_seconds

@@ -1692,18 +1692,24 @@ class ItemsOfPack(_message.Message):
 
     PACK_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
     pack: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.UnitRange]:
+        """of each item, what is encoded; all of it when empty"""
+
     def __init__(
         self,
         *,
         pack: _builtins.int = ...,
         items: _abc.Iterable[_builtins.int] | None = ...,
+        ranges: _abc.Iterable[_worker_pb2.UnitRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "pack", b"pack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "pack", b"pack", "ranges", b"ranges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -455,6 +455,7 @@ class PartSpec(_message.Message):
     CP_RANK_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
     cp_rank: _builtins.int
     """-1 when items are meant"""
     @_builtins.property
@@ -467,6 +468,10 @@ class PartSpec(_message.Message):
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of a sequence, the ones to stream; all when empty"""
 
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitRange]:
+        """of each item, what to stream; all of it when empty"""
+
     def __init__(
         self,
         *,
@@ -474,14 +479,42 @@ class PartSpec(_message.Message):
         cp_rank: _builtins.int = ...,
         items: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
+        ranges: _abc.Iterable[Global___UnitRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key", "ranges", b"ranges", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartSpec: _TypeAlias = PartSpec  # noqa: Y015
+
+@_typing.final
+class UnitRange(_message.Message):
+    """Units first to stop - 1 of an item in `of` equal ones: the same share of its frames."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    OF_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    stop: _builtins.int
+    of: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        of: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "of", b"of", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnitRange: _TypeAlias = UnitRange  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):

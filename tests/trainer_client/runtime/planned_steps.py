@@ -93,9 +93,9 @@ def microbatch_of(cut, plan, samples):
     batches = {
         modality.name.lower(): ModalityBatch(
             items=[
-                items_of(of.pack, plan, samples)[item]
+                rows
                 for of in cut.encodes[modality]
-                for item in of.items
+                for rows in encoded(of, items_of(of.pack, plan, samples))
             ],
             exchange=FeatureExchange(
                 send_rows=torch.from_numpy(routes.send_rows).long(),
@@ -122,6 +122,17 @@ def microbatch_of(cut, plan, samples):
 
 def padded_to(values, room, filler):
     return torch.cat([values, values.new_full((int(room) - len(values),), filler)])
+
+
+def encoded(of, items):
+    """The rows of the units that are encoded of a pack's `items`."""
+    chosen = [items[place] for place in of.items]
+    if not of.ranges:
+        return chosen
+    return [
+        rows[first * len(rows) // units : stop * len(rows) // units]
+        for rows, (first, stop, units) in zip(chosen, of.ranges, strict=True)
+    ]
 
 
 def items_of(pack, plan, samples):

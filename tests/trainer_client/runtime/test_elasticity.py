@@ -37,6 +37,29 @@ def test_the_same_global_batches_give_one_loss_curve_on_any_number_of_ranks(worl
     assert any(degree > 1 for of in degrees[4] for degree in of)
 
 
+def test_clips_that_several_ranks_encode_give_the_loss_curve_of_a_single_process(world, tmp_path):
+    samples, shards = planned_steps(4, STEPS, memory_tokens=560, clips=True)
+    encoders = [
+        [
+            rank
+            for rank, shard in enumerate(of)
+            if any(mb.vision and mb.vision.items for mb in shard.microbatches)
+        ]
+        for of in shards
+    ]
+    assert all(len(ranks) == 4 for ranks in encoders)
+    torch.save(shards, tmp_path / "shards.pt")
+    model, expected = make_model(()), []
+    optimizer = optimizer_of(model)
+    for held in samples:
+        expected.append(single_process(model, held)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    answers = world(losses_of_ranks, 4, {4: str(tmp_path / "shards.pt")})
+    for curves in answers.values():
+        assert curves[4] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("how", ["ddp", "plain"])
 def test_with_every_switch_off_a_step_is_that_of_plain_ddp(world, tmp_path, how):
     samples, shards = planned_steps(
