@@ -14,9 +14,13 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+import numpy as np
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.sample import DecodedSample
+from dataservice.jobs.sample_pipeline import decoder_of, reader_of
 from soak.audit import Dataset, bytes_wrong, step_wrong
 from soak.rank import row_of
 from soak.service import ServiceProcess, dataservice
@@ -28,6 +32,7 @@ __all__ = [
     "Ranks",
     "ServiceProcess",
     "dataservice",
+    "decoder_of_job",
     "differing_bytes",
     "explained",
     "free_ports",
@@ -250,6 +255,17 @@ def differing_bytes(ranks: Ranks, job_file: Path) -> list[str]:
         step_wrong(step, each) + bytes_wrong(step, each, dataset) for step, each in rows.items()
     ]
     return [line for lines in found for line in lines]
+
+
+def decoder_of_job(setup: JobSetup) -> Callable[[int], DecodedSample]:
+    """Decodes samples of an opened job by their ids, as its workers do."""
+    reader, pipeline = reader_of(setup.pipeline), decoder_of({}, setup.pipeline)
+
+    def decode(sample_id: int) -> DecodedSample:
+        ref, lengths = setup.catalog.details(np.array([sample_id]))[0]
+        return pipeline.decode(reader.read(ref), lengths)
+
+    return decode
 
 
 def explained(service: ServiceProcess, step: int, job: str = "job") -> Any:
