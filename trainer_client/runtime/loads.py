@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from trainer_client.errors import BadArgument
+from trainer_client.runtime.exchange import exchange_features
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import token_weighted_loss
+from trainer_client.runtime.phases import MODALITIES
 from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import MultimodalModel
-from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
+from trainer_client.runtime.step import MultimodalModel, run_step
+from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch, PlanSummary, Shard
 
 PACKED = 4  # sequences in a pack or items in a batch; separates linear from quadratic cost
 CLIP_FRAMES = 8
@@ -36,23 +38,37 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one measurement runs: sequences or items with these numbers of tokens, and `run`."""
+    """What one measurement runs: sequences, items or feature rows of these numbers of tokens, and
+    `run`; `prepare` comes before it and is not measured."""
 
     phase: str
     tokens: tuple[int, ...]
     groups: Groups
     run: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
     clip: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether replicas send one another something and compute nothing. Whoever comes last
+        then waits for nobody, and its seconds count."""
+        return self.phase in ("exchange", "gradients")
 
     @property
     def in_words(self) -> str:
         """A description for the progress output."""
+        if self.phase == "exchange":
+            return f"{self.phase}: {self.tokens[0]} feature rows to another replica and back"
+        if self.phase == "gradients":
+            return "gradients: what a step takes once"
         what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
         return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
 
     def row(self, seconds: float) -> dict[str, Any]:
         """The measurement as a row of the file of measurements."""
         found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
+        if self.phase == "exchange":
+            found |= {"crosses_node": self.groups.crosses_node}
         if self.phase == "llm":
             found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
         return found | ({"clip": True} if self.clip else {})
@@ -163,6 +179,67 @@ def encoder_loads(
                     features.float().square().sum().backward()  # type: ignore[no-untyped-call]
 
             yield Load(phase=encoded.name, tokens=load, groups=groups, run=run, clip=clip)
+
+
+def exchange_loads(
+    model: MultimodalModel, pool: GroupPool, groups: Groups, counts: Sequence[int]
+) -> Iterator[Load]:
+    """Feature rows from every member of a group to the next one, and their gradients back; also
+    from the first member alone. Replicas outside the groups keep their rows."""
+    modality = next((m for m in MODALITIES if model.encoder_trains(m)), MODALITIES[0])
+    with torch.no_grad():
+        like = _encode(model, modality, [model.dummy_item(modality)])[:1]
+    members = groups.of(pool.replica)
+    place = members.index(pool.replica)
+    following, before = members[(place + 1) % len(members)], members[place - 1]
+    for count in counts:
+        for everyone_sends in (True, False):
+            sent, received = [0] * pool.replicas, [0] * pool.replicas
+            sent[following] = count if everyone_sends or place == 0 else 0
+            received[before] = count if everyone_sends or before == members[0] else 0
+            rows = like.expand(sum(sent), -1).contiguous().requires_grad_()
+
+            def run(
+                rows: Tensor = rows, sent: list[int] = sent, received: list[int] = received
+            ) -> None:
+                arrived = exchange_features(rows, sent, received, pool.everyone)
+                arrived.sum().backward()  # type: ignore[no-untyped-call]
+
+            yield Load(phase="exchange", tokens=(count,), groups=groups, run=run)
+
+
+def gradients_load(model: MultimodalModel, pool: GroupPool, groups: Groups) -> Load:
+    """A step without microbatches, in which every weight has a gradient: what a step takes once."""
+    plan = PlanSummary(
+        digest="0" * 32,
+        replicas=pool.replicas,
+        samples=0,
+        loss_tokens=0,
+        predicted_s=0.0,
+        waves=(),
+        stages=(),
+    )
+    shard = Shard(
+        job="measured",
+        attempt=1,
+        step=0,
+        rank=pool.replica,
+        replica=pool.replica,
+        cursor_after="",
+        plan=plan,
+        microbatches=(),
+        size_bytes=0,
+    )
+    module = cast(Module, model)
+
+    def run() -> None:
+        run_step(module, shard, pool)
+
+    def prepare() -> None:
+        for weight in module.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+
+    return Load(phase="gradients", tokens=(1,), groups=groups, run=run, prepare=prepare)
 
 
 def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:

@@ -40,12 +40,15 @@ from trainer_client.runtime.loads import (
     decoder_loads,
     device_of,
     encoder_loads,
+    exchange_loads,
+    gradients_load,
     partitions,
 )
 from trainer_client.runtime.step import MultimodalModel
 
 FORMAT = 1
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+EXCHANGED_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 ITEM_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
 TIMEOUT_S = 300.0
@@ -65,13 +68,15 @@ class Stopwatch:
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.process_time if alone else time.perf_counter
 
-    def time(self, work: Callable[[], None]) -> float:
-        """Seconds of one call."""
+    def time(self, work: Callable[[], None], *, moves: bool = False) -> float:
+        """Seconds of one call; on the wall where it `moves` something, since what is on its way
+        uses no CPU."""
+        now = time.perf_counter if moves else self._now
         self.drain()
-        started_s = self._now()
+        started_s = now()
         work()
         self.drain()
-        return self._now() - started_s
+        return now() - started_s
 
     def drain(self) -> None:
         """Wait for the device."""
@@ -99,9 +104,10 @@ def measure(
         random.Random(number).shuffle(order)
         for done, index in enumerate(order, start=1):
             cast(Module, model).zero_grad()
+            loads[index].prepare()
             watch.drain()
             _together(pool)
-            spent[number, index] = watch.time(loads[index].run)
+            spent[number, index] = watch.time(loads[index].run, moves=loads[index].moves)
             tell(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
                 + (f"round {number} of {options.repeats}" if number else "to warm up")
@@ -116,13 +122,15 @@ def measure(
 
 
 def undisturbed_s(load: Load, seconds: npt.NDArray[np.float64]) -> float:
-    """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats].
+    """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats];
+    where replicas only send one another something, of the member that waits least.
 
     Low, because other programs on the machine only add time; not the minimum, because clock speed
     and caches can also make a repeat exceptionally fast.
     """
-    slowest = [seconds[list(group)].max(axis=0) for group in load.groups.members]
-    return float(np.quantile(np.concatenate(slowest), LOW_QUANTILE))
+    members = [seconds[list(group)] for group in load.groups.members]
+    of_groups = [each.min(axis=0) if load.moves else each.max(axis=0) for each in members]
+    return float(np.quantile(np.concatenate(of_groups), LOW_QUANTILE))
 
 
 def all_loads(
@@ -136,6 +144,16 @@ def all_loads(
     alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
     for encoded in map(EncodedAs.parse, options.modalities):
         yield from encoder_loads(model, encoded, options.item_tokens, alone)
+    if pool.replicas == 1:
+        return
+    if options.modalities:
+        for way in partitions((2,), pool.replicas, per_node):
+            yield from exchange_loads(model, pool, way, options.exchanged_rows)
+    if not options.wrapped:
+        everyone = Groups(
+            degree=pool.replicas, crosses_node=False, members=(tuple(range(pool.replicas)),)
+        )
+        yield gradients_load(model, pool, everyone)
 
 
 def _together(pool: GroupPool) -> None:
@@ -177,6 +195,15 @@ def parser() -> argparse.ArgumentParser:
         "--lengths", type=int, nargs="+", default=LENGTHS, help="decoder lengths, tokens"
     )
     made.add_argument("--item-tokens", type=int, nargs="+", default=ITEM_TOKENS)
+    made.add_argument(
+        "--exchanged-rows", type=int, nargs="+", default=EXCHANGED_ROWS, help="feature rows"
+    )
+    made.add_argument(
+        "--wrapped",
+        action="store_true",
+        help="the trainer wraps the model in DDP or FSDP2, whose sum of gradients overlaps with "
+        "the backward pass: it is taken to cost nothing",
+    )
     made.add_argument("--degrees", type=int, nargs="*", default=(), help="default: all that fit")
     made.add_argument(
         "--modalities",
