@@ -88,6 +88,7 @@ class MeasuringOptions:
     repeats: int | None = None
     dtype: str | None = None
     device: str | None = None
+    wrapped: bool = False
 
     def arguments(self) -> list[str]:
         """The options as command-line arguments of the measuring script."""
@@ -103,7 +104,7 @@ class MeasuringOptions:
         one = {"--repeats": self.repeats, "--dtype": self.dtype, "--device": self.device}
         for flag, value in one.items():
             words += [] if value is None else [flag, str(value)]
-        return words
+        return [*words, "--wrapped"] if self.wrapped else words
 
 
 def measure_model(options: MeasuringOptions, out: Path, *, tell: Tell) -> None:

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from trainer_client.errors import BadArgument
-from trainer_client.runtime.exchange import exchange_features
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import token_weighted_loss
-from trainer_client.runtime.phases import MODALITIES
 from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import MultimodalModel, run_step
-from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch, PlanSummary, Shard
+from trainer_client.runtime.step import MultimodalModel
+from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
 
 PACKED = 4  # sequences in a pack or items in a batch; separates linear from quadratic cost
 CLIP_FRAMES = 8
@@ -39,20 +37,15 @@ class Groups:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """What one measurement runs: sequences, items or feature rows of these numbers of tokens, and
-    `run`; `prepare` comes before it and is not measured."""
+    `run`, which gives its seconds where it measures them itself; `prepare` comes before it and is
+    not measured."""
 
     phase: str
     tokens: tuple[int, ...]
     groups: Groups
-    run: Callable[[], None]
+    run: Callable[[], float | None]
     prepare: Callable[[], None] = lambda: None
     clip: bool = False
-
-    @property
-    def moves(self) -> bool:
-        """Whether replicas send one another something and compute nothing. Whoever comes last
-        then waits for nobody, and its seconds count."""
-        return self.phase in ("exchange", "gradients")
 
     @property
     def in_words(self) -> str:
@@ -181,65 +174,10 @@ def encoder_loads(
             yield Load(phase=encoded.name, tokens=load, groups=groups, run=run, clip=clip)
 
 
-def exchange_loads(
-    model: MultimodalModel, pool: GroupPool, groups: Groups, counts: Sequence[int]
-) -> Iterator[Load]:
-    """Feature rows from every member of a group to the next one, and their gradients back; also
-    from the first member alone. Replicas outside the groups keep their rows."""
-    modality = next((m for m in MODALITIES if model.encoder_trains(m)), MODALITIES[0])
+def feature_row(model: MultimodalModel) -> Tensor:
+    """A row as the encoders give it, [1, width], by its shape and type."""
     with torch.no_grad():
-        like = _encode(model, modality, [model.dummy_item(modality)])[:1]
-    members = groups.of(pool.replica)
-    place = members.index(pool.replica)
-    following, before = members[(place + 1) % len(members)], members[place - 1]
-    for count in counts:
-        for everyone_sends in (True, False):
-            sent, received = [0] * pool.replicas, [0] * pool.replicas
-            sent[following] = count if everyone_sends or place == 0 else 0
-            received[before] = count if everyone_sends or before == members[0] else 0
-            rows = like.expand(sum(sent), -1).contiguous().requires_grad_()
-
-            def run(
-                rows: Tensor = rows, sent: list[int] = sent, received: list[int] = received
-            ) -> None:
-                arrived = exchange_features(rows, sent, received, pool.everyone)
-                arrived.sum().backward()  # type: ignore[no-untyped-call]
-
-            yield Load(phase="exchange", tokens=(count,), groups=groups, run=run)
-
-
-def gradients_load(model: MultimodalModel, pool: GroupPool, groups: Groups) -> Load:
-    """A step without microbatches, in which every weight has a gradient: what a step takes once."""
-    plan = PlanSummary(
-        digest="0" * 32,
-        replicas=pool.replicas,
-        samples=0,
-        loss_tokens=0,
-        predicted_s=0.0,
-        waves=(),
-        stages=(),
-    )
-    shard = Shard(
-        job="measured",
-        attempt=1,
-        step=0,
-        rank=pool.replica,
-        replica=pool.replica,
-        cursor_after="",
-        plan=plan,
-        microbatches=(),
-        size_bytes=0,
-    )
-    module = cast(Module, model)
-
-    def run() -> None:
-        run_step(module, shard, pool)
-
-    def prepare() -> None:
-        for weight in module.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-
-    return Load(phase="gradients", tokens=(1,), groups=groups, run=run, prepare=prepare)
+        return _encode(model, "vision", [model.dummy_item("vision")])[:1].clone()
 
 
 def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:

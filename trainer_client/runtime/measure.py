@@ -40,11 +40,10 @@ from trainer_client.runtime.loads import (
     decoder_loads,
     device_of,
     encoder_loads,
-    exchange_loads,
-    gradients_load,
     partitions,
 )
 from trainer_client.runtime.step import MultimodalModel
+from trainer_client.runtime.step_loads import exchange_loads, gradients_load
 
 FORMAT = 1
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
@@ -68,15 +67,13 @@ class Stopwatch:
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.process_time if alone else time.perf_counter
 
-    def time(self, work: Callable[[], None], *, moves: bool = False) -> float:
-        """Seconds of one call; on the wall where it `moves` something, since what is on its way
-        uses no CPU."""
-        now = time.perf_counter if moves else self._now
+    def time(self, work: Callable[[], float | None]) -> float:
+        """Seconds of one call, or those that it gives because it measures them itself."""
         self.drain()
-        started_s = now()
-        work()
+        started_s = self._now()
+        own_s = work()
         self.drain()
-        return now() - started_s
+        return self._now() - started_s if own_s is None else own_s
 
     def drain(self) -> None:
         """Wait for the device."""
@@ -107,7 +104,7 @@ def measure(
             loads[index].prepare()
             watch.drain()
             _together(pool)
-            spent[number, index] = watch.time(loads[index].run, moves=loads[index].moves)
+            spent[number, index] = watch.time(loads[index].run)
             tell(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
                 + (f"round {number} of {options.repeats}" if number else "to warm up")
@@ -122,15 +119,13 @@ def measure(
 
 
 def undisturbed_s(load: Load, seconds: npt.NDArray[np.float64]) -> float:
-    """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats];
-    where replicas only send one another something, of the member that waits least.
+    """A low quantile over repeats and groups of the slowest member's `seconds` [ranks, repeats].
 
     Low, because other programs on the machine only add time; not the minimum, because clock speed
     and caches can also make a repeat exceptionally fast.
     """
-    members = [seconds[list(group)] for group in load.groups.members]
-    of_groups = [each.min(axis=0) if load.moves else each.max(axis=0) for each in members]
-    return float(np.quantile(np.concatenate(of_groups), LOW_QUANTILE))
+    slowest = [seconds[list(group)].max(axis=0) for group in load.groups.members]
+    return float(np.quantile(np.concatenate(slowest), LOW_QUANTILE))
 
 
 def all_loads(

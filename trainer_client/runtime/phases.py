@@ -42,13 +42,10 @@ class Place(NamedTuple):
 START, END = Place("step", 0, FORWARD), Place("step", 0, BACKWARD)
 
 
-def exchange_place(
-    modality: str, wave: int, direction: str, exchange: FeatureExchange, *, replica: int
-) -> Place | None:
-    """The exchange of a wave; None where this replica keeps all rows to itself."""
+def moves_rows(exchange: FeatureExchange, *, replica: int) -> bool:
+    """Whether this replica sends a feature row to another one, or receives one."""
     splits = zip(exchange.send_splits, exchange.recv_splits, strict=True)
-    moves = any(sent or received for k, (sent, received) in enumerate(splits) if k != replica)
-    return Place(modality, wave, direction) if moves else None
+    return any(sent or received for k, (sent, received) in enumerate(splits) if k != replica)
 
 
 def pack_place(microbatch: Microbatch, direction: str, *, chunk: int = 0) -> Place | None:

@@ -40,7 +40,8 @@ from trainer_client.runtime.phases import (
     GRADIENTS,
     MODALITIES,
     START,
-    exchange_place,
+    Place,
+    moves_rows,
     pack_place,
     seconds_by_phase,
 )
@@ -230,10 +231,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             encoded = _encode(model, modality, batch)
         plan = batch.exchange
         sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
-        place = partial(
-            exchange_place, modality, microbatch.wave, exchange=plan, replica=groups.replica
-        )
-        switch_phase(EXCHANGE, place(FORWARD))
+        moves = moves_rows(plan, replica=groups.replica)  # else there is nothing to exchange
+        if moves:
+            switch_phase(EXCHANGE, Place(modality, microbatch.wave, FORWARD))
         rows = exchange_features(
             switch_in_backward(sent, f"{modality}_backward"),
             plan.send_splits,
@@ -243,7 +243,10 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             differentiable=trains,
         )
         previous = rows if trains else previous
-        rows = switch_in_backward(rows, EXCHANGE, place(BACKWARD))
+        if moves:
+            rows = switch_in_backward(rows, EXCHANGE, Place(modality, microbatch.wave, BACKWARD))
+        else:
+            rows = switch_in_backward(rows, f"{modality}_backward")
         features[modality] = Features(rows=rows, positions=plan.recv_positions)
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:

@@ -167,5 +167,6 @@ def test_a_single_replica_needs_no_torch_distributed(frozen):
     assert result.loss_tokens == sum(int((s.labels != -100).sum()) for s in samples)
     spent = dict(result.phase_s)
     assert spent.pop("waiting") == 0, "there is nobody to wait for"
+    assert spent.pop("exchange") == 0, "and nobody to exchange with"
     assert min(spent.values()) > 0
     assert sum(spent.values()) <= result.seconds
