@@ -8,9 +8,11 @@ with that cost, and train them by the runtime, half of them by plans that leave 
 each phase the table has the seconds that the evaluator predicts, those that the ranks report, and
 the one over the other; bar: within 10 %, on the mean of ranks and steps.
 
-Each step is trained several times, in turn with the others. Of its turns the quickest quarter
-counts, since calibration takes the least disturbed repeats too. The ratio over the mean of all
-turns stands beside it: where the two differ, other work ran on the machine.
+Each step is trained several times, in turn with the others, and a phase's seconds are the low
+quantile of its turns that `calibrate` takes of its repeats; waiting and the whole step are those of
+the quickest quarter of the turns. `--clock wall` needs a machine without other work: the load when
+it began and ended stands above the table. `--clock cpu` counts CPU seconds of the ranks, in
+training and in measuring, so that other work hardly shows; it has no waiting, which takes no CPU.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -42,8 +45,9 @@ from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.step_time import rank_seconds
 from demo.model import MERGE, PATCH, ROW_SAMPLES, DemoModel, ModelConfig
 from trainer_client.runtime import GroupPool, run_step
-from trainer_client.runtime.measure import measure, parser
-from trainer_client.runtime.phases import PHASES
+from trainer_client.runtime.clock import host_time
+from trainer_client.runtime.measure import LOW_QUANTILE, measure, parser
+from trainer_client.runtime.phases import PHASES, WAITING
 from trainer_client.shard import Shard
 
 RANKS = 2
@@ -56,22 +60,23 @@ LENGTHS = (96, 192, 384, 512, 768, 1024, 1536, 2048)
 ITEM_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
 WHOLE = "step"
 FIRST_SEED = 1000
-QUICKEST = 4  # one turn in so many counts
+QUICKEST = 4  # one turn in so many counts for the whole step
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+COUNTS = ("repeats", "steps", "turns", "clock")
 TIMEOUT_S = 300.0
 TOPOLOGY = Topology(world_size=RANKS, replicas_meet="step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """Seconds of one phase a step, on the mean of ranks and steps; `by_rank` is predicted over
-    measured for each rank."""
+    """Seconds of one phase a step, on the mean of ranks and steps; `median_s` of the median
+    turn; `by_rank` is predicted over measured for each rank."""
 
     phase: str
     predicted_s: float
     measured_s: float
-    usual_s: float
+    median_s: float
     by_rank: tuple[float, ...]
-    by_step: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
@@ -149,7 +154,7 @@ def rank_main(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     torch.manual_seed(0)
     model = DemoModel()
-    with GroupPool(timeout_s=TIMEOUT_S) as pool:
+    with GroupPool(timeout_s=TIMEOUT_S) as pool, host_time(CLOCKS[options.clock]):
         cost = calibrated(model, pool, options.repeats)
         plans, shards = plan_steps(cost, options.steps, rank)
         spent = train(model, pool, shards, options.turns)
@@ -219,26 +224,32 @@ def compare(
     plans: Sequence[StepPlan], spent: NDArray[np.float64], cost: CostModel
 ) -> Iterator[PhaseRow]:
     """A row for each phase, and one for the whole step."""
+    # [steps, ranks, phases]
+    low = np.quantile(spent, LOW_QUANTILE, axis=0)
     count = max(1, len(spent) // QUICKEST)
     quickest = np.argsort(spent.sum(axis=3).mean(axis=2), axis=0)[:count]
-    # [steps, ranks, phases]
-    measured = np.take_along_axis(spent, quickest[:, :, None, None], axis=0).mean(axis=0)
-    usual = spent.mean(axis=0)
+    calm = np.take_along_axis(spent, quickest[:, :, None, None], axis=0).mean(axis=0)
     predicted = np.array([predicted_seconds(plan, cost) for plan in plans])
-    for phase in (*PHASES, WHOLE):
-        places = [k for k, name in enumerate(PHASES) if phase in (name, WHOLE)]
-        # [steps, ranks]
-        foreseen, seen, mostly = (
-            each[:, :, places].sum(axis=2) for each in (predicted, measured, usual)
-        )
-        yield PhaseRow(
-            phase=phase,
-            predicted_s=float(foreseen.mean()),
-            measured_s=float(seen.mean()),
-            usual_s=float(mostly.mean()),
-            by_rank=tuple((foreseen.sum(axis=0) / seen.sum(axis=0)).tolist()),
-            by_step=tuple((foreseen.mean(axis=1) / np.maximum(seen.mean(axis=1), 1e-9)).tolist()),
-        )
+    for place, phase in enumerate(PHASES):
+        found = calm if phase == WAITING else low
+        yield _row(phase, predicted[..., place], found[..., place], spent[..., place])
+    yield _row(WHOLE, predicted.sum(axis=2), calm.sum(axis=2), spent.sum(axis=3))
+
+
+def _row(
+    phase: str,
+    predicted: NDArray[np.float64],
+    measured: NDArray[np.float64],
+    turns: NDArray[np.float64],
+) -> PhaseRow:
+    """From seconds [steps, ranks], and [turns, steps, ranks]."""
+    return PhaseRow(
+        phase=phase,
+        predicted_s=float(predicted.mean()),
+        measured_s=float(measured.mean()),
+        median_s=float(np.median(turns, axis=0).mean()),
+        by_rank=tuple((predicted.sum(axis=0) / measured.sum(axis=0)).tolist()),
+    )
 
 
 def predicted_seconds(plan: StepPlan, cost: CostModel) -> NDArray[np.float64]:
@@ -259,15 +270,15 @@ def in_words(plans: Sequence[StepPlan]) -> str:
     )
 
 
-def to_markdown(rows: Sequence[PhaseRow], planned: str) -> str:
+def to_markdown(rows: Sequence[PhaseRow], about: str, clock: str) -> str:
     """The run as a results file."""
     lines = [
         "# Phases of a step: predicted over measured seconds",
         "",
-        f"`python -m benchmarks.measured` on {hardware()}, 2 ranks with a core each, gloo. "
-        f"{planned}.",
+        f"`python -m benchmarks.measured --clock {clock}` on {hardware()}, 2 ranks with a core "
+        f"each, gloo. {about}.",
         "",
-        "| phase | predicted | measured | ratio | bar | | by rank | over the mean of all turns |",
+        "| phase | predicted | measured | ratio | bar | | by rank | median turn |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -275,7 +286,7 @@ def to_markdown(rows: Sequence[PhaseRow], planned: str) -> str:
         lines.append(
             f"| {row.phase} | {1e3 * row.predicted_s:.2f} ms | {1e3 * row.measured_s:.2f} ms "
             f"| {row.ratio:.3f} | ± {BAR:.0%} | {'met' if row.is_met else 'NOT MET'} | {by_rank} "
-            f"| {row.predicted_s / row.usual_s:.2f} |"
+            f"| {1e3 * row.median_s:.2f} ms |"
         )
     return "\n".join(lines) + "\n"
 
@@ -287,15 +298,17 @@ def main() -> None:
     made.add_argument("--repeats", type=int, default=5, help="of each measurement")
     made.add_argument("--steps", type=int, default=4, help="batches")
     made.add_argument("--turns", type=int, default=12, help="of each step")
+    made.add_argument("--clock", choices=CLOCKS, default="wall")
     made.add_argument("--answer", type=Path, help=argparse.SUPPRESS)  # a rank's
     options = made.parse_args()
+    load_before = os.getloadavg()[0]
     if options.answer is not None:
         rank_main(options)
         return
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        numbers = [f"--{name}={getattr(options, name)}" for name in ("repeats", "steps", "turns")]
+        numbers = [f"--{name}={getattr(options, name)}" for name in COUNTS]
         ranks = ["-m", "benchmarks.measured", "--answer", str(answer), *numbers]
         subprocess.run(
             [sys.executable, *torchrun, *ranks],
@@ -303,11 +316,13 @@ def main() -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         found = json.loads(answer.read_text())
-    text = to_markdown([PhaseRow(**row) for row in found["rows"]], found["plans"])
+    rows = [PhaseRow(**row) for row in found["rows"]]
+    if options.clock == "cpu":
+        rows = [row for row in rows if row.phase not in (WAITING, WHOLE)]
+    loads = f"Load average {load_before:.1f} when it began, {os.getloadavg()[0]:.1f} when it ended"
+    text = to_markdown(rows, f"{found['plans']}. {loads}", options.clock)
     print(text)
     print(found["cost"])
-    for row in found["rows"]:
-        print(row["phase"], np.round(row["by_step"], 2))
     if options.out:
         options.out.write_text(text, encoding="utf-8")
 

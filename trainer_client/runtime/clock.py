@@ -6,7 +6,7 @@ the step is over.
 """
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -34,13 +34,28 @@ def start_clock(device: torch.device) -> Clock:
     return _StreamClock(device) if device.type == "cuda" else _HostClock()
 
 
+_host_time: ContextVar[Callable[[], float]] = ContextVar("host time", default=time.perf_counter)
+
+
+@contextmanager
+def host_time(now: Callable[[], float]) -> Iterator[None]:
+    """A CPU's phases are counted in these seconds, such as those of ``time.process_time``, in which
+    neither other programs nor waiting count."""
+    token = _host_time.set(now)
+    try:
+        yield
+    finally:
+        _host_time.reset(token)
+
+
 class _HostClock:
     def __init__(self) -> None:
-        self._origin_s = time.perf_counter()
+        self._now = _host_time.get()
+        self._origin_s = self._now()
         self._moments_s: list[float] = []
 
     def mark(self) -> int:
-        self._moments_s.append(time.perf_counter() - self._origin_s)
+        self._moments_s.append(self._now() - self._origin_s)
         return len(self._moments_s) - 1
 
     def read(self) -> list[float]:
