@@ -37,14 +37,12 @@ class Groups:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """What one measurement runs: sequences, items or feature rows of these numbers of tokens, and
-    `run`, which gives its seconds where it measures them itself; `prepare` comes before it and is
-    not measured."""
+    `run`, which gives its seconds where it measures them itself."""
 
     phase: str
     tokens: tuple[int, ...]
     groups: Groups
     run: Callable[[], float | None]
-    prepare: Callable[[], None] = lambda: None
     clip: bool = False
 
     @property

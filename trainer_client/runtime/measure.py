@@ -101,7 +101,6 @@ def measure(
         random.Random(number).shuffle(order)
         for done, index in enumerate(order, start=1):
             cast(Module, model).zero_grad()
-            loads[index].prepare()
             watch.drain()
             _together(pool)
             spent[number, index] = watch.time(loads[index].run)
@@ -137,18 +136,19 @@ def all_loads(
     for way in partitions(degrees, pool.replicas, per_node):
         yield from decoder_loads(model, pool, way, options.lengths)
     alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
-    for encoded in map(EncodedAs.parse, options.modalities):
+    encoders = [EncodedAs.parse(text) for text in options.modalities]
+    for encoded in encoders:
         yield from encoder_loads(model, encoded, options.item_tokens, alone)
     if pool.replicas == 1:
         return
-    if options.modalities:
+    if encoders:
         for way in partitions((2,), pool.replicas, per_node):
             yield from exchange_loads(model, pool, way, options.exchanged_rows)
     if not options.wrapped:
         everyone = Groups(
             degree=pool.replicas, crosses_node=False, members=(tuple(range(pool.replicas)),)
         )
-        yield gradients_load(model, pool, everyone)
+        yield gradients_load(model, pool, everyone, [encoded.name for encoded in encoders])
 
 
 def _together(pool: GroupPool) -> None:

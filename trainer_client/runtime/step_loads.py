@@ -1,10 +1,11 @@
 """The loads that measure.py runs of what a step has beside its encoders and its decoder.
 
-Steps with nothing but an exchange of feature rows, and steps without any microbatch, by the
-runtime that trains: what is measured is the phase that it reports.
+Small steps by the runtime that trains, of which the phase that it reports is taken. Each decodes
+some text on every replica, so that exchanges and sums find the caches as they do in training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loads import Groups, Load, device_of, feature_row
+from trainer_client.runtime.loads import Groups, Load, device_of, feature_row, make_microbatch
 from trainer_client.runtime.phases import EXCHANGE, GRADIENTS
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import Features, MultimodalModel, run_step
 from trainer_client.shard import (
     FeatureExchange,
+    Group,
     Microbatch,
     ModalityBatch,
     PlanSummary,
@@ -25,13 +27,16 @@ from trainer_client.shard import (
     Wave,
 )
 
+TEXT_TOKENS = 512
 
-class RowsAlone(Module):
-    """A model whose encoder has its feature rows already, and whose decoder adds them up."""
 
-    def __init__(self, row: Tensor) -> None:
+class GivenRows(Module):
+    """A model whose encoder has its feature rows already. Its decoder takes their gradients."""
+
+    def __init__(self, model: MultimodalModel) -> None:
         super().__init__()
-        self.row = torch.nn.Parameter(row)
+        self.model = cast(Module, model)
+        self.row = torch.nn.Parameter(feature_row(model))
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
         """The row as many times as the item is long: [rows, width]."""
@@ -48,52 +53,46 @@ class RowsAlone(Module):
     def decode(
         self, microbatch: Microbatch, features: Mapping[str, Features], attention: PackedAttention
     ) -> Tensor:
-        """One row of logits of two tokens."""
-        total = torch.stack([arrived.rows.sum() for arrived in features.values()]).sum()
-        return total.expand(1, 2)
+        """Logits of the text alone."""
+        logits = cast(MultimodalModel, self.model).decode(microbatch, {}, attention)
+        return logits + sum(0 * arrived.rows.sum() for arrived in features.values())
 
 
 def exchange_loads(
     model: MultimodalModel, pool: GroupPool, groups: Groups, counts: Sequence[int]
 ) -> Iterator[Load]:
-    """Feature rows from the first member of every group to the next, and their gradients back. The
-    others keep theirs."""
+    """Feature rows from the first member of every group to the next, and their gradients back."""
     members = groups.of(pool.replica)
     target, sends = members[1 % len(members)], pool.replica == members[0]
-    alone = RowsAlone(feature_row(model))
+    given = GivenRows(model)
     for count in counts:
         sent, received = [0] * pool.replicas, [0] * pool.replicas
         if len(members) == groups.degree and pool.replica in members[:2]:
             sent[target] = count if sends else 0
             received[members[0]] = 0 if sends else count
-        microbatch = _exchanging(pool.replica, sent, received, device_of(model))
-        shard = _shard(pool, (microbatch,))
+        batches = {"vision": _batch(sent, received, device_of(model))}
+        shard = _shard(pool, batches, device_of(model))
 
         def run(shard: Shard = shard) -> float:
-            return run_step(alone, shard, pool).phase_s[EXCHANGE]
+            return run_step(given, shard, pool).phase_s[EXCHANGE]
 
         yield Load(phase=EXCHANGE, tokens=(count,), groups=groups, run=run)
 
 
-def gradients_load(model: MultimodalModel, pool: GroupPool, groups: Groups) -> Load:
-    """A step without microbatches, in which every weight has a gradient."""
-    module, shard = cast(Module, model), _shard(pool, ())
+def gradients_load(
+    model: MultimodalModel, pool: GroupPool, groups: Groups, modalities: Sequence[str]
+) -> Load:
+    """What a step takes once, whatever it holds. Dummy items give every encoder its gradients."""
+    none, device = [0] * pool.replicas, device_of(model)
+    shard = _shard(pool, {name: _batch(none, none, device) for name in modalities}, device)
 
     def run() -> float:
-        return run_step(module, shard, pool).phase_s[GRADIENTS]
+        return run_step(cast(Module, model), shard, pool).phase_s[GRADIENTS]
 
-    def prepare() -> None:
-        for weight in module.parameters():
-            # Of ones: memory of zeros is made when it is first used, which is in the sum.
-            weight.grad = torch.ones_like(weight) if weight.requires_grad else None
-
-    return Load(phase=GRADIENTS, tokens=(1,), groups=groups, run=run, prepare=prepare)
+    return Load(phase=GRADIENTS, tokens=(1,), groups=groups, run=run)
 
 
-def _exchanging(
-    replica: int, sent: list[int], received: list[int], device: torch.device
-) -> Microbatch:
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+def _batch(sent: list[int], received: list[int], device: torch.device) -> ModalityBatch:
     exchange = FeatureExchange(
         send_rows=torch.arange(sum(sent), device=device),
         send_splits=sent,
@@ -101,31 +100,23 @@ def _exchanging(
         recv_positions=torch.arange(sum(received), device=device),
     )
     items = [torch.zeros(sum(sent))] if sum(sent) else []
-    return Microbatch(
-        wave=0,
-        pack=-1,
-        cp_group=(replica,),
-        cp_rank=0,
-        predicted_s=0.0,
-        input_ids=nothing,
-        labels=nothing,
-        position_ids=nothing,
-        cu_seqlens=torch.zeros(1, dtype=torch.int32),
-        lengths=torch.zeros(0, dtype=torch.int32),
-        sample_ids=torch.zeros(0, dtype=torch.int64),
-        vision=ModalityBatch(items=items, exchange=exchange),
+    return ModalityBatch(items=items, exchange=exchange)
+
+
+def _shard(pool: GroupPool, batches: Mapping[str, ModalityBatch], device: torch.device) -> Shard:
+    """A step of one wave, in which every replica has some text of its own."""
+    text = make_microbatch((TEXT_TOKENS,), (pool.replica,), 0, device)
+    groups = tuple(
+        Group(pack=replica, replicas=(replica,), tokens=TEXT_TOKENS, predicted_s=0.0)
+        for replica in range(pool.replicas)
     )
-
-
-def _shard(pool: GroupPool, microbatches: tuple[Microbatch, ...]) -> Shard:
-    waves = tuple(Wave(index=k, groups=(), idle=()) for k in range(len(microbatches)))
     plan = PlanSummary(
         digest="0" * 32,
         replicas=pool.replicas,
-        samples=0,
-        loss_tokens=0,
+        samples=pool.replicas,
+        loss_tokens=pool.replicas * TEXT_TOKENS,
         predicted_s=0.0,
-        waves=waves,
+        waves=(Wave(index=0, groups=groups, idle=()),),
         stages=(),
     )
     return Shard(
@@ -136,6 +127,13 @@ def _shard(pool: GroupPool, microbatches: tuple[Microbatch, ...]) -> Shard:
         replica=pool.replica,
         cursor_after="",
         plan=plan,
-        microbatches=microbatches,
+        microbatches=(
+            replace(
+                text,
+                pack=pool.replica,
+                vision=batches.get("vision"),
+                audio=batches.get("audio"),
+            ),
+        ),
         size_bytes=0,
     )

@@ -102,7 +102,7 @@ def every_load(rank, size, *flags):
     )
     torch.set_num_threads(1)
     with GroupPool(timeout_s=60) as pool:
-        model = DemoModel(ModelConfig(width=32, encoder_width=16, layers=1, vocabulary=64))
+        model = DemoModel(ModelConfig(width=32, encoder_width=16, layers=1, vocabulary=256))
         told.repeats = 1
         found = measure.measure(model, pool, told, tell=lambda line: None)
         return {
