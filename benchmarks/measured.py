@@ -8,11 +8,13 @@ with that cost, and train them by the runtime, half of them by plans that leave 
 each phase the table has the seconds that the evaluator predicts, those that the ranks report, and
 the one over the other; bar: within 10 %, on the mean of ranks and steps.
 
-Each step is trained several times, in turn with the others, and a phase's seconds are the low
-quantile of its turns that `calibrate` takes of its repeats; waiting and the whole step are those of
-the quickest quarter of the turns. `--clock wall` needs a machine without other work: the load when
-it began and ended stands above the table. `--clock cpu` counts CPU seconds of the ranks, in
-training and in measuring, so that other work hardly shows; it has no waiting, which takes no CPU.
+A short calibration makes the plans. Then every round of a longer one is followed by one turn of all
+steps, so that other work on the machine hits both alike, and its cost prices the plans again. Of a
+phase's turns the low quantile counts, as of the calibration's repeats; waiting and the whole step
+are those of the quickest quarter of the turns. `--clock wall` needs a machine without other work:
+the load when it began and ended stands above the table. `--clock cpu` counts CPU seconds of the
+ranks, in training and in measuring, so that other work shows less; it has no waiting, which takes
+no CPU.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -42,7 +44,7 @@ from dataservice.core.topology import Topology
 from dataservice.engine.shards import cut_step
 from dataservice.jobs.calibrate import MeasurementFile, calibrate
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.step_time import rank_seconds
+from dataservice.planning.step_time import rank_seconds, step_seconds
 from demo.model import MERGE, PATCH, ROW_SAMPLES, DemoModel, ModelConfig
 from trainer_client.runtime import GroupPool, run_step
 from trainer_client.runtime.clock import host_time
@@ -62,7 +64,7 @@ WHOLE = "step"
 FIRST_SEED = 1000
 QUICKEST = 4  # one turn in so many counts for the whole step
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-COUNTS = ("repeats", "steps", "turns", "clock")
+FLAGS = ("repeats", "steps", "clock")
 TIMEOUT_S = 300.0
 TOPOLOGY = Topology(world_size=RANKS, replicas_meet="step")
 
@@ -155,9 +157,17 @@ def rank_main(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = DemoModel()
     with GroupPool(timeout_s=TIMEOUT_S) as pool, host_time(CLOCKS[options.clock]):
-        cost = calibrated(model, pool, options.repeats)
-        plans, shards = plan_steps(cost, options.steps, rank)
-        spent = train(model, pool, shards, options.turns)
+        first = calibrated(model, pool, 1)
+        plans, shards = plan_steps(first, options.steps, rank)
+        turns: list[NDArray[np.float64]] = []
+        cost = calibrated(
+            model,
+            pool,
+            options.repeats,
+            after_round=lambda _: turns.append(train(model, pool, shards)),
+        )
+    plans = [priced(plan, cost) for plan in plans]
+    spent = np.array(turns[1:])  # the first warms up
     if rank == 0:
         rows = list(compare(plans, spent, cost))
         said = {
@@ -169,11 +179,18 @@ def rank_main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def calibrated(model: DemoModel, pool: GroupPool, repeats: int) -> CostModel:
+def calibrated(
+    model: DemoModel,
+    pool: GroupPool,
+    repeats: int,
+    *,
+    after_round: Callable[[int], None] = lambda number: None,
+) -> CostModel:
     """The cost model of this machine, as `dataservice calibrate` fits it; the same on all ranks."""
     numbers = ("--lengths", *map(str, LENGTHS), "--item-tokens", *map(str, ITEM_TOKENS))
     path = ("--model", "demo.model:DemoModel", "--out", "nowhere", "--repeats", str(repeats))
-    found = measure(model, pool, parser().parse_args([*path, *numbers]), tell=_tell(pool))
+    options = parser().parse_args([*path, *numbers])
+    found = measure(model, pool, options, tell=_tell(pool), after_round=after_round)
     about = {"format": 1, "when": "", "model": "demo", "hardware": hardware(), "ranks": RANKS}
     made = calibrate(MeasurementFile.model_validate({**about, "measurements": found}))
     return made.file.cost.model
@@ -204,17 +221,15 @@ def plan_steps(cost: CostModel, steps: int, rank: int) -> tuple[list[StepPlan], 
     return plans, shards
 
 
-def train(
-    model: DemoModel, pool: GroupPool, shards: Sequence[Shard], turns: int
-) -> NDArray[np.float64]:
-    """Seconds [turns, steps, ranks, phases] of every step in every turn, after one to warm up."""
-    spent = np.zeros((turns + 1, len(shards), RANKS, len(PHASES)))
-    for turn, (step, shard) in product(range(turns + 1), enumerate(shards)):
+def train(model: DemoModel, pool: GroupPool, shards: Sequence[Shard]) -> NDArray[np.float64]:
+    """Seconds [steps, ranks, phases] of every step once."""
+    spent = np.zeros((len(shards), RANKS, len(PHASES)))
+    for step, shard in enumerate(shards):
         model.zero_grad()
         seconds = run_step(model, shard, pool).phase_s
         own = torch.tensor([seconds[phase] for phase in PHASES], dtype=torch.float64)
-        spent[turn, step] = torch.stack(pool.everyone.gather(own, action="collecting")).numpy()
-    return spent[1:]
+        spent[step] = torch.stack(pool.everyone.gather(own, action="collecting")).numpy()
+    return spent
 
 
 # ---- the comparison -------------------------------------------------------------------------
@@ -250,6 +265,18 @@ def _row(
         median_s=float(np.median(turns, axis=0).mean()),
         by_rank=tuple((predicted.sum(axis=0) / measured.sum(axis=0)).tolist()),
     )
+
+
+def priced(plan: StepPlan, cost: CostModel) -> StepPlan:
+    """The same plan at another cost."""
+    degrees = plan.pack_degree.tolist()
+    seconds = [
+        cost.llm.time_s(plan.sample_tokens[plan.samples_of(pack)], degree)
+        for pack, degree in enumerate(degrees)
+    ]
+    again = replace(plan, pack_seconds=np.array(seconds))
+    time = step_seconds(again, TOPOLOGY, cost)
+    return replace(again, predicted_s=time.total_s, time=time)
 
 
 def predicted_seconds(plan: StepPlan, cost: CostModel) -> NDArray[np.float64]:
@@ -295,9 +322,8 @@ def main() -> None:
     """Start the ranks, and print what the first of them found."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.measured", description=__doc__)
     made.add_argument("--out", type=Path, help="write the table to this file too")
-    made.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    made.add_argument("--repeats", type=int, default=8, help="rounds, and turns of each step")
     made.add_argument("--steps", type=int, default=4, help="batches")
-    made.add_argument("--turns", type=int, default=12, help="of each step")
     made.add_argument("--clock", choices=CLOCKS, default="wall")
     made.add_argument("--answer", type=Path, help=argparse.SUPPRESS)  # a rank's
     options = made.parse_args()
@@ -308,7 +334,7 @@ def main() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        numbers = [f"--{name}={getattr(options, name)}" for name in COUNTS]
+        numbers = [f"--{name}={getattr(options, name)}" for name in FLAGS]
         ranks = ["-m", "benchmarks.measured", "--answer", str(answer), *numbers]
         subprocess.run(
             [sys.executable, *torchrun, *ranks],

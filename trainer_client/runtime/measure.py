@@ -87,11 +87,13 @@ def measure(
     options: argparse.Namespace,
     *,
     tell: Callable[[str], None],
+    after_round: Callable[[int], None] = lambda number: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """All measurements by phase, the same on every rank. Collective.
 
     All loads run once to warm up, and then in rounds, each in another order, so that a disturbance
-    affects one repeat of many loads and not all repeats of one load.
+    affects one repeat of many loads and not all repeats of one load. `after_round` is called with
+    the number of each, 0 to warm up.
     """
     loads = list(all_loads(model, pool, options))
     watch = Stopwatch(device_of(model))
@@ -108,6 +110,7 @@ def measure(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
                 + (f"round {number} of {options.repeats}" if number else "to warm up")
             )
+        after_round(number)
     own = torch.from_numpy(spent[1:]).to(pool.everyone.device)
     # [ranks, repeats, loads]
     everyone = torch.stack(pool.everyone.gather(own, action="collecting seconds")).cpu().numpy()
@@ -143,12 +146,20 @@ def all_loads(
         return
     if encoders:
         for way in partitions((2,), pool.replicas, per_node):
-            yield from exchange_loads(model, pool, way, options.exchanged_rows)
+            yield from exchange_loads(
+                model, pool, way, options.exchanged_rows, text_tokens=max(options.lengths)
+            )
     if not options.wrapped:
         everyone = Groups(
             degree=pool.replicas, crosses_node=False, members=(tuple(range(pool.replicas)),)
         )
-        yield gradients_load(model, pool, everyone, [encoded.name for encoded in encoders])
+        yield gradients_load(
+            model,
+            pool,
+            everyone,
+            [encoded.name for encoded in encoders],
+            text_tokens=max(options.lengths),
+        )
 
 
 def _together(pool: GroupPool) -> None:

@@ -1,7 +1,7 @@
 """The loads that measure.py runs of what a step has beside its encoders and its decoder.
 
-Small steps by the runtime that trains, of which the phase that it reports is taken. Each decodes
-some text on every replica, so that exchanges and sums find the caches as they do in training.
+Steps of one wave by the runtime that trains, of which the phase that it reports is taken. Every
+replica decodes some text, so that exchanges and sums find caches as they do in training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,6 @@ from trainer_client.shard import (
     Shard,
     Wave,
 )
-
-TEXT_TOKENS = 512
 
 
 class GivenRows(Module):
@@ -59,7 +57,12 @@ class GivenRows(Module):
 
 
 def exchange_loads(
-    model: MultimodalModel, pool: GroupPool, groups: Groups, counts: Sequence[int]
+    model: MultimodalModel,
+    pool: GroupPool,
+    groups: Groups,
+    counts: Sequence[int],
+    *,
+    text_tokens: int,
 ) -> Iterator[Load]:
     """Feature rows from the first member of every group to the next, and their gradients back."""
     members = groups.of(pool.replica)
@@ -71,7 +74,7 @@ def exchange_loads(
             sent[target] = count if sends else 0
             received[members[0]] = 0 if sends else count
         batches = {"vision": _batch(sent, received, device_of(model))}
-        shard = _shard(pool, batches, device_of(model))
+        shard = _shard(pool, batches, text_tokens, device_of(model))
 
         def run(shard: Shard = shard) -> float:
             return run_step(given, shard, pool).phase_s[EXCHANGE]
@@ -80,11 +83,18 @@ def exchange_loads(
 
 
 def gradients_load(
-    model: MultimodalModel, pool: GroupPool, groups: Groups, modalities: Sequence[str]
+    model: MultimodalModel,
+    pool: GroupPool,
+    groups: Groups,
+    modalities: Sequence[str],
+    *,
+    text_tokens: int,
 ) -> Load:
     """What a step takes once, whatever it holds. Dummy items give every encoder its gradients."""
     none, device = [0] * pool.replicas, device_of(model)
-    shard = _shard(pool, {name: _batch(none, none, device) for name in modalities}, device)
+    shard = _shard(
+        pool, {name: _batch(none, none, device) for name in modalities}, text_tokens, device
+    )
 
     def run() -> float:
         return run_step(cast(Module, model), shard, pool).phase_s[GRADIENTS]
@@ -103,18 +113,20 @@ def _batch(sent: list[int], received: list[int], device: torch.device) -> Modali
     return ModalityBatch(items=items, exchange=exchange)
 
 
-def _shard(pool: GroupPool, batches: Mapping[str, ModalityBatch], device: torch.device) -> Shard:
+def _shard(
+    pool: GroupPool, batches: Mapping[str, ModalityBatch], text_tokens: int, device: torch.device
+) -> Shard:
     """A step of one wave, in which every replica has some text of its own."""
-    text = make_microbatch((TEXT_TOKENS,), (pool.replica,), 0, device)
+    text = make_microbatch((text_tokens,), (pool.replica,), 0, device)
     groups = tuple(
-        Group(pack=replica, replicas=(replica,), tokens=TEXT_TOKENS, predicted_s=0.0)
+        Group(pack=replica, replicas=(replica,), tokens=text_tokens, predicted_s=0.0)
         for replica in range(pool.replicas)
     )
     plan = PlanSummary(
         digest="0" * 32,
         replicas=pool.replicas,
         samples=pool.replicas,
-        loss_tokens=pool.replicas * TEXT_TOKENS,
+        loss_tokens=pool.replicas * text_tokens,
         predicted_s=0.0,
         waves=(Wave(index=0, groups=groups, idle=()),),
         stages=(),
