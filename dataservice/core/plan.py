@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from dataservice.core.layout import padded_tokens, sample_starts
 
 JSON_AT_ONCE = 16_384
+PHASES = ("vision", "audio", "exchange", "llm", "gradients", "waiting")
+"""What a rank's seconds of a step go to, as plans predict them and ranks report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +65,15 @@ class StepTime:
     @property
     def phase_s(self) -> dict[str, float]:
         """Seconds by phase, in the names by which ranks report them."""
-        return {
-            "vision": self.vision_s,
-            "audio": self.audio_s,
-            "exchange": self.exchange_s,
-            "llm": self.llm_s,
-            "gradients": self.gradient_s,
-            "waiting": self.waiting_s,
-        }
+        seconds = (
+            self.vision_s,
+            self.audio_s,
+            self.exchange_s,
+            self.llm_s,
+            self.gradient_s,
+            self.waiting_s,
+        )
+        return dict(zip(PHASES, seconds, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
