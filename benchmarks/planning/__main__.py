@@ -49,6 +49,7 @@ QUALITY: dict[str, Measure] = {
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,
+    "check": speed.structure_check,
     "solver": speed.degree_solver,
     "isf": speed.packers,
     "partition": speed.partition_rows,

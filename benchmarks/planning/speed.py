@@ -21,6 +21,7 @@ from dataservice.planning import isf_limits, order_microbatches, pack_bfd, pack_
 from dataservice.planning.compose import compose_step
 from dataservice.planning.context.degrees_dp import degrees_by_dp
 from dataservice.planning.context.degrees_threshold import degrees_by_threshold
+from dataservice.planning.validate import check_plan
 
 FIRST_FIT_SAMPLES = 200_000  # looks at every open bin: quadratic within its groups of 100,000
 
@@ -58,6 +59,31 @@ def whole_plans(scale: Scale) -> list[Row]:
             )
         )
     return rows
+
+
+def structure_check(scale: Scale) -> list[Row]:
+    """The check of a plan's structure, which every plan goes through when it is made."""
+    samples, replicas, memory_tokens = 153_600, 2560, 8192
+    workload = workloads.vlm_sft(samples, 0)
+    plan = compose_step(
+        workloads.step_samples(workload),
+        step=0,
+        topology=Topology(world_size=replicas, replicas_per_node=8),
+        options=PlanOptions(memory_tokens=memory_tokens),
+    )
+    checking = partial(check_plan, plan, memory_tokens=memory_tokens, sample_count=samples)
+    return [
+        timed_row(
+            {"check_plan": checking},
+            group="check",
+            what=f"structure check of a plan, {workload.name}, {samples:,} samples, "
+            f"{replicas:,} replicas",
+            limit=1.0,
+            repeats=scale.repeats,
+            explanation=f"{plan.packs:,} packs in {plan.waves} waves, {len(plan.item_replica):,} "
+            "items: every sample once, no replica twice a wave, memory, every item on a replica.",
+        )
+    ]
 
 
 def degree_solver(scale: Scale) -> list[Row]:

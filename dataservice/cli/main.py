@@ -250,6 +250,13 @@ def calibrate_model(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")
     ] = None,
+    wrapped: Annotated[
+        bool,
+        typer.Option(
+            help="The trainer wraps the model in DDP or FSDP2, whose sum of gradients overlaps "
+            "with the backward pass: it is taken to cost nothing."
+        ),
+    ] = False,
     measurements: Annotated[
         Path | None,
         typer.Option(help="Fit this file, written by torchrun -m trainer_client.runtime.measure."),
@@ -288,6 +295,7 @@ def calibrate_model(
                 repeats=repeats,
                 dtype=dtype,
                 device=device,
+                wrapped=wrapped,
             )
             with measuring_progress(Terminal(stderr=True)) as tell:
                 calibrate.measure_model(options, source, tell=tell)

@@ -253,15 +253,7 @@ def _phases(plan: StepPlan) -> str:
     """Where a rank's predicted seconds go, on the mean of all ranks."""
     if plan.time is None:
         return ""
-    seconds = {
-        "vision": plan.time.vision_s,
-        "audio": plan.time.audio_s,
-        "exchange": plan.time.exchange_s,
-        "llm": plan.time.llm_s,
-        "gradients": plan.time.gradient_s,
-        "waiting": plan.time.waiting_s,
-    }
-    parts = (f"{name} {value:.3f} s" for name, value in seconds.items() if value >= 5e-4)
+    parts = (f"{name} {value:.3f} s" for name, value in plan.time.phase_s.items() if value >= 5e-4)
     return f"of which a rank, on the mean: {', '.join(parts)}\n"
 
 

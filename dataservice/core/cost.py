@@ -226,10 +226,12 @@ class StepCost:
     """Seconds of sending one encoded feature row to a replica of another node, and its gradient
     back."""
     exchange_s: float = 0.0
-    """Seconds of every exchange of features, however few: once a wave and encoder, both ways."""
+    """Seconds of every exchange in which a feature row leaves its replica, however few do: at most
+    once a wave and encoder, both ways."""
     gradient_s: float = 0.0
-    """Seconds of every step for what follows the last backward pass: the part of the sum of
-    gradients that nothing hides, and the optimizer."""
+    """Seconds of every step for what it takes once: comparing plans, and the part of the sum of
+    gradients that nothing hides. Where a trainer reports seconds that include its optimizer, those
+    of the optimizer too."""
 
     def __post_init__(self) -> None:
         _require_coefficients(self)

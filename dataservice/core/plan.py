@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from dataservice.core.layout import padded_tokens, sample_starts
 
 JSON_AT_ONCE = 16_384
+PHASES = ("vision", "audio", "exchange", "llm", "gradients", "waiting")
+"""What a rank's seconds of a step go to, as plans predict them and ranks report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +43,10 @@ class StageReport:
 class StepTime:
     """Seconds of a step: `total_s`, and what they are to a rank, on the mean of all ranks.
 
-    `waiting_s` is what the phases leave of the total: for slower replicas, for other stages of the
-    pipeline, and for the members of a group.
+    The phases are those that a rank measures (`StepResult.phase_s` of the trainer's client):
+    encoding, the exchange of features and the decoder with its rings, each in both directions;
+    `gradient_s`, what a step takes once; and `waiting_s`, what the others leave of the total: for
+    slower replicas, for other stages of the pipeline, and for the members of a group.
     """
 
     total_s: float
@@ -57,6 +61,19 @@ class StepTime:
         """Seconds in which a rank computes nothing, on the mean."""
         working_s = self.vision_s + self.audio_s + self.exchange_s + self.llm_s + self.gradient_s
         return max(0.0, self.total_s - working_s)
+
+    @property
+    def phase_s(self) -> dict[str, float]:
+        """Seconds by phase, in the names by which ranks report them."""
+        seconds = (
+            self.vision_s,
+            self.audio_s,
+            self.exchange_s,
+            self.llm_s,
+            self.gradient_s,
+            self.waiting_s,
+        )
+        return dict(zip(PHASES, seconds, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

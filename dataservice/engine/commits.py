@@ -1,6 +1,7 @@
 """What the ranks of one attempt have trained, and in how many seconds.
 
-A step is committed once every rank has trained it; its seconds are those of the slowest.
+A step is committed once every rank has trained it; its seconds are those of the slowest, and those
+of its phases the mean of the ranks, which is what its plan predicts.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class Commits:
         self._metrics = metrics
         self._skips = skips
         self._measured_s: dict[int, float] = {}
-        self._phase_s: dict[int, dict[str, float]] = {}
+        self._phases: dict[int, _Phases] = {}
         self.through_step = attempt.trained_step
 
     async def note(
@@ -42,16 +43,40 @@ class Commits:
         trained = self._skips.next_trained(self.through_step + 1)
         while trained <= done:
             slowest_s = self._measured_s.pop(trained, None)
-            await in_store(self._records.trained, trained, slowest_s)
+            predicted = await in_store(self._records.trained, trained, slowest_s)
             if trained > self.through_step:  # else another rank's commit has been here
                 self.through_step = trained
                 self._metrics.step_committed(self._attempt.job)
-                self._metrics.step_phases(self._attempt.job, self._phase_s.pop(trained, {}))
+                phases = self._phases.pop(trained, None)
+                if phases is not None:
+                    self._metrics.step_phases(
+                        self._attempt.job,
+                        predicted_s={} if predicted is None else predicted.phase_s,
+                        measured_s=phases.mean_s,
+                    )
             trained = self._skips.next_trained(trained + 1)
 
     def _note_seconds(self, step: int, measured_s: float, phase_s: Mapping[str, float]) -> None:
         self._metrics.rank_measured(self._attempt.job, measured_s)
         self._measured_s[step] = max(measured_s, self._measured_s.get(step, 0.0))
-        slowest = self._phase_s.setdefault(step, {})
+        if phase_s:
+            self._phases.setdefault(step, _Phases()).add(phase_s)
+
+
+class _Phases:
+    """Sums of the seconds that some ranks report of a step."""
+
+    def __init__(self) -> None:
+        self._ranks = 0
+        self._total_s: dict[str, float] = {}
+
+    def add(self, phase_s: Mapping[str, float]) -> None:
+        """One more rank."""
+        self._ranks += 1
         for phase, seconds in phase_s.items():
-            slowest[phase] = max(seconds, slowest.get(phase, 0.0))
+            self._total_s[phase] = self._total_s.get(phase, 0.0) + seconds
+
+    @property
+    def mean_s(self) -> dict[str, float]:
+        """The mean of the ranks; a phase that one of them did not name took none of its time."""
+        return {phase: seconds / self._ranks for phase, seconds in self._total_s.items()}

@@ -16,7 +16,7 @@ from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt
-from dataservice.core.plan import StepPlan
+from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
@@ -55,6 +55,8 @@ class AttemptRecords:
         self._attempt = attempt
         self._store = store
         self._metrics = metrics
+        # Of steps that this coordinator planned and that are not trained yet.
+        self._predicted: dict[int, StepTime] = {}
 
     def cursor(self, step: int) -> Cursor | None:
         """The cursor that a step of this attempt was planned from; None if it never was."""
@@ -97,6 +99,8 @@ class AttemptRecords:
         there already with another digest."""
         attempt, cursor, plan = self._attempt, made.planned.cursor, made.planned.plan
         known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
+        if plan.time is not None and (known is None or known.committed_unix_s is None):
+            self._predicted[cursor.step] = plan.time
         if known is None:
             self._store.put_ledger(self._entry(cursor, plan, made.digest))
             self._note_planned(plan, made.digest, made.plan_s)
@@ -107,15 +111,18 @@ class AttemptRecords:
                 "under a running attempt; restart the trainers from their checkpoint."
             )
 
-    def trained(self, step: int, measured_s: float | None) -> None:
-        """Every rank has trained a step. Raises NotFoundError where it was never planned."""
+    def trained(self, step: int, measured_s: float | None) -> StepTime | None:
+        """Every rank has trained a step. Returns what its plan predicted, None where another
+        coordinator planned it. Raises NotFoundError where it was never planned."""
         job, attempt = self._attempt.job, self._attempt.number
         self._store.commit_step(job, attempt, step, time.time(), measured_s)
+        predicted = self._predicted.pop(step, None)
         if measured_s is None:
-            return
+            return predicted
         entry = self._store.ledger_entry(job, step, attempt)
         if entry is not None and entry.predicted_s is not None:
             self._metrics.step_measured(job, predicted_s=entry.predicted_s, measured_s=measured_s)
+        return predicted
 
     def delivered(self, delivered: Delivered) -> StateError | None:
         """The receipts of all packs of a step are in: put its content in the ledger. Returns an

@@ -18,15 +18,23 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError, SpecError
 from dataservice.decode.choose import choose_vision
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.jobs.cost_file import Coefficients, CostFile, HeldOut, MeasuredOn
 from dataservice.jobs.job_file import JobSpec
-from dataservice.planning.calibration import Fit, Measurement, RelativeError, fit_context, fit_phase
+from dataservice.planning.calibration import (
+    Fit,
+    Measurement,
+    RelativeError,
+    fit_context,
+    fit_phase,
+    fit_step,
+)
 
 FORMAT = 1
+AnyFit = Fit[ContextCost] | Fit[PhaseCost] | Fit[StepCost]
 LAST_WORDS = 1500  # characters from the end of the ranks' output that an error repeats
 _PROGRESS = re.compile(r"measured (\d+)/(\d+) (.*)")
 
@@ -64,7 +72,7 @@ class Calibration:
     """A cost file and the fits it comes from: `fits` has one entry for each measured phase."""
 
     file: CostFile
-    fits: dict[str, Fit[ContextCost] | Fit[PhaseCost]]
+    fits: dict[str, AnyFit]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +88,7 @@ class MeasuringOptions:
     repeats: int | None = None
     dtype: str | None = None
     device: str | None = None
+    wrapped: bool = False
 
     def arguments(self) -> list[str]:
         """The options as command-line arguments of the measuring script."""
@@ -95,7 +104,7 @@ class MeasuringOptions:
         one = {"--repeats": self.repeats, "--dtype": self.dtype, "--device": self.device}
         for flag, value in one.items():
             words += [] if value is None else [flag, str(value)]
-        return words
+        return [*words, "--wrapped"] if self.wrapped else words
 
 
 def measure_model(options: MeasuringOptions, out: Path, *, tell: Tell) -> None:
@@ -169,7 +178,11 @@ def calibrate(measured: MeasurementFile) -> Calibration:
         for name in ("vision", "audio")
         if name in measured.measurements
     }
-    fits: dict[str, Fit[ContextCost] | Fit[PhaseCost]] = {"llm": llm, **encoders}
+    fits: dict[str, AnyFit] = {"llm": llm, **encoders}
+    moved = {name: measured.measurements.get(name, []) for name in ("exchange", "gradients")}
+    step = fit_step(moved["exchange"], moved["gradients"]) if any(moved.values()) else None
+    if step is not None:
+        fits["step"] = step
     file = CostFile(
         measured=measured.measured_on,
         held_out={
@@ -179,12 +192,14 @@ def calibrate(measured: MeasurementFile) -> Calibration:
                 (phase, fit.held_out),
                 *((f"{phase}, {part}", error) for part, error in fit.apart),
             )
+            if error.count
         },
-        unmeasured=list(llm.unmeasured),
+        unmeasured=[*llm.unmeasured, *(step.unmeasured if step else ())],
         cost=Coefficients(
             llm=llm.cost,
             vision=encoders["vision"].cost if "vision" in encoders else None,
             audio=encoders["audio"].cost if "audio" in encoders else None,
+            step=step.cost if step else None,
         ),
     )
     return Calibration(file=file, fits=fits)

@@ -22,7 +22,6 @@ DRIFT_WEIGHT = 0.1  # of the newest step in the moving average of measured over 
 WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 # The phase of each planning stage whose costs are seconds of a whole step.
-PREDICTED_PHASES = {"dispatch vision": "vision", "dispatch audio": "audio", "group": "llm"}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
@@ -81,13 +80,13 @@ class PrometheusMetrics:
         self._predicted_phase_s = job(
             Gauge,
             "predicted_phase_seconds",
-            "Time that the last plan predicts for an encoder's slowest replicas, or the llm's.",
+            "Time that the last plan predicts for a phase, on the mean of ranks.",
             "phase",
         )
         self._phase_s = job(
             Gauge,
             "measured_phase_seconds",
-            "Time of a phase at its slowest rank, in the last step that was measured.",
+            "Time of a phase in the last step that was measured, on the mean of ranks.",
             "phase",
         )
         self._waited_s = job(
@@ -114,7 +113,13 @@ class PrometheusMetrics:
             "measured_over_predicted_ratio",
             "Measured over predicted step time: a moving average of about 10 steps.",
         )
-        self._drift_of: dict[str, float] = {}
+        self._phase_drift = job(
+            Gauge,
+            "measured_over_predicted_phase_ratio",
+            "Measured over predicted time of a phase, on the mean of ranks: a moving average.",
+            "phase",
+        )
+        self._drift_of: dict[tuple[str, str], float] = {}
         self._groups = job(Counter, "cp_groups", "CP groups of the steps planned.", "degree")
         self._packs = job(Counter, "decoded_packs", "Packs decoded by workers.")
         self._decode_s = job(
@@ -214,9 +219,8 @@ class PrometheusMetrics:
         self._predicted_s.labels(job).set(plan.predicted_s)
         for report in plan.stages:
             self._plan_gap.labels(job, report.stage).set(report.gap)
-            phase = PREDICTED_PHASES.get(report.stage)
-            if phase is not None:
-                self._predicted_phase_s.labels(job, phase).set(report.after)
+        for phase, seconds in ({} if plan.time is None else plan.time.phase_s).items():
+            self._predicted_phase_s.labels(job, phase).set(seconds)
         for name, seconds in _replica_seconds(plan).items():
             self._predicted_replica_s.labels(job, name).set(seconds)
         self._pad.labels(job).set(_pad_ratio(plan))
@@ -238,15 +242,24 @@ class PrometheusMetrics:
         self._measured_s.labels(job).set(measured_s)
         if predicted_s <= 0:
             return
-        ratio = measured_s / predicted_s
-        before = self._drift_of.get(job, ratio)
-        self._drift_of[job] = before + DRIFT_WEIGHT * (ratio - before)
-        self._drift.labels(job).set(self._drift_of[job])
+        self._drift.labels(job).set(self._drifted(job, "", measured_s / predicted_s))
 
-    def step_phases(self, job: str, phase_s: Mapping[str, float]) -> None:
-        """Set the times of the last step. The caller bounds the phases: each is a series."""
-        for phase, seconds in phase_s.items():
+    def step_phases(
+        self, job: str, *, predicted_s: Mapping[str, float], measured_s: Mapping[str, float]
+    ) -> None:
+        """Set the times of the last step, and move the averages of those that were predicted. The
+        caller bounds the phases: each is a series."""
+        for phase, seconds in measured_s.items():
             self._phase_s.labels(job, phase).set(seconds)
+            if predicted_s.get(phase, 0.0) > 0:
+                drift = self._drifted(job, phase, seconds / predicted_s[phase])
+                self._phase_drift.labels(job, phase).set(drift)
+
+    def _drifted(self, job: str, phase: str, ratio: float) -> float:
+        """The moving average of a phase, or of the step where none is named."""
+        before = self._drift_of.get((job, phase), ratio)
+        self._drift_of[job, phase] = before + DRIFT_WEIGHT * (ratio - before)
+        return self._drift_of[job, phase]
 
     def rank_measured(self, job: str, measured_s: float) -> None:
         """Observe one rank's time of one step."""
@@ -318,7 +331,7 @@ class PrometheusMetrics:
 
     def job_deleted(self, job: str) -> None:
         """Drop the job's series."""
-        self._drift_of.pop(job, None)
+        self._drift_of = {of: drift for of, drift in self._drift_of.items() if of[0] != job}
         for metric in self._of_jobs:
             metric.remove_by_labels({"job": job})
 

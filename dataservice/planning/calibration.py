@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
 
 Floats = npt.NDArray[np.float64]
-Cost = TypeVar("Cost", ContextCost, PhaseCost)
+Cost = TypeVar("Cost", ContextCost, PhaseCost, StepCost)
 
 LEAST_LOADS = 6
 """Different loads that a fit needs: up to four coefficients, one load held out, one to spare."""
@@ -38,7 +38,8 @@ UNSEEN = 1e-6  # of the typical time: where a coefficient starts that may turn o
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
     """Seconds of one forward and backward pass over `tokens`, the length of each sequence of a
-    CP group of `degree` replicas, or of each item of an encoder."""
+    CP group of `degree` replicas, or of each item of an encoder; or of sending `tokens` feature
+    rows to another replica, and their gradients back."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -141,6 +142,41 @@ def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
     )
 
 
+def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement]) -> Fit[StepCost]:
+    """What a step takes beside its encoders and its decoder: exchanges of feature rows, and the
+    seconds of `gradients`, the median of which is taken. Either may be empty, and costs nothing
+    then.
+
+    Rows that nobody sent to another node are taken to be as fast there. Raises PlanningError on
+    exchanges of fewer than 6 different numbers of rows, or numbers too close together.
+    """
+    gradient_s = float(np.median(_seconds(gradients))) if gradients else 0.0
+    unmeasured = () if gradients else ("gradient_s",)
+    if not exchanges:
+        empty = _relative_error((), ())
+        names = ("feature_intra_s_per_token", "feature_inter_s_per_token", "exchange_s")
+        cost = StepCost(gradient_s=gradient_s)
+        return Fit(cost=cost, held_out=empty, fitted=empty, unmeasured=(*names, *unmeasured))
+    _require_loads(exchanges, "the exchange of features")
+    fitted, held_out = split_held_out(exchanges)
+    rows = np.array([sum(m.tokens) for m in fitted], dtype=np.float64)
+    crossing = np.array([m.crosses_node for m in fitted])
+    columns = np.column_stack([np.ones_like(rows), rows, rows * crossing])
+    fixed, intra, extra = _fit_columns(columns, _seconds(fitted)).tolist()
+    cost = StepCost(
+        feature_intra_s_per_token=intra,
+        feature_inter_s_per_token=intra + extra,
+        exchange_s=fixed,
+        gradient_s=gradient_s,
+    )
+    return Fit(
+        cost=cost,
+        held_out=exchange_error(cost, held_out),
+        fitted=exchange_error(cost, fitted),
+        unmeasured=(*unmeasured, *(() if crossing.any() else ("feature_inter_s_per_token",))),
+    )
+
+
 def split_held_out(
     measurements: Sequence[Measurement],
 ) -> tuple[list[Measurement], list[Measurement]]:
@@ -161,6 +197,13 @@ def context_error(cost: ContextCost, measurements: Sequence[Measurement]) -> Rel
 def phase_error(cost: PhaseCost, measurements: Sequence[Measurement]) -> RelativeError:
     """How far the model is off these measurements."""
     predicted = [cost.batch_s + float(cost.item_seconds(m.tokens).sum()) for m in measurements]
+    return _relative_error(predicted, measurements)
+
+
+def exchange_error(cost: StepCost, measurements: Sequence[Measurement]) -> RelativeError:
+    """How far the model is off these measurements."""
+    rates = (cost.feature_intra_s_per_token, cost.feature_inter_s_per_token)
+    predicted = [cost.exchange_s + rates[m.crosses_node] * sum(m.tokens) for m in measurements]
     return _relative_error(predicted, measurements)
 
 

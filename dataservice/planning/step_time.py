@@ -65,41 +65,83 @@ def step_phases(plan: StepPlan, items: EncoderItems, cost: CostModel, topology: 
     encode = loads.reshape(plan.waves, MODALITIES, plan.replicas)
     used = used.reshape(plan.waves, MODALITIES)
     encode[used] += np.broadcast_to(items.batch_s, used.shape)[used][:, None]
-    exchange = np.where(used, cost.step.exchange_s, 0.0)
-    if cost.step.feature_inter_s_per_token > 0:
-        node = topology.replicas_per_node or plan.replicas
-        busiest = _busiest_rows(
-            items.phase,
-            plan.item_replica,
-            plan.item_llm_tokens,
-            item_packs(plan),
-            plan.replica_offsets,
-            plan.pack_replicas,
-            items.phases,
-            plan.replicas,
-            node,
-            cost.step.feature_intra_s_per_token,
-            cost.step.feature_inter_s_per_token,
-        )
-        exchange = exchange + busiest.reshape(used.shape)
-    return Phases(decode, encode, exchange)
+    return Phases(decode, encode, _exchange_seconds(plan, items, cost, topology))
+
+
+def _exchange_seconds(
+    plan: StepPlan, items: EncoderItems, cost: CostModel, topology: Topology
+) -> NDArray[np.float64]:
+    """Seconds [W, M] of every exchange in which a row leaves its replica."""
+    step = cost.step
+    if step.exchange_s == 0 and step.feature_inter_s_per_token == 0:
+        return np.zeros((plan.waves, MODALITIES))
+    seconds = _busiest_rows(
+        items.phase,
+        plan.item_replica,
+        plan.item_llm_tokens,
+        item_packs(plan),
+        plan.replica_offsets,
+        plan.pack_replicas,
+        items.phases,
+        plan.replicas,
+        topology.replicas_per_node or plan.replicas,
+        step.feature_intra_s_per_token,
+        step.feature_inter_s_per_token,
+        step.exchange_s,
+    )
+    exchange: NDArray[np.float64] = seconds.reshape(plan.waves, MODALITIES)
+    return exchange
 
 
 def time_phases(
     phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology, cost: CostModel
 ) -> StepTime:
     """The step that these phases of `plan` make."""
-    stages, trains = topology.pipeline_stages, topology.encoders_train
-    exchanged_s = float(phases.exchange.sum()) * (1.0 if trains else 0.5)
-    # Encoders and their exchange run on the first stage, or are shared by all.
-    encoding = phases.encode.sum(axis=0).mean(axis=1) / stages
+    total_s = _total_seconds(phases, plan, items, topology) + cost.step.gradient_s
+    ranks = _rank_seconds(phases, topology, cost)
     return StepTime(
-        total_s=_total_seconds(phases, plan, items, topology) + cost.step.gradient_s,
-        vision_s=float(encoding[Modality.VISION]),
-        audio_s=float(encoding[Modality.AUDIO]),
-        exchange_s=exchanged_s / (stages if topology.encoder_stage != "spread" else 1),
-        llm_s=float(phases.decode.sum()) / (plan.replicas * stages),
+        total_s=total_s,
+        vision_s=float(ranks.vision.mean()),
+        audio_s=float(ranks.audio.mean()),
+        exchange_s=float(ranks.exchange.mean()),
+        llm_s=float(ranks.llm.mean()),
         gradient_s=cost.step.gradient_s,
+    )
+
+
+class RankSeconds(NamedTuple):
+    """Seconds of the ranks of every stage of every replica, float64[stages, N] each: what
+    `StepTime` is the mean of. What they leave of the step's seconds, a rank waits."""
+
+    vision: NDArray[np.float64]
+    audio: NDArray[np.float64]
+    exchange: NDArray[np.float64]
+    llm: NDArray[np.float64]
+    gradients: NDArray[np.float64]
+
+
+def rank_seconds(plan: StepPlan, topology: Topology, cost: CostModel) -> RankSeconds:
+    """The phases of `plan` as every rank has them. O(m + W·N)."""
+    items = encoder_items(plan, cost)
+    return _rank_seconds(step_phases(plan, items, cost, topology), topology, cost)
+
+
+def _rank_seconds(phases: Phases, topology: Topology, cost: CostModel) -> RankSeconds:
+    stages, replicas = topology.pipeline_stages, phases.decode.shape[1]
+    shape = (stages, replicas)
+    spread = topology.encoder_stage == "spread"
+    # Encoders run on the first stage, or are shared by all; each exchanges what it encoded.
+    encodes = np.full(stages, 1.0 / stages) if spread else np.eye(stages)[0]
+    exchanges = np.ones(stages) if spread else np.eye(stages)[0]
+    exchanged_s = float(phases.exchange.sum()) * (1.0 if topology.encoders_train else 0.5)
+    decodes = np.array(topology.chunk_shares).reshape(-1, stages).sum(axis=0)
+    encoding = phases.encode.sum(axis=0)
+    return RankSeconds(
+        vision=np.outer(encodes, encoding[Modality.VISION]),
+        audio=np.outer(encodes, encoding[Modality.AUDIO]),
+        exchange=np.broadcast_to(exchanges[:, None] * exchanged_s, shape),
+        llm=np.outer(decodes, phases.decode.sum(axis=0)),
+        gradients=np.full(shape, cost.step.gradient_s),
     )
 
 
@@ -223,9 +265,12 @@ def _busiest_rows(
     replicas_per_node: int,
     intra_s: float,
     inter_s: float,
+    fixed_s: float,
 ) -> NDArray[np.float64]:
-    """Seconds [phases] of the replica that sends or receives longest. An item's rows are taken to
-    lie evenly over the members of its group: nearly so where it is much longer than a chunk."""
+    """Seconds [phases] of the replica that sends or receives longest, and `fixed_s` on top; none
+    where no row leaves its replica. An item's rows are taken to lie evenly over the members of its
+    group: nearly so where it is much longer than a chunk."""
+    busiest = np.zeros(phases)
     sent = np.zeros((phases, replicas))
     received = np.zeros((phases, replicas))
     for item in range(phase.size):
@@ -239,10 +284,12 @@ def _busiest_rows(
             seconds = share * (intra_s if inside else inter_s)
             sent[phase[item], source[item]] += seconds
             received[phase[item], target] += seconds
-    busiest = np.zeros(phases)
+            busiest[phase[item]] = fixed_s
     for p in range(phases):
+        longest = 0.0
         for replica in range(replicas):
-            busiest[p] = max(busiest[p], sent[p, replica], received[p, replica])
+            longest = max(longest, sent[p, replica], received[p, replica])
+        busiest[p] += longest
     return busiest
 
 

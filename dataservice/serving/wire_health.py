@@ -1,7 +1,6 @@
 """The health of running jobs and the reports of ranks, to and from protobuf; see wire_packs.py."""
 
 import math
-import re
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -21,25 +20,35 @@ from dataservice.core.health import (
     SourceHealth,
     SourceProgress,
 )
+from dataservice.core.plan import PHASES
 from dataservice.serving.enum_values import known_value
 
 SEVERITIES: dict[str, Severity] = {name: name for name in get_args(Severity)}
-# The phases that trainer_client times. Another release may send others, which get no metric.
-PHASE = re.compile(r"(vision|audio|llm)_(forward|backward)|exchange|gradients|bubble|other")
+# The names of releases before this one, which had each pass by itself and waiting in the exchange.
+OLDER_PHASES = {
+    **{f"{name}_{way}": name for name in PHASES[:4] for way in ("forward", "backward")},
+    "bubble": "waiting",
+    "other": "gradients",
+}
 MOST_PHASES = 32
 
 
 def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, float]:
-    """Seconds of a rank's step by phase, for the phases that are known. Raises SpecError where
-    there are too many phases or a number of seconds is invalid."""
+    """Seconds of a rank's step by phase, for the phases that plans predict: another release may
+    send others, which get no metric. Raises SpecError where there are too many phases or a number
+    of seconds is invalid."""
     if len(message.phase_s) > MOST_PHASES:
         raise SpecError(
             f"step {message.step} has {len(message.phase_s)} phases; at most {MOST_PHASES} are "
             "taken. Leave phase_s out, or send what StepResult.phase_s holds."
         )
-    for phase, seconds in message.phase_s.items():
-        _require_seconds(seconds, f"phase {phase[:40]!r} of step {message.step}")
-    return {name: value for name, value in message.phase_s.items() if PHASE.fullmatch(name)}
+    known: dict[str, float] = {}
+    for name, seconds in message.phase_s.items():
+        _require_seconds(seconds, f"phase {name[:40]!r} of step {message.step}")
+        phase = OLDER_PHASES.get(name, name)
+        if phase in PHASES:
+            known[phase] = known.get(phase, 0.0) + seconds
+    return known
 
 
 def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | None:

@@ -78,6 +78,7 @@ async def test_an_epoch_is_counted_as_it_was_planned_and_committed(metrics):
     assert series(metrics, "cp_groups_total") == degrees
     last = plans[-1]
     assert value(metrics, "predicted_step_seconds", job="job") == last.predicted_s
+    assert series(metrics, "predicted_phase_seconds") == last.time.phase_s
     assert (
         series(metrics, "plan_gap_ratio").items() >= {s.stage: s.gap for s in last.stages}.items()
     )
@@ -99,6 +100,31 @@ async def test_drift_is_the_moving_average_of_measured_over_predicted(metrics):
             await coordinator.commit(opened.session, step, measured_s=seconds)
         expected = times if expected is None else expected + 0.1 * (times - expected)
     assert value(metrics, "measured_over_predicted_ratio", job="job") == pytest.approx(expected)
+    await coordinator.stop()
+
+
+async def test_drift_compares_phase_by_phase_on_the_mean_of_ranks(metrics):
+    store = MemoryStateStore()
+    coordinator = make_coordinator(store, Books(), make_setup(), metrics=metrics)
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    times = {"vision": 1.5, "audio": 1.0, "llm": 0.8, "waiting": 3.0}
+    for step in range(2):
+        for opened in sessions:
+            await shard_of(coordinator, opened, step)
+        (plan,) = (p for p in await plans_of(coordinator, step + 1) if p.step == step)
+        foreseen = {k: v for k, v in plan.time.phase_s.items() if v > 0 and k in times}
+        for share, opened in zip((0.5, 1.5), sessions, strict=True):
+            spent = {k: share * times[k] * v for k, v in foreseen.items()}
+            await coordinator.commit(
+                opened.session, step, measured_s=1.0, phase_s={**spent, "own": 0.25}
+            )
+        assert series(metrics, "measured_phase_seconds") == pytest.approx(
+            {**{k: times[k] * v for k, v in foreseen.items()}, "own": 0.25}
+        )
+    drift = series(metrics, "measured_over_predicted_phase_ratio")
+    assert drift == pytest.approx({k: times[k] for k in drift})
+    assert {"vision", "llm"} <= drift.keys() <= times.keys()
     await coordinator.stop()
 
 

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError
 from dataservice.planning.calibration import (
     Measurement,
     context_error,
     fit_context,
     fit_phase,
+    fit_step,
     phase_error,
     split_held_out,
 )
@@ -222,3 +223,29 @@ def test_measurements_at_higher_degrees_alone_are_refused():
 def test_a_measurement_that_cannot_be_is_refused(wrong):
     with pytest.raises(PlanningError):
         Measurement(**wrong)
+
+
+def test_exchanges_and_what_a_step_takes_once_come_back():
+    truth = StepCost(
+        feature_intra_s_per_token=1e-6, feature_inter_s_per_token=5e-6, exchange_s=1e-3
+    )
+    rates = (truth.feature_intra_s_per_token, truth.feature_inter_s_per_token)
+    exchanges = [
+        Measurement(tokens=(n,), seconds=1e-3 + rates[far] * n, crosses_node=far)
+        for n in LENGTHS
+        for far in (False, True)
+    ]
+    gradients = [Measurement(tokens=(1,), seconds=s) for s in (0.2, 0.3, 0.9)]
+    fit = fit_step(exchanges, gradients)
+    assert fit.cost.to_dict() == pytest.approx({**truth.to_dict(), "gradient_s": 0.3}, rel=1e-3)
+    assert fit.held_out.largest < 0.01
+    assert fit.unmeasured == ()
+
+
+def test_what_of_a_step_was_not_measured_is_named():
+    near = [Measurement(tokens=(n,), seconds=1e-3 + 1e-6 * n) for n in LENGTHS]
+    assert fit_step(near, []).unmeasured == ("gradient_s", "feature_inter_s_per_token")
+    assert fit_step(near, []).cost.feature_inter_s_per_token == pytest.approx(1e-6)
+    alone = fit_step([], [Measurement(tokens=(1,), seconds=0.5)])
+    assert alone.cost == StepCost(gradient_s=0.5)
+    assert "exchange_s" in alone.unmeasured

@@ -22,7 +22,7 @@ from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_progra
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 from dataservice.planning.stages.dispatch import encoder_items
 from dataservice.planning.step_bound import StepBound
-from dataservice.planning.step_time import FORWARD_SHARE, step_phases, step_seconds
+from dataservice.planning.step_time import FORWARD_SHARE, rank_seconds, step_phases, step_seconds
 from tests.planning.step_samples import MEMORY, step_samples
 
 FREE = PhaseCost(linear_s_per_token=0.0)
@@ -202,6 +202,28 @@ def test_phases_add_up_and_meeting_less_often_never_takes_longer(topology, n, se
     for time in times.values():
         phases = (time.vision_s, time.audio_s, time.exchange_s, time.llm_s, time.gradient_s)
         assert sum(phases) + time.waiting_s == pytest.approx(time.total_s)
+        assert sum(time.phase_s.values()) == pytest.approx(time.total_s)
+        ranks = rank_seconds(made, topology, RICH)
+        means = [float(of_ranks.mean()) for of_ranks in ranks]
+        assert means == pytest.approx(phases)
+        assert all(
+            of_ranks.shape == (topology.pipeline_stages, made.replicas) for of_ranks in ranks
+        )
+        assert sum(ranks).max() <= time.total_s * (1 + 1e-9)
+
+
+def test_an_exchange_takes_nothing_where_every_replica_keeps_its_rows():
+    samples, topology = step_samples(40, 1, longest=600), Topology(world_size=4)
+    made = composed(samples, topology, strategy="packing", dispatch="home")
+    items = encoder_items(made, RICH)
+    alone = made.pack_degree.max() == 1
+    assert alone
+    assert step_phases(made, items, RICH, topology).exchange.sum() == 0
+    moved = replace(made, item_replica=(made.item_replica + 1) % 4)
+    exchange = step_phases(moved, items, RICH, topology).exchange
+    used = np.unique(items.phase)
+    assert exchange.ravel()[used].min() > RICH.step.exchange_s
+    assert np.delete(exchange.ravel(), used).sum() == 0
 
 
 @settings(max_examples=60, deadline=None)

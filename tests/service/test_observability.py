@@ -21,7 +21,7 @@ from tests.service.support import Ranks, metrics_addresses, scraped, serving, wa
 
 RANKS = 3
 STEP_S = 0.05
-PHASE_S = {"vision_forward": 0.01, "llm_forward": 0.02, "llm_backward": 0.015}
+PHASE_S = {"vision": 0.01, "llm": 0.035, "waiting": 0.005}
 
 
 def outstanding(series) -> list[float]:
@@ -142,7 +142,12 @@ def test_measured_seconds_and_waits_are_those_that_the_ranks_told(watched):
     assert watched.of_job("measured_step_seconds") == STEP_S
     assert watched.of_job("measured_rank_seconds_count") == RANKS * steps
     assert watched.of_job("measured_rank_seconds_sum") == pytest.approx(RANKS * steps * STEP_S)
-    assert watched.by("phase", "measured_phase_seconds") == PHASE_S
+    assert watched.by("phase", "measured_phase_seconds") == pytest.approx(PHASE_S)
+    predicted = watched.by("phase", "predicted_phase_seconds")
+    assert predicted == watched.plans[-1].time.phase_s
+    assert watched.by("phase", "measured_over_predicted_phase_ratio").keys() == {
+        phase for phase in PHASE_S if predicted[phase] > 0
+    }
     assert watched.of_job("measured_over_predicted_ratio") > 0
     assert watched.of_job("worst_exposed_wait_rank") == -1  # all have left
     assert watched.of_job("waiting_ranks") == 0

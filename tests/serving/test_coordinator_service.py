@@ -260,12 +260,26 @@ async def test_a_commit_carries_the_seconds_a_rank_has_measured(stub, api):
 
 
 async def test_a_commit_carries_what_the_seconds_went_to_by_phases_that_are_known(stub, api):
-    phases = {"vision_forward": 0.25, "llm_backward": 1.5, "exchange": 0.0, "dreaming": 9.0}
+    phases = {"vision": 0.25, "llm": 1.5, "exchange": 0.0, "waiting": 0.5, "dreaming": 9.0}
     request = coordinator_pb2.CommitStepRequest(
         session="vlm/0", step=3, measured_s=2.0, phase_s=phases
     )
     await stub.CommitStep(request)
-    assert api.phases == [{"vision_forward": 0.25, "llm_backward": 1.5, "exchange": 0.0}]
+    assert api.phases == [{"vision": 0.25, "llm": 1.5, "exchange": 0.0, "waiting": 0.5}]
+
+
+async def test_phases_of_an_older_client_count_for_those_that_plans_predict(stub, api):
+    phases = {
+        "llm_forward": 0.5,
+        "llm_backward": 1.0,
+        "exchange": 0.25,
+        "bubble": 2.0,
+        "other": 1.0,
+    }
+    await stub.CommitStep(
+        coordinator_pb2.CommitStepRequest(session="vlm/0", step=3, measured_s=5.0, phase_s=phases)
+    )
+    assert api.phases == [{"llm": 1.5, "exchange": 0.25, "waiting": 2.0, "gradients": 1.0}]
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])

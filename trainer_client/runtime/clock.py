@@ -6,7 +6,7 @@ the step is over.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -34,13 +34,28 @@ def start_clock(device: torch.device) -> Clock:
     return _StreamClock(device) if device.type == "cuda" else _HostClock()
 
 
+_host_time: ContextVar[Callable[[], float]] = ContextVar("host time", default=time.perf_counter)
+
+
+@contextmanager
+def host_time(now: Callable[[], float]) -> Iterator[None]:
+    """A CPU's phases are counted in these seconds, such as those of ``time.process_time``, in which
+    neither other programs nor waiting count."""
+    token = _host_time.set(now)
+    try:
+        yield
+    finally:
+        _host_time.reset(token)
+
+
 class _HostClock:
     def __init__(self) -> None:
-        self._origin_s = time.perf_counter()
+        self._now = _host_time.get()
+        self._origin_s = self._now()
         self._moments_s: list[float] = []
 
     def mark(self) -> int:
-        self._moments_s.append(time.perf_counter() - self._origin_s)
+        self._moments_s.append(self._now() - self._origin_s)
         return len(self._moments_s) - 1
 
     def read(self) -> list[float]:
@@ -70,24 +85,28 @@ class _StreamClock:
 
 
 class PhaseClock:
-    """Counts seconds by phase since it was made. It begins in phase ``other``."""
+    """Counts seconds by phase since it was made. It begins in phase ``other``.
 
-    def __init__(self, device: torch.device) -> None:
+    A phase may have a ``place``: what several replicas go through together, such as an exchange.
+    """
+
+    def __init__(self, device: torch.device, *, place: Hashable = None) -> None:
         self._clock = start_clock(device)
-        self._begun = [(OTHER, self._clock.mark())]
+        self._begun = [(OTHER, place, self._clock.mark())]
 
-    def switch(self, phase: str) -> None:
-        """Begin this phase."""
-        self._begun.append((phase, self._clock.mark()))
+    def switch(self, phase: str, place: Hashable = None) -> None:
+        """Begin this phase, at this place."""
+        self._begun.append((phase, place, self._clock.mark()))
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of every phase so far. Waits for the device."""
+    def seconds(self) -> dict[tuple[str, Hashable], float]:
+        """Seconds of every phase so far, at each of its places. Waits for the device."""
         ended = self._clock.mark()
         moments_s = self._clock.read()
-        spent: dict[str, float] = {}
-        ends = [mark for _, mark in self._begun[1:]] + [ended]
-        for (phase, begun), end in zip(self._begun, ends, strict=True):
-            spent[phase] = spent.get(phase, 0.0) + moments_s[end] - moments_s[begun]
+        spent: dict[tuple[str, Hashable], float] = {}
+        ends = [mark for *_, mark in self._begun[1:]] + [ended]
+        for (phase, place, begun), end in zip(self._begun, ends, strict=True):
+            before_s = spent.get((phase, place), 0.0)
+            spent[phase, place] = before_s + moments_s[end] - moments_s[begun]
         return spent
 
 
@@ -95,9 +114,9 @@ _running: ContextVar[PhaseClock | None] = ContextVar("phase clock of this step",
 
 
 @contextmanager
-def phase_clock(device: torch.device) -> Iterator[PhaseClock]:
-    """The clock that ``switch_phase`` of this thread switches."""
-    clock = PhaseClock(device)
+def phase_clock(device: torch.device, *, place: Hashable = None) -> Iterator[PhaseClock]:
+    """The clock that ``switch_phase`` of this thread switches; it begins at ``place``."""
+    clock = PhaseClock(device, place=place)
     token = _running.set(clock)
     try:
         yield clock
@@ -105,29 +124,48 @@ def phase_clock(device: torch.device) -> Iterator[PhaseClock]:
         _running.reset(token)
 
 
-def switch_phase(phase: str) -> None:
+def switch_phase(phase: str, place: Hashable = None) -> None:
     """Begin a phase of the step that runs in this thread, if one is measured."""
     if (clock := _running.get()) is not None:
-        clock.switch(phase)
+        clock.switch(phase, place)
 
 
-def switch_in_backward(tensor: Tensor, phase: str) -> Tensor:
+def switch_in_backward(tensor: Tensor, phase: str, place: Hashable = None) -> Tensor:
     """Returns the same tensor; the phase begins when its gradient arrives."""
     clock = _running.get()
     if clock is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    same: Tensor = _SwitchInBackward.apply(tensor, phase, clock)  # type: ignore[no-untyped-call]
+    same: Tensor = _SwitchInBackward.apply(tensor, phase, place, clock)  # type: ignore[no-untyped-call]
+    return same
+
+
+def switch_after_backward(loss: Tensor, phase: str, place: Hashable = None) -> Tensor:
+    """Returns the same loss; the phase begins when its backward pass is over, before whatever DDP
+    and FSDP still wait for."""
+    clock = _running.get()
+    if clock is None or not loss.requires_grad:
+        return loss
+    same: Tensor = _SwitchAfterBackward.apply(loss, phase, place, clock)  # type: ignore[no-untyped-call]
     return same
 
 
 class _SwitchInBackward(torch.autograd.Function):
     # Backward may run in another thread, one of the device's, so the clock is passed on.
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, phase: str, clock: PhaseClock) -> Tensor:
-        ctx.phase, ctx.clock = phase, clock
+    def forward(ctx: Any, tensor: Tensor, phase: str, place: Hashable, clock: PhaseClock) -> Tensor:
+        ctx.phase, ctx.place, ctx.clock = phase, place, clock
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.clock.switch(ctx.phase)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.switch(ctx.phase, ctx.place)
+        return grad, None, None, None
+
+
+class _SwitchAfterBackward(_SwitchInBackward):
+    # Callbacks run in the order in which they are queued, and this one is queued first.
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: ctx.clock.switch(ctx.phase, ctx.place))
+        return grad, None, None, None

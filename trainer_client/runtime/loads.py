@@ -36,23 +36,30 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one measurement runs: sequences or items with these numbers of tokens, and `run`."""
+    """What one measurement runs: sequences, items or feature rows of these numbers of tokens, and
+    `run`, which gives its seconds where it measures them itself."""
 
     phase: str
     tokens: tuple[int, ...]
     groups: Groups
-    run: Callable[[], None]
+    run: Callable[[], float | None]
     clip: bool = False
 
     @property
     def in_words(self) -> str:
         """A description for the progress output."""
+        if self.phase == "exchange":
+            return f"{self.phase}: {self.tokens[0]} feature rows to another replica and back"
+        if self.phase == "gradients":
+            return "gradients: what a step takes once"
         what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
         return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
 
     def row(self, seconds: float) -> dict[str, Any]:
         """The measurement as a row of the file of measurements."""
         found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
+        if self.phase == "exchange":
+            found |= {"crosses_node": self.groups.crosses_node}
         if self.phase == "llm":
             found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
         return found | ({"clip": True} if self.clip else {})
@@ -163,6 +170,12 @@ def encoder_loads(
                     features.float().square().sum().backward()  # type: ignore[no-untyped-call]
 
             yield Load(phase=encoded.name, tokens=load, groups=groups, run=run, clip=clip)
+
+
+def feature_row(model: MultimodalModel) -> Tensor:
+    """A row as the encoders give it, [1, width], by its shape and type."""
+    with torch.no_grad():
+        return _encode(model, "vision", [model.dummy_item("vision")])[:1].clone()
 
 
 def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:

@@ -43,9 +43,11 @@ from trainer_client.runtime.loads import (
     partitions,
 )
 from trainer_client.runtime.step import MultimodalModel
+from trainer_client.runtime.step_loads import exchange_loads, gradients_load
 
 FORMAT = 1
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+EXCHANGED_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 ITEM_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
 TIMEOUT_S = 300.0
@@ -65,13 +67,13 @@ class Stopwatch:
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.process_time if alone else time.perf_counter
 
-    def time(self, work: Callable[[], None]) -> float:
-        """Seconds of one call."""
+    def time(self, work: Callable[[], float | None]) -> float:
+        """Seconds of one call, or those that it gives because it measures them itself."""
         self.drain()
         started_s = self._now()
-        work()
+        own_s = work()
         self.drain()
-        return self._now() - started_s
+        return self._now() - started_s if own_s is None else own_s
 
     def drain(self) -> None:
         """Wait for the device."""
@@ -85,11 +87,13 @@ def measure(
     options: argparse.Namespace,
     *,
     tell: Callable[[str], None],
+    after_round: Callable[[int], None] = lambda number: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """All measurements by phase, the same on every rank. Collective.
 
     All loads run once to warm up, and then in rounds, each in another order, so that a disturbance
-    affects one repeat of many loads and not all repeats of one load.
+    affects one repeat of many loads and not all repeats of one load. `after_round` is called with
+    the number of each, 0 to warm up.
     """
     loads = list(all_loads(model, pool, options))
     watch = Stopwatch(device_of(model))
@@ -106,6 +110,7 @@ def measure(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
                 + (f"round {number} of {options.repeats}" if number else "to warm up")
             )
+        after_round(number)
     own = torch.from_numpy(spent[1:]).to(pool.everyone.device)
     # [ranks, repeats, loads]
     everyone = torch.stack(pool.everyone.gather(own, action="collecting seconds")).cpu().numpy()
@@ -134,8 +139,27 @@ def all_loads(
     for way in partitions(degrees, pool.replicas, per_node):
         yield from decoder_loads(model, pool, way, options.lengths)
     alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
-    for encoded in map(EncodedAs.parse, options.modalities):
+    encoders = [EncodedAs.parse(text) for text in options.modalities]
+    for encoded in encoders:
         yield from encoder_loads(model, encoded, options.item_tokens, alone)
+    if pool.replicas == 1:
+        return
+    if encoders:
+        for way in partitions((2,), pool.replicas, per_node):
+            yield from exchange_loads(
+                model, pool, way, options.exchanged_rows, text_tokens=max(options.lengths)
+            )
+    if not options.wrapped:
+        everyone = Groups(
+            degree=pool.replicas, crosses_node=False, members=(tuple(range(pool.replicas)),)
+        )
+        yield gradients_load(
+            model,
+            pool,
+            everyone,
+            [encoded.name for encoded in encoders],
+            text_tokens=max(options.lengths),
+        )
 
 
 def _together(pool: GroupPool) -> None:
@@ -177,6 +201,15 @@ def parser() -> argparse.ArgumentParser:
         "--lengths", type=int, nargs="+", default=LENGTHS, help="decoder lengths, tokens"
     )
     made.add_argument("--item-tokens", type=int, nargs="+", default=ITEM_TOKENS)
+    made.add_argument(
+        "--exchanged-rows", type=int, nargs="+", default=EXCHANGED_ROWS, help="feature rows"
+    )
+    made.add_argument(
+        "--wrapped",
+        action="store_true",
+        help="the trainer wraps the model in DDP or FSDP2, whose sum of gradients overlaps with "
+        "the backward pass: it is taken to cost nothing",
+    )
     made.add_argument("--degrees", type=int, nargs="*", default=(), help="default: all that fit")
     made.add_argument(
         "--modalities",

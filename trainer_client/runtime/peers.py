@@ -213,10 +213,17 @@ class PeerGroup:
 
     def post_sum(self, tensor: Tensor, *, action: str) -> Transfer:
         """Start an in-place sum over the group."""
+        return self._post_reduced(tensor, dist.ReduceOp.SUM, action)
+
+    def post_least(self, tensor: Tensor, *, action: str) -> Transfer:
+        """Start taking the least of every element over the group, in place."""
+        return self._post_reduced(tensor, dist.ReduceOp.MIN, action)
+
+    def _post_reduced(self, tensor: Tensor, operation: object, action: str) -> Transfer:
         transfer = Transfer(self, action)
         if self.size > 1 and tensor.numel():
             transport = self._live_transport(action)
-            work = self._start(action, None, transport.allreduce, [tensor], dist.ReduceOp.SUM)
+            work = self._start(action, None, transport.allreduce, [tensor], operation)
             transfer.add(work, None, tensor)
         return transfer
 

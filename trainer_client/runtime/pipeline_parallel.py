@@ -26,6 +26,14 @@ from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import LossTokens, microbatch_loss, step_loss_tokens
 from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.runtime.phases import (
+    BUBBLE,
+    END,
+    GRADIENTS,
+    START,
+    pack_place,
+    seconds_by_phase,
+)
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, StageLinks, empty_message
 from trainer_client.runtime.pipeline_schedule import (
     FORWARD,
@@ -70,7 +78,7 @@ class PipelineResult:
 
     ``loss``: mean over the global batch's loss tokens, weighted as in ``StepResult``.
     ``timeline``: of all stages.
-    ``phase_s``: as in ``StepResult``, and ``bubble``, the seconds of waiting for other stages.
+    ``phase_s``: as in ``StepResult``; ``waiting`` includes waiting for other stages.
     """
 
     loss: float
@@ -110,7 +118,7 @@ def run_pipeline_step(
     )
     _check_arguments(chunks, shard, mesh, schedule)
     lost = mesh.groups.naming_lost("a step")
-    with mesh.naming_ranks(), lost, phase_clock(hidden.device) as phases:
+    with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
         everyone = mesh.groups.everyone
         reductions = _reductions_of(chunks, everyone)
         _meet(shard, upcoming, mesh)
@@ -118,18 +126,20 @@ def run_pipeline_step(
         loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
         stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
         stage.run()
-        phases.switch("gradients")
+        clock.switch(GRADIENTS, END)
         for reduction in dict.fromkeys(reductions):
             reduction.finish()
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
-        phases.switch(OTHER)
+        clock.switch(BUBBLE)
         count = loss_tokens.count if labelled else 0
         loss, tokens, timeline = _share(stage, count, mesh, schedule)
-        phase_s = phases.seconds()
+        spent = clock.seconds()
+        seconds = time.perf_counter() - started
+        phase_s = seconds_by_phase(spent, shard.plan, everyone, chunks=len(chunks))
     return PipelineResult(
         loss=loss,
         loss_tokens=tokens,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         phase_s=phase_s,
         timeline=timeline,
     )
@@ -171,19 +181,25 @@ class _Stage:
         """Run every action, each receive posted one action ahead."""
         posted = self._post_receive(0)
         for place, action in enumerate(self._actions):
-            switch_phase("bubble")
+            switch_phase(BUBBLE)
             arriving, posted = posted, self._post_receive(place + 1)
             taken = None if arriving is None else self._links.receive(action, arriving)
             compute = self._forward if action.kind == FORWARD else self._backward
-            switch_phase("llm_forward" if action.kind == FORWARD else "llm_backward")
+            self._switch_to(action)
             begun = self._clock.mark()
             given = compute(action, taken)
             self._marks.append((action, begun, self._clock.mark()))
             if given is not None:
                 self._links.send(action, given)
-        switch_phase("bubble")
+        switch_phase(BUBBLE)
         self._links.finish()
         switch_phase(OTHER)
+
+    def _switch_to(self, action: Action) -> None:
+        passing = "forward" if action.kind == FORWARD else "backward"
+        microbatch = self._microbatches[action.microbatch]
+        place = pack_place(microbatch, passing, chunk=action.virtual_stage)
+        switch_phase(f"llm_{passing}", place)
 
     def _post_receive(self, place: int) -> tuple[Tensor, Transfer] | None:
         if place >= len(self._actions):

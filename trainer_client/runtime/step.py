@@ -19,17 +19,34 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_client.runtime.clock import OTHER, phase_clock, switch_in_backward, switch_phase
+from trainer_client.runtime.clock import (
+    OTHER,
+    phase_clock,
+    switch_after_backward,
+    switch_in_backward,
+    switch_phase,
+)
 from trainer_client.runtime.exchange import exchange_features
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import IGNORED, microbatch_loss, step_loss_tokens
 from trainer_client.runtime.peers import PeerGroup
+from trainer_client.runtime.phases import (
+    BACKWARD,
+    END,
+    EXCHANGE,
+    FORWARD,
+    GRADIENTS,
+    MODALITIES,
+    START,
+    Place,
+    moves_rows,
+    pack_place,
+    seconds_by_phase,
+)
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.shard import Microbatch, ModalityBatch, Shard
-
-MODALITIES = ("vision", "audio")  # in the order of their exchanges, on every replica
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +99,11 @@ class StepResult:
     """``loss``: mean over the global batch's loss tokens, weighted where the job weighs them.
     Seconds are this replica's own.
 
-    ``phase_s``: seconds by phase: ``vision_forward``, ``vision_backward``, ``audio_...``,
-    ``llm_...`` (rings included), ``exchange`` of features in both directions (waiting for slower
-    replicas included), ``gradients`` (the part of their sum that does not overlap with the last
-    backward) and ``other``. They add up to ``seconds``.
+    ``phase_s``: seconds by phase, in the phases that the plan predicts: ``vision`` and ``audio``
+    encoding, the ``exchange`` of features and ``llm`` (rings included), each in both directions;
+    ``gradients``, what a step takes once: comparing plans, and the part of the sum of gradients
+    that does not overlap with the last backward; and ``waiting`` for other replicas. They add up
+    to ``seconds``.
     """
 
     loss: float
@@ -144,7 +162,7 @@ def _whole_step(
     everyone = groups.everyone
     forward = _forward_of(model)
     device = _device_of(model)
-    with groups.naming_lost("a step"), phase_clock(device) as phases:
+    with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
         _prewarm(shard, upcoming, groups)
         loss_tokens = step_loss_tokens(shard, everyone)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
@@ -154,21 +172,22 @@ def _whole_step(
                 logits = forward(microbatch, groups)
                 loss = microbatch_loss(logits, microbatch, loss_tokens)
                 if reduction is not None:
-                    phases.switch("llm_backward")
-                    (loss * reduction.averaged_over).backward()  # type: ignore[no-untyped-call]
-            phases.switch(OTHER)
+                    scaled = loss * reduction.averaged_over
+                    scaled = switch_after_backward(scaled, GRADIENTS, END if last else None)
+                    clock.switch("llm_backward", pack_place(microbatch, BACKWARD))
+                    scaled.backward()  # type: ignore[no-untyped-call]
+            clock.switch(OTHER)
             loss_sum += loss.detach().to(loss_sum.device)
-        phases.switch("gradients")
+        clock.switch(GRADIENTS, END)
         if reduction is not None:
             reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
         mean_loss = float(loss_sum)  # waits for a GPU, so that the step's seconds are all counted
-        phase_s = phases.seconds()
+        spent = clock.seconds()
+        seconds = time.perf_counter() - started
+        phase_s = seconds_by_phase(spent, shard.plan, everyone)
     return StepResult(
-        loss=mean_loss,
-        loss_tokens=loss_tokens.count,
-        seconds=time.perf_counter() - started,
-        phase_s=phase_s,
+        loss=mean_loss, loss_tokens=loss_tokens.count, seconds=seconds, phase_s=phase_s
     )
 
 
@@ -212,7 +231,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             encoded = _encode(model, modality, batch)
         plan = batch.exchange
         sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
-        switch_phase("exchange")
+        moves = moves_rows(plan, replica=groups.replica)  # else there is nothing to exchange
+        if moves:
+            switch_phase(EXCHANGE, Place(modality, microbatch.wave, FORWARD))
         rows = exchange_features(
             switch_in_backward(sent, f"{modality}_backward"),
             plan.send_splits,
@@ -222,9 +243,12 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
             differentiable=trains,
         )
         previous = rows if trains else previous
-        rows = switch_in_backward(rows, "exchange")
+        if moves:
+            rows = switch_in_backward(rows, EXCHANGE, Place(modality, microbatch.wave, BACKWARD))
+        else:
+            rows = switch_in_backward(rows, f"{modality}_backward")
         features[modality] = Features(rows=rows, positions=plan.recv_positions)
-    switch_phase("llm_forward")
+    switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
         one_token = _one_token(microbatch)
         logits = model.decode(one_token, features, PackedAttention([0, 1]))

@@ -1749,7 +1749,9 @@ class CommitStepRequest(_message.Message):
     """this rank's forward, backward and sum of gradients"""
     @_builtins.property
     def phase_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What they went to, by phase: "vision_forward", "llm_backward", "exchange", "gradients", ...."""
+        """What they went to, by phase: "vision", "audio", "exchange", "llm", "gradients", "waiting".
+        Clients of before send "vision_forward", "vision_backward", ..., "bubble" and "other".
+        """
 
     def __init__(
         self,

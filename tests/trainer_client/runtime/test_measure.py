@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dataservice.core.layout import member_rows, padded_tokens
+from demo.model import DemoModel, ModelConfig
 from trainer_client.errors import BadArgument
 from trainer_client.runtime import GroupPool, measure
 from trainer_client.runtime.loads import EncodedAs, Groups, Load, grown, make_microbatch, partitions
@@ -92,6 +93,36 @@ def test_every_load_is_measured_in_every_round_and_rounds_differ_in_order(monkey
     assert all(sorted(of_round) == list(range(12)) for of_round in rounds)
     assert len({tuple(of_round) for of_round in rounds}) == 4
     assert [row["tokens"] for row in found["llm"]] == [[n] for n in range(12)]
+
+
+def every_load(rank, size, *flags):
+    """Phases and tokens of all loads of a small model, each run once."""
+    told = measure.parser().parse_args(
+        ["--model", "m", "--out", "o", "--lengths", "32", "--item-tokens", "8", *flags]
+    )
+    torch.set_num_threads(1)
+    with GroupPool(timeout_s=60) as pool:
+        model = DemoModel(ModelConfig(width=32, encoder_width=16, layers=1, vocabulary=256))
+        told.repeats = 1
+        found = measure.measure(model, pool, told, tell=lambda line: None)
+        return {
+            phase: sorted((tuple(row["tokens"]), row["seconds"]) for row in rows)
+            for phase, rows in found.items()
+        }
+
+
+def test_exchanges_and_what_a_step_takes_once_are_measured_by_the_runtime_itself(world):
+    answers = world(every_load, 2, "--exchanged-rows", "4", "64")
+    assert answers[0] == answers[1], "the same on every rank"
+    assert answers[0].keys() == {"llm", "vision", "audio", "exchange", "gradients"}
+    assert [tokens for tokens, _ in answers[0]["exchange"]] == [(4,), (64,)]
+    assert [tokens for tokens, _ in answers[0]["gradients"]] == [(1,)]
+    assert min(seconds for rows in answers[0].values() for _, seconds in rows) > 0
+
+
+def test_a_wrapped_model_s_sum_of_gradients_is_not_measured_and_one_rank_moves_nothing(world):
+    assert "gradients" not in world(every_load, 2, "--wrapped")[0]
+    assert world(every_load, 1)[0].keys() == {"llm", "vision", "audio"}
 
 
 @pytest.mark.parametrize("text", ["video:4:area", "vision:four:area", "vision:4:sideways"])

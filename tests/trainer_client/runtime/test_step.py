@@ -165,9 +165,8 @@ def test_a_single_replica_needs_no_torch_distributed(frozen):
     loss, grads = single_process(make_model(frozen), samples)
     assert worst_difference(result, model, loss, grads)[1] <= 1e-10
     assert result.loss_tokens == sum(int((s.labels != -100).sum()) for s in samples)
-    phases = {"llm_forward", "llm_backward", "exchange", "gradients", "other"}
-    for name in ("vision", "audio"):
-        phases |= {f"{name}_forward"} if name in frozen else {f"{name}_forward", f"{name}_backward"}
-    assert result.phase_s.keys() == phases
-    assert min(result.phase_s.values()) > 0
-    assert sum(result.phase_s.values()) <= result.seconds
+    spent = dict(result.phase_s)
+    assert spent.pop("waiting") == 0, "there is nobody to wait for"
+    assert spent.pop("exchange") == 0, "and nobody to exchange with"
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) <= result.seconds
