@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from dataservice.core.cost import PhaseCost
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
-from dataservice.core.plan_options import PlanOptions
+from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.ports import Metrics, WorkerInfo
 from dataservice.core.sample import (
     ItemLengths,
@@ -75,7 +76,7 @@ def make_setup(
     **plan: object,
 ) -> JobSetup:
     """A job over `samples` synthetic samples of two sources. Its `clips` may be cut between any two
-    of their frames."""
+    of their frames, and take so long that it pays."""
     rng = np.random.default_rng(seed)
     made = [sample_lengths(rng) for _ in range(samples)]
     rows = [
@@ -83,7 +84,8 @@ def make_setup(
         for i, lengths in enumerate(made)
     ]
     catalog = MemoryCatalog({"a": rows[: samples // 3], "b": rows[samples // 3 :]})
-    options = PlanOptions(**{"memory_tokens": MEMORY_TOKENS, **plan})
+    cost = CostModel(vision=PhaseCost(linear_s_per_token=1e-2)) if clips else CostModel()
+    options = PlanOptions(**{"memory_tokens": MEMORY_TOKENS, "cost": cost, **plan})
     return JobSetup(
         record=JobRecord(name=name, spec_json=f'{{"job": "{name}"}}', index_fingerprint="f"),
         stream=Mixture(catalog.sizes, [1.0, 1.0], seed=seed, epochs=1, names=("a", "b")),
