@@ -4,7 +4,7 @@ Every stage reports its cost before and after and a lower bound, in its own unit
 stage can be a named baseline, so that a comparison runs through this same code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,15 @@ from dataservice.core.plan_options import (
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
-from dataservice.planning.context.groups import ContextPlan, ContextWaves
+from dataservice.planning.context.groups import ContextPlan, ContextWaves, context_bound
+from dataservice.planning.encoder_memory.fit import within_rooms
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.waves import (
+    WaveRoom,
+    group_degrees,
+    least_tokens,
+    waves_with_room,
+)
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
@@ -35,6 +43,7 @@ from dataservice.planning.stages.dispatch import (
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
     PackedStep,
+    full_attention,
     group_packs,
     group_report,
 )
@@ -54,6 +63,9 @@ LONGEST_SHARE = 0.2
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
+# Where encoders share the memory, the part of the tokens that would fit in an average wave: then
+# fewer waves have more to encode than they have room for.
+ROOMIER = (0.92, 0.84)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +113,15 @@ def compose_step(
     is applied to the step's own.
     """
     lengths = samples.lengths
-    bound = StepBound(lengths, topology, options)
+    whole = options.over(topology)
+    bound = StepBound(lengths, topology, whole)
+    options = _beside_encoders(lengths, topology, whole)
     packed, found = _grouped(lengths, topology, options, limits)
+    if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
+        found = replace(found, lower_bound_s=_waves_bound(lengths, topology, whole))
     best = first = _composed(samples, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    for rival in _rivals(lengths, topology, options):
+    for rival in _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
         packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
@@ -160,19 +176,126 @@ def _grouped(
     rival: "_Rival | None" = None,
 ) -> tuple[PackedStep, ContextWaves]:
     """The packs and the groups of one plan, or of a rival's."""
+    packed = _packed(lengths, topology, options, limits, rival)
+    found = group_packs(packed)
+    room = EncoderRoom.of(options.memory, topology)
+    if room is None or len(lengths.item_modality) == 0:
+        return packed, found
+    waves = _with_room(lengths, packed, found.waves, limits, rival, room)
+    return packed, replace(found, waves=waves)
+
+
+def _packed(
+    lengths: LengthTable,
+    topology: Topology,
+    options: PlanOptions,
+    limits: IsfLimits | None,
+    rival: "_Rival | None",
+) -> PackedStep:
+    """What the group stage is given."""
     degree = _static_degree(lengths, topology.replicas, options)
     packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
     if rival is not None and rival.unpadded:
         charged = padded_tokens(lengths.llm_tokens, degree)
-    packed = PackedStep(
+    return PackedStep(
         tokens=lengths.llm_tokens.astype(np.int64),
         packed=(packs, charged),
         wave_s=rival.wave_s if rival else 0.0,
         degree=degree,
         topology=topology,
         options=options,
+        full_attention=full_attention(lengths, options.full_attention),
     )
-    return packed, group_packs(packed)
+
+
+def _beside_encoders(lengths: LengthTable, topology: Topology, options: PlanOptions) -> PlanOptions:
+    """The options with as many tokens a replica as leave room for what the step's waves encode on
+    average; at least what the longest sample takes."""
+    room = EncoderRoom.of(options.memory, topology)
+    if room is None or len(lengths) == 0:
+        return options
+    tokens = max(
+        room.tokens_of_all(lengths, options.memory_tokens),
+        _least_tokens(lengths, topology, options),
+    )
+    return replace(options, memory_tokens=min(tokens, options.memory_tokens))
+
+
+def _waves_bound(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """What no waves take less than in sum: by their tokens, or by all the bytes that the step
+    keeps, which fill so many waves."""
+    room = EncoderRoom.of(options.memory, topology)
+    assert room is not None, "else waves are as large as memory allows"
+    llm, eta = options.cost.llm, full_attention(lengths, options.full_attention)
+    waves_s = context_bound(
+        lengths.llm_tokens,
+        ranks=topology.replicas,
+        memory_tokens=options.memory_tokens,
+        cost=llm,
+        full_attention=eta,
+        ranks_per_node=topology.replicas_per_node,
+    )
+    work_s = float(llm.work_s(lengths.llm_tokens, eta).sum()) / topology.replicas
+    return max(waves_s, work_s + room.least_waves(lengths, topology.replicas) * llm.group_s)
+
+
+def step_room(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, room: EncoderRoom
+) -> WaveRoom:
+    """What tells whether samples of these lengths have room in a wave."""
+    return WaveRoom(
+        lengths=lengths,
+        item_bytes=room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens),
+        room=room,
+        replicas=topology.replicas,
+        degrees=_degrees(lengths, topology, options),
+    )
+
+
+def _degrees(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Sequence[int]:
+    static = _static_degree(lengths, topology.replicas, options)
+    return group_degrees(options.stages.context, topology.replicas, static)
+
+
+def _least_tokens(lengths: LengthTable, topology: Topology, options: PlanOptions) -> int:
+    return least_tokens(lengths.llm_tokens, _degrees(lengths, topology, options))
+
+
+def _with_room(
+    lengths: LengthTable,
+    packed: PackedStep,
+    waves: tuple[ContextPlan, ...],
+    limits: IsfLimits | None,
+    rival: "_Rival | None",
+    room: EncoderRoom,
+) -> tuple[ContextPlan, ...]:
+    """The waves, in each of which there is room for its items."""
+    topology, options = packed.topology, packed.options
+    node, llm = topology.replicas_per_node or topology.replicas, options.cost.llm
+    if options.stages.context == "static":
+        options = replace(options, static_degree=packed.degree)
+    paid = packed.packed[1] if options.stages.context == "static" else packed.tokens
+    eta = packed.full_attention
+
+    def regroup(samples: NDArray[np.int64], part: float) -> tuple[ContextPlan, ...]:
+        some = lengths.take(samples)
+        tokens = int(room.tokens_of_all(some, options.memory_tokens) * part)
+        tokens = max(tokens, _least_tokens(some, topology, options))
+        fewer = replace(options, memory_tokens=min(tokens, options.memory_tokens))
+        return group_packs(_packed(some, topology, fewer, limits, rival)).waves
+
+    def seconds_of(samples: NDArray[np.int32], ranks: NDArray[np.int32]) -> float:
+        crosses = bool(ranks.min() // node != ranks.max() // node)
+        both_ways = None if eta is None else eta[samples]
+        return llm.time_s(paid[samples], ranks.size, both_ways, crosses_node=crosses)
+
+    return waves_with_room(
+        waves,
+        step_room(lengths, topology, options, room),
+        memory_tokens=options.over(topology).memory_tokens,
+        regroup=regroup,
+        seconds_of=seconds_of,
+    )
 
 
 def _composed(
@@ -183,7 +306,8 @@ def _composed(
     stages, replicas = options.stages, topology.replicas
     waves, seated = assign_packs(found.waves, replicas=replicas, algorithm=stages.assign)
     grouped = _grouped_plan(samples, waves, step, replicas, options)
-    check_packs(grouped, memory_tokens=options.memory_tokens, sample_count=len(lengths))
+    held_tokens = options.over(topology).memory_tokens
+    check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
     item_replica = dispatch_items(
         items,
@@ -191,7 +315,10 @@ def _composed(
         replicas_per_node=topology.replicas_per_node,
         algorithm=stages.dispatch,
     )
-    check_items(grouped, item_replica)
+    room = EncoderRoom.of(options.memory, topology)
+    if room is not None:
+        item_replica = within_rooms(grouped, item_replica, room, topology.replicas_per_node)
+    check_items(grouped, item_replica, room)
     grouped = replace(grouped, item_replica=item_replica)
     phases = step_phases(grouped, items, options.cost, topology)
     order, ordered = order_waves(
@@ -230,14 +357,23 @@ class _Rival:
     unpadded: bool = False
 
 
-def _rivals(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Iterator[_Rival]:
-    """What strategy `full` compares its own plan with, where it decides about every stage."""
+def _rivals(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, whole: PlanOptions
+) -> Iterator[_Rival]:
+    """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
+    the options with all the tokens that memory holds."""
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
     wave_s = _encoding_of_a_wave(lengths, options.cost)
     if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
         yield _Rival(options=(options,), wave_s=wave_s)
+    if options.memory_tokens < whole.memory_tokens:
+        least = _least_tokens(lengths, topology, options)
+        yield _Rival(options=(whole,))
+        for part in ROOMIER:
+            tokens = max(least, int(options.memory_tokens * part))
+            yield _Rival(options=(replace(options, memory_tokens=tokens),))
     if topology.replicas_meet == "step" or options.cost.step.version:
         yield _Rival(options=(replace(options, dispatch="home"),))
     if topology.pipeline_stages > 1:
