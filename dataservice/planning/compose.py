@@ -26,6 +26,7 @@ from dataservice.planning.context.groups import ContextPlan, ContextWaves, conte
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import (
+    NoRoomError,
     WaveRoom,
     group_degrees,
     least_tokens,
@@ -124,7 +125,10 @@ def compose_step(
     for rival in _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
-        packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+        try:
+            packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+        except NoRoomError:
+            continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
                 made = _composed(samples, step, replace(packed, options=other), found)
@@ -245,6 +249,7 @@ def step_room(
     """What tells whether samples of these lengths have room in a wave."""
     return WaveRoom(
         lengths=lengths,
+        item_offsets=lengths.item_offsets,
         item_bytes=room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens),
         room=room,
         replicas=topology.replicas,

@@ -195,6 +195,20 @@ def test_a_clip_beyond_one_replica_has_no_room_and_is_found():
         compose_step(samples, step=0, topology=topology, options=options)
 
 
+def test_a_baseline_without_room_is_no_rival_and_no_error():
+    """The clip needs a replica without text, and static context gives all of them to the text."""
+    model = memory(10.0, 0.0)
+    most = int(MEMORY * TOKEN / 10.0)
+    samples = step_of(sample(3 * MEMORY - 100), sample(MEMORY + 10, most), sample(40, most))
+    topology, options = Topology(world_size=3), PlanOptions(memory=model)
+    with pytest.raises(PlanningError, match="has items that no replicas have room for"):
+        compose_step(
+            samples, step=0, topology=topology, options=replace(options, strategy="packing")
+        )
+    made = compose_step(samples, step=0, topology=topology, options=options)
+    assert kept_bytes(made, model).max() <= MEMORY * TOKEN
+
+
 def test_encoders_on_a_stage_of_their_own_do_not_share_its_memory_with_text():
     model = memory(10.0, 0.0, stages=2)
     most = int(MEMORY * TOKEN / 10.0)

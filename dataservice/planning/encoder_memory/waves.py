@@ -30,6 +30,11 @@ from dataservice.planning.kernels.sort import radix_argsort
 _ROUNDS = 6
 _SMALLER = 0.85
 
+
+class NoRoomError(PlanningError):
+    """A sample has items that no replicas have room for at the degrees that a plan allows."""
+
+
 Regroup = Callable[[NDArray[np.int64], float], Sequence[ContextPlan]]
 """Waves of these samples, int64[k], whose packs may have this part of the usual tokens; they are
 named by their place among these."""
@@ -54,10 +59,12 @@ def least_tokens(llm_tokens: NDArray[np.int32], degrees: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaveRoom:
-    """The samples of a step, `lengths`, with the `item_bytes` int64[m] of what they encode, on
-    `replicas` that have `room` for it. `degrees` are those that a group may have, rising."""
+    """The samples of a step, `lengths`, and what they encode: sample i has the rows
+    item_offsets[i]:item_offsets[i+1] of `item_bytes` int64[m], each whole on one of the `replicas`,
+    which have `room` for it. `degrees` are those that a group may have, rising."""
 
     lengths: LengthTable
+    item_offsets: NDArray[np.int64]
     item_bytes: NDArray[np.int64]
     room: EncoderRoom
     replicas: int
@@ -72,7 +79,7 @@ class WaveRoom:
                 np.asarray(offsets, dtype=np.int64),
                 np.asarray(degrees, dtype=np.int64),
                 self.lengths.llm_tokens,
-                self.lengths.item_offsets,
+                self.item_offsets,
                 self.item_bytes,
                 self.replicas,
                 self.room.microbatch_bytes,
@@ -115,11 +122,11 @@ def sample_without_room(step: WaveRoom, memory_tokens: int) -> int | None:
     lengths, room = step.lengths, step.room
     tokens = lengths.llm_tokens.astype(np.int64)
     sums = np.concatenate([[0], np.cumsum(step.item_bytes)])
-    encoder_bytes = np.diff(sums[lengths.item_offsets])
+    encoder_bytes = np.diff(sums[step.item_offsets])
     largest = np.zeros(len(lengths), np.int64)
-    has = np.flatnonzero(np.diff(lengths.item_offsets))
+    has = np.flatnonzero(np.diff(step.item_offsets))
     if has.size:
-        largest[has] = np.maximum.reduceat(step.item_bytes, lengths.item_offsets[has])
+        largest[has] = np.maximum.reduceat(step.item_bytes, step.item_offsets[has])
     together = np.ceil(room.llm_token_bytes * tokens) + encoder_bytes <= room.microbatch_bytes
     idle = np.maximum(step.replicas - -(-tokens // memory_tokens) - 1, 0)
     beside = encoder_bytes <= idle * (room.microbatch_bytes - largest)
@@ -142,7 +149,7 @@ def waves_with_room(
 ) -> tuple[ContextPlan, ...]:
     """The waves, each of which has room for its items; the same where all have.
 
-    Raises PlanningError on a sample whose items fit nowhere, though it has a wave of its own.
+    Raises NoRoomError on a sample whose items fit nowhere, though it has a wave of its own.
     """
     kept: list[ContextPlan] = []
     part = 1.0
@@ -232,7 +239,7 @@ def _cut_group(
         else:
             alone = step.degree_alone(int(samples[0]), memory_tokens)
             if alone is None:
-                raise PlanningError(
+                raise NoRoomError(
                     f"sample {int(samples[0])} of the step has items that no replicas have room "
                     "for: give them more memory, or leave it out"
                 )
