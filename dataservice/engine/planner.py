@@ -17,9 +17,10 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Draw
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
-from dataservice.planning.compose import StepSamples, compose_step, split_window, step_room
+from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
+from dataservice.planning.stages.room import step_room
 from dataservice.planning.validate import validate_plan
 
 # Every plan is checked as it is made; of one step in this many, that the exchange delivers every

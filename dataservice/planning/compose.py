@@ -4,7 +4,7 @@ Every stage reports its cost before and after and a lower bound, in its own unit
 stage can be a named baseline, so that a comparison runs through this same code.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,16 +22,10 @@ from dataservice.core.plan_options import (
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
-from dataservice.planning.context.groups import ContextPlan, ContextWaves, context_bound
+from dataservice.planning.context.groups import ContextPlan, ContextWaves
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
-from dataservice.planning.encoder_memory.waves import (
-    NoRoomError,
-    WaveRoom,
-    group_degrees,
-    least_tokens,
-    waves_with_room,
-)
+from dataservice.planning.encoder_memory.waves import NoRoomError
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
@@ -50,6 +44,13 @@ from dataservice.planning.stages.group import (
 )
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
+from dataservice.planning.stages.room import (
+    beside_encoders,
+    bound_in_bytes,
+    least_for,
+    static_degree,
+    waves_in_room,
+)
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_items, check_packs
@@ -116,10 +117,10 @@ def compose_step(
     lengths = samples.lengths
     whole = options.over(topology)
     bound = StepBound(lengths, topology, whole)
-    options = _beside_encoders(lengths, topology, whole)
+    options = beside_encoders(lengths, topology, whole)
     packed, found = _grouped(lengths, topology, options, limits)
     if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
-        found = replace(found, lower_bound_s=_waves_bound(lengths, topology, whole))
+        found = replace(found, lower_bound_s=bound_in_bytes(lengths, topology, whole))
     best = first = _composed(samples, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     for rival in _rivals(lengths, topology, options, whole):
@@ -185,7 +186,11 @@ def _grouped(
     room = EncoderRoom.of(options.memory, topology)
     if room is None or len(lengths.item_modality) == 0:
         return packed, found
-    waves = _with_room(lengths, packed, found.waves, limits, rival, room)
+
+    def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
+        return group_packs(_packed(some, topology, fewer, limits, rival)).waves
+
+    waves = waves_in_room(lengths, packed, found.waves, room, group)
     return packed, replace(found, waves=waves)
 
 
@@ -197,7 +202,7 @@ def _packed(
     rival: "_Rival | None",
 ) -> PackedStep:
     """What the group stage is given."""
-    degree = _static_degree(lengths, topology.replicas, options)
+    degree = static_degree(lengths, topology.replicas, options)
     packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
     if rival is not None and rival.unpadded:
         charged = padded_tokens(lengths.llm_tokens, degree)
@@ -209,97 +214,6 @@ def _packed(
         topology=topology,
         options=options,
         full_attention=full_attention(lengths, options.full_attention),
-    )
-
-
-def _beside_encoders(lengths: LengthTable, topology: Topology, options: PlanOptions) -> PlanOptions:
-    """The options with as many tokens a replica as leave room for what the step's waves encode on
-    average; at least what the longest sample takes."""
-    room = EncoderRoom.of(options.memory, topology)
-    if room is None or len(lengths) == 0:
-        return options
-    tokens = max(
-        room.tokens_of_all(lengths, options.memory_tokens),
-        _least_tokens(lengths, topology, options),
-    )
-    return replace(options, memory_tokens=min(tokens, options.memory_tokens))
-
-
-def _waves_bound(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
-    """What no waves take less than in sum: by their tokens, or by all the bytes that the step
-    keeps, which fill so many waves."""
-    room = EncoderRoom.of(options.memory, topology)
-    assert room is not None, "else waves are as large as memory allows"
-    llm, eta = options.cost.llm, full_attention(lengths, options.full_attention)
-    waves_s = context_bound(
-        lengths.llm_tokens,
-        ranks=topology.replicas,
-        memory_tokens=options.memory_tokens,
-        cost=llm,
-        full_attention=eta,
-        ranks_per_node=topology.replicas_per_node,
-    )
-    work_s = float(llm.work_s(lengths.llm_tokens, eta).sum()) / topology.replicas
-    return max(waves_s, work_s + room.least_waves(lengths, topology.replicas) * llm.group_s)
-
-
-def step_room(
-    lengths: LengthTable, topology: Topology, options: PlanOptions, room: EncoderRoom
-) -> WaveRoom:
-    """What tells whether samples of these lengths have room in a wave."""
-    return WaveRoom(
-        lengths=lengths,
-        item_offsets=lengths.item_offsets,
-        item_bytes=room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens),
-        room=room,
-        replicas=topology.replicas,
-        degrees=_degrees(lengths, topology, options),
-    )
-
-
-def _degrees(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Sequence[int]:
-    static = _static_degree(lengths, topology.replicas, options)
-    return group_degrees(options.stages.context, topology.replicas, static)
-
-
-def _least_tokens(lengths: LengthTable, topology: Topology, options: PlanOptions) -> int:
-    return least_tokens(lengths.llm_tokens, _degrees(lengths, topology, options))
-
-
-def _with_room(
-    lengths: LengthTable,
-    packed: PackedStep,
-    waves: tuple[ContextPlan, ...],
-    limits: IsfLimits | None,
-    rival: "_Rival | None",
-    room: EncoderRoom,
-) -> tuple[ContextPlan, ...]:
-    """The waves, in each of which there is room for its items."""
-    topology, options = packed.topology, packed.options
-    node, llm = topology.replicas_per_node or topology.replicas, options.cost.llm
-    if options.stages.context == "static":
-        options = replace(options, static_degree=packed.degree)
-    paid = packed.packed[1] if options.stages.context == "static" else packed.tokens
-    eta = packed.full_attention
-
-    def regroup(samples: NDArray[np.int64], part: float) -> tuple[ContextPlan, ...]:
-        some = lengths.take(samples)
-        tokens = int(room.tokens_of_all(some, options.memory_tokens) * part)
-        tokens = max(tokens, _least_tokens(some, topology, options))
-        fewer = replace(options, memory_tokens=min(tokens, options.memory_tokens))
-        return group_packs(_packed(some, topology, fewer, limits, rival)).waves
-
-    def seconds_of(samples: NDArray[np.int32], ranks: NDArray[np.int32]) -> float:
-        crosses = bool(ranks.min() // node != ranks.max() // node)
-        both_ways = None if eta is None else eta[samples]
-        return llm.time_s(paid[samples], ranks.size, both_ways, crosses_node=crosses)
-
-    return waves_with_room(
-        waves,
-        step_room(lengths, topology, options, room),
-        memory_tokens=options.over(topology).memory_tokens,
-        regroup=regroup,
-        seconds_of=seconds_of,
     )
 
 
@@ -374,7 +288,7 @@ def _rivals(
     if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
         yield _Rival(options=(options,), wave_s=wave_s)
     if options.memory_tokens < whole.memory_tokens:
-        least = _least_tokens(lengths, topology, options)
+        least = least_for(lengths, topology, options)
         yield _Rival(options=(whole,))
         for part in ROOMIER:
             tokens = max(least, int(options.memory_tokens * part))
@@ -405,14 +319,6 @@ def _encoding_of_a_wave(lengths: LengthTable, cost: CostModel) -> float:
             longest_s = float(phase.item_seconds(tokens.max(keepdims=True))[0])
             seconds += phase.batch_s + LONGEST_SHARE * longest_s + cost.step.exchange_s
     return seconds
-
-
-def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
-    """The one degree of static context; 1 where degrees are chosen pack by pack."""
-    if options.stages.context != "static":
-        return 1
-    longest = int(lengths.llm_tokens.max(initial=1))
-    return options.static_degree or options.static_degree_for(longest, replicas)
 
 
 def _grouped_plan(

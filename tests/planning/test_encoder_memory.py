@@ -13,11 +13,12 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
 from dataservice.core.topology import Topology
-from dataservice.planning.compose import StepSamples, compose_step, step_room
+from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.encoder_memory.fit import fit_items
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
+from dataservice.planning.stages.room import step_room
 from dataservice.planning.validate import check_items, validate_plan
 from tests.planning.step_samples import MEMORY, step_samples
 
