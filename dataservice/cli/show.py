@@ -21,6 +21,7 @@ from dataservice.serving.wire_jobs import ExplainedStep
 
 if TYPE_CHECKING:  # they load the planner and codecs
     from dataservice.jobs.calibrate import Calibration
+    from dataservice.planning.calibration import RelativeError
 
 NAMED_SAMPLES = 4  # of one pack, in a table; --json names all
 NAMED_BAD_SAMPLES = 5  # of one job, in a table; --json names all
@@ -149,6 +150,11 @@ def calibration_json(made: "Calibration", path: Path) -> str:
                 phase: {"fitted": asdict(fit.fitted), "held_out": asdict(fit.held_out)}
                 for phase, fit in made.fits.items()
             },
+            "memory": None if made.file.memory is None else made.file.memory.to_dict(),
+            "bytes_errors": {
+                phase: {"fitted": asdict(fit.fitted), "held_out": asdict(fit.held_out)}
+                for phase, fit in made.bytes_fits.items()
+            },
         },
         indent=2,
     )
@@ -174,15 +180,44 @@ def calibration_tables(made: "Calibration") -> Iterator[Text | Table]:
             ("held out", fit.held_out),
             *((f"held out, {part}", error) for part, error in fit.apart),
         ):
-            shares = (f"{value:.1%}" for value in (error.mean, error.median, error.largest))
-            errors.add_row(phase, which, str(error.count), *shares)
+            errors.add_row(phase, which, str(error.count), *_shares(error))
+    for phase, of_bytes in made.bytes_fits.items():
+        for which, error in (("fitted", of_bytes.fitted), ("held out", of_bytes.held_out)):
+            errors.add_row(f"{phase}, bytes", which, str(error.count), *_shares(error))
     yield errors
+    yield from _memory_lines(made)
     if "ring_hop_s" in made.fits["llm"].unmeasured:
         yield Text(
             "no CP degree above 1 was measured: plans will take rings to be free. Measure with "
             "--ranks 2 or more before training with CP groups.",
             style="yellow",
         )
+
+
+def _shares(error: "RelativeError") -> Iterator[str]:
+    return (f"{value:.1%}" for value in (error.mean, error.median, error.largest))
+
+
+def _memory_lines(made: "Calibration") -> Iterator[Text | Table]:
+    memory = made.file.memory
+    if memory is None:
+        yield Text(
+            "no memory was measured, as only CUDA tells a peak: give plan.memory_tokens, or write "
+            "plan.memory yourself.",
+            style="yellow",
+        )
+        return
+    table = Table(title="memory of a rank, bytes")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    for name, value in memory.to_dict().items():
+        table.add_row(name, f"{value:,.0f}")
+    yield table
+    yield Text(
+        "states_bytes is the whole model with its gradients, as it was measured: add the "
+        "optimizer's, or write what a rank of yours holds before its first batch.",
+        style="yellow",
+    )
 
 
 def stage_table(stages: Sequence[StageReport]) -> Table:

@@ -107,11 +107,13 @@ class ContextCost:
         squares = (weights * padded * padded).sum(axis=1)
         return self.group_times_s(padded.sum(axis=1), squares, degree, crosses)
 
-    def alone_s(self, tokens: npt.ArrayLike, degree: int) -> npt.NDArray[np.float64]:
+    def alone_s(
+        self, tokens: npt.ArrayLike, degree: int, full_attention: npt.ArrayLike | None = None
+    ) -> npt.NDArray[np.float64]:
         """Seconds [n] of each sequence in a group of its own, inside a node."""
-        lengths, _ = sequences(tokens, None)
+        lengths, weights = sequences(tokens, full_attention)
         padded = padded_tokens(lengths, degree).astype(np.float64)
-        return self.group_times_s(padded, padded * padded, degree, False)
+        return self.group_times_s(padded, weights * padded * padded, degree, False)
 
     def work_s(
         self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None

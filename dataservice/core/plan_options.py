@@ -5,7 +5,7 @@ is in a table of the stage it belongs to; a test holds names and tables together
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self, get_args
 
 import numpy as np
@@ -14,6 +14,8 @@ from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.job import STRICT
 from dataservice.core.layout import padded_tokens
+from dataservice.core.memory import MemoryModel
+from dataservice.core.topology import ReplicaLayout
 
 Strategy = Literal["full", "packing", "length_grouped", "random"]
 Pack = Literal["auto", "joint", "balanced", "isf", "bfd", "padded", "padded_by_length"]
@@ -22,6 +24,7 @@ Assign = Literal["balanced", "as_packed"]
 Order = Literal["search", "mmscale", "as_formed"]
 Dispatch = Literal["balanced", "home"]
 Solver = Literal["threshold", "dp"]
+FullAttention = Literal["none", "items"]
 
 # What may stand under each key of PlanOptions that names an algorithm.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -32,6 +35,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "order": get_args(Order),
     "dispatch": get_args(Dispatch),
     "solver": get_args(Solver),
+    "full_attention": get_args(FullAttention),
 }
 STATIC_PACKS: tuple[Pack, ...] = ("bfd", "padded", "padded_by_length")
 
@@ -119,8 +123,11 @@ class PlanOptions:
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
-    memory_tokens: int
-    """Tokens of one microbatch that a replica can hold; longer samples are shared by a CP group."""
+    memory_tokens: int = 0
+    """Tokens of one microbatch that a replica can hold; longer samples are shared by a CP group.
+    The simple form of `memory`: give one of the two."""
+    memory: MemoryModel | None = None
+    """The same in bytes, encoders included; or the path of a file `dataservice calibrate` wrote."""
     strategy: Strategy = "full"
     """full, or a baseline: packing (static CP), length_grouped, random (both padded)."""
     pack: Pack | None = None
@@ -145,6 +152,9 @@ class PlanOptions:
     do."""
     window_steps: int = 1
     """Steps that are drawn together and split into steps of equal work."""
+    full_attention: FullAttention = "none"
+    """Which tokens see one another both ways in the decoder, which costs attention twice: none, or
+    those of the same image, clip or recording (items; η of DHP eq. 8)."""
     cost: CostModel = field(default_factory=CostModel)
     """Seconds by length: the coefficients, or the path of a file `dataservice calibrate` wrote."""
 
@@ -152,9 +162,13 @@ class PlanOptions:
         for key, names in NAMES.items():
             if (name := getattr(self, key)) is not None:
                 require_name(name, names, f"plan.{key}")
-        for name in ("memory_tokens", "window_steps"):
-            if getattr(self, name) < 1:
-                raise PlanningError(f"plan.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.memory_tokens < 0 or (self.memory_tokens == 0 and self.memory is None):
+            raise PlanningError(
+                f"plan.memory_tokens is {self.memory_tokens}; it must be at least 1. Give the "
+                "tokens of a microbatch that a replica can hold, or plan.memory in bytes."
+            )
+        if self.window_steps < 1:
+            raise PlanningError(f"plan.window_steps is {self.window_steps}; it must be at least 1")
         if self.stages.context == "static" and self.stages.pack not in STATIC_PACKS:
             raise PlanningError(
                 f"plan.pack {self.stages.pack} chooses packs for degrees that are free, and "
@@ -177,6 +191,13 @@ class PlanOptions:
             order=self.order or default.order,
             dispatch=self.dispatch or default.dispatch,
         )
+
+    def over(self, layout: ReplicaLayout) -> Self:
+        """The options with the `memory_tokens` that `memory` leaves in this layout; the same where
+        they have no `memory`. Raises PlanningError where it leaves none."""
+        if self.memory is None:
+            return self
+        return replace(self, memory_tokens=self.memory.tokens(layout))
 
     def static_degree_for(self, longest_tokens: int, replicas: int) -> int:
         """The least divisor of `replicas` at which one group holds the longest sample."""

@@ -55,6 +55,21 @@ class ReplicaLayout:
             return tuple(float(c % self.pipeline_stages > 0) / decoding for c in range(chunks))
         return (1.0 / chunks,) * chunks
 
+    @property
+    def kept_microbatches(self) -> float:
+        """Microbatches whose decoder activations the first pipeline stage keeps at once, in 1F1B:
+        as many as there are stages; interleaved, parts of microbatches, one a model chunk. A last
+        round that the stages do not divide, which Megatron refuses, keeps more."""
+        p, v = self.pipeline_stages, self.virtual_stages
+        return float(p) if v == 1 or p == 1 else (2 * (p - 1) + (v - 1) * p + 1) / v
+
+    @property
+    def begun_microbatches(self) -> int:
+        """Microbatches of which the first pipeline stage keeps anything at once: what it encoded
+        for a microbatch stays until the last of its backward passes."""
+        p, v = self.pipeline_stages, self.virtual_stages
+        return p if v == 1 or p == 1 else 2 * p
+
     def over(self, world_size: int) -> "Topology":
         """So many ranks in such replicas. Raises WorldSizeError where they cannot be divided."""
         plain = {field.name: getattr(self, field.name) for field in fields(ReplicaLayout)}

@@ -52,7 +52,7 @@ from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.jobs import JobTable, ReadJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.metrics_fan_out import fan_out
-from dataservice.engine.planner import check_fits, in_order
+from dataservice.engine.planner import check_fits, find_without_room, in_order
 from dataservice.engine.progress import ProgressView
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.redecode import Redecoder
@@ -310,6 +310,9 @@ class Coordinator:
             if cursor.step_in_window:  # what splits its window may be yet to be found
                 finding = partial(setup.limits_at, cursor.begun)
                 await self._planners.run(running.record.name, finding)
+            if setup.options.memory is not None:  # every sample may have to be looked at
+                looking = partial(find_without_room, setup, topology)
+                await self._planners.run(running.record.name, looking)
             placed = in_order(cursor, setup)
             check_fits(setup, topology)
             await self._table.require_current(running, setup, launch)

@@ -4,7 +4,9 @@
 fixed by the cursor alone, before topology and cost are looked at.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +16,19 @@ from dataservice.core.errors import CursorMismatchError, PlanningError
 from dataservice.core.job_limits import DrawnSize
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Draw
+from dataservice.core.ports import Catalog, Draw
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.waves import sample_without_room
+from dataservice.planning.stages.room import step_room
 from dataservice.planning.validate import validate_plan
 
 # Every plan is checked as it is made; of one step in this many, that the exchange delivers every
 # feature row is checked too.
 VALIDATE_EVERY = 16
+SAMPLES_AT_ONCE = 1 << 18  # whose lengths are copied to look for items that have no room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +63,7 @@ def plan_step(setup: JobSetup, cursor: Cursor, topology: Topology) -> PlannedSte
             plan,
             memory_tokens=setup.options.memory_tokens,
             sample_count=len(samples.sample_ids),
+            room=EncoderRoom.of(setup.options.memory, topology),
         )
     setup.job_limits.check("max_waves", plan.waves, f"microbatches a replica in step {plan.step}")
     return PlannedStep(cursor=cursor, next_cursor=next_cursor, plan=plan)
@@ -161,10 +168,59 @@ def check_fits(setup: JobSetup, topology: Topology) -> None:
         raise PlanningError(
             f"sample {ref.source}/{ref.key} has {lengths.llm_tokens} tokens; "
             f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens hold at most "
-            f"{held} together. Start more ranks, raise plan.memory_tokens, or say under "
-            "pipeline.longer_than that such samples are cut or left out, and index again: these "
-            "are other data, which checkpoints of the job do not fit."
+            f"{held} together. Start more ranks, raise plan.memory_tokens (or the budget_bytes of "
+            "plan.memory), or say under pipeline.longer_than that such samples are cut or left "
+            "out, and index again: these are other data, which checkpoints of the job do not fit."
         )
+    _require_room(setup, topology)
+
+
+def _require_room(setup: JobSetup, topology: Topology) -> None:
+    """Raises PlanningError naming a sample whose encoder items these replicas have no room for."""
+    room = EncoderRoom.of(setup.options.memory, topology)
+    found = find_without_room(setup, topology)
+    if room is None or found is None:
+        return
+    ref, sample = setup.catalog.details(np.array([found]))[0]
+    lengths = setup.catalog.lengths(np.array([found]))
+    sizes = room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+    raise PlanningError(
+        f"sample {ref.source}/{ref.key} has {len(sizes)} images, clips or recordings of "
+        f"{sizes.sum():,} bytes in their encoders, the largest {sizes.max():,}, and "
+        f"{sample.llm_tokens} tokens. One replica encodes an item, and may keep "
+        f"{room.microbatch_bytes:,} bytes of a microbatch, its tokens included; "
+        f"{topology.replicas} have no room for these. Start more ranks, raise "
+        "plan.memory.budget_bytes, recompute in the encoders, or have pipeline.vision and "
+        "pipeline.audio make fewer tokens of an item and index again: these are other data, "
+        "which checkpoints of the job do not fit."
+    )
+
+
+# By catalog, what was found for its options and topologies: every rank asks.
+_without_room: WeakKeyDictionary[Catalog, dict[Hashable, int | None]] = WeakKeyDictionary()
+
+
+def find_without_room(setup: JobSetup, topology: Topology) -> int | None:
+    """The id of a sample whose encoder items these replicas have no room for, None where there is
+    none. Looks at every sample of the catalog, once for each topology: not for an event loop."""
+    room, options = EncoderRoom.of(setup.options.memory, topology), setup.options
+    if room is None:
+        return None
+    known = _without_room.setdefault(setup.catalog, {})
+    asked = (room, options.memory_tokens, options.stages, options.static_degree, topology)
+    if asked not in known:
+        known[asked] = _search_without_room(setup, topology, room)
+    return known[asked]
+
+
+def _search_without_room(setup: JobSetup, topology: Topology, room: EncoderRoom) -> int | None:
+    for first in range(0, setup.catalog.samples, SAMPLES_AT_ONCE):
+        ids = np.arange(first, min(first + SAMPLES_AT_ONCE, setup.catalog.samples))
+        step = step_room(setup.catalog.lengths(ids), topology, setup.options, room)
+        found = sample_without_room(step, setup.options.memory_tokens)
+        if found is not None:
+            return int(ids[found])
+    return None
 
 
 def _require_size(setup: JobSetup, replicas: int) -> None:

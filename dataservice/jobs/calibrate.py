@@ -20,26 +20,41 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import PlanningError, SpecError
+from dataservice.core.memory import MemoryModel
 from dataservice.decode.choose import choose_vision
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.jobs.cost_file import Coefficients, CostFile, HeldOut, MeasuredOn
 from dataservice.jobs.job_file import JobSpec
 from dataservice.planning.calibration import (
+    BytesFit,
     Fit,
     Measurement,
     RelativeError,
+    fit_bytes,
     fit_context,
     fit_phase,
     fit_step,
 )
 
 FORMAT = 1
+RESERVE = 0.1  # of a device's memory, for the allocator and for communication
 AnyFit = Fit[ContextCost] | Fit[PhaseCost] | Fit[StepCost]
 LAST_WORDS = 1500  # characters from the end of the ranks' output that an error repeats
 _PROGRESS = re.compile(r"measured (\d+)/(\d+) (.*)")
 
 Tell = Callable[[int, int, str], None]
 """Called with (measurements done, measurements in all, description of the last one)."""
+
+
+class MeasuredDevice(BaseModel):
+    """Bytes of the device that one rank measured on, and of the model there: its weights, and the
+    gradients of those that train."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    device_bytes: float
+    weights_bytes: float
+    gradients_bytes: float
 
 
 class MeasurementFile(BaseModel):
@@ -53,6 +68,7 @@ class MeasurementFile(BaseModel):
     hardware: str
     ranks: int
     torch: str = ""
+    memory: MeasuredDevice | None = None
     measurements: Mapping[str, list[Measurement]]
 
     @property
@@ -69,10 +85,12 @@ class MeasurementFile(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """A cost file and the fits it comes from: `fits` has one entry for each measured phase."""
+    """A cost file and the fits it comes from: `fits` has one entry for each measured phase, and
+    `bytes_fits` one for each whose memory was measured too."""
 
     file: CostFile
     fits: dict[str, AnyFit]
+    bytes_fits: dict[str, BytesFit]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +197,11 @@ def calibrate(measured: MeasurementFile) -> Calibration:
         if name in measured.measurements
     }
     fits: dict[str, AnyFit] = {"llm": llm, **encoders}
+    bytes_fits = {
+        name: fit
+        for name in fits
+        if (fit := fit_bytes(measured.measurements[name], name)) is not None
+    }
     moved = {name: measured.measurements.get(name, []) for name in ("exchange", "gradients")}
     step = fit_step(moved["exchange"], moved["gradients"]) if any(moved.values()) else None
     if step is not None:
@@ -193,7 +216,8 @@ def calibrate(measured: MeasurementFile) -> Calibration:
                 *((f"{phase}, {part}", error) for part, error in fit.apart),
             )
             if error.count
-        },
+        }
+        | {f"{phase}, bytes": _held_out(fit.held_out) for phase, fit in bytes_fits.items()},
         unmeasured=[*llm.unmeasured, *(step.unmeasured if step else ())],
         cost=Coefficients(
             llm=llm.cost,
@@ -201,8 +225,25 @@ def calibrate(measured: MeasurementFile) -> Calibration:
             audio=encoders["audio"].cost if "audio" in encoders else None,
             step=step.cost if step else None,
         ),
+        memory=_memory(measured.memory, bytes_fits),
     )
-    return Calibration(file=file, fits=fits)
+    return Calibration(file=file, fits=fits, bytes_fits=bytes_fits)
+
+
+def _memory(device: MeasuredDevice | None, fits: Mapping[str, BytesFit]) -> MemoryModel | None:
+    """The memory model of a rank that holds the whole model, without an optimizer. None where
+    memory was not measured."""
+    if device is None or "llm" not in fits or fits["llm"].token_bytes <= 0:
+        return None
+    of_token = {name: fit.token_bytes for name, fit in fits.items()}
+    gradients = max(device.gradients_bytes, *(fit.base_bytes for fit in fits.values()))
+    return MemoryModel(
+        budget_bytes=float(int(device.device_bytes * (1.0 - RESERVE))),
+        states_bytes=float(int(device.weights_bytes + gradients)),
+        llm_token_bytes=of_token["llm"],
+        vision_token_bytes=of_token.get("vision", 0.0),
+        audio_token_bytes=of_token.get("audio", 0.0),
+    )
 
 
 def modalities_of(spec: JobSpec, custom: Mapping[str, type]) -> list[str]:

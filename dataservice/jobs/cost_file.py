@@ -14,6 +14,7 @@ from pydantic import Field
 
 from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.errors import SpecError
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel
 from dataservice.core.quoting import quoted
 from dataservice.jobs.yaml_file import Strict, read_text, validated, written
@@ -75,6 +76,8 @@ class CostFile(Strict):
     unmeasured: list[str] = Field(default=[])
     """Names of the coefficients that were not measured but assumed."""
     cost: Coefficients
+    memory: MemoryModel | None = None
+    """Bytes of a rank, where they were measured: for a job's `plan.memory`."""
 
 
 def write_cost_file(path: Path, made: CostFile) -> None:
@@ -82,7 +85,8 @@ def write_cost_file(path: Path, made: CostFile) -> None:
     plain = made.model_copy(update={"version": made.cost.model.version}).model_dump(
         mode="json", exclude_none=True
     )
-    head = "# Written by `dataservice calibrate`. In a job file: plan: {cost: " + path.name + "}\n"
+    names = f"cost: {path.name}" + (f", memory: {path.name}" if made.memory else "")
+    head = f"# Written by `dataservice calibrate`. In a job file: plan: {{{names}}}\n"
     try:
         path.write_text(head + yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     except OSError as error:

@@ -166,6 +166,8 @@ def choice(names: Sequence[str], seen: object) -> str:
 def nearest(seen: str, names: Sequence[str]) -> str | None:
     """The name that was perhaps meant, as qwen2_5_vl by `Qwen/Qwen2.5-VL-7B`; or None."""
     plain = re.sub(r"[^a-z0-9]+", "_", seen[:200].lower())
+    if misspelt := difflib.get_close_matches(plain, names, n=1, cutoff=0.9):
+        return misspelt[0]
     if held := [name for name in names if name in plain]:
         return max(held, key=len)
     return next(iter(difflib.get_close_matches(plain, names, n=1)), None)

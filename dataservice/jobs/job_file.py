@@ -23,7 +23,7 @@ from dataservice.core.job import (
     WeightUnit,
 )
 from dataservice.core.plan_options import PlanOptions
-from dataservice.core.topology import EncoderStage, Meet
+from dataservice.core.topology import EncoderStage, Meet, ReplicaLayout
 from dataservice.core.validation import SUFFIX, validation_of
 from dataservice.decode.processors.transformers_image import FILES as FOLDER_FILES
 from dataservice.decode.processors.transformers_image import TransformersImageSpec
@@ -84,6 +84,20 @@ class TopologySpec(Strict):
             )
         return self
 
+    @property
+    def layout(self) -> ReplicaLayout:
+        """The same as planning takes it."""
+        return ReplicaLayout(
+            ranks_per_replica=self.tensor_parallel * self.pipeline_parallel,
+            pipeline_stages=self.pipeline_parallel,
+            virtual_stages=self.virtual_stages,
+            replicas_per_node=self.replicas_per_node,
+            replicas_meet=self.replicas_meet,
+            encoder_stage=self.encoder_stage,
+            encoders_train=self.encoders_train,
+            stage_shares=self.stage_shares,
+        )
+
 
 class JobSpec(Strict):
     """One job: which data is read, how it becomes tokens, and how each batch is balanced."""
@@ -135,6 +149,22 @@ class JobSpec(Strict):
                 f"source name {unfit[0][:100]!r} must be 1 to 100 characters that can be printed"
             )
         return self
+
+    @model_validator(mode="after")
+    def _memory_is_given_once(self) -> "JobSpec":
+        if self.plan.memory is not None and self.plan.memory_tokens:
+            raise ValueError(
+                f"plan has memory_tokens {self.plan.memory_tokens} and memory: drop memory_tokens, "
+                f"as memory leaves {self.plan.memory.tokens(self.topology.layout)} tokens in this "
+                "topology; or drop memory, and encoders are not limited"
+            )
+        _ = self.planned
+        return self
+
+    @property
+    def planned(self) -> PlanOptions:
+        """The plan's options, with the tokens that its `memory` leaves in this topology."""
+        return self.plan.over(self.topology.layout)
 
     @property
     def all_sources(self) -> list[SourceSpec]:
@@ -236,15 +266,30 @@ def _require_weight(sources: Sequence[SourceSpec]) -> None:
 
 
 def _with_cost(file: Written, base: Path, roots: Roots | None) -> Written:
-    """The job with the coefficients of its cost file copied in: from here on the job does not need
-    the cost file, and changes to it do not change the plans."""
+    """The job with the coefficients of its cost file, and the bytes, copied in: from here on the
+    job does not need the cost file, and changes to it do not change the plans."""
     plan = file.plain.get("plan")
-    if not isinstance(plan, dict) or not isinstance(plan.get("cost"), str):
+    if not isinstance(plan, dict):
         return file
-    if roots is not None:
-        roots.require(_absolute(plan["cost"], base), "the cost file")
-    made = read_cost_file(base / plan["cost"])
-    return file.with_plain({**file.plain, "plan": {**plan, "cost": made.cost.model.to_dict()}})
+    for key in ("cost", "memory"):
+        if isinstance(plan.get(key), str):
+            if roots is not None:
+                roots.require(_absolute(plan[key], base), "the cost file")
+            plan = {**plan, key: _part_of_cost_file(key, base / plan[key])}
+    return file.with_plain({**file.plain, "plan": plan})
+
+
+def _part_of_cost_file(key: str, path: Path) -> dict[str, Any]:
+    made = read_cost_file(path)
+    if key == "cost":
+        return made.cost.model.to_dict()
+    if made.memory is None:
+        raise SpecError(
+            f"plan.memory names the cost file {path}, which has no memory: it was measured where "
+            "no device tells how much it holds. Measure on CUDA, write memory into it, or give "
+            "plan.memory_tokens."
+        )
+    return made.memory.to_dict()
 
 
 def job_from_json(text: str) -> JobSpec:

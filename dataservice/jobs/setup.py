@@ -18,7 +18,6 @@ from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.team import NO_TEAM, full_name, team_of
-from dataservice.core.topology import ReplicaLayout
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
@@ -312,14 +311,14 @@ def job_setup(
         stream=stream,
         catalog=catalog,
         batch=spec.batch,
-        options=spec.plan,
+        options=spec.planned,
         pipeline=worker_pipeline(
             spec.sources, spec.pipeline, opened.identity, roots, team_of(record.name)
         ),
         ready_steps=spec.ready_steps,
         order=order.name,
         earlier_orders=order.earlier,
-        limits=_isf_limits(catalog, spec.plan, stream.sources_met("")),
+        limits=_isf_limits(catalog, spec.planned, stream.sources_met("")),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
@@ -328,7 +327,7 @@ def job_setup(
         loss_weights=_loss_weights(spec),
         unit_frames=_unit_frames(spec),
         revise=partial(_revised, catalog),
-        layout=_layout(spec),
+        layout=spec.topology.layout,
     )
 
 
@@ -342,7 +341,7 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, setup.job_limits)
     same_packs = all(
-        getattr(before.plan, name) == getattr(spec.plan, name)
+        getattr(before.planned, name) == getattr(spec.planned, name)
         for name in ("memory_tokens", "window_steps", "stages")
     )
     same_draw = all(
@@ -354,18 +353,20 @@ def _revised(catalog: IndexedCatalog, setup: JobSetup, record: JobRecord) -> Job
         record=record,
         stream=stream,
         batch=spec.batch,
-        options=spec.plan,
+        options=spec.planned,
         ready_steps=spec.ready_steps,
         positions=spec.pipeline.position_rule,
         loss_weights=_loss_weights(spec),
         unit_frames=_unit_frames(spec),
         limits=(
-            setup.limits if same_packs else _isf_limits(catalog, spec.plan, stream.sources_met(""))
+            setup.limits
+            if same_packs
+            else _isf_limits(catalog, spec.planned, stream.sources_met(""))
         ),
         budgets=_budgets(spec),
         epoch_size=mixture.epoch,
         mixture=mixture,
-        layout=_layout(spec),
+        layout=spec.topology.layout,
     )
 
 
@@ -399,20 +400,6 @@ def _budgets(spec: JobSpec) -> dict[str, ErrorBudget]:
 def _loss_weights(spec: JobSpec) -> tuple[float, ...]:
     weighs = any(source.weighs_loss for source in spec.sources)
     return tuple(source.loss_weight for source in spec.sources) if weighs else ()
-
-
-def _layout(spec: JobSpec) -> ReplicaLayout:
-    ranks = spec.topology
-    return ReplicaLayout(
-        ranks_per_replica=ranks.tensor_parallel * ranks.pipeline_parallel,
-        pipeline_stages=ranks.pipeline_parallel,
-        virtual_stages=ranks.virtual_stages,
-        replicas_per_node=ranks.replicas_per_node,
-        replicas_meet=ranks.replicas_meet,
-        encoder_stage=ranks.encoder_stage,
-        encoders_train=ranks.encoders_train,
-        stage_shares=ranks.stage_shares,
-    )
 
 
 def _require_same_augmentation(record: JobRecord, order: str) -> None:

@@ -1,4 +1,5 @@
-"""Fit the cost models to measured seconds, and say how far off they are on lengths held out.
+"""Fit the cost models to measured seconds and the memory model to measured peaks, and say how far
+off they are on lengths held out.
 
 Residuals are relative, so that short and long sequences count the same; the loss is soft-L1 and
 its width follows the noise, so that a measurement that was disturbed pulls little. All
@@ -11,7 +12,7 @@ non-convex, so it starts once from a ring that is free and once from one that is
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -48,6 +49,8 @@ class Measurement:
     clip: bool = False
     """Whether the item is of several frames, which an encoder may hold apart. It is judged, not
     fitted: the model's square is of a whole item."""
+    peak_bytes: float | None = None
+    """The most that the pass added to what its rank held before; None where that is not known."""
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:
@@ -62,6 +65,18 @@ class Measurement:
             )
         if self.degree < 1:
             raise PlanningError(f"a measurement has degree {self.degree}; it must be at least 1")
+        if self.peak_bytes is not None and not (
+            math.isfinite(self.peak_bytes) and self.peak_bytes > 0
+        ):
+            raise PlanningError(
+                f"the measurement of {sum(self.tokens)} tokens has a peak of {self.peak_bytes} "
+                "bytes; it must be above 0: measure again, or leave it out"
+            )
+
+    @property
+    def tokens_of_rank(self) -> float:
+        """The tokens that a member of the group holds, padding counted."""
+        return float(padded_tokens(np.array(self.tokens), self.degree).sum()) / self.degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +168,7 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
     gradient_s = float(np.median(_seconds(gradients))) if gradients else 0.0
     unmeasured = () if gradients else ("gradient_s",)
     if not exchanges:
-        empty = _relative_error((), ())
+        empty = _relative_error((), np.zeros(0))
         names = ("feature_intra_s_per_token", "feature_inter_s_per_token", "exchange_s")
         cost = StepCost(gradient_s=gradient_s)
         return Fit(cost=cost, held_out=empty, fitted=empty, unmeasured=(*names, *unmeasured))
@@ -177,6 +192,40 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BytesFit:
+    """`token_bytes` that each token of a phase keeps, and `base_bytes` that its pass takes whatever
+    its tokens. Errors as in `Fit`."""
+
+    token_bytes: float
+    base_bytes: float
+    held_out: RelativeError
+    fitted: RelativeError
+
+    def off(self, measurements: Sequence[Measurement]) -> RelativeError:
+        """How far the fit is off these measurements."""
+        predicted = [self.base_bytes + self.token_bytes * m.tokens_of_rank for m in measurements]
+        return _relative_error(predicted, _peaks(measurements))
+
+
+def fit_bytes(measurements: Sequence[Measurement], what: str) -> BytesFit | None:
+    """What tokens of a phase keep (DHP eq. 7), from measurements that have peaks; None where none
+    has. Clips are fitted too: what an encoder keeps grows with its tokens, however they attend.
+
+    Raises PlanningError on fewer than 6 different loads, or loads too close together.
+    """
+    measured = [m for m in measurements if m.peak_bytes is not None]
+    if not measured:
+        return None
+    _require_loads(measured, f"the memory of {what}")
+    fitted, held_out = split_held_out(measured)
+    columns = np.array([[m.tokens_of_rank, 1.0] for m in fitted])
+    of_token, base = _fit_columns(columns, _peaks(fitted)).tolist()
+    none = RelativeError(count=0, mean=0.0, median=0.0, largest=0.0)
+    made = BytesFit(token_bytes=of_token, base_bytes=base, held_out=none, fitted=none)
+    return replace(made, held_out=made.off(held_out), fitted=made.off(fitted))
+
+
 def split_held_out(
     measurements: Sequence[Measurement],
 ) -> tuple[list[Measurement], list[Measurement]]:
@@ -191,26 +240,24 @@ def split_held_out(
 def context_error(cost: ContextCost, measurements: Sequence[Measurement]) -> RelativeError:
     """How far the model is off these measurements."""
     predicted = [cost.time_s(m.tokens, m.degree, crosses_node=m.crosses_node) for m in measurements]
-    return _relative_error(predicted, measurements)
+    return _relative_error(predicted, _seconds(measurements))
 
 
 def phase_error(cost: PhaseCost, measurements: Sequence[Measurement]) -> RelativeError:
     """How far the model is off these measurements."""
     predicted = [cost.batch_s + float(cost.item_seconds(m.tokens).sum()) for m in measurements]
-    return _relative_error(predicted, measurements)
+    return _relative_error(predicted, _seconds(measurements))
 
 
 def exchange_error(cost: StepCost, measurements: Sequence[Measurement]) -> RelativeError:
     """How far the model is off these measurements."""
     rates = (cost.feature_intra_s_per_token, cost.feature_inter_s_per_token)
     predicted = [cost.exchange_s + rates[m.crosses_node] * sum(m.tokens) for m in measurements]
-    return _relative_error(predicted, measurements)
+    return _relative_error(predicted, _seconds(measurements))
 
 
-def _relative_error(
-    predicted: Sequence[float], measurements: Sequence[Measurement]
-) -> RelativeError:
-    off = np.abs(np.array(predicted) / _seconds(measurements) - 1.0)
+def _relative_error(predicted: Sequence[float], measured: Floats) -> RelativeError:
+    off = np.abs(np.array(predicted) / measured - 1.0)
     if not off.size:
         return RelativeError(count=0, mean=0.0, median=0.0, largest=0.0)
     return RelativeError(
@@ -223,6 +270,10 @@ def _relative_error(
 
 def _seconds(measurements: Sequence[Measurement]) -> Floats:
     return np.array([m.seconds for m in measurements], dtype=np.float64)
+
+
+def _peaks(measurements: Sequence[Measurement]) -> Floats:
+    return np.array([m.peak_bytes for m in measurements], dtype=np.float64)
 
 
 def _require_loads(measurements: Sequence[Measurement], what: str) -> None:

@@ -23,7 +23,11 @@ from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
-from dataservice.planning.invariants import check_permutation
+from dataservice.planning.encoder_memory.fit import within_rooms
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.waves import NoRoomError
+from dataservice.planning.homes import item_packs
+from dataservice.planning.invariants import broken, check_permutation
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.pieces import cut_items, item_numbers, join_items
 from dataservice.planning.stages.assign import assign_packs
@@ -37,11 +41,19 @@ from dataservice.planning.stages.dispatch import (
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
     PackedStep,
+    full_attention,
     group_packs,
     group_report,
 )
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
+from dataservice.planning.stages.room import (
+    beside_encoders,
+    bound_in_bytes,
+    least_for,
+    static_degree,
+    waves_in_room,
+)
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_items, check_packs
@@ -56,6 +68,9 @@ LONGEST_SHARE = 0.2
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
+# Where encoders share the memory, the part of the tokens that would fit in an average wave: then
+# fewer waves have more to encode than they have room for.
+ROOMIER = (0.92, 0.84)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,15 +120,22 @@ def compose_step(
     is applied to the step's own.
     """
     lengths = samples.lengths
+    whole = options.over(topology)
     units = lengths.item_units(samples.unit_frames)
-    bound = StepBound(lengths, topology, options, units)
+    bound = StepBound(lengths, topology, whole, units)
+    options = beside_encoders(lengths, topology, whole)
     packed, found = _grouped(lengths, topology, options, limits)
+    if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
+        found = replace(found, lower_bound_s=bound_in_bytes(lengths, topology, whole))
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    for rival in _rivals(lengths, units, topology, options):
+    for rival in _rivals(lengths, units, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
-        packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+        try:
+            packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+        except NoRoomError:
+            continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
                 made = _composed(samples, units, step, replace(packed, options=other), found)
@@ -170,19 +192,40 @@ def _grouped(
     rival: "_Rival | None" = None,
 ) -> tuple[PackedStep, ContextWaves]:
     """The packs and the groups of one plan, or of a rival's."""
-    degree = _static_degree(lengths, topology.replicas, options)
+    packed = _packed(lengths, topology, options, limits, rival)
+    found = group_packs(packed)
+    room = EncoderRoom.of(options.memory, topology)
+    if room is None or len(lengths.item_modality) == 0:
+        return packed, found
+
+    def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
+        return group_packs(_packed(some, topology, fewer, limits, rival)).waves
+
+    waves = waves_in_room(lengths, packed, found.waves, room, group)
+    return packed, replace(found, waves=waves)
+
+
+def _packed(
+    lengths: LengthTable,
+    topology: Topology,
+    options: PlanOptions,
+    limits: IsfLimits | None,
+    rival: "_Rival | None",
+) -> PackedStep:
+    """What the group stage is given."""
+    degree = static_degree(lengths, topology.replicas, options)
     packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
     if rival is not None and rival.unpadded:
         charged = padded_tokens(lengths.llm_tokens, degree)
-    packed = PackedStep(
+    return PackedStep(
         tokens=lengths.llm_tokens.astype(np.int64),
         packed=(packs, charged),
         wave_s=rival.wave_s if rival else 0.0,
         degree=degree,
         topology=topology,
         options=options,
+        full_attention=full_attention(lengths, options.full_attention),
     )
-    return packed, group_packs(packed)
 
 
 def _composed(
@@ -198,7 +241,8 @@ def _composed(
     stages, replicas = options.stages, topology.replicas
     waves, seated = assign_packs(found.waves, replicas=replicas, algorithm=stages.assign)
     grouped = replace(_grouped_plan(samples, waves, step, replicas, options), item_units=units)
-    check_packs(grouped, memory_tokens=options.memory_tokens, sample_count=len(lengths))
+    held_tokens = options.over(topology).memory_tokens
+    check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
     grouped, pieces = _dispatched(grouped, items, topology, options)
     phases = step_phases(grouped, pieces, options.cost, topology)
@@ -231,38 +275,52 @@ def _dispatched(
     grouped: StepPlan, items: EncoderItems, topology: Topology, options: PlanOptions
 ) -> tuple[StepPlan, EncoderItems]:
     """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
-    pieces of the long ones in each phase that ends sooner by it. Baselines leave items whole, as
+    pieces of the long ones in each wave that ends sooner by it. Baselines leave items whole, as
     trainers do."""
     algorithm, replicas = options.stages.dispatch, topology.replicas
+    room = EncoderRoom.of(options.memory, topology)
 
-    def placed(plan: StepPlan, of_plan: EncoderItems) -> StepPlan:
-        item_replica = dispatch_items(
+    def placed(plan: StepPlan, of_plan: EncoderItems) -> StepPlan | None:
+        item_replica: NDArray[np.int32] | None = dispatch_items(
             of_plan,
             replicas=replicas,
             replicas_per_node=topology.replicas_per_node,
             algorithm=algorithm,
         )
-        check_items(plan, item_replica)
+        if room is not None:
+            item_replica = within_rooms(plan, item_replica, room, topology.replicas_per_node)
+            if item_replica is None:
+                return None
+        check_items(plan, item_replica, room)
         return replace(plan, item_replica=item_replica)
 
     whole = placed(grouped, items)
+    if whole is None:
+        raise broken("a wave has items that its replicas have no room for")
     if algorithm == "home":
         return whole, items
-    cut = cut_items(grouped, items.phase, items.seconds, items.phases)
-    if cut is grouped:
+    in_pieces = cut_items(grouped, items.phase, items.seconds, items.phases)
+    if in_pieces is grouped:
         return whole, items
-    pieces = encoder_items(cut, options.cost)
-    cut = placed(cut, pieces)
+    pieces = encoder_items(in_pieces, options.cost)
+    cut = placed(in_pieces, pieces)
+    if cut is None:
+        return whole, items
     joined = join_items(cut)
-    in_pieces_s = slowest_s(encoder_items(joined, options.cost), joined.item_replica, replicas)
-    sooner = in_pieces_s < slowest_s(items, whole.item_replica, replicas)
+    sooner = _encoding_s(joined, encoder_items(joined, options.cost)) < _encoding_s(whole, items)
     if not sooner.all():
         in_one = whole.item_replica[item_numbers(cut)]
-        joined = join_items(
-            replace(cut, item_replica=np.where(sooner[pieces.phase], cut.item_replica, in_one))
-        )
-        check_items(joined, joined.item_replica)
+        better = sooner[cut.pack_wave[item_packs(cut)]]
+        joined = join_items(replace(cut, item_replica=np.where(better, cut.item_replica, in_one)))
+        check_items(joined, joined.item_replica, room)
     return joined, encoder_items(joined, options.cost)
+
+
+def _encoding_s(plan: StepPlan, items: EncoderItems) -> NDArray[np.float64]:
+    """Seconds of the slowest replicas of each wave, summed over its encoders: float64[W]."""
+    slowest = slowest_s(items, plan.item_replica, plan.replicas)
+    seconds: NDArray[np.float64] = slowest.reshape(plan.waves, len(Modality)).sum(axis=1)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,14 +339,22 @@ def _rivals(
     units: NDArray[np.int32] | None,
     topology: Topology,
     options: PlanOptions,
+    whole: PlanOptions,
 ) -> Iterator[_Rival]:
-    """What strategy `full` compares its own plan with, where it decides about every stage."""
+    """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
+    the options with all the tokens that memory holds."""
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
     wave_s = _encoding_of_a_wave(lengths, units, options.cost)
     if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
         yield _Rival(options=(options,), wave_s=wave_s)
+    if options.memory_tokens < whole.memory_tokens:
+        least = least_for(lengths, topology, options)
+        yield _Rival(options=(whole,))
+        for part in ROOMIER:
+            tokens = max(least, int(options.memory_tokens * part))
+            yield _Rival(options=(replace(options, memory_tokens=tokens),))
     if topology.replicas_meet == "step" or options.cost.step.version:
         yield _Rival(options=(replace(options, dispatch="home"),))
     if topology.pipeline_stages > 1:
@@ -318,14 +384,6 @@ def _encoding_of_a_wave(
             longest_s = float(phase.item_seconds(tokens.max(keepdims=True))[0])
             seconds += phase.batch_s + LONGEST_SHARE * longest_s + cost.step.exchange_s
     return seconds
-
-
-def _static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
-    """The one degree of static context; 1 where degrees are chosen pack by pack."""
-    if options.stages.context != "static":
-        return 1
-    longest = int(lengths.llm_tokens.max(initial=1))
-    return options.static_degree or options.static_degree_for(longest, replicas)
 
 
 def _grouped_plan(

@@ -17,13 +17,18 @@ from dataservice.planning.kernels.padding import padded_length
 _FINE, _SAMPLE, _TWICE, _REPLICA, _SHARED, _MEMORY = range(6)
 
 
-def require(holds: bool, broken: str) -> None:
-    """Raises PlanningError naming what is broken, unless it `holds`."""
+def broken(what: str) -> PlanningError:
+    """The error that says so."""
+    return PlanningError(
+        f"invariant broken: {what}. This is a defect of the planner; please report the job file "
+        "and the step, or the values that it was given."
+    )
+
+
+def require(holds: bool, what: str) -> None:
+    """Raises PlanningError naming `what` is broken, unless it `holds`."""
     if not holds:
-        raise PlanningError(
-            f"invariant broken: {broken}. This is a defect of the planner; please report the "
-            "job file and the step, or the values that it was given."
-        )
+        raise broken(what)
 
 
 def check_assignment(part_of: NDArray[np.int32] | NDArray[np.int64], parts: int, what: str) -> None:

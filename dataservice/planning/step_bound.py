@@ -15,6 +15,7 @@ from dataservice.core.layout import padded_tokens
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
+from dataservice.planning.stages.group import full_attention
 
 
 class StepBound:
@@ -67,7 +68,8 @@ def _mean_decoder(lengths: LengthTable, topology: Topology, options: PlanOptions
     """All work, and β₁ for each replica and wave that memory calls for, over the replicas."""
     cost, tokens = options.cost.llm, lengths.llm_tokens.astype(np.int64)
     seats = -(-int(tokens.sum()) // options.memory_tokens)
-    return float(cost.work_s(tokens).sum() + seats * cost.group_s) / topology.replicas
+    eta = full_attention(lengths, options.full_attention)
+    return float(cost.work_s(tokens, eta).sum() + seats * cost.group_s) / topology.replicas
 
 
 def _longest_sample(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:

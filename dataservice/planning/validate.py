@@ -6,16 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.homes import item_packs
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
 from dataservice.planning.pieces import unit_counts
 from dataservice.planning.routes import feature_runs, item_places
 
 
-def check_plan(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> None:
+def check_plan(
+    plan: StepPlan, *, memory_tokens: int, sample_count: int, room: EncoderRoom | None = None
+) -> None:
     """Raises PlanningError naming the first broken invariant; returns when all hold. O(n + m +
-    P·degree): `compose_step` checks every plan in this way, in two parts."""
+    P·degree): `compose_step` checks every plan in this way, in two parts. With `room`, no replica
+    keeps more bytes of a wave than that."""
     check_packs(plan, memory_tokens=memory_tokens, sample_count=sample_count)
-    check_items(plan, plan.item_replica)
+    check_items(plan, plan.item_replica, room)
 
 
 def check_packs(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> None:
@@ -42,9 +47,11 @@ def check_packs(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> Non
     require(timed and math.isfinite(plan.predicted_s), "a pack has no time, or the step has none")
 
 
-def check_items(plan: StepPlan, item_replica: NDArray[np.int32]) -> None:
-    """Every item is of a sample and has one replica of the plan's that encodes it; each piece
-    of an item but the first continues the one before."""
+def check_items(
+    plan: StepPlan, item_replica: NDArray[np.int32], room: EncoderRoom | None = None
+) -> None:
+    """Every item is of a sample and has one replica of the plan's that encodes it, and that has
+    `room` for it beside its pack; each piece of an item but the first continues the one before."""
     m = len(plan.item_sample)
     for name in ("modality", "encoder_tokens", "llm_tokens", "position"):
         require(len(getattr(plan, f"item_{name}")) == m, f"item_{name} is not of {m} items")
@@ -53,6 +60,8 @@ def check_items(plan: StepPlan, item_replica: NDArray[np.int32]) -> None:
     check_assignment(item_replica, plan.replicas, "replica of an item")
     if plan.item_first_unit is not None:
         _check_pieces(plan, plan.item_first_unit)
+    if room is not None:
+        _check_room(plan, item_replica, room)
 
 
 def _check_pieces(plan: StepPlan, first: NDArray[np.int32]) -> None:
@@ -72,10 +81,25 @@ def _check_pieces(plan: StepPlan, first: NDArray[np.int32]) -> None:
     )
 
 
-def validate_plan(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> None:
+def _check_room(plan: StepPlan, item_replica: NDArray[np.int32], room: EncoderRoom) -> None:
+    left = room.rooms(plan)  # int64[W, N]
+    sizes = room.item_bytes(plan.item_modality, plan.item_encoder_tokens)
+    np.subtract.at(left, (plan.pack_wave[item_packs(plan)], item_replica), sizes)
+    if left.size and left.min() < 0:
+        wave, replica = np.unravel_index(int(left.argmin()), left.shape)
+        require(
+            False,
+            f"in wave {wave} replica {replica} keeps {-left.min():,} bytes more than the "
+            f"{room.microbatch_bytes:,} that a microbatch may keep",
+        )
+
+
+def validate_plan(
+    plan: StepPlan, *, memory_tokens: int, sample_count: int, room: EncoderRoom | None = None
+) -> None:
     """As `check_plan`, and that all feature rows of every item arrive where its text is. As much
     work as the routes themselves: for tests, and for some of the steps in production."""
-    check_plan(plan, memory_tokens=memory_tokens, sample_count=sample_count)
+    check_plan(plan, memory_tokens=memory_tokens, sample_count=sample_count, room=room)
     runs = feature_runs(plan, item_places(plan))
     arrived = np.bincount(runs.item, weights=runs.rows, minlength=len(plan.item_sample))
     require(

@@ -7,6 +7,7 @@ NUMBA_CACHE_DIR names another.
 
 import numpy as np
 
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -24,6 +25,10 @@ def warm_up() -> None:
     samples = _samples()
     choices = [PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=name) for name in STRATEGIES]
     choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, pack="balanced"))
+    tight = MemoryModel(
+        budget_bytes=4 * MEMORY_TOKENS, llm_token_bytes=4, vision_token_bytes=1, audio_token_bytes=1
+    )
+    choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, memory=tight))
     for options in choices:
         split_window(samples.lengths, steps=2, options=options)
         for topology in (

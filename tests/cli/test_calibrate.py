@@ -59,6 +59,44 @@ def test_measurements_made_elsewhere_are_fitted(cli, tmp_path):
     assert made.cost.vision is None  # was not measured
 
 
+def test_peaks_become_the_memory_of_a_rank(cli, tmp_path):
+    truth = ContextCost.flexsp_7b()
+    rows = [
+        {
+            "tokens": [n],
+            "degree": d,
+            "seconds": truth.time_s([n], d),
+            "peak_bytes": 1e8 + 2e6 * n / d,
+        }
+        for n in LENGTHS
+        for d in (1, 2)
+    ]
+    images = [
+        {"tokens": [n], "seconds": 1e-3 + 1e-6 * n, "peak_bytes": 1e6 + 5e4 * n} for n in LENGTHS
+    ]
+    device = {"device_bytes": 80e9, "weights_bytes": 20e9, "gradients_bytes": 15e9}
+    path = written(
+        tmp_path / "m.json", truth, memory=device, measurements={"llm": rows, "vision": images}
+    )
+    said = cli.ok("calibrate", "--measurements", path, "--out", tmp_path / "cost.yaml").said
+    assert "memory of a rank, bytes" in said
+    assert "add the optimizer's" in said
+    made = read_cost_file(tmp_path / "cost.yaml")
+    assert made.memory.budget_bytes == 72e9
+    assert made.memory.states_bytes == 35e9
+    assert made.memory.llm_token_bytes == pytest.approx(2e6, rel=0.01)
+    assert made.memory.vision_token_bytes == pytest.approx(5e4, rel=0.01)
+    assert made.memory.audio_token_bytes == 0.0
+    assert made.held_out["vision, bytes"].largest < 0.01
+
+
+def test_where_no_peak_was_told_the_file_has_no_memory_and_that_is_said(cli, tmp_path):
+    path = written(tmp_path / "m.json", ContextCost.flexsp_7b())
+    said = cli.ok("calibrate", "--measurements", path, "--out", tmp_path / "cost.yaml").said
+    assert "no memory was measured, as only CUDA tells a peak" in said
+    assert read_cost_file(tmp_path / "cost.yaml").memory is None
+
+
 def test_what_was_fitted_is_also_json(cli, tmp_path):
     path = written(tmp_path / "m.json", ContextCost.flexsp_7b())
     out = tmp_path / "cost.yaml"

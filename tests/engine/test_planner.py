@@ -5,11 +5,13 @@ import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import PlanningError
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import check_fits, plan_step
 from dataservice.engine.shards import cut_step, microbatches_of
+from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.stages import assign
 from dataservice.planning.validate import validate_plan
 from dataservice.sources.memory import MemoryCatalog
@@ -93,6 +95,24 @@ def test_a_sample_longer_than_all_replicas_together_is_named_before_training():
     with pytest.raises(PlanningError, match=r"sample [ab]/\d+ has \d+ tokens; 1 replicas"):
         check_fits(setup, Topology(world_size=1))
     check_fits(setup, Topology(world_size=4))
+
+
+def test_an_item_that_no_replica_has_room_for_is_named_before_training():
+    """The largest images have 236 patches; a microbatch keeps 512 × 100 bytes."""
+    keeps = {"budget_bytes": MEMORY_TOKENS * 100.0, "llm_token_bytes": 100.0}
+    roomy, tight = (
+        make_setup(memory=MemoryModel(**keeps, vision_token_bytes=of_patch))
+        for of_patch in (100.0, 300.0)
+    )
+    check_fits(roomy, Topology(world_size=4))
+    for plan in all_plans(roomy, 4):
+        room = EncoderRoom.of(roomy.options.memory, Topology(world_size=4))
+        validate_plan(
+            plan, memory_tokens=MEMORY_TOKENS, sample_count=len(plan.sample_ids), room=room
+        )
+    said = r"sample [ab]/\d+ has .*the largest \d\d,\d+.* 51,200 bytes .*Start more ranks"
+    with pytest.raises(PlanningError, match=said):
+        check_fits(tight, Topology(world_size=4))
 
 
 def weighed(setup, own, of_sources):

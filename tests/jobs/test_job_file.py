@@ -97,3 +97,47 @@ def test_held_out_sources_lie_under_the_roots_too(tmp_path):
     roots = Roots.of([str(tmp_path)], "team")
     with pytest.raises(SpecError, match="the url of source 'held-out'"):
         read_job(with_validation(validation={"sources": [outside]}), tmp_path, roots)
+
+
+MEMORY = {"budget_bytes": 70e9, "states_bytes": 30e9, "llm_token_bytes": 1e6}
+
+
+def with_plan(plan: dict[str, object], **changes: object) -> str:
+    return yaml.safe_dump({**JOB, "plan": plan, **changes})
+
+
+def test_memory_in_bytes_becomes_tokens_in_the_job_s_topology(tmp_path):
+    text = with_plan({"memory": {**MEMORY, "vision_token_bytes": 5e4}})
+    assert read_job(text, tmp_path).planned.memory_tokens == 40_000
+    piped = with_plan({"memory": MEMORY}, topology={"pipeline_parallel": 4})
+    (spec,) = read_job(piped, tmp_path).jobs
+    assert spec.planned.memory_tokens == 10_000
+    assert job_from_json(spec.model_dump_json()).planned == spec.planned
+
+
+def test_of_memory_tokens_and_memory_one_is_to_be_dropped(tmp_path):
+    text = with_plan({"memory": MEMORY, "memory_tokens": 8192})
+    with pytest.raises(SpecError, match=r"drop memory_tokens, as memory leaves 40000 tokens.* or"):
+        read_job(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, r"or plan\.memory in bytes"),
+        ({"memory": {**MEMORY, "states_bytes": 90e9}}, r"leaves no room for one token"),
+        ({"memory": {**MEMORY, "llm_bytes": 1}}, r"did you mean llm_token_bytes"),
+        ({"memory": {"budget_bytes": 1e9}}, r"memory\.llm_token_bytes: required"),
+    ],
+)
+def test_memory_that_cannot_be_is_told(tmp_path, plan, said):
+    with pytest.raises(SpecError, match=said):
+        read_job(with_plan(plan), tmp_path)
+
+
+def test_encoders_that_are_spread_over_stages_have_no_limit_of_a_microbatch(tmp_path):
+    topology = {"pipeline_parallel": 2, "encoder_stage": "spread"}
+    read_job(with_plan({"memory": MEMORY}, topology=topology), tmp_path)
+    text = with_plan({"memory": {**MEMORY, "audio_token_bytes": 1}}, topology=topology)
+    with pytest.raises(SpecError, match=r"encoder_stage is spread.*encoder_stage to first or own"):
+        read_job(text, tmp_path)

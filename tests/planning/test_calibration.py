@@ -12,6 +12,7 @@ from dataservice.core.errors import PlanningError
 from dataservice.planning.calibration import (
     Measurement,
     context_error,
+    fit_bytes,
     fit_context,
     fit_phase,
     fit_step,
@@ -218,6 +219,7 @@ def test_measurements_at_higher_degrees_alone_are_refused():
         {"tokens": (5,), "seconds": 0.0},
         {"tokens": (5,), "seconds": float("nan")},
         {"tokens": (5,), "seconds": 1.0, "degree": 0},
+        {"tokens": (5,), "seconds": 1.0, "peak_bytes": 0.0},
     ],
 )
 def test_a_measurement_that_cannot_be_is_refused(wrong):
@@ -249,3 +251,45 @@ def test_what_of_a_step_was_not_measured_is_named():
     alone = fit_step([], [Measurement(tokens=(1,), seconds=0.5)])
     assert alone.cost == StepCost(gradient_s=0.5)
     assert "exchange_s" in alone.unmeasured
+
+
+def with_peaks(token_bytes, base_bytes, noise=0.0, degrees=(1, 2, 3)):
+    rng = np.random.default_rng(0)
+    return [
+        replace(
+            m,
+            peak_bytes=(base_bytes + token_bytes * m.tokens_of_rank)
+            * (1 + noise * rng.standard_normal()),
+        )
+        for m in measured(ContextCost.flexsp_7b(), degrees=degrees, nodes=(False,))
+    ]
+
+
+@settings(deadline=None, max_examples=25)
+@given(token=coefficients(1e2, 1e7), base=coefficients(1e6, 1e9))
+def test_exact_peaks_give_the_bytes_back(token, base):
+    fit = fit_bytes(with_peaks(token, base), "llm")
+    assert fit.held_out.count > 0
+    assert fit.held_out.largest < 0.01
+    assert fit.base_bytes + fit.token_bytes * 16384 == pytest.approx(base + token * 16384, rel=0.01)
+
+
+def test_a_member_of_a_group_keeps_its_part_of_the_tokens():
+    fit = fit_bytes(with_peaks(1e6, 1e7, noise=0.02), "llm")
+    assert fit.token_bytes == pytest.approx(1e6, rel=0.02)
+    assert fit.held_out.mean < 0.05
+
+
+def test_peaks_that_grow_otherwise_show_on_the_held_out_lengths():
+    squares = [
+        Measurement(tokens=(n,), seconds=1.0, peak_bytes=1e6 + float(n) ** 2) for n in LENGTHS
+    ]
+    assert fit_bytes(squares, "vision").held_out.largest > 0.2
+
+
+def test_without_peaks_there_is_no_memory_and_few_of_them_are_refused():
+    plain = measured(ContextCost.flexsp_7b())
+    assert fit_bytes(plain, "llm") is None
+    few = [replace(m, peak_bytes=1e6) for m in plain[:3]]
+    with pytest.raises(PlanningError, match="memory of llm was measured at 1 different loads"):
+        fit_bytes([*few, *plain[3:]], "llm")

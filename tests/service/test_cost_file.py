@@ -8,6 +8,7 @@ import yaml
 
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import SpecError
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel
 from dataservice.jobs.cost_file import (
     Coefficients,
@@ -110,3 +111,22 @@ def test_a_cost_model_comes_back_from_its_dictionary():
     assert CostModel.from_dict({}) == CostModel()
     with pytest.raises(ValueError, match="no phase video"):
         CostModel.from_dict({"video": {}})
+
+
+MEMORY = MemoryModel(budget_bytes=7e10, states_bytes=3e10, llm_token_bytes=1e6)
+
+
+def test_a_job_that_names_a_file_for_its_memory_keeps_the_bytes(path):
+    write_cost_file(path, MADE.model_copy(update={"memory": MEMORY}))
+    assert "memory: cost.yaml" in path.read_text()
+    plan = {"cost": "cost.yaml", "memory": "cost.yaml"}
+    (spec,) = read_job(yaml.safe_dump({**JOB, "plan": plan}), path.parent).jobs
+    assert spec.plan.memory == MEMORY
+    path.unlink()
+    assert job_from_json(spec.model_dump_json()).planned.memory_tokens == 40_000
+
+
+def test_a_file_without_memory_is_named_with_what_else_to_do(path):
+    plan = {"memory": "cost.yaml"}
+    with pytest.raises(SpecError, match=r"cost\.yaml, which has no memory.*plan\.memory_tokens"):
+        read_job(yaml.safe_dump({**JOB, "plan": plan}), path.parent)

@@ -1,12 +1,19 @@
 """Costs of a running service: measured against predicted, and refitted at a recorded step."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dataservice.core.cost import ContextCost
+from dataservice.core.memory import MemoryModel
+from dataservice.core.plan import StepPlan
+from dataservice.core.topology import ReplicaLayout
 from dataservice.jobs.cost_file import Coefficients, CostFile, write_cost_file
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.validate import validate_plan
 from tests.service.support import Ranks, explained, job_file, serving, wait_for
+from trainer_client.errors import ClientError
 
 pytestmark = pytest.mark.long
 
@@ -83,3 +90,22 @@ def test_a_job_that_names_a_cost_file_plans_with_it(corpus, tmp_path, cost_file)
         found = explained(service, 0)
         assert found["cost_version"] == OTHER.model.version
         assert found["measured_s"] is None
+
+
+def test_a_job_in_bytes_trains_within_them_and_one_without_room_is_told_its_sample(
+    corpus, tmp_path
+):
+    memory = {"budget_bytes": 2364e3, "states_bytes": 60e3, "llm_token_bytes": 1e3}
+    of_patch = {"roomy": 200.0, "tight": 3e5}
+    with serving(tmp_path) as service:
+        for name, each in of_patch.items():
+            plan = {"memory": {**memory, "vision_token_bytes": each}}
+            service.cli("job", "submit", str(job_file(corpus, tmp_path, job=name, plan=plan)))
+        Ranks(service.address, 3, job="roomy").start(stop_after=2).join()
+        found = explained(service, 0, job="roomy")
+        plan = StepPlan.from_json(json.dumps(found["plan"]))
+        model = MemoryModel(**memory, vision_token_bytes=of_patch["roomy"])
+        room = EncoderRoom.of(model, ReplicaLayout())
+        validate_plan(plan, memory_tokens=2304, sample_count=len(plan.sample_ids), room=room)
+        with pytest.raises(ClientError, match="have no room for these"):
+            Ranks(service.address, 3, job="tight").start(stop_after=1).join()

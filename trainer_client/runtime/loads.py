@@ -1,5 +1,6 @@
 """The loads that measure.py runs: groups of replicas, with packs and items of many lengths."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -55,13 +56,15 @@ class Load:
         what = "a clip of" if self.clip else f"{len(self.tokens)} ×"
         return f"{self.phase}: {what} {self.tokens[0]} tokens at degree {self.groups.degree}"
 
-    def row(self, seconds: float) -> dict[str, Any]:
-        """The measurement as a row of the file of measurements."""
+    def row(self, seconds: float, peak_bytes: float = math.nan) -> dict[str, Any]:
+        """The measurement as a row of the file of measurements; without a peak that is nan."""
         found: dict[str, Any] = {"tokens": list(self.tokens), "seconds": seconds}
         if self.phase == "exchange":
             found |= {"crosses_node": self.groups.crosses_node}
         if self.phase == "llm":
             found |= {"degree": self.groups.degree, "crosses_node": self.groups.crosses_node}
+        if peak_bytes > 0:
+            found |= {"peak_bytes": peak_bytes}
         return found | ({"clip": True} if self.clip else {})
 
 

@@ -1,4 +1,5 @@
-"""Measure a model's forward and backward seconds by length and CP degree, for a cost model.
+"""Measure a model's forward and backward seconds by length and CP degree, for a cost model, and on
+CUDA the peak of its memory, for a memory model.
 
     torchrun --nproc-per-node 4 -m trainer_client.runtime.measure \\
         --model package.module:build --out measurements.json
@@ -10,7 +11,8 @@ at the same time, in CP groups side by side; a rank outside the groups computes 
 number of tokens that a member has.
 
 Groups are measured inside nodes, and with several nodes also across them. A group's seconds are
-those of its slowest member; a low quantile over all repeats and groups is kept.
+those of its slowest member; a low quantile over all repeats and groups is kept. A load's peak is
+what it adds to weights and inputs on the rank where that is most: activations and gradients.
 """
 
 import argparse
@@ -81,6 +83,27 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
+class PeakGauge:
+    """The most bytes that work adds to what its device held before. CUDA's allocator counts them;
+    elsewhere nothing is measured, and every peak is nan."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def begin(self) -> None:
+        """Call when the device has no work."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> float:
+        """Since `begin`."""
+        if self._device.type != "cuda":
+            return float("nan")
+        return float(torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
 def measure(
     model: MultimodalModel,
     pool: GroupPool,
@@ -96,8 +119,9 @@ def measure(
     the number of each, 0 to warm up.
     """
     loads = list(all_loads(model, pool, options))
-    watch = Stopwatch(device_of(model))
+    watch, gauge = Stopwatch(device_of(model)), PeakGauge(device_of(model))
     spent = np.zeros((options.repeats + 1, len(loads)))
+    peaks = np.zeros_like(spent)
     for number in range(options.repeats + 1):  # round 0 connects groups, compiles and allocates
         order = list(range(len(loads)))
         random.Random(number).shuffle(order)
@@ -105,18 +129,22 @@ def measure(
             cast(Module, model).zero_grad()
             watch.drain()
             _together(pool)
+            gauge.begin()
             spent[number, index] = watch.time(loads[index].run)
+            peaks[number, index] = gauge.peak_bytes()
             tell(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
                 + (f"round {number} of {options.repeats}" if number else "to warm up")
             )
         after_round(number)
-    own = torch.from_numpy(spent[1:]).to(pool.everyone.device)
-    # [ranks, repeats, loads]
+    own = torch.from_numpy(np.stack([spent[1:], peaks[1:]])).to(pool.everyone.device)
+    # [ranks, 2, repeats, loads]
     everyone = torch.stack(pool.everyone.gather(own, action="collecting seconds")).cpu().numpy()
     found: dict[str, list[dict[str, Any]]] = {}
     for index, load in enumerate(loads):
-        found.setdefault(load.phase, []).append(load.row(undisturbed_s(load, everyone[..., index])))
+        seconds = undisturbed_s(load, everyone[:, 0, :, index])
+        row = load.row(seconds, float(everyone[:, 1, :, index].max()))
+        found.setdefault(load.phase, []).append(row)
     return found
 
 
@@ -237,11 +265,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = build_model(options.model, device, dtype)
         with GroupPool(timeout_s=TIMEOUT_S) as pool:
             first = pool.replica == 0
+            at_rest = _memory(model, device)
+            if first and at_rest is None:
+                print(f"no memory is measured on {device.type}: only CUDA tells a peak", flush=True)
             found = measure(
                 model, pool, options, tell=lambda line: print(line, flush=True) if first else None
             )
             if first:
-                options.out.write_text(json.dumps(_report(found, options, pool, device)))
+                options.out.write_text(
+                    json.dumps(_report(found, options, pool, device) | {"memory": at_rest})
+                )
     except BadArgument as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -257,6 +290,21 @@ def _device(name: str | None) -> torch.device:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def _memory(model: MultimodalModel, device: torch.device) -> dict[str, float] | None:
+    """Bytes of the device, of the model's weights and buffers there, and of the gradients of those
+    weights that train; None where the device is not CUDA."""
+    if device.type != "cuda":
+        return None
+    module = cast(Module, model)
+    weights = [*module.parameters(), *module.buffers()]
+    trained = [each for each in module.parameters() if each.requires_grad]
+    return {
+        "device_bytes": float(torch.cuda.get_device_properties(device).total_memory),
+        "weights_bytes": float(sum(each.numel() * each.element_size() for each in weights)),
+        "gradients_bytes": float(sum(each.numel() * each.element_size() for each in trained)),
+    }
 
 
 def _report(

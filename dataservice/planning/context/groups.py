@@ -35,6 +35,7 @@ __all__ = [
     "ContextGroup",
     "ContextPlan",
     "ContextWaves",
+    "context_bound",
     "plan_context_groups",
     "plan_context_waves",
     "plan_static_context",
@@ -144,6 +145,31 @@ def plan_context_waves(
         bound_s = sum(wave.makespan_s for wave in waves)
     _check(waves, units, setting)
     return ContextWaves(waves=waves, lower_bound_s=bound_s)
+
+
+def context_bound(
+    tokens: ArrayLike,
+    *,
+    ranks: int,
+    memory_tokens: int,
+    cost: ContextCost,
+    full_attention: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+) -> float:
+    """Seconds that no waves of these samples, int[n], go below in sum, whatever their degrees:
+    `lower_bound_s` of ContextWaves, without the waves. O(n log n). Raises PlanningError on a sample
+    that all ranks together cannot hold."""
+    setting = make_setting(
+        ranks=ranks,
+        memory_tokens=memory_tokens,
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        degrees="any",
+    )
+    units = make_units(tokens, full_attention, cost)
+    if units.total.size == 0:
+        return 0.0
+    return waves_bound(units, fitting_degrees(units, setting), setting)
 
 
 def plan_static_context(

@@ -20,19 +20,21 @@ def static_waves(
     degree: int,
     cost: ContextCost,
     ranks_per_node: int | None = None,
+    full_attention: NDArray[np.float64] | None = None,
 ) -> tuple[ContextPlan, ...]:
     """Waves of N/degree packs, in pack order; group g of a wave has the ranks from g·degree on.
 
     `tokens` int64[n] true lengths, `pack_of` int32[n], `cost_tokens` int64[n] the lengths that
-    are paid for (padded ones in a padded baseline). O(n).
+    are paid for (padded ones in a padded baseline), `full_attention` float64[n] η. O(n).
     """
     packs = int(pack_of.max(initial=-1)) + 1
     samples, offsets = group_stable(pack_of.astype(np.int64), np.arange(pack_of.size), packs)
     per_wave, node = replicas // degree, ranks_per_node or replicas
     first = np.arange(packs) % per_wave * degree
     crosses = first // node != (first + degree - 1) // node
+    weights = np.ones(tokens.size) if full_attention is None else 1.0 + full_attention
     seconds, padded = _pack_sums(
-        samples, offsets, tokens, cost_tokens, degree, crosses, cost.coefficients
+        samples, offsets, tokens, cost_tokens, weights, degree, crosses, cost.coefficients
     )
     waves = []
     for begin in range(0, packs, per_wave):
@@ -57,6 +59,7 @@ def _pack_sums(
     offsets: NDArray[np.int64],
     tokens: NDArray[np.int64],
     cost_tokens: NDArray[np.int64],
+    weights: NDArray[np.float64],
     degree: int,
     crosses: NDArray[np.bool_],
     coefficients: NDArray[np.float64],
@@ -71,6 +74,6 @@ def _pack_sums(
             padded[pack] += padded_length(tokens[samples[at]], degree)
             length = padded_length(cost_tokens[samples[at]], degree)
             paid += length
-            squares += float(length) * float(length)
+            squares += weights[samples[at]] * float(length) * float(length)
         seconds[pack] = group_seconds(float(paid), squares, degree, crosses[pack], coefficients)
     return seconds, padded

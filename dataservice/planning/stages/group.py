@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
-from dataservice.core.plan_options import Context, Pack, PlanOptions
+from dataservice.core.plan_options import Context, FullAttention, Pack, PlanOptions
+from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.groups import ContextWaves, plan_context_waves
 from dataservice.planning.context.many import find_many_waves
@@ -35,6 +36,31 @@ class PackedStep:
     topology: Topology
     options: PlanOptions
     wave_s: float = 0.0
+    full_attention: NDArray[np.float64] | None = None
+    """η float64[n], None where all attention is causal."""
+
+
+def full_attention(lengths: LengthTable, which: FullAttention) -> NDArray[np.float64] | None:
+    """The share η of each sample's attention beyond the causal, float64[n] (DHP eq. 8); None where
+    there is none. Raises PlanningError on an unknown name."""
+    return algorithm_named(FULL_ATTENTION, which, "plan.full_attention")(lengths)
+
+
+def _of_items(lengths: LengthTable) -> NDArray[np.float64] | None:
+    """Tokens of one item that see one another both ways take its own causal attention once more:
+    Σ v²/s² of items of v tokens in a sample of s."""
+    if len(lengths.item_llm_tokens) == 0:
+        return None
+    squares = np.concatenate([[0.0], np.cumsum(lengths.item_llm_tokens.astype(np.float64) ** 2)])
+    both_ways = squares[lengths.item_offsets[1:]] - squares[lengths.item_offsets[:-1]]
+    share: NDArray[np.float64] = both_ways / lengths.llm_tokens.astype(np.float64) ** 2
+    return np.minimum(share, 1.0)
+
+
+FULL_ATTENTION: dict[FullAttention, Callable[[LengthTable], NDArray[np.float64] | None]] = {
+    "none": lambda lengths: None,
+    "items": _of_items,
+}
 
 
 def group_packs(step: PackedStep) -> ContextWaves:
@@ -71,8 +97,10 @@ def _static(step: PackedStep) -> ContextWaves:
         degree=step.degree,
         cost=cost,
         ranks_per_node=step.topology.replicas_per_node,
+        full_attention=step.full_attention,
     )
-    return ContextWaves(waves=waves, lower_bound_s=float(cost.work_s(step.tokens).sum()) / replicas)
+    work_s = float(cost.work_s(step.tokens, step.full_attention).sum())
+    return ContextWaves(waves=waves, lower_bound_s=work_s / replicas)
 
 
 def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
@@ -90,6 +118,8 @@ def _balanced(step: PackedStep, degrees: Degrees) -> ContextWaves:
 
 
 def _many(step: PackedStep, degrees: Degrees) -> ContextWaves | None:
+    if step.full_attention is not None:
+        return None  # it knows causal attention alone
     return find_many_waves(
         step.tokens,
         ranks=step.topology.replicas,
@@ -106,6 +136,7 @@ def _joint(step: PackedStep, degrees: Degrees) -> ContextWaves:
         ranks=step.topology.replicas,
         memory_tokens=step.options.memory_tokens,
         cost=step.options.cost.llm,
+        full_attention=step.full_attention,
         ranks_per_node=step.topology.replicas_per_node,
         solver=step.options.solver,
         degrees=degrees,
@@ -135,8 +166,8 @@ def group_report(step: PackedStep, grouped: ContextWaves) -> StageReport:
     tokens, options, replicas = step.tokens, step.options, step.topology.replicas
     degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
     # The longest of each wave is its slowest.
-    longest = np.maximum.reduceat(tokens, np.arange(0, len(tokens), replicas // degree))
-    slowest = options.cost.llm.alone_s(longest, degree)
+    alone_s = options.cost.llm.alone_s(tokens, degree, step.full_attention)
+    slowest = np.maximum.reduceat(alone_s, np.arange(0, len(tokens), replicas // degree))
     return StageReport(
         stage="group",
         algorithm=options.stages.context,

@@ -93,6 +93,25 @@ def test_every_load_is_measured_in_every_round_and_rounds_differ_in_order(monkey
     assert all(sorted(of_round) == list(range(12)) for of_round in rounds)
     assert len({tuple(of_round) for of_round in rounds}) == 4
     assert [row["tokens"] for row in found["llm"]] == [[n] for n in range(12)]
+    assert not any("peak_bytes" in row for row in found["llm"]), "a CPU tells none"
+
+
+def test_a_peak_stands_beside_its_seconds_where_one_was_measured():
+    one = load(((0,),))
+    assert one.row(0.5, 2.0**20)["peak_bytes"] == 2.0**20
+    assert "peak_bytes" not in one.row(0.5, float("nan"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA tells a peak")
+def test_a_peak_is_what_work_adds_to_what_was_there():
+    device = torch.device("cuda", 0)
+    before = torch.empty(2**22, dtype=torch.uint8, device=device)
+    gauge = measure.PeakGauge(device)
+    gauge.begin()
+    added = torch.empty(2**24, dtype=torch.uint8, device=device)
+    del added
+    assert 2**24 <= gauge.peak_bytes() < 2**24 + 2**22
+    del before
 
 
 def every_load(rank, size, *flags):

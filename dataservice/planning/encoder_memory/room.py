@@ -1,0 +1,118 @@
+"""Bytes that a replica has left for encoding in each wave, and bytes that items take there.
+
+    microbatch_bytes │ decoder: bytes · its part of the pack │ room for what it encodes │
+
+Whole bytes, rounded against the plan, so that every sum is the same in any order.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.memory import MemoryModel
+from dataservice.core.plan import StepPlan
+from dataservice.core.sample import LengthTable
+from dataservice.core.topology import ReplicaLayout
+from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.padding import padded_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderRoom:
+    """What one microbatch may keep on each rank of a replica, and what tokens keep of it.
+
+    `llm_token_bytes` is 0 where encoders have a pipeline stage of their own; `token_bytes` are
+    those of encoder tokens, in the order of Modality.
+    """
+
+    microbatch_bytes: int
+    llm_token_bytes: float
+    token_bytes: tuple[float, ...]
+
+    @staticmethod
+    def of(memory: MemoryModel | None, layout: ReplicaLayout) -> "EncoderRoom | None":
+        """None where encoders have no limit. Raises PlanningError as `microbatch_bytes` does."""
+        if memory is None or not any(memory.encoder_token_bytes):
+            return None
+        apart = layout.encoder_stage == "own" and layout.pipeline_stages > 1
+        return EncoderRoom(
+            microbatch_bytes=int(memory.microbatch_bytes(layout)),
+            llm_token_bytes=0.0 if apart else memory.llm_token_bytes,
+            token_bytes=memory.encoder_token_bytes,
+        )
+
+    def item_bytes(
+        self, modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """What each item takes on the one replica that encodes it: int64[m]. An item is not
+        divided; a part of one that several replicas encode would have its bytes here."""
+        of_token = np.array(self.token_bytes)[modality]
+        return np.ceil(of_token * encoder_tokens).astype(np.int64)
+
+    def tokens_of_all(self, lengths: LengthTable, memory_tokens: int) -> int:
+        """At most so many tokens of the decoder a replica should hold, so that in waves of the
+        step's own mixture there is room for what they encode. Between 1 and `memory_tokens`."""
+        encoder_bytes = float(
+            self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
+        )
+        tokens = float(lengths.llm_tokens.sum(dtype=np.int64))
+        if encoder_bytes == 0:
+            return memory_tokens
+        of_token = self.llm_token_bytes + encoder_bytes / tokens
+        return max(1, min(memory_tokens, int(self.microbatch_bytes / of_token)))
+
+    def least_waves(self, lengths: LengthTable, replicas: int) -> int:
+        """Waves that all bytes of these samples fill at least."""
+        encoder_bytes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
+        llm_bytes = self.llm_token_bytes * float(lengths.llm_tokens.sum(dtype=np.int64))
+        of_wave = replicas * float(self.microbatch_bytes)
+        return math.ceil((float(encoder_bytes) + llm_bytes) / of_wave * (1.0 - 1e-9))
+
+    def rooms(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Bytes that each replica may encode in each wave of a plan: int64[W, N]. O(n + W·N)."""
+        return plan_rooms(
+            plan.pack_samples,
+            plan.pack_offsets,
+            plan.pack_replicas,
+            plan.replica_offsets,
+            plan.pack_wave,
+            plan.sample_tokens,
+            plan.waves,
+            plan.replicas,
+            self.microbatch_bytes,
+            self.llm_token_bytes,
+        )
+
+
+@kernel
+def room_beside(tokens: int, microbatch_bytes: int, llm_token_bytes: float) -> int:
+    """Bytes left beside so many tokens of the decoder."""
+    return max(0, microbatch_bytes - int(np.ceil(llm_token_bytes * tokens)))
+
+
+@kernel
+def plan_rooms(
+    samples: NDArray[np.int32],
+    sample_offsets: NDArray[np.int64],
+    ranks: NDArray[np.int32],
+    rank_offsets: NDArray[np.int64],
+    wave_of: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    waves: int,
+    replicas: int,
+    microbatch_bytes: int,
+    llm_token_bytes: float,
+) -> NDArray[np.int64]:
+    """Room of each replica in each wave, int64[waves, replicas]: all of it where it is idle."""
+    room = np.full((waves, replicas), microbatch_bytes)
+    for group in range(wave_of.size):
+        degree = rank_offsets[group + 1] - rank_offsets[group]
+        held = 0
+        for at in range(sample_offsets[group], sample_offsets[group + 1]):
+            held += padded_length(tokens[samples[at]], degree)
+        left = room_beside(held // degree, microbatch_bytes, llm_token_bytes)
+        for at in range(rank_offsets[group], rank_offsets[group + 1]):
+            room[wave_of[group], ranks[at]] = left
+    return room

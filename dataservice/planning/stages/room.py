@@ -1,0 +1,123 @@
+"""Encoders in memory, for the stages: how full packs may be, and waves that have room for items.
+
+`encoder_memory/` has the bytes and the search; here they meet options, topology and cost.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.plan_options import PlanOptions
+from dataservice.core.sample import LengthTable
+from dataservice.core.topology import Topology
+from dataservice.planning.context.groups import ContextPlan, context_bound
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.waves import (
+    WaveRoom,
+    group_degrees,
+    least_tokens,
+    waves_with_room,
+)
+from dataservice.planning.stages.group import PackedStep, full_attention
+
+
+def beside_encoders(lengths: LengthTable, topology: Topology, options: PlanOptions) -> PlanOptions:
+    """The options with as many tokens a replica as leave room for what the step's waves encode on
+    average; at least what the longest sample takes."""
+    room = EncoderRoom.of(options.memory, topology)
+    if room is None or len(lengths) == 0:
+        return options
+    tokens = max(
+        room.tokens_of_all(lengths, options.memory_tokens),
+        least_for(lengths, topology, options),
+    )
+    return replace(options, memory_tokens=min(tokens, options.memory_tokens))
+
+
+def bound_in_bytes(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """What no waves take less than in sum: by their tokens, or by all the bytes that the step
+    keeps, which fill so many waves."""
+    room = EncoderRoom.of(options.memory, topology)
+    assert room is not None, "else waves are as large as memory allows"
+    llm, eta = options.cost.llm, full_attention(lengths, options.full_attention)
+    waves_s = context_bound(
+        lengths.llm_tokens,
+        ranks=topology.replicas,
+        memory_tokens=options.memory_tokens,
+        cost=llm,
+        full_attention=eta,
+        ranks_per_node=topology.replicas_per_node,
+    )
+    work_s = float(llm.work_s(lengths.llm_tokens, eta).sum()) / topology.replicas
+    return max(waves_s, work_s + room.least_waves(lengths, topology.replicas) * llm.group_s)
+
+
+def step_room(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, room: EncoderRoom
+) -> WaveRoom:
+    """What tells whether samples of these lengths have room in a wave."""
+    return WaveRoom(
+        lengths=lengths,
+        item_offsets=lengths.item_offsets,
+        item_bytes=room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens),
+        room=room,
+        replicas=topology.replicas,
+        degrees=_degrees(lengths, topology, options),
+    )
+
+
+def waves_in_room(
+    lengths: LengthTable,
+    packed: PackedStep,
+    waves: tuple[ContextPlan, ...],
+    room: EncoderRoom,
+    group: Callable[[LengthTable, PlanOptions], tuple[ContextPlan, ...]],
+) -> tuple[ContextPlan, ...]:
+    """The waves, in each of which there is room for its items; `group` forms those of some samples
+    with other options. Raises NoRoomError on a sample whose items fit nowhere."""
+    topology, options = packed.topology, packed.options
+    node, llm = topology.replicas_per_node or topology.replicas, options.cost.llm
+    if options.stages.context == "static":
+        options = replace(options, static_degree=packed.degree)
+    paid = packed.packed[1] if options.stages.context == "static" else packed.tokens
+    eta = packed.full_attention
+
+    def regroup(samples: NDArray[np.int64], part: float) -> tuple[ContextPlan, ...]:
+        some = lengths.take(samples)
+        tokens = int(room.tokens_of_all(some, options.memory_tokens) * part)
+        tokens = max(tokens, least_for(some, topology, options))
+        fewer = replace(options, memory_tokens=min(tokens, options.memory_tokens))
+        return group(some, fewer)
+
+    def seconds_of(samples: NDArray[np.int32], ranks: NDArray[np.int32]) -> float:
+        crosses = bool(ranks.min() // node != ranks.max() // node)
+        both_ways = None if eta is None else eta[samples]
+        return llm.time_s(paid[samples], ranks.size, both_ways, crosses_node=crosses)
+
+    return waves_with_room(
+        waves,
+        step_room(lengths, topology, options, room),
+        memory_tokens=options.over(topology).memory_tokens,
+        regroup=regroup,
+        seconds_of=seconds_of,
+    )
+
+
+def static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
+    """The one degree of static context; 1 where degrees are chosen pack by pack."""
+    if options.stages.context != "static":
+        return 1
+    longest = int(lengths.llm_tokens.max(initial=1))
+    return options.static_degree or options.static_degree_for(longest, replicas)
+
+
+def _degrees(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Sequence[int]:
+    static = static_degree(lengths, topology.replicas, options)
+    return group_degrees(options.stages.context, topology.replicas, static)
+
+
+def least_for(lengths: LengthTable, topology: Topology, options: PlanOptions) -> int:
+    """Tokens that each replica must hold for some group to hold the longest sample."""
+    return least_tokens(lengths.llm_tokens, _degrees(lengths, topology, options))

@@ -1,0 +1,274 @@
+"""No replica keeps more bytes of a wave than its budget, whatever the step and the cluster."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataservice.core.errors import PlanningError
+from dataservice.core.memory import MemoryModel
+from dataservice.core.plan import StepPlan
+from dataservice.core.plan_options import STRATEGIES, PlanOptions
+from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
+from dataservice.core.topology import Topology
+from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.encoder_memory.fit import fit_items
+from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.waves import sample_without_room
+from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
+from dataservice.planning.stages.room import step_room
+from dataservice.planning.validate import check_items, validate_plan
+from tests.planning.step_samples import MEMORY, step_samples
+
+TOKEN = 100.0  # bytes
+STATES = 5e8
+
+
+def memory(vision: float, audio: float, stages: int = 1) -> MemoryModel:
+    """As much as `MEMORY` tokens on each stage."""
+    return MemoryModel(
+        budget_bytes=STATES + MEMORY * TOKEN * stages,
+        states_bytes=STATES,
+        llm_token_bytes=TOKEN,
+        vision_token_bytes=vision,
+        audio_token_bytes=audio,
+    )
+
+
+def pipelined(replicas: int, stages: int, node: int | None, **more: object) -> Topology:
+    return Topology(
+        world_size=replicas * stages,
+        ranks_per_replica=stages,
+        pipeline_stages=stages,
+        replicas_per_node=node,
+        **more,
+    )
+
+
+def kept_bytes(plan: StepPlan, model: MemoryModel) -> np.ndarray:
+    """What each replica keeps of each wave, float64[W, N], counted group by group."""
+    kept = np.zeros((plan.waves, plan.replicas))
+    wave_of = np.empty(len(plan.sample_ids), int)
+    for pack, wave in enumerate(plan.pack_wave):
+        samples = plan.pack_samples[plan.pack_offsets[pack] : plan.pack_offsets[pack + 1]]
+        members = plan.pack_replicas[plan.replica_offsets[pack] : plan.replica_offsets[pack + 1]]
+        unit = 2 * len(members) if len(members) > 1 else 1
+        padded = sum(-(-int(plan.sample_tokens[s]) // unit) * unit for s in samples)
+        kept[wave, members] += model.llm_token_bytes * padded / len(members)
+        wave_of[samples] = wave
+    sizes = np.array(model.encoder_token_bytes)[plan.item_modality] * plan.item_encoder_tokens
+    np.add.at(kept, (wave_of[plan.item_sample], plan.item_replica), sizes)
+    return kept
+
+
+def most_at_once(plan: StepPlan, model: MemoryModel, stages: int) -> float:
+    """The most that any first stage holds at any time of its 1F1B program, states included."""
+    kept = kept_bytes(plan, model)
+    program = make_program(plan.waves, stages)
+    now, most = np.zeros(plan.replicas), 0.0
+    for position, chunk, kind in zip(program.position, program.chunk, program.kind, strict=True):
+        if chunk == 0:
+            now += kept[position] * (1 if kind == FORWARD else -1)
+            most = max(most, float(now.max()))
+    return model.states_bytes + most
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 120),
+    replicas=st.sampled_from([2, 3, 4, 8, 12]),
+    stages=st.sampled_from([1, 1, 2, 4]),
+    node=st.sampled_from([None, 1, 3, 4]),
+    seed=st.integers(0, 100),
+    vision=st.sampled_from([0.0, 3.0, 20.0, 90.0]),
+    audio=st.sampled_from([1.0, 15.0, 60.0]),
+    meet=st.sampled_from(["wave", "step"]),
+    options=st.sampled_from(
+        [{"strategy": name} for name in STRATEGIES]
+        + [
+            {"pack": "balanced"},
+            {"pack": "joint"},
+            {"pack": "isf"},
+            {"context": "power_of_two"},
+            {"assign": "as_packed", "dispatch": "home"},
+        ]
+    ),
+)
+def test_no_plan_keeps_more_than_the_budget_at_any_time(
+    n, replicas, stages, node, seed, vision, audio, meet, options
+):
+    samples = step_samples(n, seed, longest=2000)
+    model = memory(vision, audio, stages)
+    topology = pipelined(replicas, stages, node, replicas_meet=meet)
+    chosen = PlanOptions(memory=model, **options)
+    room = EncoderRoom.of(model, topology)
+    assert room is not None
+    whole = chosen.over(topology)
+    assert whole.memory_tokens == MEMORY
+    step = step_room(samples.lengths, topology, whole, room)
+    try:
+        made = compose_step(samples, step=0, topology=topology, options=chosen)
+    except PlanningError:
+        assert sample_without_room(step, MEMORY) is not None, "each sample alone has room"
+        return
+    validate_plan(made, memory_tokens=MEMORY, sample_count=n, room=room)
+    assert most_at_once(made, model, stages) <= model.budget_bytes * (1 + 1e-12)
+    again = compose_step(samples, step=0, topology=topology, options=chosen)
+    assert again.digest == made.digest
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_bytes_that_count_no_encoder_plan_as_the_same_tokens_do(strategy):
+    samples, topology = step_samples(90, 3, longest=2000), Topology(world_size=6)
+    plain = PlanOptions(memory_tokens=MEMORY, strategy=strategy)
+    in_bytes = PlanOptions(memory=memory(0.0, 0.0), strategy=strategy)
+    assert (
+        compose_step(samples, step=0, topology=topology, options=plain).digest
+        == compose_step(samples, step=0, topology=topology, options=in_bytes).digest
+    )
+
+
+def test_encoders_that_weigh_little_leave_the_plan_as_it_is():
+    samples, topology = step_samples(90, 3, longest=2000), Topology(world_size=6)
+    plain = compose_step(
+        samples, step=0, topology=topology, options=PlanOptions(memory_tokens=MEMORY)
+    )
+    roomy = replace(memory(1e-9, 1e-9), budget_bytes=STATES + (MEMORY + 0.5) * TOKEN)
+    made = compose_step(samples, step=0, topology=topology, options=PlanOptions(memory=roomy))
+    assert made.digest == plain.digest
+
+
+def sample(text: int, *items: int) -> SampleLengths:
+    """A sample with images of so many patches."""
+    return SampleLengths(
+        llm_tokens=text + len(items),
+        loss_tokens=text,
+        items=tuple(
+            ItemLengths(
+                modality=Modality.VISION,
+                encoder_tokens=patches,
+                llm_tokens=1,
+                position=at,
+                shape=(1, 1, 1, 3),
+            )
+            for at, patches in enumerate(items)
+        ),
+    )
+
+
+def step_of(*each: SampleLengths) -> StepSamples:
+    return StepSamples(
+        sample_ids=np.arange(len(each), dtype=np.int64),
+        epoch=np.zeros(len(each), np.int32),
+        lengths=LengthTable.of(list(each)),
+    )
+
+
+def test_a_clip_that_fills_a_replica_is_encoded_where_no_text_is():
+    """One replica's whole budget of patches; its text is short, and other samples fill the rest."""
+    model = memory(10.0, 0.0)
+    most = int(MEMORY * TOKEN / 10.0)
+    samples = step_of(sample(50, most), *(sample(1500) for _ in range(8)))
+    made = compose_step(
+        samples, step=0, topology=Topology(world_size=4), options=PlanOptions(memory=model)
+    )
+    kept = kept_bytes(made, model)
+    assert kept.max() <= MEMORY * TOKEN
+    (pack,) = np.flatnonzero(made.pack_samples == 0)
+    wave = made.pack_wave[np.searchsorted(made.pack_offsets, pack, side="right") - 1]
+    encodes = (int(made.item_replica[0]),)
+    idle = [group.replicas for group in made.groups(int(wave)) if group.pack < 0]
+    assert encodes in idle
+
+
+def test_a_clip_beyond_one_replica_has_no_room_and_is_found():
+    model = memory(10.0, 0.0)
+    topology = Topology(world_size=4)
+    samples = step_of(sample(60), sample(50, int(MEMORY * TOKEN / 10.0) + 1))
+    options = PlanOptions(memory=model).over(topology)
+    room = EncoderRoom.of(model, topology)
+    assert room is not None
+    step = step_room(samples.lengths, topology, options, room)
+    assert sample_without_room(step, options.memory_tokens) == 1
+    with pytest.raises(PlanningError, match="sample 1 of the step"):
+        compose_step(samples, step=0, topology=topology, options=options)
+
+
+def test_a_baseline_without_room_is_no_rival_and_no_error():
+    """The clip needs a replica without text, and static context gives all of them to the text."""
+    model = memory(10.0, 0.0)
+    most = int(MEMORY * TOKEN / 10.0)
+    samples = step_of(sample(3 * MEMORY - 100), sample(MEMORY + 10, most), sample(40, most))
+    topology, options = Topology(world_size=3), PlanOptions(memory=model)
+    with pytest.raises(PlanningError, match="has items that no replicas have room for"):
+        compose_step(
+            samples, step=0, topology=topology, options=replace(options, strategy="packing")
+        )
+    made = compose_step(samples, step=0, topology=topology, options=options)
+    assert kept_bytes(made, model).max() <= MEMORY * TOKEN
+
+
+def test_encoders_on_a_stage_of_their_own_do_not_share_its_memory_with_text():
+    model = memory(10.0, 0.0, stages=2)
+    most = int(MEMORY * TOKEN / 10.0)
+    samples = step_of(*(sample(MEMORY - 1, most) for _ in range(4)))
+    beside = pipelined(4, 2, None)
+    with pytest.raises(PlanningError):
+        compose_step(samples, step=0, topology=pipelined(1, 2, None), options=PlanOptions(
+            memory=model))  # fmt: skip
+    apart = pipelined(1, 2, None, encoder_stage="own")
+    made = compose_step(samples, step=0, topology=apart, options=PlanOptions(memory=model))
+    assert made.waves == 4
+    made = compose_step(samples, step=0, topology=beside, options=PlanOptions(memory=model))
+    assert made.waves > 1, "the images wait for replicas without text"
+
+
+def test_a_dispatch_that_keeps_too_much_is_a_defect():
+    samples, topology = step_samples(40, 1, longest=500), Topology(world_size=4)
+    model = memory(20.0, 20.0)
+    made = compose_step(samples, step=0, topology=topology, options=PlanOptions(memory=model))
+    room = EncoderRoom.of(model, topology)
+    check_items(made, made.item_replica, room)
+    with pytest.raises(PlanningError, match=r"invariant broken: in wave \d+ replica 2 keeps"):
+        check_items(made, np.full_like(made.item_replica, 2), room)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=0, max_size=8),
+    room=st.lists(st.integers(0, 100), min_size=1, max_size=4),
+)
+def test_items_that_are_placed_fit_and_small_ones_always_are(sizes, room):
+    falling = np.array(sorted(sizes, reverse=True), dtype=np.int64)
+    rooms, place_of = np.array(room, dtype=np.int64), np.full(len(sizes), -1)
+    found = fit_items(falling, rooms, place_of)
+    if found:
+        held = np.bincount(place_of, weights=falling, minlength=len(room))
+        assert (held <= rooms).all()
+    else:
+        largest = int(falling.max())
+        assert falling.sum() + len(room) * largest > rooms.sum(), "there was room for any of them"
+
+
+def test_images_that_see_themselves_both_ways_cost_their_attention_again():
+    """η of DHP eq. 8: a sample of s tokens with one image of v has s² + v² of attention."""
+    samples = step_samples(40, 2, longest=800)
+    topology = Topology(world_size=1)
+    options = PlanOptions(memory_tokens=1 << 20, strategy="packing")
+    causal, both = (
+        compose_step(
+            samples, step=0, topology=topology, options=replace(options, full_attention=which)
+        )
+        for which in ("none", "items")
+    )
+    squares = (samples.lengths.item_llm_tokens.astype(float) ** 2).sum()
+    more_s = options.cost.llm.attention_s_per_token2 * squares
+    assert both.pack_seconds.sum() - causal.pack_seconds.sum() == pytest.approx(more_s)
+    for strategy in STRATEGIES:
+        chosen = PlanOptions(memory_tokens=MEMORY, strategy=strategy, full_attention="items")
+        made = compose_step(samples, step=0, topology=Topology(world_size=4), options=chosen)
+        validate_plan(made, memory_tokens=MEMORY, sample_count=40)
+        step = made.stages[-1]
+        assert step.after >= step.lower_bound * (1 - 1e-9)
