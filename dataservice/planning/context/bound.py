@@ -47,7 +47,7 @@ def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> flo
     bound_s = max(together_s, float(_beside_heaviest(units, least, dense, setting)))
     if units.tokens.size > units.total.size or (units.weights != 1).any():
         return bound_s
-    return max(bound_s, length_bound(np.sort(units.tokens)[::-1], setting))
+    return max(bound_s, length_bound(np.sort(units.tokens)[::-1].copy(), setting))
 
 
 def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
@@ -62,8 +62,9 @@ def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
     first = np.searchsorted(held, full * np.arange(left.size - 1), side="right")  # int64[k]
     units = plain_units(sizes[first], setting)
     slowest_s = fastest_each(units, fitting_degrees(units, setting), setting)
-    work_s = plain_units(sizes[::-1], setting).work
-    tokens = np.append(0, np.cumsum(sizes[::-1]))
+    lightest = sizes[::-1].copy()
+    work_s = plain_units(lightest, setting).work
+    tokens = np.append(0, np.cumsum(lightest))
     left_s = np.interp(left, tokens, np.append(0.0, np.cumsum(work_s))) / setting.ranks
     others_s = -(-left // full) * fixed_seconds(setting.coefficients) + left_s
     return float((np.append(0.0, np.cumsum(slowest_s)) + others_s).max())

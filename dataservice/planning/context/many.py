@@ -14,6 +14,7 @@ groups that hold anything. `sizes` int64[n] are tokens, falling; squares are in 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +26,8 @@ from dataservice.planning.context.groups import ContextWaves
 from dataservice.planning.context.many_cut import cut_many_waves
 from dataservice.planning.context.many_groups import count_long, level_groups
 from dataservice.planning.context.many_target import one_level, total_seconds, two_levels
-from dataservice.planning.context.many_waves import Answer, plan_waves
+from dataservice.planning.context.many_waves import WIDE_SHARES, Answer, deal, plan_waves
+from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import (
     Degrees,
@@ -78,15 +80,30 @@ def find_many_waves(
     wide = int(np.count_nonzero(sizes > setting.memory_tokens))
     least[:wide] = fitting_degrees(plain_units(sizes[:wide], setting), setting)
     best, bound_s = _search(sizes, units, least, setting)
-    waves = () if best is None else plan_waves(order, best, setting)
-    made_s = sum(wave.makespan_s for wave in waves)
-    if best is None or made_s > bound_s * _NEAR:
+    found = [] if best is None else [plan_waves(order, best, setting)]
+    if best is None or _sum_s(found[0]) > bound_s * _NEAR:
         bound_s = max(bound_s, waves_bound(units, least, setting))
-    if best is None or made_s > bound_s * _FAIR:
-        cut = cut_many_waves(units, least, order, setting, bound_s * _NEAR)
-        waves = cut if best is None or sum(wave.makespan_s for wave in cut) < made_s else waves
+    if best is not None and _sum_s(found[0]) > bound_s * _NEAR:
+        again = _dealt_again(best, setting)
+        found += [] if again is None else [plan_waves(order, again, setting)]
+    if best is None or min(map(_sum_s, found)) > bound_s * _FAIR:
+        found.append(cut_many_waves(units, least, order, setting, bound_s * _FAIR))
+    waves = min(found, key=_sum_s)
     check_waves(waves, lengths, None, setting)
     return ContextWaves(waves=waves, lower_bound_s=bound_s)
+
+
+def _sum_s(waves: tuple[ContextPlan, ...]) -> float:
+    """Seconds of all waves, their groups on their nodes."""
+    return sum(wave.makespan_s for wave in waves)
+
+
+def _dealt_again(answer: Answer, setting: Setting) -> Answer | None:
+    """The same groups with wide ones in as few waves as hold them; None where they do not fit."""
+    listed, groups = answer.listed, answer.groups
+    share = WIDE_SHARES[1]
+    wave_of = deal(listed, groups, answer.slow_waves, answer.waves, share, setting)
+    return None if wave_of.min(initial=0) < 0 else replace(answer, wave_of=wave_of)
 
 
 def _search(

@@ -45,8 +45,8 @@ def cut_many_waves(
     enough_s: float,
 ) -> tuple[ContextPlan, ...]:
     """Waves of n samples, one a unit, longest first, those of the longest samples first; `order`
-    int64[n] is the caller's index of each, `least` int64[n] their least degrees. The better of two
-    cuts, the second only where the first takes more than `enough_s`. O(n log n)."""
+    int64[n] is the caller's index of each, `least` int64[n] their least degrees. The best of
+    three cuts, each only where those before take more than `enough_s`. O(n log n)."""
     best: tuple[ContextPlan, ...] = ()
     best_s = np.inf
     for packing, cut in _candidates(units, least, setting):
@@ -66,11 +66,12 @@ def _candidates(
     and no more than a node has: then no ring crosses nodes that does not have to."""
     node = setting.ranks_per_node
     seconds = _about_seconds(units, least, setting)
-    for degree in (least, np.where(least == 1, 1, np.maximum(least, node))):
+    by_node = np.where(least == 1, 1, np.maximum(least, node))
+    node_allowed = node < setting.ranks and not (setting.power_of_two and node & (node - 1))
+    for degree, lost_room in ((least, LOST_ROOM[::-1]), (by_node, LOST_ROOM[1:])):
         packing = group_by_memory(units, degree, setting)
-        for cut in cut_packs(units, seconds, packing, setting, LOST_ROOM[1:], rings_count=True):
+        for cut in cut_packs(units, seconds, packing, setting, lost_room, rings_count=True):
             yield packing, cut
-        node_allowed = node < setting.ranks and not (setting.power_of_two and node & (node - 1))
         if least.max() == 1 or not node_allowed:
             return
 

@@ -17,7 +17,12 @@ from dataservice.planning.context.many_fill import (
     trade,
 )
 from dataservice.planning.context.many_target import Target
-from dataservice.planning.context.many_waves import Answer, deal, list_groups_widest
+from dataservice.planning.context.many_waves import (
+    WIDE_SHARES,
+    Answer,
+    deal,
+    list_groups_widest,
+)
 from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import Setting
 from dataservice.planning.kernels.compile import kernel
@@ -40,12 +45,13 @@ def level_groups(
     single = np.arange(anchors, groups.degree.size)  # int64[G − anchors]
     trade(sizes, members, begins, single, _ROUNDS, _ENOUGH, groups, setting)
     listed = list_groups_widest(groups)  # int64[L]
-    wave_of = deal(listed, groups, target, waves, setting)  # int64[L]
+    wave_of = deal(listed, groups, target.slow_waves, waves, WIDE_SHARES[0], setting)  # int64[L]
     if wave_of.size and wave_of.min() < 0:
         return None
     return Answer(
         total_s=float(_total_seconds(listed, wave_of, waves, groups)),
         waves=waves,
+        slow_waves=target.slow_waves,
         groups=groups,
         anchors=anchors,
         members=members,
@@ -137,6 +143,7 @@ def node_groups(
     return Answer(
         total_s=float(groups.time_s[listed].max()),
         waves=1,
+        slow_waves=1,
         groups=groups,
         anchors=anchors,
         members=members + anchors,

@@ -25,7 +25,7 @@ _BUCKETS = _BITS * _WORDS
 # Groups looked at for one unit, in all and in one bucket: its rooms are about equal, and all of the
 # first one may be too small.
 _LOOKS = 256
-_BUCKET_LOOKS = 16
+_BUCKET_LOOKS = 8
 
 
 class Rooms(NamedTuple):
@@ -72,6 +72,8 @@ def _best_fit(
             room[chosen] = setting.memory_tokens * least[unit]
         group_of[unit] = chosen
         room[chosen] -= padded_sums(units, unit, degree[chosen])[0]
+        if degree[chosen] > 1:  # only whole chunks of padding count
+            room[chosen] -= room[chosen] % (2 * degree[chosen])
         if room[chosen] > 0:
             bucket = min(room[chosen] // rooms.width, _BUCKETS - 1)
             rooms.after[chosen] = rooms.first[bucket]
@@ -99,7 +101,7 @@ def _take(
         while group >= 0 and looks < enough:
             looks += 1
             size = units.total[unit]
-            if degree[group] > 1:
+            if degree[group] > 1 and units.offsets[unit + 1] - units.offsets[unit] > 1:
                 size = padded_sums(units, unit, degree[group])[0]
             if room[group] >= size:
                 if before == none:
