@@ -45,7 +45,9 @@ _FAIR = 1.03  # nor one wave more
 _ATTEMPTS = 2  # at one level or two
 _CAPPED = 0.25  # quantile of the narrow groups' times that tells how much memory allows
 _SHORT = 0.125  # of a rank's memory, up to which a sample counts as short
-_FAR = 1.2  # of the bound, beyond which levels are not filled
+# Levels that exceed the bound by so much are not filled, where samples are as many as this.
+_FAR = 1.2
+_MANY = 8192
 # Numbers of waves that are tried, and in vain: bounds on operations, not on time.
 _TRIES = 8
 _VAIN = 2
@@ -115,8 +117,12 @@ def _search(
     At most `_TRIES` numbers, and no more than two that hold nothing. O(n log n) each.
     """
     at_least = -(-int(sizes.sum()) // (setting.ranks * setting.memory_tokens))  # by memory alone
-    # Each sample that one rank cannot hold has a group of its own here.
-    waves = max(at_least, -(-int(least[least > 1].sum()) // setting.ranks))
+    # Each sample that one rank cannot hold has a group of its own here, with room for one of over
+    # half the memory at most; no two of those share a rank.
+    wide = int(np.count_nonzero(least > 1))
+    half = int(np.count_nonzero(2 * sizes > setting.memory_tokens)) - wide
+    slots = int(least[:wide].sum()) + max(0, half - wide)
+    waves = max(at_least, -(-slots // setting.ranks))
     work_s = float(units.work.sum())
     best: Answer | None = None
     bound_s = 0.0
@@ -155,7 +161,8 @@ def _answers(
         lower = two_levels(long, least, work_s, waves, most_fast_s, setting)
         target = lower if lower.fits else target
     for attempt in range(_ATTEMPTS):
-        likely = target.fits and total_seconds(target, waves) <= bound_s * _FAR
+        far = sizes.size > _MANY and total_seconds(target, waves) > bound_s * _FAR
+        likely = target.fits and not far
         answer = level_groups(sizes, target, waves, setting) if likely else None
         if answer is None and attempt:
             return  # the same levels once more
