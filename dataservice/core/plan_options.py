@@ -131,8 +131,8 @@ class PlanOptions:
     strategy: Strategy = "full"
     """full, or a baseline: packing (static CP), length_grouped, random (both padded)."""
     pack: Pack | None = None
-    """auto: balanced, and joint with the groups where that ends far from the bound; isf, bfd; or a
-    baseline."""
+    """auto: balanced, and of up to 8,192 samples joint with the groups where that ends far from the
+    bound; isf, bfd; or a baseline."""
     context: Context | None = None
     """dynamic (any integer degree), power_of_two, or static."""
     static_degree: int | None = None

@@ -281,16 +281,15 @@ def _dispatched(
     room = EncoderRoom.of(options.memory, topology)
 
     def placed(plan: StepPlan, of_plan: EncoderItems) -> StepPlan | None:
-        item_replica: NDArray[np.int32] | None = dispatch_items(
-            of_plan,
-            replicas=replicas,
-            replicas_per_node=topology.replicas_per_node,
-            algorithm=algorithm,
+        node = topology.replicas_per_node
+        item_replica = dispatch_items(
+            of_plan, replicas=replicas, replicas_per_node=node, algorithm=algorithm
         )
         if room is not None:
-            item_replica = within_rooms(plan, item_replica, room, topology.replicas_per_node)
-            if item_replica is None:
+            kept = within_rooms(plan, item_replica, room, node)
+            if kept is None:
                 return None
+            item_replica = kept
         check_items(plan, item_replica, room)
         return replace(plan, item_replica=item_replica)
 

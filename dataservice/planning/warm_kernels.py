@@ -61,8 +61,9 @@ def warm_kernels() -> None:
     degrees_by_dp(table, ranks=6)
     cost = ContextCost.flexsp_7b()
     # Few enough to try all; and more, where a ring across nodes is the slowest and a cut is mended.
-    # And what fills groups by time alone finds no room.
+    # And what fills groups by time alone finds no room; and groups of whole nodes are tried.
     crossing = [1313, 1137, 1441, 1611, 2240, 2701, 496, 2821, 1734, 1266]
     for few in (crossing[:5], crossing):
         plan_context_waves(few, ranks=6, memory_tokens=4096, cost=cost, ranks_per_node=3)
     find_many_waves([500, 400, 300, 300, 300], ranks=1, memory_tokens=900, cost=cost)
+    find_many_waves([1500] * 8, ranks=6, memory_tokens=1000, cost=cost, ranks_per_node=3)

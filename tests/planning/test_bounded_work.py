@@ -8,7 +8,7 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.context import many, step_waves
+from dataservice.planning.context import many, many_cut, step_waves
 from dataservice.planning.context.groups import plan_context_waves
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.context.units import (
@@ -36,6 +36,29 @@ WORST = {
 }
 
 
+def plan_step(lengths, pack):
+    n = len(lengths)
+    samples = StepSamples(
+        sample_ids=np.arange(n),
+        epoch=np.zeros(n, np.int32),
+        lengths=LengthTable(
+            llm_tokens=lengths.astype(np.int32),
+            loss_tokens=lengths.astype(np.int32),
+            item_offsets=np.zeros(n + 1, np.int64),
+            item_modality=np.zeros(0, np.int8),
+            item_encoder_tokens=np.zeros(0, np.int32),
+            item_llm_tokens=np.zeros(0, np.int32),
+            item_position=np.zeros(0, np.int32),
+        ),
+    )
+    return compose_step(
+        samples,
+        step=0,
+        topology=Topology(world_size=64, replicas_per_node=8),
+        options=PlanOptions(memory_tokens=MEMORY, pack=pack),
+    )
+
+
 class Counted:
     """Counts the calls of a function of a module, and sums up what `size` says of each."""
 
@@ -53,14 +76,14 @@ class Counted:
 
 @pytest.mark.parametrize("lengths", WORST.values(), ids=WORST)
 def test_few_numbers_of_waves_are_tried_whatever_the_lengths(monkeypatch, lengths):
-    levels = Counted(monkeypatch, many, "one_level", size=lambda long, *_: long.total.size)
-    others = Counted(monkeypatch, many, "two_levels", size=lambda long, *_: long.total.size)
+    levels = Counted(monkeypatch, many, "one_level")
+    others = Counted(monkeypatch, many, "two_levels")
+    solved = Counted(monkeypatch, many_cut, "_wave")
     made = find_many_waves(lengths, **MACHINE)
     assert levels.calls <= 8
-    assert levels.size <= max(8192, len(lengths) // 4)
     assert others.calls <= 8 * 3
-    if made is not None:
-        assert sorted(np.concatenate([w.samples for w in made.waves])) == list(range(len(lengths)))
+    assert solved.calls <= 4 * len(made.waves), "three cuts at most"
+    assert sorted(np.concatenate([w.samples for w in made.waves])) == list(range(len(lengths)))
 
 
 def test_waves_that_memory_alone_asks_for_are_found_without_trying_all_between(monkeypatch):
@@ -70,11 +93,20 @@ def test_waves_that_memory_alone_asks_for_are_found_without_trying_all_between(m
     assert tries.calls <= 4
 
 
-def test_many_samples_that_a_rank_cannot_hold_are_planned_as_few_are():
+def test_samples_that_no_rank_holds_are_planned_near_the_bound_by_both_planners():
     lengths = WORST["two to six times what a rank holds"]
-    assert find_many_waves(lengths, **MACHINE) is None
-    made = plan_context_waves(lengths, **MACHINE)
-    assert made.makespan_s <= 1.02 * made.lower_bound_s
+    many_made, few_made = (
+        plan(lengths, **MACHINE) for plan in (find_many_waves, plan_context_waves)
+    )
+    assert many_made.makespan_s <= 1.04 * many_made.lower_bound_s
+    assert few_made.makespan_s <= 1.02 * few_made.lower_bound_s
+
+
+def test_no_more_than_so_many_samples_are_ever_planned_as_few_are(monkeypatch):
+    as_few = Counted(monkeypatch, group_stage, "plan_context_waves")
+    longer = np.random.default_rng(0).integers(2 * MEMORY, 6 * MEMORY, 8193)
+    plan_step(longer, "auto")
+    assert as_few.calls == 0
 
 
 def test_no_more_than_so_many_waves_are_solved_to_compare_cuts(monkeypatch):
@@ -102,26 +134,7 @@ def test_a_whole_step_of_the_worst_lengths_is_planned_once_by_each_planner(
 ):
     lengths = WORST[worst]
     joint = Counted(monkeypatch, group_stage, "plan_context_waves")
-    n = len(lengths)
-    samples = StepSamples(
-        sample_ids=np.arange(n),
-        epoch=np.zeros(n, np.int32),
-        lengths=LengthTable(
-            llm_tokens=lengths.astype(np.int32),
-            loss_tokens=lengths.astype(np.int32),
-            item_offsets=np.zeros(n + 1, np.int64),
-            item_modality=np.zeros(0, np.int8),
-            item_encoder_tokens=np.zeros(0, np.int32),
-            item_llm_tokens=np.zeros(0, np.int32),
-            item_position=np.zeros(0, np.int32),
-        ),
-    )
-    plan = compose_step(
-        samples,
-        step=0,
-        topology=Topology(world_size=64, replicas_per_node=8),
-        options=PlanOptions(memory_tokens=MEMORY, pack=pack),
-    )
+    plan = plan_step(lengths, pack)
     assert joint.calls <= 1
     (group,) = [stage for stage in plan.stages if stage.stage == "group"]
     assert group.after <= (1.4 if pack == "balanced" else 1.3) * group.lower_bound

@@ -195,7 +195,13 @@ ONES = np.ones(6)
             many,
             "plan_waves",
             lambda made: (lose_a_sample(made[0]), *made[1:]),
-            lambda: find_many_waves(np.full(40, 300), **MACHINE),
+            lambda: find_many_waves([300, 300], **{**MACHINE, "ranks": 1}),  # meets the bound
+        ),
+        (
+            many,
+            "cut_many_waves",
+            lambda made: (lose_a_sample(made[0]), *made[1:]),
+            lambda: find_many_waves([1500] * 8, **MACHINE),
         ),
         (padded_loads, "contiguous_padded", lambda made: (made[0] + 9, made[1]),
          lambda: balance_padded(TOKENS, 3)),

@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
+from dataservice.planning.context.bound import length_bound
 from dataservice.planning.context.groups import ContextWaves, plan_context_waves
 from dataservice.planning.context.many import find_many_waves
+from dataservice.planning.context.many_target import longest_within
+from dataservice.planning.context.units import make_setting, plain_units, unit_seconds
 
 COST = ContextCost.flexsp_7b()
 
@@ -22,12 +25,23 @@ def mixture(n: int, seed: int, long_share: float) -> np.ndarray:
     return np.where(rng.random(n) < long_share, document, tokens)
 
 
-def planned(tokens, **machine) -> ContextWaves:
-    """As the group stage plans many samples."""
-    return find_many_waves(tokens, **machine) or plan_context_waves(tokens, **machine)
+SLOW_RING = ContextCost(
+    attention_s_per_token2=2e-9,
+    linear_s_per_token=5e-5,
+    group_s=0.02,
+    ring_intra_s_per_token=5e-6,
+    ring_inter_s_per_token=1e-4,
+)
 
 
-def check(made: ContextWaves, tokens: np.ndarray, ranks: int, memory: int, node: int) -> None:
+def check(
+    made: ContextWaves,
+    tokens: np.ndarray,
+    ranks: int,
+    memory: int,
+    node: int,
+    cost: ContextCost = COST,
+) -> None:
     samples = np.concatenate([wave.samples for wave in made.waves])
     assert sorted(samples.tolist()) == list(range(len(tokens)))
     for wave in made.waves:
@@ -41,7 +55,7 @@ def check(made: ContextWaves, tokens: np.ndarray, ranks: int, memory: int, node:
             padded = -(-tokens[group.samples] // unit) * unit
             assert group.padded_tokens == padded.sum() <= memory * group.degree
             crosses = len({rank // node for rank in group.ranks}) > 1
-            seconds = COST.time_s(tokens[group.samples], group.degree, crosses_node=crosses)
+            seconds = cost.time_s(tokens[group.samples], group.degree, crosses_node=crosses)
             assert group.time_s == pytest.approx(seconds)
     assert made.lower_bound_s <= made.makespan_s * (1 + 1e-9)
 
@@ -61,7 +75,7 @@ def test_every_sample_is_in_one_group_within_memory(
 ):
     held = memory * (ranks if degrees == "any" else 1 << (ranks.bit_length() - 1))
     tokens = np.minimum(mixture(n, seed, long_share), max(held - 2 * ranks, 1))
-    made = planned(
+    made = find_many_waves(
         tokens,
         ranks=ranks,
         memory_tokens=memory,
@@ -78,31 +92,91 @@ def test_every_sample_is_in_one_group_within_memory(
 )
 def test_many_samples_end_near_the_bound(long_share, memory, most_gap):
     tokens = mixture(60 * 160, 0, long_share)
-    made = planned(tokens, ranks=160, memory_tokens=memory, cost=COST, ranks_per_node=8)
+    made = find_many_waves(tokens, ranks=160, memory_tokens=memory, cost=COST, ranks_per_node=8)
     check(made, tokens, 160, memory, 8)
     assert made.makespan_s <= made.lower_bound_s * (1 + most_gap)
 
 
 def test_groups_that_a_node_holds_do_not_cross_nodes():
     tokens = mixture(60 * 160, 1, 0.05)
-    made = planned(tokens, ranks=160, memory_tokens=32_768, cost=COST, ranks_per_node=8)
+    made = find_many_waves(tokens, ranks=160, memory_tokens=32_768, cost=COST, ranks_per_node=8)
     for wave in made.waves:
         for group in wave.groups:
             nodes = {rank // 8 for rank in group.ranks}
             assert len(nodes) == -(-group.degree // 8)
 
 
+def clips(n: int, seed: int) -> np.ndarray:
+    """A sixth are films of up to a hundred times what most clips have."""
+    rng = np.random.default_rng(seed)
+    film = np.exp(rng.normal(9.1, 0.8, n)).astype(int)
+    return np.where(rng.random(n) < 0.15, film, np.exp(rng.normal(6.9, 0.6, n)).astype(int)) + 1
+
+
+@pytest.mark.parametrize(("cost", "most_gap"), [(COST, 0.03), (SLOW_RING, 0.08)])
+def test_waves_are_of_like_samples_where_memory_keeps_long_ones_from_one_level(cost, most_gap):
+    tokens = clips(9000, 0)
+    made = find_many_waves(tokens, ranks=160, memory_tokens=8192, cost=cost, ranks_per_node=8)
+    check(made, tokens, 160, 8192, 8, cost)
+    times = [wave.makespan_s for wave in made.waves]
+    assert max(times) > 1.5 * np.median(times)
+    assert made.makespan_s <= made.lower_bound_s * (1 + most_gap)
+
+
+def test_samples_that_a_node_holds_share_it_where_rings_between_nodes_are_slow():
+    tokens = np.random.default_rng(0).integers(2 * 4096, 6 * 4096, 3000)
+    made = find_many_waves(tokens, ranks=64, memory_tokens=4096, cost=SLOW_RING, ranks_per_node=8)
+    check(made, tokens, 64, 4096, 8, SLOW_RING)
+    for wave in made.waves:
+        for group in wave.groups:
+            assert len({rank // 8 for rank in group.ranks}) == 1
+    assert made.makespan_s <= 1.06 * made.lower_bound_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 9000), min_size=1, max_size=6),
+    ranks=st.integers(2, 4),
+    node=st.integers(1, 4),
+    slow=st.booleans(),
+)
+def test_no_waves_take_less_than_the_bound_by_length(tokens, ranks, node, slow):
+    machine = {"ranks": ranks, "memory_tokens": 5000, "ranks_per_node": node}
+    cost = SLOW_RING if slow else COST
+    best = plan_context_waves(tokens, **machine, cost=cost)  # so few are tried out
+    setting = make_setting(**machine, cost=cost, degrees="any")
+    sizes = np.sort(np.array(tokens))[::-1].copy()
+    assert length_bound(sizes, setting) <= best.makespan_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cost", [COST, SLOW_RING])
+@pytest.mark.parametrize("degree", [1, 2, 7, 9, 40])
+@pytest.mark.parametrize("level_s", [0.01, 0.7, 2.0, 9.0])
+def test_the_longest_sample_within_a_level_is_found_by_its_coefficients(cost, degree, level_s):
+    setting = make_setting(ranks=64, memory_tokens=8192, cost=cost, ranks_per_node=8, degrees="any")
+    longest = longest_within(degree, level_s, setting)
+    chunk = 2 * degree if degree > 1 else 1
+    near = np.array([max(longest, 1), longest + chunk])
+    units = plain_units(near, setting)
+    fits = [
+        unit_seconds(units, unit, degree, setting) <= level_s * (1 + 1e-9)
+        and near[unit] <= degree * 8192
+        for unit in range(2)
+    ]
+    assert fits == [longest > 0, False]
+
+
 def test_tight_memory_is_met_by_first_fit_rather_than_by_a_wave_more():
     tokens = np.full(1000, 333)
     tokens[::2] = 667
-    made = planned(tokens, ranks=50, memory_tokens=1000, cost=COST)
+    made = find_many_waves(tokens, ranks=50, memory_tokens=1000, cost=COST)
     assert len(made.waves) == 10
 
 
 def test_the_same_samples_give_the_same_waves():
     tokens = mixture(3000, 2, 0.05)
     first, second = (
-        planned(tokens, ranks=48, memory_tokens=32_768, cost=COST, ranks_per_node=8)
+        find_many_waves(tokens, ranks=48, memory_tokens=32_768, cost=COST, ranks_per_node=8)
         for _ in range(2)
     )
     for one, other in zip(first.waves, second.waves, strict=True):
@@ -112,8 +186,8 @@ def test_the_same_samples_give_the_same_waves():
 
 def test_a_sample_that_nothing_holds_is_named():
     with pytest.raises(PlanningError, match="has 9000 tokens; 2 replicas of 4096 tokens"):
-        planned([9000, 10], ranks=2, memory_tokens=4096, cost=COST)
+        find_many_waves([9000, 10], ranks=2, memory_tokens=4096, cost=COST)
 
 
 def test_no_samples_make_no_waves():
-    assert planned([], ranks=2, memory_tokens=10, cost=COST).waves == ()
+    assert find_many_waves([], ranks=2, memory_tokens=10, cost=COST).waves == ()

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.planning.context.bound import fastest_each
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds
-from dataservice.planning.context.units import Setting, Units, fastest_seconds
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.context.units import Setting, Units
 from dataservice.planning.kernels.sort import argsort_descending
 
 FEW_UNITS = 64  # beyond, short units fill the gaps, and changes are too many to rate
@@ -47,7 +47,7 @@ def mend_waves(
 
     About `_MOST_SOLVED` waves are solved on the way at most; O(u²) for each change that is made.
     """
-    alone_s = _fastest(units, least, setting)
+    alone_s = fastest_each(units, least, setting)
     known: dict[Wave, ContextPlan | None] = {**waves}
     most = len(known) + _MOST_SOLVED
     while len(known) < most:
@@ -67,15 +67,6 @@ def mend_waves(
 
 def _sum_s(plans: dict[Wave, ContextPlan], waves: list[Wave]) -> float:
     return sum(plans[wave].makespan_s for wave in waves)
-
-
-@kernel
-def _fastest(units: Units, least: NDArray[np.int64], setting: Setting) -> NDArray[np.float64]:
-    """min_d T(d) of each unit alone: float64[u]."""
-    seconds = np.empty(least.size, np.float64)
-    for unit in range(least.size):
-        seconds[unit] = fastest_seconds(units, unit, least[unit], 0.0, setting)
-    return seconds
 
 
 def _changes(

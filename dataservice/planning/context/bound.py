@@ -14,7 +14,9 @@ from dataservice.planning.context.units import (
     Units,
     degree_after,
     fastest_seconds,
+    fitting_degrees,
     next_degree,
+    plain_units,
     unit_seconds,
 )
 from dataservice.planning.kernels.compile import kernel
@@ -42,7 +44,39 @@ def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> flo
     together_s = wave_bound(units, least, setting)
     together_s += (waves - 1) * fixed_seconds(setting.coefficients)
     dense = argsort_descending(units.work / units.total)
-    return max(together_s, float(_beside_heaviest(units, least, dense, setting)))
+    bound_s = max(together_s, float(_beside_heaviest(units, least, dense, setting)))
+    if units.tokens.size > units.total.size or (units.weights != 1).any():
+        return bound_s
+    return max(bound_s, length_bound(np.sort(units.tokens)[::-1].copy(), setting))
+
+
+def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
+    """Of samples `sizes` int64[n], which fall, each attending to what came before it: the k slowest
+    waves take what the longest sample does, the longest that one wave cannot hold beside all longer
+    ones, and so on; the tokens that memory leaves to other waves are at best the lightest, and take
+    β₁ a wave and 1/N of their work. The largest sum over all k. O(n + waves·N)."""
+    full = setting.ranks * setting.memory_tokens
+    held = np.cumsum(sizes)
+    left = np.arange(int(held[-1]), -full, -full)  # int64[k + 1], tokens beside the k slowest
+    left[-1] = 0
+    first = np.searchsorted(held, full * np.arange(left.size - 1), side="right")  # int64[k]
+    units = plain_units(sizes[first], setting)
+    slowest_s = fastest_each(units, fitting_degrees(units, setting), setting)
+    lightest = sizes[::-1].copy()
+    work_s = plain_units(lightest, setting).work
+    tokens = np.append(0, np.cumsum(lightest))
+    left_s = np.interp(left, tokens, np.append(0.0, np.cumsum(work_s))) / setting.ranks
+    others_s = -(-left // full) * fixed_seconds(setting.coefficients) + left_s
+    return float((np.append(0.0, np.cumsum(slowest_s)) + others_s).max())
+
+
+@kernel
+def fastest_each(units: Units, least: NDArray[np.int64], setting: Setting) -> NDArray[np.float64]:
+    """min_d T(d) of each unit alone: float64[u]."""
+    seconds = np.empty(least.size, np.float64)
+    for unit in range(least.size):
+        seconds[unit] = fastest_seconds(units, unit, least[unit], 0.0, setting)
+    return seconds
 
 
 @kernel

@@ -13,14 +13,14 @@ Shapes: W waves of N ranks; u units are `long`, by falling work; `least` int64[u
 degrees. `work_s` is that of all samples, short ones too, in replica-seconds at degree 1.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.build import degree_within
-from dataservice.planning.context.seconds import attention_seconds, fixed_seconds, ring_seconds
-from dataservice.planning.context.units import Setting, Units, padded_sums
+from dataservice.planning.context.seconds import fixed_seconds, group_rates
+from dataservice.planning.context.units import Setting, Units, next_degree
 from dataservice.planning.kernels.compile import kernel
 
 _BISECTIONS = 24
@@ -40,6 +40,11 @@ class Target(NamedTuple):
     fits: bool
 
 
+def total_seconds(target: Target, waves: int) -> float:
+    """What all waves are meant to take."""
+    return target.slow_waves * target.slow_s + (waves - target.slow_waves) * target.fast_s
+
+
 @kernel
 def one_level(
     long: Units, least: NDArray[np.int64], work_s: float, waves: int, setting: Setting
@@ -52,6 +57,8 @@ def one_level(
     low = fixed_seconds(setting.coefficients) + work_s / (waves * setting.ranks)
     target = _level(long, least, work_s, waves, low, setting)
     high = low
+    if least.sum() - np.count_nonzero(least == 1) > waves * setting.ranks:
+        return target  # memory allows no level
     while not target.fits and high < 1e9 * (low + 1):
         low = high
         high *= 1.25
@@ -129,21 +136,55 @@ def widths(
 ) -> tuple[NDArray[np.int64], int, float]:
     """Least degree of each long unit that meets the level int64[u], their sum over those that do
     not meet it alone, and the rank-seconds that their rings expose. The sum is 2⁴⁰,
-    more than any number of ranks, where no degree meets the level."""
-    base = fixed_seconds(setting.coefficients)
+    more than any number of ranks, where no degree meets the level. O(u)."""
     degree = np.ones(least.size, np.int64)  # int64[u]
     slots = 0
     exposed_s = 0.0
-    for unit in range(least.size):
-        if least[unit] == 1 and long.work[unit] + base <= level_s:
-            break  # units fall by work: all that follow meet the level on one rank
-        degree[unit] = degree_within(long, unit, least[unit], level_s, setting)
-        slots += degree[unit]
-        if degree[unit] > setting.ranks:
+    unit = least.size - 1
+    longest = longest_within(1, level_s, setting)
+    while unit >= 0 and long.total[unit] <= longest:
+        unit -= 1  # on one rank
+    budget_s = level_s - fixed_seconds(setting.coefficients)
+    wide = 1
+    while unit >= 0:
+        wide = next_degree(wide, setting)
+        if not setting.power_of_two:  # with fewer ranks there is no memory, or no time
+            wide = max(wide, long.total[unit] // setting.memory_tokens)
+            wide = max(wide, int(min(long.work[unit] / budget_s * (1 - 1e-12), 1e9)))
+        rates = group_rates(wide, wide > setting.ranks_per_node, setting.coefficients)
+        # A ring only slows down as it widens.
+        ring_s = rates.ring * float(long.total[unit]) + rates.hops
+        if wide > setting.ranks or ring_s > budget_s:
             return degree, 1 << 40, exposed_s
-        tokens, squares = padded_sums(long, unit, degree[unit])
-        crosses = degree[unit] > setting.ranks_per_node
-        ring_s = ring_seconds(float(tokens), degree[unit], crosses, setting.coefficients)
-        attention_s = attention_seconds(squares, setting.coefficients)
-        exposed_s += max(0.0, ring_s * degree[unit] - attention_s)
+        longest = longest_within(wide, level_s, setting)
+        while unit >= 0 and long.total[unit] <= longest:
+            tokens, squares = float(long.total[unit]), long.squares[unit]
+            ring_s = rates.ring * tokens + rates.hops
+            exposed_s += max(0.0, ring_s - rates.attention * squares) * wide
+            degree[unit] = wide
+            slots += wide
+            unit -= 1
     return degree, slots, exposed_s
+
+
+@kernel
+def longest_within(degree: int, level_s: float, setting: Setting) -> int:
+    """Tokens of the longest sample that so many ranks hold and compute within the level, alone and
+    without full attention; 0 where none is short enough."""
+    rates = group_rates(degree, degree > setting.ranks_per_node, setting.coefficients)
+    budget_s = level_s - rates.fixed
+    if budget_s <= 0:
+        return 0
+    longest = float(setting.memory_tokens * degree)
+    slowest_s = rates.linear * longest + max(
+        rates.attention * longest * longest, rates.ring * longest + rates.hops
+    )
+    if slowest_s > budget_s:
+        # linear·s + ring·s + hops and linear·s + attention·s² are within the budget.
+        if (rates.linear + rates.ring) * longest + rates.hops > budget_s:
+            longest = (budget_s - rates.hops) / (rates.linear + rates.ring)
+        if (rates.linear + rates.attention * longest) * longest > budget_s:
+            root = math.sqrt(rates.linear * rates.linear + 4 * rates.attention * budget_s)
+            longest = 2 * budget_s / (rates.linear + root)
+    chunk = 2 * degree if degree > 1 else 1
+    return max(0, int(longest * (1 + 1e-12))) // chunk * chunk

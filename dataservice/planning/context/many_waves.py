@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.many_fill import Groups
-from dataservice.planning.context.many_target import Target
 from dataservice.planning.context.place import place_sorted
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
@@ -20,7 +19,9 @@ from dataservice.planning.context.units import Setting
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import radix_argsort
 
-_WIDE_SHARE = 0.6  # of a wave's ranks in wide groups, while other waves have room for them
+# Of a wave's ranks in wide groups, while other waves have room for them: so that nodes fill up, or
+# so that as few waves as can be wait for slow ones.
+WIDE_SHARES = (0.6, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +31,12 @@ class Answer:
     Samples are known by their place when sorted longest first. Group i < `anchors` holds sample i;
     every group i holds members[begins[i]:begins[i+1]] too: `members` int64[n − anchors], `begins`
     int64[G + 1]. `listed` int64[L], the groups that hold anything, widest first, have the waves
-    `wave_of` int64[L]; these take `total_s`.
+    `wave_of` int64[L]; these take `total_s`. Wide groups are in the first `slow_waves`.
     """
 
     total_s: float
     waves: int
+    slow_waves: int
     groups: Groups
     anchors: int
     members: NDArray[np.int64]
@@ -56,7 +58,12 @@ def list_groups_widest(groups: Groups) -> NDArray[np.int64]:
 
 @kernel
 def deal(
-    listed: NDArray[np.int64], groups: Groups, target: Target, waves: int, setting: Setting
+    listed: NDArray[np.int64],
+    groups: Groups,
+    slow_waves: int,
+    waves: int,
+    wide_share: float,
+    setting: Setting,
 ) -> NDArray[np.int64]:
     """Wave of each of the groups `listed` int64[L], widest first: int64[L]. −1 for the first
     wide one that finds none and all that follow it."""
@@ -65,7 +72,7 @@ def deal(
     wide = 0  # ranks of all wide groups
     for group in listed:
         wide += groups.degree[group] if groups.degree[group] > 1 else 0
-    share = min(1.0, max(_WIDE_SHARE, 1.02 * wide / (target.slow_waves * setting.ranks)))
+    share = min(1.0, max(wide_share, 1.02 * wide / (slow_waves * setting.ranks)))
     reserved = setting.ranks - int(share * setting.ranks)
     for at in range(listed.size):
         degree = groups.degree[listed[at]]

@@ -22,8 +22,10 @@ from dataservice.planning.kernels.sort import argsort_descending
 _BITS = 64
 _WORDS = 64
 _BUCKETS = _BITS * _WORDS
-# Groups looked at for one unit: rooms of a bucket are about equal, and all may be too small.
+# Groups looked at for one unit, in all and in one bucket: its rooms are about equal, and all of the
+# first one may be too small.
 _LOOKS = 256
+_BUCKET_LOOKS = 8
 
 
 class Rooms(NamedTuple):
@@ -53,23 +55,25 @@ def _best_fit(
     degree = np.empty(count, np.int64)  # int64[groups], at most one a unit
     room = np.empty(count, np.int64)  # int64[groups]
     groups = 0
-    # Rooms up to twice the memory have buckets of their own width; wider ones share the last.
+    most = setting.memory_tokens  # room that any group has beside the unit that opened it
+    for unit in range(count):
+        most = max(most, setting.memory_tokens * least[unit] - units.total[unit])
     rooms = Rooms(
         np.full(_BUCKETS, -1),
         np.empty(count, np.int64),
         np.zeros(_WORDS + 1, np.uint64),
-        max(1, -(-2 * setting.memory_tokens // _BUCKETS)),
+        max(1, -(-2 * most // _BUCKETS)),
     )
     for unit in order:
-        chosen = groups
-        if least[unit] == 1:
-            chosen = _take(units, unit, groups, room, degree, rooms)
+        chosen = _take(units, unit, groups, room, degree, rooms)
         if chosen == groups:
             groups += 1
             degree[chosen] = least[unit]
             room[chosen] = setting.memory_tokens * least[unit]
         group_of[unit] = chosen
         room[chosen] -= padded_sums(units, unit, degree[chosen])[0]
+        if degree[chosen] > 1:  # only whole chunks of padding count
+            room[chosen] -= room[chosen] % (2 * degree[chosen])
         if room[chosen] > 0:
             bucket = min(room[chosen] // rooms.width, _BUCKETS - 1)
             rooms.after[chosen] = rooms.first[bucket]
@@ -93,10 +97,11 @@ def _take(
     while bucket < _BUCKETS and looks < _LOOKS:
         before = none
         group = rooms.first[bucket]
-        while group >= 0 and looks < _LOOKS:
+        enough = min(_LOOKS, looks + _BUCKET_LOOKS)
+        while group >= 0 and looks < enough:
             looks += 1
             size = units.total[unit]
-            if degree[group] > 1:
+            if degree[group] > 1 and units.offsets[unit + 1] - units.offsets[unit] > 1:
                 size = padded_sums(units, unit, degree[group])[0]
             if room[group] >= size:
                 if before == none:

@@ -6,7 +6,7 @@ cuts are made, one that counts that room as lost and one that hardly does, and, 
 from the bound, the cuts of fixed degrees too. None is solved once the bound is near.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ Packing = tuple[NDArray[np.int64], NDArray[np.int64]]
 Cut = list[NDArray[np.int64]]
 
 # Share of a widened unit's spare room that a cut counts as lost.
-_LOST_ROOM = (1.0, 0.15)
+LOST_ROOM = (1.0, 0.15)
 _NEAR = 1.01  # no further candidate once this close to the bound
 _FAR = 1.02  # fixed degrees are tried beyond this,
 _MANY = 20_000  # unless there are more units than this: then short ones fill every gap
@@ -114,18 +114,16 @@ def _candidates(
     units: Units, least: NDArray[np.int64], setting: Setting, whole: bool
 ) -> Iterator[tuple[float, Packing, Cut]]:
     """Cuts with what they will take at least, 0 where that is not known."""
+    packing = _alone(least) if whole else group_by_memory(units, least, setting)
+    # Only a unit of at least a rank's share of the step can be what a wave waits for.
+    share_s = float(units.work.sum()) / setting.ranks
+    seconds = long_units_s(units, least, share_s, setting)
+    for cut in cut_packs(
+        units, seconds, packing, setting, LOST_ROOM[: 1 if whole else 2], whole=whole
+    ):
+        yield 0.0, packing, cut
     if whole:
-        packing = _alone(least)
-        yield 0.0, packing, _cut(units, least, packing, setting, whole, 1.0)
         return
-    packing = group_by_memory(units, least, setting)
-    seen: list[list[int]] = []
-    for lost in _LOST_ROOM:
-        cut = _cut(units, least, packing, setting, whole, lost)
-        ends = [groups.size for groups in cut]
-        if ends not in seen:
-            seen.append(ends)
-            yield 0.0, packing, cut
     if units.total.size > _MANY:
         return
     fixed = [
@@ -161,36 +159,36 @@ def _static_packings(units: Units, least: NDArray[np.int64], setting: Setting) -
         yield pack_static(units, degree, setting)
 
 
-def _cut(
+def cut_packs(
     units: Units,
-    least: NDArray[np.int64],
+    seconds: NDArray[np.float64],
     packing: Packing,
     setting: Setting,
-    whole: bool,
-    lost_room: float,
-) -> Cut:
+    lost_room: Iterable[float],
+    *,
+    whole: bool = False,
+    rings_count: bool = False,
+) -> Iterator[Cut]:
+    """Packed groups by falling natural time in waves: a cut for each of `lost_room`, but none
+    twice. `seconds` float64[u]: about what each long unit takes alone, 0 for the others. Where
+    `rings_count`, a group's natural time is no less than that."""
     packed_of, packed_degree = packing
     base_s = fixed_seconds(setting.coefficients)
     work = _sums(packed_of, units.work, packed_degree.size)
-    # Only a unit of at least a rank's share of the step can be what a wave waits for.
-    share_s = float(units.work.sum()) / setting.ranks
     fastest = np.zeros(packed_degree.size)
-    seconds = long_units_s(units, least, share_s, setting)
     long = np.flatnonzero(seconds)
     np.maximum.at(fastest, packed_of[long], seconds[long] - base_s)
     natural = work / packed_degree
+    if rings_count:
+        natural = np.maximum(natural, fastest)
     order = argsort_descending(natural)
-    ends = cut_waves(
-        natural[order],
-        packed_degree[order],
-        work[order],
-        fastest[order],
-        setting.ranks,
-        base_s,
-        whole,
-        lost_room,
-    )
-    return np.split(order, ends[:-1])
+    sorted_by_time = natural[order], packed_degree[order], work[order], fastest[order]
+    seen: list[list[int]] = []
+    for lost in lost_room:
+        ends = cut_waves(*sorted_by_time, setting.ranks, base_s, whole, lost)
+        if ends.tolist() not in seen:
+            seen.append(ends.tolist())
+            yield np.split(order, ends[:-1])
 
 
 def pack_static(units: Units, degree: int, setting: Setting) -> Packing:

@@ -174,8 +174,9 @@ def long_units_s(
             if degree < setting.ranks_per_node:
                 wider = min(wider, setting.ranks_per_node)
             degree = wider
-            if degree <= setting.ranks:
-                seconds[unit] = min(seconds[unit], unit_seconds(units, unit, degree, setting))
+            if degree > setting.ranks or ring_floor(units, unit, degree, setting) >= seconds[unit]:
+                break
+            seconds[unit] = min(seconds[unit], unit_seconds(units, unit, degree, setting))
     return seconds
 
 
@@ -230,7 +231,9 @@ def make_units(
     lengths, weights = sequences(tokens, full_attention)
     count = lengths.size
     if packs is None:
-        return _assemble(np.arange(count), lengths, weights, np.arange(count + 1), cost)
+        return _assemble(
+            np.arange(count), lengths, weights, np.arange(count + 1), cost.coefficients
+        )
     pack_of = np.asarray(packs)
     if pack_of.shape != (count,) or (count and pack_of.dtype.kind not in "iu"):
         raise PlanningError(
@@ -242,7 +245,13 @@ def make_units(
     if count and pack_of.max() > 16 * count + 1024:
         pack_of = np.unique(pack_of, return_inverse=True)[1]  # few packs with large names
     samples, offsets = list_groups(pack_of.astype(np.int64), int(pack_of.max(initial=-1)) + 1)
-    return _assemble(samples, lengths[samples], weights[samples], offsets, cost)
+    return _assemble(samples, lengths[samples], weights[samples], offsets, cost.coefficients)
+
+
+def plain_units(sizes: NDArray[np.int64], setting: Setting) -> Units:
+    """One unit a sample, each attending to what came before it; `sizes` int64[n] in tokens."""
+    places = np.arange(sizes.size + 1)
+    return _assemble(places[:-1], sizes, np.ones(sizes.size), places, setting.coefficients)
 
 
 def _assemble(
@@ -250,10 +259,10 @@ def _assemble(
     tokens: NDArray[np.int64],
     weights: NDArray[np.float64],
     offsets: NDArray[np.int64],
-    cost: ContextCost,
+    coefficients: NDArray[np.float64],
 ) -> Units:
     total, squares = unit_sums(tokens, weights, offsets)
-    work = _unit_work(total, squares, cost.coefficients)
+    work = _unit_work(total, squares, coefficients)
     return Units(samples, tokens, weights, offsets, total, squares, work)
 
 

@@ -19,9 +19,9 @@ from dataservice.planning.registry import algorithm_named
 from dataservice.planning.stages.pack import Packed
 
 # Packs that level many samples are quick. Those formed jointly with their groups take longer and
-# are tried where the quick ones end this far from the bound: few samples, and many.
+# are tried where samples are few and the quick ones end this far from the bound.
 FEW_SAMPLES = 8192
-WORTH_TRYING = (1.003, 1.03)
+WORTH_TRYING = 1.003
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,21 +105,17 @@ def _static(step: PackedStep) -> ContextWaves:
 
 def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     many = _many(step, degrees)
-    if many is None:
-        return _joint(step, degrees)
-    if many.makespan_s <= many.lower_bound_s * WORTH_TRYING[len(step.tokens) > FEW_SAMPLES]:
+    near = many.makespan_s <= many.lower_bound_s * WORTH_TRYING
+    if near or len(step.tokens) > FEW_SAMPLES or step.full_attention is not None:
         return many
-    return min((_joint(step, degrees), many), key=lambda waves: waves.makespan_s)
+    joint = _joint(step, degrees)
+    better = min(joint, many, key=lambda waves: waves.makespan_s)
+    return replace(better, lower_bound_s=max(joint.lower_bound_s, many.lower_bound_s))
 
 
-def _balanced(step: PackedStep, degrees: Degrees) -> ContextWaves:
-    many = _many(step, degrees)
-    return _joint(step, degrees) if many is None else many
-
-
-def _many(step: PackedStep, degrees: Degrees) -> ContextWaves | None:
+def _many(step: PackedStep, degrees: Degrees) -> ContextWaves:
     if step.full_attention is not None:
-        return None  # it knows causal attention alone
+        return _joint(step, degrees)  # the quick way knows causal attention alone
     return find_many_waves(
         step.tokens,
         ranks=step.topology.replicas,
@@ -153,7 +149,7 @@ CONTEXTS: dict[Context, Callable[[PackedStep], ContextWaves]] = {
 SEARCHES: dict[Pack, Callable[[PackedStep, Degrees], ContextWaves]] = {
     "auto": _auto,
     "joint": _joint,
-    "balanced": _balanced,
+    "balanced": _many,
     "isf": _joint,
     "bfd": _joint,
     "padded": _joint,
