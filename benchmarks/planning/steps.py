@@ -64,7 +64,7 @@ def _gaps(scale: Scale) -> list[Row]:
                     limit=limit,
                     explanation="Encoders, decoder and waiting together, by the evaluator. The "
                     "bound holds for every plan: work over replicas, the longest sample, and the "
-                    "longest item, as an item is encoded by one replica.",
+                    "longest piece of an item that cannot be cut.",
                 )
             )
     return rows

@@ -183,11 +183,12 @@ def _require_room(setup: JobSetup, topology: Topology) -> None:
         return
     ref, sample = setup.catalog.details(np.array([found]))[0]
     lengths = setup.catalog.lengths(np.array([found]))
-    sizes = room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+    units = lengths.item_units(setup.unit_frames)
+    sizes = step_room(lengths, units, topology, setup.options, room).item_bytes
     raise PlanningError(
-        f"sample {ref.source}/{ref.key} has {len(sizes)} images, clips or recordings of "
-        f"{sizes.sum():,} bytes in their encoders, the largest {sizes.max():,}, and "
-        f"{sample.llm_tokens} tokens. One replica encodes an item, and may keep "
+        f"sample {ref.source}/{ref.key} has {len(sample.items)} images, clips or recordings "
+        f"of {sizes.sum():,} bytes in their encoders, the largest that one replica has to encode "
+        f"{sizes.max():,}, and {sample.llm_tokens} tokens. A replica may keep "
         f"{room.microbatch_bytes:,} bytes of a microbatch, its tokens included; "
         f"{topology.replicas} have no room for these. Start more ranks, raise "
         "plan.memory.budget_bytes, recompute in the encoders, or have pipeline.vision and "
@@ -216,7 +217,9 @@ def find_without_room(setup: JobSetup, topology: Topology) -> int | None:
 def _search_without_room(setup: JobSetup, topology: Topology, room: EncoderRoom) -> int | None:
     for first in range(0, setup.catalog.samples, SAMPLES_AT_ONCE):
         ids = np.arange(first, min(first + SAMPLES_AT_ONCE, setup.catalog.samples))
-        step = step_room(setup.catalog.lengths(ids), topology, setup.options, room)
+        lengths = setup.catalog.lengths(ids)
+        units = lengths.item_units(setup.unit_frames)
+        step = step_room(lengths, units, topology, setup.options, room)
         found = sample_without_room(step, setup.options.memory_tokens)
         if found is not None:
             return int(ids[found])

@@ -23,21 +23,17 @@ from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
-from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import NoRoomError
-from dataservice.planning.homes import item_packs
-from dataservice.planning.invariants import broken, check_permutation
+from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
-from dataservice.planning.pieces import cut_items, item_numbers, join_items
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
-    dispatch_items,
     dispatch_reports,
     encoder_items,
-    slowest_s,
 )
+from dataservice.planning.stages.encoders import place_items
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
     PackedStep,
@@ -56,7 +52,7 @@ from dataservice.planning.stages.room import (
 )
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
-from dataservice.planning.validate import check_items, check_packs
+from dataservice.planning.validate import check_packs
 
 # A plan this close to the bound of the whole step is not compared with others: of few samples, and
 # of many, where a comparison costs as much as the plan and short samples fill every gap.
@@ -124,7 +120,7 @@ def compose_step(
     units = lengths.item_units(samples.unit_frames)
     bound = StepBound(lengths, topology, whole, units)
     options = beside_encoders(lengths, topology, whole)
-    packed, found = _grouped(lengths, topology, options, limits)
+    packed, found = _grouped(lengths, units, topology, options, limits)
     if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
         found = replace(found, lower_bound_s=bound_in_bytes(lengths, topology, whole))
     best = first = _composed(samples, units, step, packed, found)
@@ -133,7 +129,7 @@ def compose_step(
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
         try:
-            packed, found = _grouped(lengths, topology, rival.options[0], limits, rival)
+            packed, found = _grouped(lengths, units, topology, rival.options[0], limits, rival)
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
@@ -186,6 +182,7 @@ class _Composed:
 
 def _grouped(
     lengths: LengthTable,
+    units: NDArray[np.int32] | None,
     topology: Topology,
     options: PlanOptions,
     limits: IsfLimits | None,
@@ -201,7 +198,7 @@ def _grouped(
     def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
         return group_packs(_packed(some, topology, fewer, limits, rival)).waves
 
-    waves = waves_in_room(lengths, packed, found.waves, room, group)
+    waves = waves_in_room(lengths, units, packed, found.waves, room, group)
     return packed, replace(found, waves=waves)
 
 
@@ -244,7 +241,7 @@ def _composed(
     held_tokens = options.over(topology).memory_tokens
     check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
-    grouped, pieces = _dispatched(grouped, items, topology, options)
+    grouped, pieces = place_items(grouped, items, topology, options)
     phases = step_phases(grouped, pieces, options.cost, topology)
     order, ordered = order_waves(
         chunk_times(phases, topology),
@@ -269,57 +266,6 @@ def _composed(
         time=time_phases(phases, grouped, pieces, topology, options.cost),
         reports=tuple(report for report in (seated, ordered) if report is not None),
     )
-
-
-def _dispatched(
-    grouped: StepPlan, items: EncoderItems, topology: Topology, options: PlanOptions
-) -> tuple[StepPlan, EncoderItems]:
-    """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
-    pieces of the long ones in each wave that ends sooner by it. Baselines leave items whole, as
-    trainers do."""
-    algorithm, replicas = options.stages.dispatch, topology.replicas
-    room = EncoderRoom.of(options.memory, topology)
-
-    def placed(plan: StepPlan, of_plan: EncoderItems) -> StepPlan | None:
-        node = topology.replicas_per_node
-        item_replica = dispatch_items(
-            of_plan, replicas=replicas, replicas_per_node=node, algorithm=algorithm
-        )
-        if room is not None:
-            kept = within_rooms(plan, item_replica, room, node)
-            if kept is None:
-                return None
-            item_replica = kept
-        check_items(plan, item_replica, room)
-        return replace(plan, item_replica=item_replica)
-
-    whole = placed(grouped, items)
-    if whole is None:
-        raise broken("a wave has items that its replicas have no room for")
-    if algorithm == "home":
-        return whole, items
-    in_pieces = cut_items(grouped, items.phase, items.seconds, items.phases)
-    if in_pieces is grouped:
-        return whole, items
-    pieces = encoder_items(in_pieces, options.cost)
-    cut = placed(in_pieces, pieces)
-    if cut is None:
-        return whole, items
-    joined = join_items(cut)
-    sooner = _encoding_s(joined, encoder_items(joined, options.cost)) < _encoding_s(whole, items)
-    if not sooner.all():
-        in_one = whole.item_replica[item_numbers(cut)]
-        better = sooner[cut.pack_wave[item_packs(cut)]]
-        joined = join_items(replace(cut, item_replica=np.where(better, cut.item_replica, in_one)))
-        check_items(joined, joined.item_replica, room)
-    return joined, encoder_items(joined, options.cost)
-
-
-def _encoding_s(plan: StepPlan, items: EncoderItems) -> NDArray[np.float64]:
-    """Seconds of the slowest replicas of each wave, summed over its encoders: float64[W]."""
-    slowest = slowest_s(items, plan.item_replica, plan.replicas)
-    seconds: NDArray[np.float64] = slowest.reshape(plan.waves, len(Modality)).sum(axis=1)
-    return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ Shapes: m items, k pieces; a phase is one modality in one wave.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,25 +27,51 @@ LONG_SHARE = 1.0 / 2.0
 PIECE_SHARE = 1.0 / 8.0
 
 
-def cut_items(
-    plan: StepPlan,
-    phase: NDArray[np.int64],
-    seconds: NDArray[np.float64],
-    phases: int,
-) -> StepPlan:
-    """The plan with its long items in pieces, as even as units allow; `phase`, `seconds` [m] are of
-    its items. The plan itself where none is long or may be cut. O(m + k)."""
-    units = plan.item_units
-    if units is None or units.size == 0:
-        return plan
-    pieces = _piece_counts(phase, seconds, units, phases, plan.replicas, LONG_SHARE, PIECE_SHARE)
-    if pieces.max() == 1:
-        return plan
-    item = np.repeat(np.arange(units.size), pieces)
-    place = np.arange(item.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = (units[item] * place // pieces[item]).astype(np.int32)
-    behind = (units[item] * (place + 1) // pieces[item]).astype(np.int32)
-    return _in_pieces(plan, item, first, behind - first)
+class Cut(NamedTuple):
+    """Rows in pieces: piece j is `held` int32[k] units of `row` int64[k], from the `first` int32[k]
+    of that row on."""
+
+    row: NDArray[np.int64]
+    first: NDArray[np.int32]
+    held: NDArray[np.int32]
+
+
+def long_pieces(
+    plan: StepPlan, phase: NDArray[np.int64], seconds: NDArray[np.float64], phases: int
+) -> NDArray[np.int64]:
+    """Into how many pieces to cut each row of a plan, as it takes a replica long: int64[m]; `phase`
+    and `seconds` [m] are of the rows."""
+    units = unit_counts(plan)
+    return _piece_counts(phase, seconds, units, phases, plan.replicas, LONG_SHARE, PIECE_SHARE)
+
+
+def cut_evenly(units: NDArray[np.int32], pieces: NDArray[np.int64]) -> Cut:
+    """Rows of `units` [m] in so many `pieces` [m] each, as even as units allow. O(k)."""
+    row = np.repeat(np.arange(units.size), pieces)
+    place = np.arange(row.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = (units[row] * place // pieces[row]).astype(np.int32)
+    behind = (units[row] * (place + 1) // pieces[row]).astype(np.int32)
+    return Cut(row, first, behind - first)
+
+
+def cut_items(plan: StepPlan, cut: Cut) -> StepPlan:
+    """The plan with its rows in such pieces. O(k)."""
+    row, first, held = cut
+    units = unit_counts(plan)[row]
+    encoder_tokens = plan.item_encoder_tokens[row] // units
+    llm_tokens = plan.item_llm_tokens[row] // units
+    begins = 0 if plan.item_first_unit is None else plan.item_first_unit[row]
+    return replace(
+        plan,
+        item_sample=plan.item_sample[row],
+        item_modality=plan.item_modality[row],
+        item_encoder_tokens=encoder_tokens * held,
+        item_llm_tokens=llm_tokens * held,
+        item_position=plan.item_position[row] + llm_tokens * first,
+        item_units=held,
+        item_replica=plan.item_replica[row],
+        item_first_unit=begins + first,
+    )
 
 
 def join_items(plan: StepPlan) -> StepPlan:
@@ -60,7 +87,7 @@ def join_items(plan: StepPlan) -> StepPlan:
     whole = _whole_items(plan, np.flatnonzero(plan.item_first_unit == 0))
     if item.size == whole.item_replica.size:
         return replace(whole, item_replica=replica)
-    return replace(_in_pieces(whole, item, first, held), item_replica=replica)
+    return replace(cut_items(whole, Cut(item, first, held)), item_replica=replica)
 
 
 def unit_counts(plan: StepPlan) -> NDArray[np.int32]:
@@ -91,29 +118,6 @@ def _whole_items(plan: StepPlan, begins: NDArray[np.int64]) -> StepPlan:
         item_units=summed(unit_counts(plan)),
         item_replica=plan.item_replica[begins],
         item_first_unit=None,
-    )
-
-
-def _in_pieces(
-    whole: StepPlan,
-    item: NDArray[np.int64],
-    first: NDArray[np.int32],
-    held: NDArray[np.int32],
-) -> StepPlan:
-    """The plan of whole items with `held` [k] units of each `item` [k] from `first` [k] on."""
-    units = unit_counts(whole)[item]
-    encoder_tokens = whole.item_encoder_tokens[item] // units
-    llm_tokens = whole.item_llm_tokens[item] // units
-    return replace(
-        whole,
-        item_sample=whole.item_sample[item],
-        item_modality=whole.item_modality[item],
-        item_encoder_tokens=encoder_tokens * held,
-        item_llm_tokens=llm_tokens * held,
-        item_position=whole.item_position[item] + llm_tokens * first,
-        item_units=held,
-        item_replica=whole.item_replica[item],
-        item_first_unit=first,
     )
 
 

@@ -37,6 +37,12 @@ def memory(vision: float, audio: float, stages: int = 1) -> MemoryModel:
     )
 
 
+def in_frames(samples: StepSamples, unit_frames: int) -> StepSamples:
+    """The same samples, each item of one frame a token."""
+    lengths = replace(samples.lengths, item_frames=samples.lengths.item_llm_tokens)
+    return replace(samples, lengths=lengths, unit_frames=unit_frames)
+
+
 def pipelined(replicas: int, stages: int, node: int | None, **more: object) -> Topology:
     return Topology(
         world_size=replicas * stages,
@@ -85,6 +91,7 @@ def most_at_once(plan: StepPlan, model: MemoryModel, stages: int) -> float:
     vision=st.sampled_from([0.0, 3.0, 20.0, 90.0]),
     audio=st.sampled_from([1.0, 15.0, 60.0]),
     meet=st.sampled_from(["wave", "step"]),
+    unit_frames=st.sampled_from([0, 0, 1]),
     options=st.sampled_from(
         [{"strategy": name} for name in STRATEGIES]
         + [
@@ -97,9 +104,9 @@ def most_at_once(plan: StepPlan, model: MemoryModel, stages: int) -> float:
     ),
 )
 def test_no_plan_keeps_more_than_the_budget_at_any_time(
-    n, replicas, stages, node, seed, vision, audio, meet, options
+    n, replicas, stages, node, seed, vision, audio, meet, unit_frames, options
 ):
-    samples = step_samples(n, seed, longest=2000)
+    samples = in_frames(step_samples(n, seed, longest=2000), unit_frames)
     model = memory(vision, audio, stages)
     topology = pipelined(replicas, stages, node, replicas_meet=meet)
     chosen = PlanOptions(memory=model, **options)
@@ -107,7 +114,8 @@ def test_no_plan_keeps_more_than_the_budget_at_any_time(
     assert room is not None
     whole = chosen.over(topology)
     assert whole.memory_tokens == MEMORY
-    step = step_room(samples.lengths, topology, whole, room)
+    units = samples.lengths.item_units(unit_frames)
+    step = step_room(samples.lengths, units, topology, whole, room)
     try:
         made = compose_step(samples, step=0, topology=topology, options=chosen)
     except PlanningError:
@@ -183,6 +191,24 @@ def test_a_clip_that_fills_a_replica_is_encoded_where_no_text_is():
     assert encodes in idle
 
 
+def test_a_clip_beyond_one_replica_is_encoded_in_pieces_where_it_may_be_cut():
+    model = memory(10.0, 0.0)
+    most = int(MEMORY * TOKEN / 10.0)
+    clip = sample(50, 3 * most)
+    clip = replace(clip, items=(replace(clip.items[0], llm_tokens=most, shape=(most, 1, 1, 3)),))
+    clip = replace(clip, llm_tokens=50 + most, loss_tokens=50)
+    topology = Topology(world_size=24)
+    samples = replace(step_of(clip, *(sample(1500) for _ in range(8))), unit_frames=1)
+    options = PlanOptions(memory=model)
+    made = compose_step(samples, step=0, topology=topology, options=options)
+    room = EncoderRoom.of(model, topology)
+    validate_plan(made, memory_tokens=MEMORY, sample_count=9, room=room)
+    assert len(np.unique(made.item_replica)) > 3
+    whole = replace(samples, unit_frames=0)
+    with pytest.raises(PlanningError, match="no replicas have room"):
+        compose_step(whole, step=0, topology=topology, options=options)
+
+
 def test_a_clip_beyond_one_replica_has_no_room_and_is_found():
     model = memory(10.0, 0.0)
     topology = Topology(world_size=4)
@@ -190,7 +216,7 @@ def test_a_clip_beyond_one_replica_has_no_room_and_is_found():
     options = PlanOptions(memory=model).over(topology)
     room = EncoderRoom.of(model, topology)
     assert room is not None
-    step = step_room(samples.lengths, topology, options, room)
+    step = step_room(samples.lengths, None, topology, options, room)
     assert sample_without_room(step, options.memory_tokens) == 1
     with pytest.raises(PlanningError, match="sample 1 of the step"):
         compose_step(samples, step=0, topology=topology, options=options)

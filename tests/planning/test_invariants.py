@@ -32,6 +32,7 @@ from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
 from dataservice.planning.pipeline_parallel import microbatch_order
 from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
+from dataservice.planning.stages import encoders
 from dataservice.planning.standalone import (
     conv_loads,
     node_balance,
@@ -260,12 +261,12 @@ def test_no_stage_of_any_strategy_spoils_a_step_plan_unseen(monkeypatch, strateg
         SAMPLES, step=3, topology=topology, options=options
     )
     make()
-    for name, wrong in (
-        ("order_waves", lambda made: (changed(made[0], 0, len(made[0])), made[1])),
-        ("dispatch_items", lambda made: made * 0 - 1),
+    for where, name, wrong in (
+        (compose, "order_waves", lambda made: (changed(made[0], 0, len(made[0])), made[1])),
+        (encoders, "dispatch_items", lambda made: made * 0 - 1),
     ):
         with monkeypatch.context() as patch:
-            spoil(patch, compose, name, wrong)
+            spoil(patch, where, name, wrong)
             with pytest.raises(PlanningError, match=BROKEN):
                 make()
 

@@ -18,6 +18,9 @@ from dataservice.core.topology import ReplicaLayout
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.padding import padded_length
 
+# Of what a microbatch may keep, what a piece of an item that may be cut keeps at most.
+PIECE_SHARE = 1.0 / 8.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderRoom:
@@ -46,10 +49,20 @@ class EncoderRoom:
     def item_bytes(
         self, modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32]
     ) -> NDArray[np.int64]:
-        """What each item takes on the one replica that encodes it: int64[m]. An item is not
-        divided; a part of one that several replicas encode would have its bytes here."""
+        """What each item, or piece of one, takes on the one replica that encodes it: int64[m]."""
         of_token = np.array(self.token_bytes)[modality]
         return np.ceil(of_token * encoder_tokens).astype(np.int64)
+
+    def pieces(
+        self,
+        modality: NDArray[np.int8],
+        encoder_tokens: NDArray[np.int32],
+        units: NDArray[np.int32],
+    ) -> NDArray[np.int64]:
+        """Into how many pieces to cut each item of so many `units` [m], so that one keeps a small
+        part of what a microbatch may, where its units allow: int64[m]."""
+        wanted = self.item_bytes(modality, encoder_tokens) / (self.microbatch_bytes * PIECE_SHARE)
+        return np.clip(np.ceil(wanted), 1, units).astype(np.int64)
 
     def tokens_of_all(self, lengths: LengthTable, memory_tokens: int) -> int:
         """At most so many tokens of the decoder a replica should hold, so that in waves of the

@@ -60,8 +60,9 @@ def least_tokens(llm_tokens: NDArray[np.int32], degrees: Sequence[int]) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaveRoom:
     """The samples of a step, `lengths`, and what they encode: sample i has the rows
-    item_offsets[i]:item_offsets[i+1] of `item_bytes` int64[m], each whole on one of the `replicas`,
-    which have `room` for it. `degrees` are those that a group may have, rising."""
+    item_offsets[i]:item_offsets[i+1] of `item_bytes` int64[k], items or pieces of them, each on one
+    of the `replicas`, which have `room` for it. `degrees` are those that a group may have, rising.
+    """
 
     lengths: LengthTable
     item_offsets: NDArray[np.int64]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.layout import sample_starts
 from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -20,6 +21,7 @@ from dataservice.planning.encoder_memory.waves import (
     least_tokens,
     waves_with_room,
 )
+from dataservice.planning.pieces import cut_evenly
 from dataservice.planning.stages.group import PackedStep, full_attention
 
 
@@ -55,13 +57,25 @@ def bound_in_bytes(lengths: LengthTable, topology: Topology, options: PlanOption
 
 
 def step_room(
-    lengths: LengthTable, topology: Topology, options: PlanOptions, room: EncoderRoom
+    lengths: LengthTable,
+    units: NDArray[np.int32] | None,
+    topology: Topology,
+    options: PlanOptions,
+    room: EncoderRoom,
 ) -> WaveRoom:
-    """What tells whether samples of these lengths have room in a wave."""
+    """What tells whether samples of these lengths have room in a wave, each item in pieces where it
+    may be cut into `units` int32[m]."""
+    offsets, modality = lengths.item_offsets, lengths.item_modality
+    tokens = lengths.item_encoder_tokens
+    if units is not None:
+        pieces = room.pieces(modality, tokens, units)
+        cut = cut_evenly(units, pieces)
+        tokens = tokens[cut.row] // units[cut.row] * cut.held
+        offsets, modality = sample_starts(pieces)[offsets], modality[cut.row]
     return WaveRoom(
         lengths=lengths,
-        item_offsets=lengths.item_offsets,
-        item_bytes=room.item_bytes(lengths.item_modality, lengths.item_encoder_tokens),
+        item_offsets=offsets,
+        item_bytes=room.item_bytes(modality, tokens),
         room=room,
         replicas=topology.replicas,
         degrees=_degrees(lengths, topology, options),
@@ -70,6 +84,7 @@ def step_room(
 
 def waves_in_room(
     lengths: LengthTable,
+    units: NDArray[np.int32] | None,
     packed: PackedStep,
     waves: tuple[ContextPlan, ...],
     room: EncoderRoom,
@@ -98,7 +113,7 @@ def waves_in_room(
 
     return waves_with_room(
         waves,
-        step_room(lengths, topology, options, room),
+        step_room(lengths, units, topology, options, room),
         memory_tokens=options.over(topology).memory_tokens,
         regroup=regroup,
         seconds_of=seconds_of,
