@@ -30,8 +30,9 @@ def whole_plans(scale: Scale) -> list[Row]:
     """A whole step: draw order in, `StepPlan` out, every stage on, encoders dispatched."""
     rows = []
     for mix, samples, replicas, memory_tokens, limit, paper in (
-        (workloads.vlm_sft, 153_600, 2560, 8192, 50.0, "OrchMLLM 53.9 ms, all overhead"),
-        (workloads.vlm_long, 153_600, 2560, 32_768, None, ""),
+        (workloads.vlm_sft, 153_600, 2560, 8192, 30.0, "OrchMLLM 53.9 ms, all overhead"),
+        (workloads.vlm_long, 153_600, 2560, 32_768, 40.0, ""),
+        (workloads.video, 153_600, 2560, 8192, 60.0, ""),
         (workloads.vlm_long, 512, 64, 32_768, 5.0, "DHP 921 ms, all scheduling"),
         (workloads.vlm_sft, 512, 64, 8192, 5.0, ""),
     ):

@@ -124,6 +124,15 @@ class ContextCost:
         linear, attention, _ = self._terms_s(size, weights * size * size, 1, False)
         return linear + attention
 
+    def total_work_s(
+        self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None
+    ) -> float:
+        """The sum of `work_s`: the work of one group that holds all of them, without its β₁."""
+        lengths, weights = sequences(tokens, full_attention)
+        size = lengths.astype(np.float64)
+        squares = size * size if full_attention is None else weights * size * size
+        return float(self.group_times_s(size.sum(), squares.sum(), 1, False)) - self.group_s
+
     def group_times_s(
         self,
         tokens: npt.ArrayLike,

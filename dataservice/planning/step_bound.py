@@ -69,7 +69,7 @@ def _mean_decoder(lengths: LengthTable, topology: Topology, options: PlanOptions
     cost, tokens = options.cost.llm, lengths.llm_tokens.astype(np.int64)
     seats = -(-int(tokens.sum()) // options.memory_tokens)
     eta = full_attention(lengths, options.full_attention)
-    return float(cost.work_s(tokens, eta).sum() + seats * cost.group_s) / topology.replicas
+    return (cost.total_work_s(tokens, eta) + seats * cost.group_s) / topology.replicas
 
 
 def _longest_sample(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:

@@ -44,7 +44,7 @@ def place_items(
     if found is None:
         raise broken("a wave has items that its replicas have no room for")
     whole = join_items(found)
-    whole_items = items if whole is grouped else encoder_items(whole, options.cost)
+    whole_items = base_items if whole is found else encoder_items(whole, options.cost)
     if options.stages.dispatch == "home":
         return whole, whole_items
     more = long_pieces(base, base_items.phase, base_items.seconds, base_items.phases)

@@ -161,9 +161,12 @@ def group_report(step: PackedStep, grouped: ContextWaves) -> StageReport:
     """Before: every sample alone, in draw order, at the static degree that holds the longest."""
     tokens, options, replicas = step.tokens, step.options, step.topology.replicas
     degree = options.static_degree_for(int(tokens.max(initial=1)), replicas)
-    # The longest of each wave is its slowest.
-    alone_s = options.cost.llm.alone_s(tokens, degree, step.full_attention)
-    slowest = np.maximum.reduceat(alone_s, np.arange(0, len(tokens), replicas // degree))
+    waves, llm = np.arange(0, len(tokens), replicas // degree), options.cost.llm
+    if step.full_attention is None:  # the longest of each wave is its slowest
+        slowest = llm.alone_s(np.maximum.reduceat(tokens, waves), degree)
+    else:
+        alone_s = llm.alone_s(tokens, degree, step.full_attention)
+        slowest = np.maximum.reduceat(alone_s, waves)
     return StageReport(
         stage="group",
         algorithm=options.stages.context,
