@@ -187,8 +187,8 @@ def _require_room(setup: JobSetup, topology: Topology) -> None:
     sizes = step_room(lengths, units, topology, setup.options, room).item_bytes
     raise PlanningError(
         f"sample {ref.source}/{ref.key} has {len(sample.items)} images, clips or recordings "
-        f"of {sizes.sum():,} bytes in their encoders, the largest that one replica has to encode "
-        f"{sizes.max():,}, and {sample.llm_tokens} tokens. A replica may keep "
+        f"of {sizes.sum():,} bytes in their encoders, the largest {sizes.max():,} (of one that "
+        f"may be cut, a piece), and {sample.llm_tokens} tokens. A replica may keep "
         f"{room.microbatch_bytes:,} bytes of a microbatch, its tokens included; "
         f"{topology.replicas} have no room for these. Start more ranks, raise "
         "plan.memory.budget_bytes, recompute in the encoders, or have pipeline.vision and "
