@@ -20,7 +20,7 @@ from dataservice.decode.sample_pipeline import build_pipeline
 from dataservice.jobs.job_file import read_job
 from dataservice.sources.catalog import open_catalog
 from dataservice.sources.reader import SourceReader
-from soak.digest import digest_of_item, digest_of_tokens
+from soak.digest import digest_of_tokens, digests_of_item
 from soak.journal import PackPart, Row, read_journals
 from soak.training import Launch
 from soak.vision import NAME, HeldVision
@@ -158,11 +158,12 @@ def bytes_wrong(step: int, rows: Sequence[Row], dataset: Dataset) -> list[str]:
     wanted: Counter[str] = Counter()
     for sample in samples:
         for item in dataset.decoded(sample).items:
-            wanted[digest_of_item(item)] += counts[sample]
+            for frame in digests_of_item(item):
+                wanted[frame] += counts[sample]
     received = Counter(item for row in rows for item in row.items)
     if received != wanted:
         found.append(
-            f"step {step}: {(wanted - received).total()} encoder items are missing, "
+            f"step {step}: {(wanted - received).total()} frames or recordings are missing, "
             f"{(received - wanted).total()} are not of its samples"
         )
     return found

@@ -17,8 +17,14 @@ def digest_of_tokens(tensors: Iterable[NDArray[np.integer]]) -> str:
     return digest.hexdigest()
 
 
-def digest_of_item(item: NDArray[np.uint8] | NDArray[np.float32]) -> str:
-    """Digest of an encoder item: its shape, type and bytes."""
-    digest = hashlib.blake2b(f"{item.shape} {item.dtype.str}".encode(), digest_size=DIGEST_BYTES)
-    digest.update(np.ascontiguousarray(item).tobytes())
+def digests_of_item(item: NDArray[np.uint8] | NDArray[np.float32]) -> list[str]:
+    """Digest of each frame of a picture or clip, which may come in pieces, or of a recording: its
+    shape, type and bytes."""
+    return [_digest(frame) for frame in item] if item.ndim == 4 else [_digest(item)]
+
+
+def _digest(values: NDArray[np.uint8] | NDArray[np.float32]) -> str:
+    about = f"{values.shape} {values.dtype.str}".encode()
+    digest = hashlib.blake2b(about, digest_size=DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()

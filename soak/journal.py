@@ -25,7 +25,7 @@ class PackPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One rank's part of one step; `items` has digests of the encoder items that it received.
+    """One rank's part of one step; `items` has digests of frames and recordings that it encodes.
 
     `launch` counts the starts of the trainers; `attempt` is the service's number for the launch.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from soak import checkpoint
-from soak.digest import digest_of_item, digest_of_tokens
+from soak.digest import digest_of_tokens, digests_of_item
 from soak.gate import through_gate
 from soak.journal import JournalWriter, PackPart, Row
 from trainer_client import ClientError, Shard, ShardDataset
@@ -130,7 +130,8 @@ def row_of(shard: Shard, *, launch: int, world_size: int) -> Row:
                 )
             )
         for batch in (microbatch.vision, microbatch.audio):
-            items += [digest_of_item(item.numpy()) for item in batch.items] if batch else []
+            for item in batch.items if batch else ():
+                items += digests_of_item(item.numpy())
     return Row(
         launch=launch,
         attempt=shard.attempt,

@@ -58,8 +58,11 @@ SPOILT = {
     "another plan on one rank": (lambda rows: changed(rows, 0, plan="other"), "differ in plan"),
     "other samples": (other_samples, "lost|not held once"),
     "other tokens": (other_tokens, "other tokens"),
-    "a lost item": (lost_item, "1 encoder items are missing"),
-    "an item of other bytes": (another_item, "1 encoder items are missing, 1 are not of its"),
+    "a lost item": (lost_item, "1 frames or recordings are missing"),
+    "an item of other bytes": (
+        another_item,
+        "1 frames or recordings .*, 1 are not of its",
+    ),
 }
 
 
