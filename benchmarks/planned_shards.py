@@ -1,6 +1,6 @@
 """Shards of a planned step as the engine cuts it, without a service: contents come from memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,13 +81,23 @@ def _microbatch_of(cut: CutMicrobatch, plan: StepPlan, samples: Sequence[Content
         "position_ids": [torch.arange(room) for room in padded],
     }
     empty = torch.empty(0, dtype=torch.int64)
+    return microbatch(
+        cut,
+        {name: torch.cat([empty, *pieces])[rows] for name, pieces in columns.items()},
+        lambda of: _encoded(of, _items_of(of.pack, plan, samples)),
+    )
+
+
+def microbatch(
+    cut: CutMicrobatch,
+    columns: Mapping[str, Tensor],
+    encoded: Callable[[ItemsOfPack], list[Tensor]],
+) -> Microbatch:
+    """What the client makes of `cut`: this replica's `columns` of its pack, int64 [tokens], and by
+    `encoded` what it encodes of each."""
     batches: dict[str, Any] = {
         modality.name.lower(): ModalityBatch(
-            items=[
-                rows
-                for of in cut.encodes[modality]
-                for rows in _encoded(of, _items_of(of.pack, plan, samples))
-            ],
+            items=[rows for of in cut.encodes[modality] for rows in encoded(of)],
             exchange=FeatureExchange(
                 send_rows=torch.from_numpy(routes.send_rows).long(),
                 send_splits=routes.send_splits.tolist(),
@@ -106,7 +116,7 @@ def _microbatch_of(cut: CutMicrobatch, plan: StepPlan, samples: Sequence[Content
         cu_seqlens=torch.from_numpy(cut.cu_seqlens),
         lengths=torch.from_numpy(cut.lengths),
         sample_ids=torch.from_numpy(cut.sample_ids),
-        **{name: torch.cat([empty, *pieces])[rows] for name, pieces in columns.items()},  # type: ignore[arg-type]
+        **columns,  # type: ignore[arg-type]
         **batches,
     )
 

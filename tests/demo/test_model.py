@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from benchmarks.planned_shards import microbatch
 from dataservice.core.orders import PackSample
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
@@ -36,16 +37,7 @@ from dataservice.workers.pack import assemble
 from demo.model import DemoModel, ModelConfig, patch_places
 from demo.train import save, train
 from tests.trainer_client.runtime.whole_attention import dense_attention
-from trainer_client import (
-    FeatureExchange,
-    Group,
-    Microbatch,
-    ModalityBatch,
-    PlanSummary,
-    Shard,
-    Wave,
-    patchify,
-)
+from trainer_client import Group, ModalityBatch, PlanSummary, Shard, Wave, patchify
 from trainer_client.runtime import GroupPool, run_step
 from trainer_client.runtime.step import Features
 
@@ -212,33 +204,10 @@ def shard_of(plan, samples, replica, *, attempt=1):
 def microbatch_of(cut, packs):
     empty = {name: np.zeros(0, np.int32) for name in ("input_ids", "labels", "position_ids")}
     sequence = packs[cut.pack].members[cut.cp_rank] if cut.pack >= 0 else empty
-    batches = {
-        modality.name.lower(): ModalityBatch(
-            items=[
-                torch.from_numpy(packs[of.pack].items[item])
-                for of in cut.encodes[modality]
-                for item in of.items
-            ],
-            exchange=FeatureExchange(
-                send_rows=torch.from_numpy(routes.send_rows).long(),
-                send_splits=routes.send_splits.tolist(),
-                recv_splits=routes.recv_splits.tolist(),
-                recv_positions=torch.from_numpy(routes.recv_positions).long(),
-            ),
-        )
-        for modality, routes in cut.routes.items()
-    }
-    return Microbatch(
-        wave=cut.wave,
-        pack=cut.pack,
-        cp_group=cut.cp_group,
-        cp_rank=cut.cp_rank,
-        predicted_s=cut.seconds,
-        cu_seqlens=torch.from_numpy(cut.cu_seqlens),
-        lengths=torch.from_numpy(cut.lengths),
-        sample_ids=torch.from_numpy(cut.sample_ids),
-        **{name: torch.from_numpy(rows).long() for name, rows in sequence.items()},
-        **batches,
+    return microbatch(
+        cut,
+        {name: torch.from_numpy(rows).long() for name, rows in sequence.items()},
+        lambda of: [torch.from_numpy(packs[of.pack].items[item]) for item in of.items],
     )
 
 

@@ -14,6 +14,17 @@ from tests.trainer_client.runtime.random_steps import make_model, single_process
 STEPS = 5
 
 
+def losses_of_one(steps):
+    """Loss curve of a single process that holds all samples of every step."""
+    model, losses = make_model(()), []
+    optimizer = optimizer_of(model)
+    for held in steps:
+        losses.append(single_process(model, held)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def test_the_same_global_batches_give_one_loss_curve_on_any_number_of_ranks(world, tmp_path):
     paths, degrees = {}, {}
     for ranks in (2, 3, 4):
@@ -21,12 +32,7 @@ def test_the_same_global_batches_give_one_loss_curve_on_any_number_of_ranks(worl
         degrees[ranks] = [of[0].plan.degrees for of in shards]
         paths[ranks] = str(tmp_path / f"shards{ranks}.pt")
         torch.save(shards, paths[ranks])
-    model, expected = make_model(()), []
-    optimizer = optimizer_of(model)
-    for held in samples:
-        expected.append(single_process(model, held)[0])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = losses_of_one(samples)
     answers = world(losses_of_ranks, 4, paths)
     for rank, curves in answers.items():
         assert sorted(curves) == [ranks for ranks in paths if ranks > rank]
@@ -49,12 +55,7 @@ def test_clips_that_several_ranks_encode_give_the_loss_curve_of_a_single_process
     ]
     assert all(len(ranks) == 4 for ranks in encoders)
     torch.save(shards, tmp_path / "shards.pt")
-    model, expected = make_model(()), []
-    optimizer = optimizer_of(model)
-    for held in samples:
-        expected.append(single_process(model, held)[0])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = losses_of_one(samples)
     answers = world(losses_of_ranks, 4, {4: str(tmp_path / "shards.pt")})
     for curves in answers.values():
         assert curves[4] == pytest.approx(expected, rel=1e-9)
