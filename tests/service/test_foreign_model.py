@@ -136,5 +136,5 @@ def train(address, job, model):
 def test_a_job_with_another_clock_for_clips_is_refused(served):
     address, pads = served
     model = trainable(qwen2_5_vl(pads), processor=PROCESSOR)
-    with pytest.raises(LayoutError, match=r"another clock.* kind` .* qwen2_5_vl"):
+    with pytest.raises(LayoutError, match=r"another clock.* needs `vision: {kind: qwen2_5_vl}`"):
         train(address, "qwen2_vl", model)

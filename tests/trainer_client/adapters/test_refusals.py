@@ -129,7 +129,9 @@ def test_clips_that_the_job_places_by_another_clock_are_refused(past_time):
             replace(pack, mrope=mrope, items=items), {}, PackedAttention(pack.cu_seqlens)
         )
 
-    with pytest.raises(LayoutError, match=r"another clock.* tokens_per_second to 4"):
+    with pytest.raises(
+        LayoutError, match=r"another clock.* beside `vision` `tokens_per_second: 4`"
+    ):
         decode(2)
     assert decode(4).shape == (14, model.model.config.text_config.vocab_size)
 

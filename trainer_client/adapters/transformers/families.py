@@ -205,8 +205,9 @@ class QwenVL(FeatureFamily):
         counts = f"{rate} positions a second" if rate else "one position a patch"
         raise LayoutError(
             "the job places the frames of clips by another clock than this model, which has "
-            f"{counts}. Set `vision: kind` of the job's pipeline to {self.model.config.model_type}"
-            + (f", and its tokens_per_second to {rate}." if rate else ".")
+            f"{counts}. The job's `pipeline` needs "
+            f"`vision: {{kind: {self.model.config.model_type}}}`"
+            + (f", and beside `vision` `tokens_per_second: {rate}`." if rate else ".")
         )
 
     def dummy_item(self, modality: str) -> Tensor:
