@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.invariants import require
@@ -27,9 +26,11 @@ from dataservice.planning.layout.allocate_search import (
     RANKS,
     SECONDS,
     STATES,
+    Choices,
+    Floats,
+    Ints,
     held_bytes,
     search_allocation,
-    warm_up_s,
 )
 from dataservice.planning.layout.module_load import ModuleLoad
 
@@ -89,32 +90,20 @@ class Allocation:
         return next(module for module in self.modules if module.name == name)
 
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-
 class _Problem(NamedTuple):
-    """The kernel's arguments, in its order; modules are (encoder, backbone, generator)."""
+    """The kernel's arguments, in its order."""
 
     gpus: int
     memory: float
     batch: int
-    backbone_data: Ints
-    shapes: tuple[Floats, Floats, Floats]
-    optimizers: Floats
-    virtual: Ints
-    stages: tuple[Ints, Ints, Ints]
-    shares: tuple[Floats, Floats, Floats]
-    datas: tuple[Ints, Ints, Ints]
+    encoder: Choices
+    backbone: Choices
+    generator: Choices
 
-
-class _Choices(NamedTuple):
-    """What one module may have: the kernel's `shapes`, `stages`, `shares` and `datas` of it."""
-
-    shape: Floats
-    stages: Ints
-    shares: Floats
-    datas: Ints
+    @property
+    def modules(self) -> tuple[Choices, Choices, Choices]:
+        """In the order in which they run, which is that of a choice's rows."""
+        return self.encoder, self.backbone, self.generator
 
 
 def allocate_modules(
@@ -166,21 +155,19 @@ def _problem(
 ) -> _Problem:
     whole = np.arange(1, batch + 1)
     divisors = whole[batch % whole == 0]
-    enc, lm, gen = (
-        _Choices(_shape(load), *_stage_counts(load, gpus), _data_counts(load, divisors, gpus))
-        for load in loads
-    )
-    return _Problem(
-        gpus=gpus,
-        memory=memory,
-        batch=batch,
-        backbone_data=lm.datas,
-        shapes=(enc.shape, lm.shape, gen.shape),
-        optimizers=np.array([load.optimizer_bytes if load else 0.0 for load in loads]),
-        virtual=np.array([load.virtual_stages if load else 1 for load in loads], np.int64),
-        stages=(enc.stages, lm.stages, gen.stages),
-        shares=(enc.shares, lm.shares, gen.shares),
-        datas=(enc.datas, lm.datas, gen.datas),
+    encoder, backbone, generator = (_choices(load, divisors, gpus) for load in loads)
+    return _Problem(gpus, memory, batch, encoder, backbone, generator)
+
+
+def _choices(load: ModuleLoad | None, divisors: Ints, gpus: int) -> Choices:
+    stages, shares = _stage_counts(load, gpus)
+    return Choices(
+        shape=_shape(load),
+        optimizer=load.optimizer_bytes if load else 0.0,
+        virtual=load.virtual_stages if load else 1,
+        stages=stages,
+        shares=shares,
+        datas=_data_counts(load, divisors, gpus),
     )
 
 
@@ -227,23 +214,22 @@ def _fewest_stages(problem: _Problem, choice: Ints) -> Ints:
     """The same seconds with the fewest stages of each module: int64[3, 3]."""
     least = choice.copy()
     slowest = max(_stage_s(problem, choice, module) for module in range(3))
-    for module in range(3):
-        for count in problem.stages[module]:
+    for module, choices in enumerate(problem.modules):
+        if choices.virtual > 1:
+            continue  # fewer stages make its warm-up longer
+        for count in choices.stages:
             tried = least.copy()
             tried[module, 2] = count
             fits = all(_held(problem, tried, each) <= problem.memory for each in range(3))
-            as_fast = _stage_s(problem, tried, module) <= slowest
-            same = problem.virtual[module] == 1 or count == least[module, 2]
-            if fits and as_fast and same:
+            if fits and _stage_s(problem, tried, module) <= slowest:
                 least = tried
                 break
     return least
 
 
-def _part(problem: _Problem, choice: Ints, module: int) -> float:
-    """Part of a module's layers that its fullest stage has."""
-    at = int(np.searchsorted(problem.stages[module], choice[module, 2]))
-    return float(problem.shares[module][at])
+def _place(problem: _Problem, choice: Ints, module: int) -> int:
+    """Where a module's count of stages stands among those it may have."""
+    return int(np.searchsorted(problem.modules[module].stages, choice[module, 2]))
 
 
 def _samples(choice: Ints, module: int) -> int:
@@ -252,25 +238,25 @@ def _samples(choice: Ints, module: int) -> int:
 
 
 def _sample_s(problem: _Problem, choice: Ints, module: int) -> float:
-    row = problem.shapes[module][choice[module, 0]]
+    """Seconds of all its samples of a microbatch."""
+    row = problem.modules[module].shape[choice[module, 0]]
     return float(row[SECONDS]) * _samples(choice, module)
 
 
 def _stage_s(problem: _Problem, choice: Ints, module: int) -> float:
-    return _sample_s(problem, choice, module) * _part(problem, choice, module)
+    share = problem.modules[module].shares[_place(problem, choice, module)]
+    return _sample_s(problem, choice, module) * float(share)
 
 
 def _held(problem: _Problem, choice: Ints, module: int) -> float:
     return float(
         held_bytes(
-            problem.shapes[module][choice[module, 0]],
-            float(problem.optimizers[module]),
-            int(problem.virtual[module]),
-            int(choice[module, 1]),
-            _samples(choice, module),
-            int(choice[module, 2]),
-            _part(problem, choice, module),
+            problem.modules[module],
+            int(choice[module, 0]),
+            max(int(choice[module, 1]), 1),
+            _place(problem, choice, module),
             int(choice[module + 1 :, 2].sum()),
+            _samples(choice, module),
             problem.batch // int(choice[1, 1]),
         )
     )
@@ -287,7 +273,7 @@ def _answer(
         if load is None:
             continue
         seconds = _sample_s(problem, choice, module)
-        part = _part(problem, choice, module)
+        stage_s = _stage_s(problem, choice, module)
         modules.append(
             ModuleAllocation(
                 name=load.name,
@@ -295,8 +281,8 @@ def _answer(
                 data_ranks=int(choice[module, 1]),
                 pipeline_stages=int(choice[module, 2]),
                 samples=_samples(choice, module),
-                stage_s=seconds * part,
-                warmup_s=float(warm_up_s(seconds, part, load.virtual_stages)),
+                stage_s=stage_s,
+                warmup_s=stage_s + (seconds - stage_s) / load.virtual_stages,
                 held_bytes=_held(problem, choice, module),
             )
         )
