@@ -19,6 +19,7 @@ from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
 from benchmarks.planning import (
     adversarial,
     context,
+    layout,
     loads,
     nodes,
     packs,
@@ -55,6 +56,7 @@ SPEED: dict[str, Measure] = {
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
     "hard": adversarial.hard_lengths,
+    "layout": layout.layouts,
 }
 GROWTH = "growth"
 

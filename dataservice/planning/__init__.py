@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from dataservice.planning.context.groups import plan_context_groups as plan_context_groups
     from dataservice.planning.context.groups import plan_context_waves as plan_context_waves
     from dataservice.planning.context.groups import plan_static_context as plan_static_context
+    from dataservice.planning.layout.allocate import Allocation as Allocation
+    from dataservice.planning.layout.allocate import ModuleAllocation as ModuleAllocation
+    from dataservice.planning.layout.allocate import allocate_modules as allocate_modules
+    from dataservice.planning.layout.module_load import ModuleLoad as ModuleLoad
     from dataservice.planning.loads.partition import partition as partition
     from dataservice.planning.loads.problem import Partition as Partition
     from dataservice.planning.metrics import dist_ratio as dist_ratio
@@ -69,6 +73,8 @@ MODULES = {
     "dataservice.core.cost": ("ContextCost", "PhaseCost"),
     "dataservice.planning.standalone.conv_loads": ("balance_conv",),
     "dataservice.planning.standalone.padded_loads": ("balance_padded",),
+    "dataservice.planning.layout.allocate": ("Allocation", "ModuleAllocation", "allocate_modules"),
+    "dataservice.planning.layout.module_load": ("ModuleLoad",),
     "dataservice.planning.loads.partition": ("partition",),
     "dataservice.planning.loads.problem": ("Partition",),
     "dataservice.planning.standalone.quadratic_loads": ("balance_quadratic",),

@@ -1,0 +1,1 @@
+"""Descriptions that ship with the service: YAML files, read by `layout_files.py`."""

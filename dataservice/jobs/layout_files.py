@@ -1,0 +1,134 @@
+"""The model and the cluster that a layout is made for: read from YAML, from a model's config.json,
+or by the name of a description that ships with the service.
+
+    model.yaml ─┐   use: internvit-6b ──► catalog/encoders.yaml, decoders.yaml
+    config.json ┼─► ModelDescription
+    a name ─────┘   catalog/models.yaml
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dataservice.core.errors import PlanningError, SpecError
+from dataservice.core.quoting import quoted
+from dataservice.jobs.expected import listed, nearest
+from dataservice.jobs.transformers_config import read_transformers_config
+from dataservice.jobs.yaml_file import Strict, Written, read_text, validated, written
+from dataservice.planning.layout.cluster import Cluster, NodeGroup
+from dataservice.planning.layout.model import Decoder, Encoder, Generator, ModelDescription
+
+CATALOG = Path(__file__).parent / "catalog"
+Part = Literal["encoders", "decoders", "models", "nodes"]
+_REMEDY = "docs/layout.md lists every key with its meaning."
+
+
+class ModelFile(Strict):
+    """A model as a file describes it."""
+
+    name: str = ""
+    """What the model is called; the file's name where it is left out."""
+    source: str = ""
+    """Where the shape comes from."""
+    decoder: Decoder
+    """The language model."""
+    encoders: list[Encoder] = Field(default=[])
+    """The encoders, in the order in which they run."""
+    generator: Generator | None = None
+    """What makes images or sound, where there is such a module."""
+
+    def described(self, name: str) -> ModelDescription:
+        """The description, under this name where it has none."""
+        return ModelDescription(
+            name=self.name or name,
+            source=self.source,
+            decoder=self.decoder,
+            encoders=tuple(self.encoders),
+            generator=self.generator,
+        )
+
+
+class ClusterFile(Strict):
+    """The machines of a training job."""
+
+    groups: list[NodeGroup]
+    """The nodes, by kind: one, or a mix."""
+
+
+def shipped(part: Part = "models") -> tuple[str, ...]:
+    """Names of the descriptions that ship with the service."""
+    return tuple(_catalog(part))
+
+
+def read_model(model: Path | str) -> ModelDescription:
+    """A model's description: a YAML file, a model's `config.json` or the folder that it lies in,
+    or the name of one that ships. Raises SpecError."""
+    if (
+        isinstance(model, str)
+        and not Path(model).exists()
+        and not model.endswith((".yaml", ".yml"))
+    ):
+        return _model(_named("models", model, "the model"), f"shipped model {model}", model)
+    path = Path(model)
+    if path.is_dir() or path.suffix == ".json":
+        return read_transformers_config(path)
+    what = f"model file {path}"
+    return _model(written(read_text(path, "model file"), what), what, path.stem)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The machines that a YAML file describes. Raises SpecError."""
+    what = f"cluster file {path}"
+    file = written(read_text(path, "cluster file"), what)
+    groups = file.plain.get("groups")
+    if isinstance(groups, list):
+        filled = [_filled(group, "nodes", what) for group in groups]
+        file = file.with_plain({**file.plain, "groups": filled})
+    made = validated(ClusterFile, file, what, remedy=_REMEDY)
+    try:
+        return Cluster(groups=tuple(made.groups))
+    except PlanningError as error:
+        raise SpecError(f"the {what} cannot be right: {error}") from error
+
+
+def _model(file: Written, what: str, name: str) -> ModelDescription:
+    plain = dict(file.plain)
+    if isinstance(plain.get("encoders"), list):
+        plain["encoders"] = [_filled(each, "encoders", what) for each in plain["encoders"]]
+    if "decoder" in plain:
+        plain["decoder"] = _filled(plain["decoder"], "decoders", what)
+    made = validated(ModelFile, file.with_plain(plain), what, remedy=_REMEDY)
+    try:
+        return made.described(name)
+    except PlanningError as error:
+        raise SpecError(f"the {what} cannot be right: {error}") from error
+
+
+def _filled(given: object, part: Part, what: str) -> object:
+    """A mapping over the part of the catalog that its `use` names."""
+    if not isinstance(given, Mapping) or "use" not in given:
+        return given
+    named = _named(part, given["use"], f"the {what}").plain
+    return {**named, **{key: value for key, value in given.items() if key != "use"}}
+
+
+def _named(part: Part, name: object, where: str) -> Written:
+    """One entry of the catalog. Raises SpecError where there is none of that name."""
+    catalog = _catalog(part)
+    if isinstance(name, str) and name in catalog:
+        return Written(plain=catalog[name])
+    meant = nearest(name, list(catalog)) if isinstance(name, str) else None
+    names = f"Did you mean {meant}?" if meant else f"There are {listed(list(catalog), 'and')}."
+    raise SpecError(
+        f"{where} names {quoted(name)}, and none of the {part} that ship with the service is "
+        f"called so. {names} Or describe it in YAML: docs/layout.md."
+    )
+
+
+@functools.cache
+def _catalog(part: Part) -> dict[str, dict[str, Any]]:
+    what = f"catalog of {part}"
+    return written(read_text(CATALOG / f"{part}.yaml", what), what).plain
