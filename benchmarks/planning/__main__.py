@@ -19,7 +19,7 @@ from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
 from benchmarks.planning import (
     adversarial,
     context,
-    layout,
+    layout_allocation,
     loads,
     nodes,
     packs,
@@ -56,7 +56,7 @@ SPEED: dict[str, Measure] = {
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
     "hard": adversarial.hard_lengths,
-    "layout": layout.layouts,
+    "layout-allocation": layout_allocation.allocations,
 }
 GROWTH = "growth"
 

@@ -1,6 +1,5 @@
-"""How good and how fast layouts are: `python -m benchmarks.planning --only layout`."""
+"""How fast GPUs are allocated to modules: `python -m benchmarks.planning --only layout-allocation`."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -9,12 +8,6 @@ from benchmarks.harness import Row, Scale, timed_row
 from dataservice.planning import ModuleLoad, allocate_modules
 
 TENSOR_RANKS = np.array([1, 2, 4, 8])
-
-
-def layouts(scale: Scale) -> list[Row]:
-    """Every offline planner."""
-    parts: tuple[Callable[[Scale], list[Row]], ...] = (allocations,)
-    return [row for part in parts for row in part(scale)]
 
 
 def allocations(scale: Scale) -> list[Row]:
