@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from dataservice.planning.context.groups import plan_context_groups as plan_context_groups
     from dataservice.planning.context.groups import plan_context_waves as plan_context_waves
     from dataservice.planning.context.groups import plan_static_context as plan_static_context
+    from dataservice.planning.layout.stages import StagePartition as StagePartition
+    from dataservice.planning.layout.stages import StageSplit as StageSplit
+    from dataservice.planning.layout.stages import partition_stages as partition_stages
+    from dataservice.planning.layout.stages import time_stages as time_stages
     from dataservice.planning.loads.partition import partition as partition
     from dataservice.planning.loads.problem import Partition as Partition
     from dataservice.planning.metrics import dist_ratio as dist_ratio
@@ -67,6 +71,12 @@ MODULES = {
         "plan_static_context",
     ),
     "dataservice.core.cost": ("ContextCost", "PhaseCost"),
+    "dataservice.planning.layout.stages": (
+        "StagePartition",
+        "StageSplit",
+        "partition_stages",
+        "time_stages",
+    ),
     "dataservice.planning.standalone.conv_loads": ("balance_conv",),
     "dataservice.planning.standalone.padded_loads": ("balance_padded",),
     "dataservice.planning.loads.partition": ("partition",),
