@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dataservice.planning.context.groups import plan_context_groups as plan_context_groups
     from dataservice.planning.context.groups import plan_context_waves as plan_context_waves
     from dataservice.planning.context.groups import plan_static_context as plan_static_context
+    from dataservice.planning.layout.recompute import RecomputeChoice as RecomputeChoice
+    from dataservice.planning.layout.recompute import choose_recompute as choose_recompute
     from dataservice.planning.layout.stages import StagePartition as StagePartition
     from dataservice.planning.layout.stages import StageSplit as StageSplit
     from dataservice.planning.layout.stages import partition_stages as partition_stages
@@ -71,6 +73,7 @@ MODULES = {
         "plan_static_context",
     ),
     "dataservice.core.cost": ("ContextCost", "PhaseCost"),
+    "dataservice.planning.layout.recompute": ("RecomputeChoice", "choose_recompute"),
     "dataservice.planning.layout.stages": (
         "StagePartition",
         "StageSplit",
