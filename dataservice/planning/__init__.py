@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from dataservice.planning.context.groups import plan_static_context as plan_static_context
     from dataservice.planning.layout.recompute import RecomputeChoice as RecomputeChoice
     from dataservice.planning.layout.recompute import choose_recompute as choose_recompute
+    from dataservice.planning.layout.recompute_measure import (
+        MeasuredRecompute as MeasuredRecompute,
+    )
+    from dataservice.planning.layout.recompute_measure import RecomputeTrial as RecomputeTrial
+    from dataservice.planning.layout.recompute_measure import (
+        measure_recompute as measure_recompute,
+    )
     from dataservice.planning.layout.stages import StagePartition as StagePartition
     from dataservice.planning.layout.stages import StageSplit as StageSplit
     from dataservice.planning.layout.stages import partition_stages as partition_stages
@@ -74,6 +81,11 @@ MODULES = {
     ),
     "dataservice.core.cost": ("ContextCost", "PhaseCost"),
     "dataservice.planning.layout.recompute": ("RecomputeChoice", "choose_recompute"),
+    "dataservice.planning.layout.recompute_measure": (
+        "MeasuredRecompute",
+        "RecomputeTrial",
+        "measure_recompute",
+    ),
     "dataservice.planning.layout.stages": (
         "StagePartition",
         "StageSplit",

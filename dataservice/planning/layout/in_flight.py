@@ -38,9 +38,10 @@ def held_counts(
 def largest_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of int64[row, column] that no other row covers in every column."""
     distinct = np.unique(rows, axis=0)
-    by_size = distinct[np.argsort(-distinct.sum(axis=1), kind="stable")]
-    kept: list[NDArray[np.int64]] = []
-    for row in by_size:
-        if not any((other >= row).all() for other in kept):
-            kept.append(row)
-    return np.array(kept)
+    size = distinct.sum(axis=1)
+    kept = distinct[:0]
+    for most in np.unique(size)[::-1]:  # distinct rows of one sum cover none of one another
+        rows = distinct[size == most]
+        covered = np.any(np.all(kept[None] >= rows[:, None], axis=2), axis=1)
+        kept = np.concatenate([kept, rows[~covered]])
+    return kept

@@ -119,6 +119,8 @@ def choose_recompute(
         stages=stages,
         microbatches=count,
     )
+    if need.equal_microbatches and virtual_stages == 1:
+        keep = 1  # the least added to each device is then the shortest step
     devices = [_device(need, device, keep, cuts, program) for device in range(stages)]
     search = StepSearch(need=need, times=times, bounds=cuts, program=program, devices=devices)
     picked, step_s = best_combination(search)
@@ -131,15 +133,26 @@ def _device(
     """The best choices of one device. Raises PlanningError if none fits."""
     groups = need.groups[device]
     room = float(need.memory_bytes[device] - need.fixed_bytes[device])
-    found = choose_counts(groups, room, keep)
+    found = choose_counts(groups, room, 1)
     if len(found.cost):
-        return found
+        return found if keep == 1 else _with_others(found, choose_counts(groups, room, keep))
     least = least_counts(groups)
     if peak_bytes(groups, least) > room:
         raise does_not_fit(need, device, bounds, program)
     # The nodes ran out before any that fits was met.
     cost = np.array([float((groups.cost * least).sum())])
     return DeviceChoices(least[None], cost, found.bound, False)
+
+
+def _with_others(least: DeviceChoices, others: DeviceChoices) -> DeviceChoices:
+    """The choice that adds least, and after it those of a longer list that add as little."""
+    other = ~(others.counts == least.counts[0]).all(axis=(1, 2)) & (others.cost >= least.cost[0])
+    return DeviceChoices(
+        np.concatenate([least.counts, others.counts[other]]),
+        np.concatenate([least.cost, others.cost[other]]),
+        least.bound,
+        least.proven,
+    )
 
 
 def _answer(

@@ -90,8 +90,19 @@ def choose_counts(groups: LayerGroups, capacity: float, keep: int) -> DeviceChoi
     working = (sorted_groups.working[of] * (options > 0)).max(axis=1)
     slack = np.argsort(-sorted_groups.used[:, :, 0] @ sorted_groups.layers, kind="stable")
     relaxed = _relaxation(sorted_groups, slack[:_RELAXED_ROWS])
+    usable = sorted_groups._replace(
+        cost=np.where(_useful(sorted_groups), sorted_groups.cost, np.inf)
+    )
+    by_hand = _seed(*usable, int(slack[0]), capacity)
+    start = np.array(
+        [
+            first + int((options[first:end] == counts).all(axis=1).argmax())
+            for first, end, counts in zip(offsets, offsets[1:], by_hand, strict=False)
+        ],
+        np.int64,
+    )
     chosen, costs, bound, proven = _branch(
-        used, cost, working, offsets, capacity, *relaxed, keep, _NODES
+        used, cost, working, offsets, capacity, *relaxed, start, keep, _NODES
     )
     found = int((costs < np.inf).sum())
     counts = np.zeros((found, len(order), CHOICES), np.int64)
@@ -206,13 +217,14 @@ def _branch(
     saved: NDArray[np.float64],
     seconds: NDArray[np.float64],
     relaxed: NDArray[np.int64],
+    start: NDArray[np.int64],
     keep: int,
     nodes: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], float, bool]:
     """The options [keep, group] of least cost, their costs, a bound and whether it is met.
 
     Options [option] of group g are offsets[g]..offsets[g+1], by rising cost; `used` is [option,
-    row].
+    row]. `start` [group] is a choice that fits, or empty.
     """
     groups, rows = offsets.size - 1, used.shape[1]
     least_used = np.zeros((groups + 1, rows))  # of the groups from each on
@@ -240,6 +252,10 @@ def _branch(
     for k in range(relaxed.size):
         need = cheap_used[0, relaxed[k]] - capacity
         bound = max(bound, cheap_cost[0] + _cost_to_save(saved[k, 0], seconds[k, 0], need))
+    if start.size:
+        for g in range(groups):
+            spent[g + 1] = spent[g] + cost[start[g]]
+        _keep(best, chosen, spent[groups], start)
     g = 0
     at[0] = offsets[0] - 1
     while g >= 0:
@@ -279,7 +295,10 @@ def _branch(
 def _keep(
     best: NDArray[np.float64], chosen: NDArray[np.int64], cost: float, at: NDArray[np.int64]
 ) -> None:
-    """Put a choice in its place; the last falls out."""
+    """Put a choice in its place, unless it is there already; the last falls out."""
+    for k in range(best.size):
+        if best[k] == cost and (chosen[k] == at[: chosen.shape[1]]).all():
+            return
     k = best.size - 1
     while k > 0 and best[k - 1] > cost:
         best[k] = best[k - 1]
@@ -287,3 +306,65 @@ def _keep(
         k -= 1
     best[k] = cost
     chosen[k] = at[: chosen.shape[1]]
+
+
+@kernel
+def _seed(
+    layers: NDArray[np.int64],
+    used: NDArray[np.float64],
+    working: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    row: int,
+    capacity: float,
+) -> NDArray[np.int64]:
+    """A good choice to start from, int64[group, choice]: layer by layer the cheapest seconds a byte
+    until all fits, then back what was too much; empty where that leads nowhere."""
+    groups, choices = cost.shape
+    counts = np.zeros((groups, choices), np.int64)
+    for g in range(groups):
+        counts[g, cost[g].argmin()] = layers[g]
+    while _peak(used, working, counts) > capacity:
+        step, best = -1, np.inf
+        for move in range(groups * choices * choices):
+            g, k, to = move // choices**2, move // choices % choices, move % choices
+            saves = used[row, g, k] - used[row, g, to]
+            if counts[g, k] > 0 and saves > 0:
+                way = (cost[g, to] - cost[g, k]) / saves
+                if way < best:
+                    step, best = move, way
+        if step < 0:
+            return counts[:0]
+        g, k, to = step // choices**2, step // choices % choices, step % choices
+        counts[g, k] -= 1
+        counts[g, to] += 1
+    gained = True
+    while gained:
+        gained = False
+        for move in range(groups * choices * choices):
+            g, k, to = move // choices**2, move // choices % choices, move % choices
+            while counts[g, k] > 0 and cost[g, to] < cost[g, k]:
+                counts[g, k] -= 1
+                counts[g, to] += 1
+                if _peak(used, working, counts) > capacity:
+                    counts[g, k] += 1
+                    counts[g, to] -= 1
+                    break
+                gained = True
+    return counts
+
+
+@kernel
+def _peak(
+    used: NDArray[np.float64], working: NDArray[np.float64], counts: NDArray[np.int64]
+) -> float:
+    """As `peak_bytes`."""
+    held, moment = 0.0, 0.0
+    for r in range(used.shape[0]):
+        total = 0.0
+        for g in range(counts.shape[0]):
+            for k in range(counts.shape[1]):
+                total += used[r, g, k] * counts[g, k]
+                if counts[g, k] > 0:
+                    moment = max(moment, working[g, k])
+        held = max(held, total)
+    return held + moment
