@@ -19,6 +19,7 @@ from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
 from benchmarks.planning import (
     adversarial,
     context,
+    layout,
     loads,
     nodes,
     packs,
@@ -45,6 +46,7 @@ QUALITY: dict[str, Measure] = {
     "nodes": nodes.nodewise,
     "steps": steps.whole_steps,
     "dispatch": nodes.dispatch_gaps,
+    "layout": layout.layouts,
     "broken": adversarial.broken_plans,
 }
 SPEED: dict[str, Measure] = {
@@ -54,6 +56,7 @@ SPEED: dict[str, Measure] = {
     "isf": speed.packers,
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
+    "layout-speed": layout.layout_speed,
     "hard": adversarial.hard_lengths,
 }
 GROWTH = "growth"

@@ -227,21 +227,7 @@ def _branch(
     row]. `start` [group] is a choice that fits, or empty.
     """
     groups, rows = offsets.size - 1, used.shape[1]
-    least_used = np.zeros((groups + 1, rows))  # of the groups from each on
-    cheap_used = np.zeros((groups + 1, rows))  # where each group takes what adds least
-    cheap_cost = np.zeros(groups + 1)
-    for g in range(groups - 1, -1, -1):
-        first, end = offsets[g], offsets[g + 1]
-        cheap_cost[g] = cheap_cost[g + 1] + cost[first]
-        for r in range(rows):
-            low = np.inf
-            cheap = np.inf
-            for o in range(first, end):
-                low = min(low, used[o, r])
-                if cost[o] == cost[first]:
-                    cheap = min(cheap, used[o, r])
-            least_used[g, r] = least_used[g + 1, r] + low
-            cheap_used[g, r] = cheap_used[g + 1, r] + cheap
+    least_used, cheap_used, cheap_cost = _left_from(used, cost, offsets)
     best = np.full(keep, np.inf)
     chosen = np.zeros((keep, groups), np.int64)
     at = np.zeros(groups + 1, np.int64)
@@ -289,6 +275,31 @@ def _branch(
         g += 1
         at[g] = offsets[g] - 1
     return chosen, best, best[0], True
+
+
+@kernel
+def _left_from(
+    used: NDArray[np.float64], cost: NDArray[np.float64], offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Of the groups from each on: the least they hold and what they hold where each adds least,
+    float64[group + 1, row], and the least they add, float64[group + 1]."""
+    groups, rows = offsets.size - 1, used.shape[1]
+    least_used = np.zeros((groups + 1, rows))
+    cheap_used = np.zeros((groups + 1, rows))
+    cheap_cost = np.zeros(groups + 1)
+    for g in range(groups - 1, -1, -1):
+        first, end = offsets[g], offsets[g + 1]
+        cheap_cost[g] = cheap_cost[g + 1] + cost[first]
+        for r in range(rows):
+            low = np.inf
+            cheap = np.inf
+            for o in range(first, end):
+                low = min(low, used[o, r])
+                if cost[o] == cost[first]:
+                    cheap = min(cheap, used[o, r])
+            least_used[g, r] = least_used[g + 1, r] + low
+            cheap_used[g, r] = cheap_used[g + 1, r] + cheap
+    return least_used, cheap_used, cheap_cost
 
 
 @kernel
