@@ -20,6 +20,7 @@ from benchmarks.planning import (
     adversarial,
     context,
     layout_allocation,
+    layout_stages,
     loads,
     nodes,
     packs,
@@ -46,6 +47,7 @@ QUALITY: dict[str, Measure] = {
     "nodes": nodes.nodewise,
     "steps": steps.whole_steps,
     "dispatch": nodes.dispatch_gaps,
+    "layout": layout_stages.layouts,
     "broken": adversarial.broken_plans,
 }
 SPEED: dict[str, Measure] = {
@@ -55,6 +57,7 @@ SPEED: dict[str, Measure] = {
     "isf": speed.packers,
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
+    "layout-speed": layout_stages.layout_speed,
     "hard": adversarial.hard_lengths,
     "layout-allocation": layout_allocation.allocations,
 }

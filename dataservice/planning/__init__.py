@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from dataservice.planning.layout.allocate import ModuleAllocation as ModuleAllocation
     from dataservice.planning.layout.allocate import allocate_modules as allocate_modules
     from dataservice.planning.layout.module_load import ModuleLoad as ModuleLoad
+    from dataservice.planning.layout.recompute import RecomputeChoice as RecomputeChoice
+    from dataservice.planning.layout.recompute import choose_recompute as choose_recompute
+    from dataservice.planning.layout.recompute_measure import (
+        MeasuredRecompute as MeasuredRecompute,
+    )
+    from dataservice.planning.layout.recompute_measure import RecomputeTrial as RecomputeTrial
+    from dataservice.planning.layout.recompute_measure import (
+        measure_recompute as measure_recompute,
+    )
+    from dataservice.planning.layout.stages import StagePartition as StagePartition
+    from dataservice.planning.layout.stages import StageSplit as StageSplit
+    from dataservice.planning.layout.stages import partition_stages as partition_stages
+    from dataservice.planning.layout.stages import time_stages as time_stages
     from dataservice.planning.loads.partition import partition as partition
     from dataservice.planning.loads.problem import Partition as Partition
     from dataservice.planning.metrics import dist_ratio as dist_ratio
@@ -71,6 +84,18 @@ MODULES = {
         "plan_static_context",
     ),
     "dataservice.core.cost": ("ContextCost", "PhaseCost"),
+    "dataservice.planning.layout.recompute": ("RecomputeChoice", "choose_recompute"),
+    "dataservice.planning.layout.recompute_measure": (
+        "MeasuredRecompute",
+        "RecomputeTrial",
+        "measure_recompute",
+    ),
+    "dataservice.planning.layout.stages": (
+        "StagePartition",
+        "StageSplit",
+        "partition_stages",
+        "time_stages",
+    ),
     "dataservice.planning.standalone.conv_loads": ("balance_conv",),
     "dataservice.planning.standalone.padded_loads": ("balance_padded",),
     "dataservice.planning.layout.allocate": ("Allocation", "ModuleAllocation", "allocate_modules"),

@@ -9,11 +9,11 @@ from dataservice.planning.invariants import check_permutation
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.pipeline_parallel.mmscale import order_by_intervals
 from dataservice.planning.pipeline_parallel.schedule import (
-    FORWARD,
     Program,
     checked_times,
     make_program,
 )
+from dataservice.planning.pipeline_parallel.simulator import makespan, operation_offsets
 from dataservice.planning.registry import algorithm_named
 
 OrderAlgorithm = Literal["search", "mmscale"]
@@ -83,33 +83,6 @@ def _starts(
 
 
 @kernel
-def _offsets(program: Program, microbatches: int, chunks: int) -> NDArray[np.int64]:
-    """Where each operation's duration starts in the flat table, before its microbatch is added."""
-    offsets = np.empty(program.kind.size, np.int64)
-    for k in range(offsets.size):
-        table = 0 if program.kind[k] == FORWARD else microbatches * chunks
-        offsets[k] = table + program.chunk[k]
-    return offsets
-
-
-@kernel
-def _makespan(
-    durations: NDArray[np.float64],
-    offsets: NDArray[np.int64],
-    order: NDArray[np.int64],
-    chunks: int,
-    program: Program,
-    ends: NDArray[np.float64],
-) -> float:
-    """`ends` has one place more than operations; the last, 0, stands for no predecessor."""
-    for k in range(offsets.size):
-        begin = max(ends[program.before[k]], ends[program.needs[k]])
-        ends[k] = begin + durations[offsets[k] + order[program.position[k]] * chunks]
-    # The last operation of device 0 is a backward that all others lead to.
-    return float(ends[offsets.size - 1])
-
-
-@kernel
 def _random(state: NDArray[np.uint64]) -> int:
     """xorshift64*: the top 31 bits."""
     x = state[0]
@@ -139,13 +112,13 @@ def _try_all(
     """The best of all orders, `start` if none is better. Orders come in lexicographic turn."""
     count = start.size
     chunks = durations.size // (2 * count)
-    offsets = _offsets(program, count, chunks)
+    offsets = operation_offsets(program, count, chunks)
     ends = np.zeros(offsets.size + 1, np.float64)
     best: NDArray[np.int64] = start.copy()
-    best_value = _makespan(durations, offsets, start, chunks, program, ends)
+    best_value = makespan(durations, offsets, start, chunks, program, ends)
     order = np.arange(count)
     while True:
-        value = _makespan(durations, offsets, order, chunks, program, ends)
+        value = makespan(durations, offsets, order, chunks, program, ends)
         if value < best_value:
             best_value = value
             best[:] = order
@@ -173,14 +146,14 @@ def _search(
     where few microbatches need few trials, more from shuffles of it."""
     count = starts.shape[1]
     chunks = durations.size // (2 * count)
-    offsets = _offsets(program, count, chunks)  # int64[operations]
+    offsets = operation_offsets(program, count, chunks)  # int64[operations]
     ends = np.zeros(offsets.size + 1, np.float64)  # float64[operations + 1]
     state = np.empty(1, np.uint64)
     state[0] = np.uint64(88172645463325252) ^ (np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15))
     best: NDArray[np.int64] = starts[0].copy()  # int64[microbatches]
     best_value = np.inf
     for s in range(starts.shape[0]):
-        time = _makespan(durations, offsets, starts[s], chunks, program, ends)
+        time = makespan(durations, offsets, starts[s], chunks, program, ends)
         if time < best_value:
             best_value = time
             best[:] = starts[s]
@@ -219,7 +192,7 @@ def _late_acceptance(
     """Swaps and insertions, taken when no worse than now or than some trials ago. Leaves the best
     order of the round in `order` and returns its makespan."""
     count = order.size
-    value = _makespan(durations, offsets, order, chunks, program, ends)
+    value = makespan(durations, offsets, order, chunks, program, ends)
     history = np.full(max(4, min(50, trials // 40)), value)
     best = order.copy()
     best_value = value
@@ -232,7 +205,7 @@ def _late_acceptance(
             order[i], order[j] = order[j], order[i]
         else:
             _rotate(order, i, j)
-        time = _makespan(durations, offsets, order, chunks, program, ends)
+        time = makespan(durations, offsets, order, chunks, program, ends)
         slot = trial % history.size
         if time <= value or time < history[slot]:
             value = time

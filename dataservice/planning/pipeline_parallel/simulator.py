@@ -112,3 +112,34 @@ def _run(
         held[device] += -1 if kind == BACKWARD else 1
         peak[device] = max(peak[device], held[device])
     return start, end, peak
+
+
+@kernel
+def operation_offsets(program: Program, microbatches: int, chunks: int) -> NDArray[np.int64]:
+    """Where each operation's duration starts in the flat table, before its microbatch is added."""
+    offsets = np.empty(program.kind.size, np.int64)
+    for k in range(offsets.size):
+        table = 0 if program.kind[k] == FORWARD else microbatches * chunks
+        offsets[k] = table + program.chunk[k]
+    return offsets
+
+
+@kernel
+def makespan(
+    durations: NDArray[np.float64],
+    offsets: NDArray[np.int64],
+    order: NDArray[np.int64],
+    chunks: int,
+    program: Program,
+    ends: NDArray[np.float64],
+) -> float:
+    """Seconds of the whole program, and nothing else: what a search calls thousands of times.
+
+    `durations` is [kind, microbatch, chunk], flat. `ends` has one place more than operations; the
+    last, 0, stands for no predecessor.
+    """
+    for k in range(offsets.size):
+        begin = max(ends[program.before[k]], ends[program.needs[k]])
+        ends[k] = begin + durations[offsets[k] + order[program.position[k]] * chunks]
+    # The last operation of device 0 is a backward that all others lead to.
+    return float(ends[offsets.size - 1])
