@@ -19,6 +19,7 @@ from benchmarks.harness import FULL, QUICK, Row, Scale, hardware, slug
 from benchmarks.planning import (
     adversarial,
     context,
+    layout,
     loads,
     nodes,
     packs,
@@ -46,6 +47,7 @@ QUALITY: dict[str, Measure] = {
     "steps": steps.whole_steps,
     "dispatch": nodes.dispatch_gaps,
     "broken": adversarial.broken_plans,
+    "layout": layout.bubbles,
 }
 SPEED: dict[str, Measure] = {
     "plan": speed.whole_plans,
