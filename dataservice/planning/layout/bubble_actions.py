@@ -26,16 +26,17 @@ def inside_share(
     runs: Sequence[PipelineRun], forward: LabelledStream, backward: LabelledStream, step_s: float
 ) -> float:
     """Share of encoder compute that lies between 0 and `step_s`; 1 where there is none."""
-    inside = total = 0.0
+    outside = total = 0.0
     for run in runs:
         for stream, starts in ((forward, run.forward_s), (backward, run.backward_s)):
             computes = stream.kernels.resource == COMPUTE
             seconds = stream.kernels.seconds[computes]
             begin = starts[:, computes]
-            within = np.minimum(begin + seconds, step_s) - np.maximum(begin, 0.0)
-            inside += float(np.maximum(within, 0.0).sum())
+            early = np.clip(-begin, 0.0, seconds)
+            late = np.clip(begin + seconds - step_s, 0.0, seconds)
+            outside += float((early + late).sum())
             total += float(seconds.sum()) * len(starts)
-    return min(1.0, inside / total) if total > 0 else 1.0
+    return max(0.0, 1.0 - outside / total) if total > 0 else 1.0
 
 
 def pipeline_actions(
