@@ -231,8 +231,10 @@ class SplitSearch:
         counts."""
         _, matched = least_before(self.problem)
         even = np.arange(self.problem.microbatches) % self.problem.pipelines
-        found = [self.split(owner) for owner in (matched, even)]
-        best = self.improved(min(found, key=lambda split: split.rank))
+        best = min(
+            (self.improved(self.split(owner)) for owner in (matched, even)),
+            key=lambda split: split.rank,
+        )
         return self._with_early_forwards(best)
 
     def split(self, owner: NDArray[np.int64]) -> Split:

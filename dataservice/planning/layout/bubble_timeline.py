@@ -70,12 +70,9 @@ def timelines_of(backbone: BackboneTimes) -> list[Timeline]:
 def _timeline(backbone: BackboneTimes, limit: NDArray[np.int64] | None) -> Timeline:
     stages, virtual = backbone.pipeline_parallel, backbone.virtual_stages
     shape = (backbone.microbatches, backbone.chunks)
-    durations = np.stack(
-        [
-            np.broadcast_to(_chunk_seconds(times, backbone.chunks), shape)
-            for times in (backbone.forward, backbone.backward)
-        ]
-    )  # float64[2, microbatch, chunk]
+    durations = np.empty((2, *shape))  # [kind, microbatch, chunk]
+    for kind, times in enumerate((backbone.forward, backbone.backward)):
+        durations[kind] = _chunk_seconds(times, backbone.chunks)
     alone = simulate_1f1b(*durations, virtual_stages=virtual, activation_limit=limit)
     program = make_program(backbone.microbatches, stages, virtual, limit)
     start_s = alone.start_s + backbone.gather_s

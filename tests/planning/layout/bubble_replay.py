@@ -5,14 +5,14 @@ Written from Optimus (§2.3, §4) and from the text's own description, apart fro
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 SLACK_S = 1e-9
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True)
+class Action:
     device: int
     kind: str
     encoder: int | None
@@ -66,7 +66,7 @@ def read(text):
 def write(actions):
     """The text of actions that a test has changed."""
     names = "device kind encoder microbatch stage layer kernel start_s end_s"
-    words = [["-" if word is None else str(word) for word in action] for action in actions]
+    words = [["-" if word is None else str(word) for word in astuple(a)] for a in actions]
     return "\n".join(["bubbles 1", names, *map(" ".join, words)]) + "\n"
 
 
