@@ -20,6 +20,7 @@ from benchmarks.planning import (
     adversarial,
     context,
     layout_allocation,
+    layout_bubbles,
     layout_stages,
     loads,
     nodes,
@@ -48,6 +49,7 @@ QUALITY: dict[str, Measure] = {
     "steps": steps.whole_steps,
     "dispatch": nodes.dispatch_gaps,
     "layout": layout_stages.layouts,
+    "bubbles": layout_bubbles.bubbles,
     "broken": adversarial.broken_plans,
 }
 SPEED: dict[str, Measure] = {
@@ -59,7 +61,7 @@ SPEED: dict[str, Measure] = {
     "order-speed": speed.orders,
     "layout-speed": layout_stages.layout_speed,
     "hard": adversarial.hard_lengths,
-    "layout-allocation": layout_allocation.allocations,
+    "allocation": layout_allocation.allocations,
 }
 GROWTH = "growth"
 

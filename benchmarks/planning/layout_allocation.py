@@ -1,4 +1,4 @@
-"""How fast GPUs are allocated to modules: `python -m benchmarks.planning --only layout-allocation`."""
+"""How fast GPUs are allocated to modules: `python -m benchmarks.planning --only allocation`."""
 
 from functools import partial
 

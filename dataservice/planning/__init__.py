@@ -25,9 +25,18 @@ if TYPE_CHECKING:
     from dataservice.planning.context.groups import plan_context_groups as plan_context_groups
     from dataservice.planning.context.groups import plan_context_waves as plan_context_waves
     from dataservice.planning.context.groups import plan_static_context as plan_static_context
+    from dataservice.planning.layout.actions import Actions as Actions
+    from dataservice.planning.layout.actions import format_actions as format_actions
+    from dataservice.planning.layout.actions import parse_actions as parse_actions
     from dataservice.planning.layout.allocate import Allocation as Allocation
     from dataservice.planning.layout.allocate import ModuleAllocation as ModuleAllocation
     from dataservice.planning.layout.allocate import allocate_modules as allocate_modules
+    from dataservice.planning.layout.bubble_inputs import BackboneTimes as BackboneTimes
+    from dataservice.planning.layout.bubble_inputs import EncoderPlan as EncoderPlan
+    from dataservice.planning.layout.bubble_inputs import EncoderTimes as EncoderTimes
+    from dataservice.planning.layout.bubble_inputs import KernelTimes as KernelTimes
+    from dataservice.planning.layout.bubbles import BubbleSchedule as BubbleSchedule
+    from dataservice.planning.layout.bubbles import schedule_bubbles as schedule_bubbles
     from dataservice.planning.layout.module_load import ModuleLoad as ModuleLoad
     from dataservice.planning.layout.recompute import RecomputeChoice as RecomputeChoice
     from dataservice.planning.layout.recompute import choose_recompute as choose_recompute
@@ -100,6 +109,14 @@ MODULES = {
     "dataservice.planning.standalone.padded_loads": ("balance_padded",),
     "dataservice.planning.layout.allocate": ("Allocation", "ModuleAllocation", "allocate_modules"),
     "dataservice.planning.layout.module_load": ("ModuleLoad",),
+    "dataservice.planning.layout.actions": ("Actions", "format_actions", "parse_actions"),
+    "dataservice.planning.layout.bubble_inputs": (
+        "BackboneTimes",
+        "EncoderPlan",
+        "EncoderTimes",
+        "KernelTimes",
+    ),
+    "dataservice.planning.layout.bubbles": ("BubbleSchedule", "schedule_bubbles"),
     "dataservice.planning.loads.partition": ("partition",),
     "dataservice.planning.loads.problem": ("Partition",),
     "dataservice.planning.standalone.quadratic_loads": ("balance_quadratic",),

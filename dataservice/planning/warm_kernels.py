@@ -11,6 +11,8 @@ from dataservice.planning.context.degrees_dp import degrees_by_dp
 from dataservice.planning.context.degrees_threshold import degrees_by_threshold
 from dataservice.planning.context.groups import plan_context_waves
 from dataservice.planning.context.many import find_many_waves
+from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderTimes, KernelTimes
+from dataservice.planning.layout.bubbles import schedule_bubbles
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
@@ -56,6 +58,12 @@ def warm_kernels() -> None:
         order_microbatches(times[:count], times[:count], virtual_stages=1)
     order_microbatches(times, times, algorithm="mmscale")
     simulate_1f1b(times, times)
+    layers = KernelTimes(seconds=np.ones((4, 2)), communicates=np.array([False, True]))
+    encoder = EncoderTimes(name="any", forward={1: layers}, backward={1: layers})
+    backbone = BackboneTimes(
+        forward=layers, backward=layers, microbatches=4, pipeline_parallel=2, virtual_stages=2
+    )
+    schedule_bubbles(backbone, [encoder])
     table = np.linspace(8.0, 1.0, 24).reshape(4, 6)
     degrees_by_threshold(table, ranks=6)
     degrees_by_dp(table, ranks=6)
