@@ -91,8 +91,9 @@ def read_model(model: Path | str) -> ModelDescription:
     return _model(written(read_text(path, "model file"), what), what, path.stem)
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(cluster: Path | str) -> Cluster:
     """The machines that a YAML file describes. Raises SpecError."""
+    path = Path(cluster)
     what = f"cluster file {path}"
     file = written(read_text(path, "cluster file"), what)
     groups = file.plain.get("groups")
