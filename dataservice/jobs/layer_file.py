@@ -38,6 +38,8 @@ class LayerRow(Strict):
     """Bytes that a token keeps where the layer is recomputed."""
     state_bytes: float
     """Weights and gradients."""
+    gradient_bytes: float
+    """Gradients alone."""
     optimizer_bytes: float
     """Optimizer states."""
     output_bytes: float
@@ -68,6 +70,7 @@ def layer_file(
             kept_square_bytes=float(profile.kept_square_bytes["none"][at]),
             recomputed_token_bytes=float(profile.kept_token_bytes["full"][at]),
             state_bytes=float(profile.state_bytes[at]),
+            gradient_bytes=float(profile.gradient_bytes[at]),
             optimizer_bytes=float(profile.optimizer_bytes[at]),
             output_bytes=float(profile.output_bytes[at]),
         )
@@ -130,6 +133,7 @@ def _profile(rows: list[LayerRow]) -> LayerProfile:
         },
         kept_square_bytes={"none": squares, "selective": squares, "full": none},
         state_bytes=column("state_bytes"),
+        gradient_bytes=column("gradient_bytes"),
         optimizer_bytes=column("optimizer_bytes"),
         output_bytes=column("output_bytes"),
     )  # fmt: skip

@@ -108,6 +108,7 @@ def _profile(by_name: dict[str, list[LayerMeasurement]]) -> LayerProfile:
         kept_square_bytes={"none": kept[:, 1], "selective": kept[:, 1], "full": none},
         # A gradient has its weight's type.
         state_bytes=weights * np.where(trained > 0, 2.0, 1.0),
+        gradient_bytes=weights * np.where(trained > 0, 1.0, 0.0),
         optimizer_bytes=trained * _OPTIMIZER_BYTES,
         output_bytes=out,
     )
