@@ -1,4 +1,5 @@
-"""Write the reference of job file, service's config and commands: `docs/reference.md`.
+"""Write the reference of job file, service's config, a layout's files and commands:
+`docs/reference.md`.
 
 The text comes from the models that validate the files and from the commands themselves, so that
 whatever exists is documented, and nothing else. `python -m tools.reference` writes it; `--check`
@@ -16,6 +17,7 @@ from typer.main import get_command
 from dataservice.cli.connection import PANEL
 from dataservice.cli.main import app
 from dataservice.jobs.job_file import JobFile
+from dataservice.jobs.layout_files import ClusterFile, ModelFile
 from dataservice.operate.config import ServiceConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -139,6 +141,8 @@ def rendered(page: str) -> str:
     sections = {
         "job": reference(JobFile),
         "config": reference(ServiceConfig),
+        "model": reference(ModelFile),
+        "cluster": reference(ClusterFile),
         "commands": commands(),
     }
     for name, text in sections.items():

@@ -58,7 +58,8 @@ def backbone() -> ModuleLoad:
 def module(
     name: str, *, layers: int, sample_s: float, weights: float, kept_bytes: float = 6e9
 ) -> ModuleLoad:
-    """A trained module: 6 bytes a weight with its gradient, 12 of the optimizer."""
+    """A trained module: 6 bytes a weight with its gradient, 12 of the optimizer; gradients over
+    25 GB/s a GPU."""
     return ModuleLoad.of(
         name,
         layers=layers,
@@ -66,5 +67,6 @@ def module(
         sample_s=sample_s / (TENSOR_RANKS * 0.95 ** np.log2(TENSOR_RANKS)),
         state_bytes=6 * weights / TENSOR_RANKS,
         kept_bytes=kept_bytes / TENSOR_RANKS,
+        gradients_s=4 * weights / TENSOR_RANKS / 25e9,
         optimizer_bytes=12 * weights,
     )

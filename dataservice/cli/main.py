@@ -257,6 +257,10 @@ def calibrate_model(
             "with the backward pass: it is taken to cost nothing."
         ),
     ] = False,
+    layers: Annotated[
+        Path | None,
+        typer.Option(help="Measure each layer too, and write their seconds and bytes here."),
+    ] = None,
     measurements: Annotated[
         Path | None,
         typer.Option(help="Fit this file, written by torchrun -m trainer_client.runtime.measure."),
@@ -273,6 +277,7 @@ def calibrate_model(
     """
     from dataservice.jobs import calibrate
     from dataservice.jobs.cost_file import write_cost_file
+    from dataservice.jobs.layer_file import write_layer_file
     from dataservice.jobs.own_code import load_processors
     from dataservice.operate.config import read_config
 
@@ -296,16 +301,22 @@ def calibrate_model(
                 dtype=dtype,
                 device=device,
                 wrapped=wrapped,
+                layers=layers is not None,
             )
             with measuring_progress(Terminal(stderr=True)) as tell:
                 calibrate.measure_model(options, source, tell=tell)
-        made = calibrate.calibrate(calibrate.read_measurements(source))
+        measured = calibrate.read_measurements(source)
+    made = calibrate.calibrate(measured)
+    if layers is not None:
+        write_layer_file(layers, calibrate.calibrate_layers(measured))
     write_cost_file(out, made.file)
     if as_json:
         print(show.calibration_json(made, out))
         return
     for part in show.calibration_tables(made):
         console.print(part)
+    if layers is not None:
+        console.print(f"wrote {layers}, each layer", highlight=False)
     console.print(f"wrote {out}, version {made.file.cost.model.version}", highlight=False)
 
 

@@ -25,6 +25,7 @@ from dataservice.decode.choose import choose_vision
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.jobs.cost_file import Coefficients, CostFile, HeldOut, MeasuredOn
 from dataservice.jobs.job_file import JobSpec
+from dataservice.jobs.layer_file import LayerFile, layer_file
 from dataservice.planning.calibration import (
     BytesFit,
     Fit,
@@ -35,6 +36,7 @@ from dataservice.planning.calibration import (
     fit_phase,
     fit_step,
 )
+from dataservice.planning.layout.measured import LayerMeasurement, fit_layers
 
 FORMAT = 1
 RESERVE = 0.1  # of a device's memory, for the allocator and for communication
@@ -70,6 +72,8 @@ class MeasurementFile(BaseModel):
     torch: str = ""
     memory: MeasuredDevice | None = None
     measurements: Mapping[str, list[Measurement]]
+    layers: list[LayerMeasurement] | None = None
+    """Each layer, where they were measured too."""
 
     @property
     def measured_on(self) -> MeasuredOn:
@@ -107,6 +111,7 @@ class MeasuringOptions:
     dtype: str | None = None
     device: str | None = None
     wrapped: bool = False
+    layers: bool = False
 
     def arguments(self) -> list[str]:
         """The options as command-line arguments of the measuring script."""
@@ -122,7 +127,8 @@ class MeasuringOptions:
         one = {"--repeats": self.repeats, "--dtype": self.dtype, "--device": self.device}
         for flag, value in one.items():
             words += [] if value is None else [flag, str(value)]
-        return [*words, "--wrapped"] if self.wrapped else words
+        flags = {"--wrapped": self.wrapped, "--layers": self.layers}
+        return [*words, *(flag for flag, given in flags.items() if given)]
 
 
 def measure_model(options: MeasuringOptions, out: Path, *, tell: Tell) -> None:
@@ -228,6 +234,16 @@ def calibrate(measured: MeasurementFile) -> Calibration:
         memory=_memory(measured.memory, bytes_fits),
     )
     return Calibration(file=file, fits=fits, bytes_fits=bytes_fits)
+
+
+def calibrate_layers(measured: MeasurementFile) -> LayerFile:
+    """What each layer takes. Raises PlanningError where layers were not measured, or too little."""
+    fit = fit_layers(measured.layers or [])
+    return layer_file(
+        fit.profile,
+        measured=measured.measured_on,
+        held_out={module: _held_out(error) for module, error in fit.held_out.items()},
+    )
 
 
 def _memory(device: MeasuredDevice | None, fits: Mapping[str, BytesFit]) -> MemoryModel | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from dataservice.core.errors import PlanningError, SpecError
 from dataservice.core.quoting import quoted
@@ -19,11 +19,11 @@ from dataservice.jobs.expected import listed, nearest
 from dataservice.jobs.transformers_config import read_transformers_config
 from dataservice.jobs.yaml_file import Strict, Written, read_text, validated, written
 from dataservice.planning.layout.cluster import Cluster, NodeGroup
-from dataservice.planning.layout.model import Decoder, Encoder, Generator, ModelDescription
+from dataservice.planning.layout.model import Decoder, Encoder, Generator, ModelDescription, Stack
 
 CATALOG = Path(__file__).parent / "catalog"
 Part = Literal["encoders", "decoders", "models", "nodes"]
-_REMEDY = "docs/layout.md lists every key with its meaning."
+_REMEDY = "docs/reference.md lists every key with its meaning."
 
 
 class ModelFile(Strict):
@@ -39,6 +39,18 @@ class ModelFile(Strict):
     """The encoders, in the order in which they run."""
     generator: Generator | None = None
     """What makes images or sound, where there is such a module."""
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **keywords: Any) -> dict[str, Any]:
+        """Pydantic's, with the descriptions of keys that encoders and decoders inherit, which it
+        leaves out."""
+        schema = super().model_json_schema(*args, **keywords)
+        inherited = TypeAdapter(Stack).json_schema()["properties"]
+        for part in ("Encoder", "Decoder"):
+            for key, value in schema["$defs"][part]["properties"].items():
+                if key in inherited and "description" in inherited[key]:
+                    value.setdefault("description", inherited[key]["description"])
+        return schema
 
     def described(self, name: str) -> ModelDescription:
         """The description, under this name where it has none."""
@@ -79,8 +91,9 @@ def read_model(model: Path | str) -> ModelDescription:
     return _model(written(read_text(path, "model file"), what), what, path.stem)
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(cluster: Path | str) -> Cluster:
     """The machines that a YAML file describes. Raises SpecError."""
+    path = Path(cluster)
     what = f"cluster file {path}"
     file = written(read_text(path, "cluster file"), what)
     groups = file.plain.get("groups")

@@ -78,6 +78,7 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
     [
         ("jobs.job_file", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("jobs.cost_file", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
+        ("jobs.layout_files", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
     ],

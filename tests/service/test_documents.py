@@ -23,6 +23,7 @@ import yaml
 from dataservice.cli.main import app
 from dataservice.jobs.cost_file import read_cost_file
 from dataservice.jobs.job_file import JobFile, read_job
+from dataservice.jobs.layout_files import read_cluster, read_model
 from dataservice.operate.config import read_config
 from tests.documents import PAGES, ROOT, Block, blocks
 from tests.service.support import ServiceProcess
@@ -99,7 +100,7 @@ class Reader:
         )
 
     def _check_yaml(self, text: str, file_name: str) -> None:
-        """Parts of a job file are read within the front page's, all else as a config or costs."""
+        """Parts of a job file are read within the front page's, all else by what it holds."""
         plain = yaml.safe_load(text)
         path = self.home / (file_name or "part.yaml")
         path.write_text(text)
@@ -108,6 +109,10 @@ class Reader:
             read_job(yaml.safe_dump(whole), self.home)
         elif plain.keys() == {"cost"}:
             read_cost_file(path)
+        elif "decoder" in plain:
+            read_model(path)
+        elif "groups" in plain:
+            read_cluster(path)
         else:
             read_config(path, {})
 

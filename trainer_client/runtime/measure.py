@@ -35,6 +35,7 @@ from torch.nn import Module
 
 from trainer_client.errors import BadArgument
 from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.layer_times import measure_layers
 from trainer_client.runtime.loads import (
     EncodedAs,
     Groups,
@@ -71,11 +72,15 @@ class Stopwatch:
 
     def time(self, work: Callable[[], float | None]) -> float:
         """Seconds of one call, or those that it gives because it measures them itself."""
-        self.drain()
-        started_s = self._now()
+        started_s = self.now_s()
         own_s = work()
+        ended_s = self.now_s()
+        return ended_s - started_s if own_s is None else own_s
+
+    def now_s(self) -> float:
+        """Seconds, once the device has no work."""
         self.drain()
-        return self._now() - started_s if own_s is None else own_s
+        return self._now()
 
     def drain(self) -> None:
         """Wait for the device."""
@@ -245,6 +250,9 @@ def parser() -> argparse.ArgumentParser:
         default=MODALITIES,
         help="encoders, as NAME:ENCODER_TOKENS_PER_ROW:area|frames",
     )
+    made.add_argument(
+        "--layers", action="store_true", help="measure each layer too, for a layout of stages"
+    )
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--dtype", help="of the weights, such as bfloat16; default as built")
     made.add_argument("--device", help="default: cuda where there is one, else cpu")
@@ -268,13 +276,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             at_rest = _memory(model, device)
             if first and at_rest is None:
                 print(f"no memory is measured on {device.type}: only CUDA tells a peak", flush=True)
-            found = measure(
-                model, pool, options, tell=lambda line: print(line, flush=True) if first else None
-            )
+
+            def tell(line: str) -> None:
+                if first:
+                    print(line, flush=True)
+
+            found = measure(model, pool, options, tell=tell)
+            more: dict[str, Any] = {"memory": at_rest}
+            if options.layers:
+                clock = Stopwatch(device)
+                more["layers"] = measure_layers(model, pool, options, now_s=clock.now_s, tell=tell)
             if first:
-                options.out.write_text(
-                    json.dumps(_report(found, options, pool, device) | {"memory": at_rest})
-                )
+                options.out.write_text(json.dumps(_report(found, options, pool, device) | more))
     except BadArgument as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

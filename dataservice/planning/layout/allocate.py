@@ -5,7 +5,7 @@
 A batch is cut into M = batch / DP of the backbone microbatches. A module of data parallelism d
 takes ⌈DP/d⌉ samples of each, and its slowest stage, with ⌈layers/PP⌉ of its layers, t seconds; so
 
-    step = Σ warm-up  +  (M − 1) · max t
+    step = Σ (warm-up + sum of gradients)  +  (M − 1) · max t
 
 Corrections to the paper: T_lm is C_lm/PP_lm, and eq. 2 divides by PP once; z are the generator's
 GPUs; the warm-up of a fixed TP and DP does not depend on the GPUs, so that no convex relaxation is
@@ -22,6 +22,7 @@ import numpy as np
 from dataservice.core.errors import PlanningError
 from dataservice.planning.invariants import require
 from dataservice.planning.layout.allocate_search import (
+    GRADIENTS,
     KEPT,
     RANKS,
     SECONDS,
@@ -42,7 +43,7 @@ _MEMORY_STEPS = 40
 class ModuleAllocation:
     """What one module gets. `samples`: how many of a microbatch one of its replicas takes;
     `stage_s`: forward and backward seconds of its slowest stage for them; `held_bytes`: of a GPU of
-    its first stage, which holds most."""
+    its first stage, which holds most; `gradients_s`: of summing a stage's gradients."""
 
     name: str
     tensor_ranks: int
@@ -51,6 +52,7 @@ class ModuleAllocation:
     samples: int
     stage_s: float
     warmup_s: float
+    gradients_s: float
     held_bytes: float
 
     @property
@@ -61,20 +63,22 @@ class ModuleAllocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """GPUs for every module. `seconds` of a step are `warmup_s` + `steady_s`; no allocation takes
+    """GPUs for every module. `seconds` of a step are `warmup_s`, `gradients_s` and `steady_s`; no
+    allocation takes
     less (the search is exact). `lower_bound_s` proves it by another way, and less sharply: all GPUs
     share the work as a fluid, in the sizes of parallelism that memory allows."""
 
     modules: tuple[ModuleAllocation, ...]
     microbatches: int
     warmup_s: float
+    gradients_s: float
     steady_s: float
     lower_bound_s: float
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.warmup_s + self.steady_s
+        return self.warmup_s + self.gradients_s + self.steady_s
 
     @property
     def gap(self) -> float:
@@ -172,12 +176,13 @@ def _choices(load: ModuleLoad | None, divisors: Ints, gpus: int) -> Choices:
 
 
 def _shape(load: ModuleLoad | None) -> Floats:
-    """float64[k, 4]; a module that is not there takes no GPU and no time."""
+    """float64[k, 5]; a module that is not there takes no GPU and no time."""
     if load is None:
-        return np.zeros((1, 4))
-    found = np.empty((load.tensor_ranks.size, 4))
+        return np.zeros((1, 5))
+    found = np.empty((load.tensor_ranks.size, 5))
     found[:, RANKS], found[:, SECONDS] = load.tensor_ranks, load.sample_s
     found[:, STATES], found[:, KEPT] = load.state_bytes, load.kept_bytes
+    found[:, GRADIENTS] = load.gradients_s
     return found
 
 
@@ -215,8 +220,8 @@ def _fewest_stages(problem: _Problem, choice: Ints) -> Ints:
     least = choice.copy()
     slowest = max(_stage_s(problem, choice, module) for module in range(3))
     for module, choices in enumerate(problem.modules):
-        if choices.virtual > 1:
-            continue  # fewer stages make its warm-up longer
+        if choices.virtual > 1 or choices.shape[choice[module, 0], GRADIENTS] > 0:
+            continue  # fewer stages make its warm-up, or the sum of its gradients, longer
         for count in choices.stages:
             tried = least.copy()
             tried[module, 2] = count
@@ -246,6 +251,12 @@ def _sample_s(problem: _Problem, choice: Ints, module: int) -> float:
 def _stage_s(problem: _Problem, choice: Ints, module: int) -> float:
     share = problem.modules[module].shares[_place(problem, choice, module)]
     return _sample_s(problem, choice, module) * float(share)
+
+
+def _gradients_s(problem: _Problem, choice: Ints, module: int) -> float:
+    choices, data = problem.modules[module], int(choice[module, 1])
+    share = float(choices.shares[_place(problem, choice, module)])
+    return float(choices.shape[choice[module, 0], GRADIENTS]) * share * 2.0 * (data - 1) / data
 
 
 def _held(problem: _Problem, choice: Ints, module: int) -> float:
@@ -283,19 +294,22 @@ def _answer(
                 samples=_samples(choice, module),
                 stage_s=stage_s,
                 warmup_s=stage_s + (seconds - stage_s) / load.virtual_stages,
+                gradients_s=_gradients_s(problem, choice, module),
                 held_bytes=_held(problem, choice, module),
             )
         )
     microbatches = problem.batch // int(choice[1, 1])
+    gradients = sum(module.gradients_s for module in modules)
     warm = sum(module.warmup_s for module in modules)
     steady = (microbatches - 1) * max(module.stage_s for module in modules)
     return Allocation(
         modules=tuple(modules),
         microbatches=microbatches,
         warmup_s=warm,
+        gradients_s=gradients,
         steady_s=steady,
         # Summing in another order may land a hair above: never claim so.
-        lower_bound_s=min(bound, warm + steady),
+        lower_bound_s=min(bound, warm + gradients + steady),
     )
 
 

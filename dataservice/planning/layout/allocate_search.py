@@ -2,12 +2,12 @@
 
 For each count D of the backbone's data-parallel ranks the batch has M = batch / D microbatches, and
 
-    seconds = Σ warm-up of each module  +  (M − 1) · max over modules of t
+    seconds = Σ warm-up and sum of gradients of each module  +  (M − 1) · max over modules of t
 
 Backbone, generator and encoder are chosen in this order, since a module keeps microbatches for the
-stages behind it. A module's t falls with its stages, its warm-up never rises with them, and its
-GPUs grow: so the encoder, the last, takes the most stages that GPUs and memory allow. What is left
-out has a bound at or above the best allocation found.
+stages behind it. A module's t and its gradients fall with its stages, its warm-up never rises with
+them, and its GPUs grow: so the encoder, the last, takes the most stages that GPUs and memory allow.
+What is left out has a bound at or above the best allocation found.
 """
 
 from typing import NamedTuple
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 # Columns of a module's shape, one row a tensor-parallel size.
-RANKS, SECONDS, STATES, KEPT = range(4)
+RANKS, SECONDS, STATES, KEPT, GRADIENTS = range(5)
 
 
 class Choices(NamedTuple):
-    """What one module may have: `shape` float64[k, 4], bytes of its `optimizer` states, `virtual`
+    """What one module may have: `shape` float64[k, 5], bytes of its `optimizer` states, `virtual`
     stages, counts of `stages` int64[p] rising, `shares` float64[p] part of the layers that the
     fullest of so many stages has, `datas` int64[d] falling counts of data-parallel ranks."""
 
@@ -38,11 +38,11 @@ class Choices(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An allocation as far as it stands: GPUs that are `left`, `warm`-up seconds, seconds of the
-    slowest stage, and `stages` in all."""
+    """An allocation as far as it stands: GPUs that are `left`, seconds that are taken
+    `once` a step, seconds of the slowest stage, and `stages` in all."""
 
     left: int
-    warm: float
+    once: float
     slowest_s: float
     stages: int
 
@@ -84,6 +84,15 @@ def warm_up_s(seconds: float, share: float, virtual: int) -> float:
 
 
 @kernel
+def once_s(module: Choices, row: int, data: int, place: int, seconds: float) -> float:
+    """What a module takes once a step: its warm-up, and the sum of its fullest stage's gradients
+    over a ring of `data` ranks."""
+    share = module.shares[place]
+    gradients = module.shape[row, GRADIENTS] * share * 2.0 * (data - 1.0) / data
+    return float(warm_up_s(seconds, share, module.virtual) + gradients)
+
+
+@kernel
 def search_allocation(
     gpus: int, memory: float, batch: int, encoder: Choices, backbone: Choices, generator: Choices
 ) -> tuple[float, float, Ints]:
@@ -117,19 +126,18 @@ def begin(step: Step, backbone: Choices, row: int, place: int) -> Begun:
     stages = backbone.stages[place]
     used = np.int64(backbone.shape[row, RANKS]) * step.data * stages
     seconds = backbone.shape[row, SECONDS]
-    share = backbone.shares[place]
-    warm = warm_up_s(seconds, share, backbone.virtual)
-    return Begun(step.gpus - used, warm, seconds * share, stages)
+    once = once_s(backbone, row, step.data, place, seconds)
+    return Begun(step.gpus - used, once, seconds * backbone.shares[place], stages)
 
 
 @kernel
 def join(begun: Begun, module: Choices, row: int, data: int, place: int, seconds: float) -> Begun:
     """The allocation with one module more, whose replicas take `seconds` a microbatch."""
-    stages, share = module.stages[place], module.shares[place]
+    stages = module.stages[place]
     used = np.int64(module.shape[row, RANKS]) * data * stages
-    warm = begun.warm + warm_up_s(seconds, share, module.virtual)
-    slowest = max(begun.slowest_s, seconds * share)
-    return Begun(begun.left - used, warm, slowest, begun.stages + stages)
+    once = begun.once + once_s(module, row, data, place, seconds)
+    slowest = max(begun.slowest_s, seconds * module.shares[place])
+    return Begun(begun.left - used, once, slowest, begun.stages + stages)
 
 
 @kernel
@@ -141,7 +149,7 @@ def step_bound(step: Step, begun: Begun, warm: float, work: float) -> float:
         if begun.left <= 0:
             return float(np.inf)
         fluid = work / begun.left
-    return begun.warm + warm + (step.micro - 1.0) * max(begun.slowest_s, fluid)
+    return begun.once + warm + (step.micro - 1.0) * max(begun.slowest_s, fluid)
 
 
 @kernel

@@ -87,8 +87,9 @@ def analytic_profile(
         again=_pace([each.again() for each in priced]),
         kept_token_bytes={kind: amounts[:, 0] for kind, amounts in kept.items()},
         kept_square_bytes={kind: amounts[:, 1] for kind, amounts in kept.items()},
-        state_bytes=states[:, 0],
-        optimizer_bytes=states[:, 1],
+        state_bytes=states[:, 0] + states[:, 1],
+        gradient_bytes=states[:, 1],
+        optimizer_bytes=states[:, 2],
         output_bytes=np.array([row.output_width * rates.kept_bytes for row in rows]),
     )
 
@@ -171,12 +172,13 @@ class _PricedLayer:
         flat = number * (replicated * whole + divided * self._part)
         return (flat + kept.small_bytes * self._part, number * scores * self._part)
 
-    def states(self) -> tuple[float, float]:
-        """Bytes of weights and gradients, and of optimizer states before ZeRO-1 divides them."""
+    def states(self) -> tuple[float, float, float]:
+        """Bytes of weights, of gradients, and of optimizer states before ZeRO-1 divides them."""
         held, trained = self._held_parameters, 1.0 if self._row.trained else 0.0
         precision = self._precision
         return (
-            held * (precision.weight_bytes + trained * precision.gradient_bytes),
+            held * precision.weight_bytes,
+            held * trained * precision.gradient_bytes,
             held * trained * precision.optimizer_bytes,
         )
 

@@ -24,10 +24,12 @@ class ModuleLoad:
     for one sample, what tensor, sequence and expert parallelism exchange included. `state_bytes`,
     `kept_bytes` float64[k]: on one GPU if one pipeline stage held it all, weights and gradients,
     and what one sample keeps until its backward pass. `optimizer_bytes`: of all GPUs together, as
-    ZeRO-1 divides them. `layers`: parts that stages are made of. `virtual_stages`: model chunks a
-    stage. `expert_ranks`: data-parallel ranks come in multiples of it. `data_ranks`: those it may
-    have; None: any that divide the batch. A frozen module has fewer seconds, and no gradients,
-    optimizer states or kept bytes; nothing else is told of it."""
+    ZeRO-1 divides them. `gradients_s` float64[k]: to send all gradients of one GPU once, if one
+    pipeline stage held it all; a ring of d data-parallel ranks takes 2·(d − 1)/d of that. `layers`:
+    parts that stages are made of. `virtual_stages`: model chunks a stage. `expert_ranks`:
+    data-parallel ranks come in multiples of it. `data_ranks`: those it may have; None: any that
+    divide the batch. A frozen module has fewer seconds, and no gradients, optimizer states or kept
+    bytes; nothing else is told of it. Raises PlanningError with what is wrong."""
 
     name: str
     layers: int
@@ -35,6 +37,7 @@ class ModuleLoad:
     sample_s: NDArray[np.float64]
     state_bytes: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
+    gradients_s: NDArray[np.float64]
     optimizer_bytes: float = 0.0
     virtual_stages: int = 1
     expert_ranks: int = 1
@@ -49,6 +52,7 @@ class ModuleLoad:
         sample_s: ArrayLike,
         state_bytes: ArrayLike = 0.0,
         kept_bytes: ArrayLike = 0.0,
+        gradients_s: ArrayLike = 0.0,
         optimizer_bytes: float = 0.0,
         virtual_stages: int = 1,
         expert_ranks: int = 1,
@@ -57,52 +61,58 @@ class ModuleLoad:
         """From any arrays; one number stands for all tensor-parallel sizes. Raises PlanningError
         with what is wrong."""
         sizes = np.atleast_1d(np.asarray(tensor_ranks, np.int64))
-        if (
-            sizes.ndim != 1
-            or sizes.size == 0
-            or sizes.min() < 1
-            or np.unique(sizes).size < sizes.size
-        ):
-            raise PlanningError(
-                f"{name}: tensor_ranks is {sizes.tolist()}; give sizes of at least 1, each once"
-            )
-        for what, value in (
-            ("layers", layers),
-            ("virtual_stages", virtual_stages),
-            ("expert_ranks", expert_ranks),
-            *(("data_ranks", each) for each in data_ranks or ()),
-        ):
-            if value < 1:
-                raise PlanningError(f"{name}: {what} is {value}; it must be at least 1")
-        if virtual_stages > layers:
-            raise PlanningError(
-                f"{name}: virtual_stages is {virtual_stages} and it has {layers} layers; a model "
-                "chunk has at least one: lower virtual_stages"
-            )
+
+        def each_size(values: ArrayLike) -> NDArray[np.float64]:
+            found = np.asarray(values, np.float64)
+            return np.broadcast_to(found, sizes.shape).copy() if found.ndim == 0 else found
+
         return ModuleLoad(
             name=name,
             layers=layers,
             tensor_ranks=sizes,
-            sample_s=_amounts(sample_s, f"{name}: sample_s", sizes),
-            state_bytes=_amounts(state_bytes, f"{name}: state_bytes", sizes),
-            kept_bytes=_amounts(kept_bytes, f"{name}: kept_bytes", sizes),
-            optimizer_bytes=float(_amounts(optimizer_bytes, f"{name}: optimizer_bytes", sizes)[0]),
+            sample_s=each_size(sample_s),
+            state_bytes=each_size(state_bytes),
+            kept_bytes=each_size(kept_bytes),
+            gradients_s=each_size(gradients_s),
+            optimizer_bytes=float(optimizer_bytes),
             virtual_stages=virtual_stages,
             expert_ranks=expert_ranks,
             data_ranks=None if data_ranks is None else tuple(sorted(set(data_ranks))),
         )
 
+    def __post_init__(self) -> None:
+        sizes = self.tensor_ranks
+        flat = sizes.ndim == 1 and sizes.size > 0
+        if not (flat and sizes.min() >= 1 and np.unique(sizes).size == sizes.size):
+            raise PlanningError(
+                f"{self.name}: tensor_ranks is {sizes.tolist()}; give sizes of at least 1, each "
+                "once"
+            )
+        counts = {
+            name: getattr(self, name) for name in ("layers", "virtual_stages", "expert_ranks")
+        }
+        for what, value in (*counts.items(), *(("data_ranks", n) for n in self.data_ranks or ())):
+            if value < 1:
+                raise PlanningError(f"{self.name}: {what} is {value}; it must be at least 1")
+        if self.virtual_stages > self.layers:
+            raise PlanningError(
+                f"{self.name}: virtual_stages is {self.virtual_stages} and it has {self.layers} "
+                "layers; a model chunk has at least one: lower virtual_stages"
+            )
+        for what in ("sample_s", "state_bytes", "kept_bytes", "gradients_s", "optimizer_bytes"):
+            self._check_amounts(what)
 
-def _amounts(values: ArrayLike, name: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    found = np.asarray(values, np.float64)
-    if found.shape not in ((), sizes.shape):
-        raise PlanningError(
-            f"{name} has shape {found.shape} for {sizes.size} tensor-parallel sizes; give one "
-            "number, or one for each"
-        )
-    if not (np.isfinite(found) & (found >= 0)).all():
-        raise PlanningError(f"{name} is {found.tolist()}; it must be finite and at least 0")
-    return np.broadcast_to(found, sizes.shape).copy()
+    def _check_amounts(self, what: str) -> None:
+        found, sizes = np.asarray(getattr(self, what)), self.tensor_ranks
+        if found.shape not in ((), sizes.shape):
+            raise PlanningError(
+                f"{self.name}: {what} has shape {found.shape} for {sizes.size} tensor-parallel "
+                "sizes; give one number, or one for each"
+            )
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise PlanningError(
+                f"{self.name}: {what} is {found.tolist()}; it must be finite and at least 0"
+            )
 
 
 def module_loads(
@@ -118,8 +128,9 @@ def module_loads(
     precision: Precision | None = None,
 ) -> dict[str, ModuleLoad]:
     """Each module of `model` as a load, from analytic costs. `work` has one sample in each
-    microbatch: a sample takes the mean of their seconds, and keeps what the largest keeps. Virtual
-    stages are the decoder's. Raises PlanningError."""
+    microbatch: a sample takes the mean of their seconds, and keeps what the largest keeps.
+    Gradients are summed over the links between nodes, where there are several. Virtual stages are
+    the decoder's. Raises PlanningError."""
     profiles = []
     for ranks in tensor_ranks:
         shares = LayerShares(tensor_ranks=ranks, sequence_parallel=sequence_parallel)
@@ -132,6 +143,7 @@ def module_loads(
     return {
         name: _load(
             name, tensor_ranks, profiles, work, recompute,
+            link_bytes_per_s=group.link_bytes_per_s(group.gpus),
             virtual_stages=virtual_stages if name == "decoder" else 1,
             expert_ranks=expert_ranks if name == "decoder" and has_experts else 1,
         )
@@ -146,10 +158,11 @@ def _load(
     work: LayerWork,
     recompute: Recompute,
     *,
+    link_bytes_per_s: float,
     virtual_stages: int,
     expert_ranks: int,
 ) -> ModuleLoad:
-    seconds, states, kept, optimizer = [], [], [], 0.0
+    seconds, states, kept, gradients, optimizer = [], [], [], [], 0.0
     mine = np.array([module == name for module in profiles[0].modules])
     numbered = [each for each in np.array(profiles[0].names)[mine] if each[-1].isdigit()]
     for ranks, profile in zip(tensor_ranks, profiles, strict=True):
@@ -158,6 +171,7 @@ def _load(
         seconds.append(math.fsum(taken[:, mine].sum(axis=1)) / len(taken))
         states.append(float(profile.state_bytes[mine].sum()))
         kept.append(float(profile.kept_bytes(work, recompute)[:, mine].sum(axis=1).max()))
+        gradients.append(float(profile.gradient_bytes[mine].sum()) / link_bytes_per_s)
         # Each data-parallel rank has an equal part of them, each expert's among its own ranks.
         optimizer = max(optimizer, float(profile.optimizer_bytes[mine].sum()) * ranks)
     return ModuleLoad.of(
@@ -167,6 +181,7 @@ def _load(
         sample_s=seconds,
         state_bytes=states,
         kept_bytes=kept,
+        gradients_s=gradients,
         optimizer_bytes=optimizer,
         virtual_stages=virtual_stages,
         expert_ranks=expert_ranks,

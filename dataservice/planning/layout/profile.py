@@ -47,8 +47,8 @@ class LayerProfile:
     `kept_token_bytes`, `kept_square_bytes` by kind of recomputation: what a token, and a squared
     one, keeps until its backward pass. `again`: seconds of the work that selective recomputation
     does again; full recomputation does the forward pass again. `state_bytes`: weights and
-    gradients; `optimizer_bytes`: what ZeRO-1 divides over data-parallel ranks. `output_bytes`: what
-    a token hands to the next entry."""
+    gradients; `gradient_bytes`: gradients alone; `optimizer_bytes`: what ZeRO-1 divides over
+    data-parallel ranks. `output_bytes`: what a token hands to the next entry."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
@@ -58,6 +58,7 @@ class LayerProfile:
     kept_token_bytes: Mapping[Recompute, Floats]
     kept_square_bytes: Mapping[Recompute, Floats]
     state_bytes: Floats
+    gradient_bytes: Floats
     optimizer_bytes: Floats
     output_bytes: Floats
 
@@ -66,7 +67,7 @@ class LayerProfile:
         paces = (self.forward, self.backward, self.again)
         found = [getattr(pace, field.name) for pace in paces for field in fields(Pace)]
         found += [*self.kept_token_bytes.values(), *self.kept_square_bytes.values()]
-        found += [self.state_bytes, self.optimizer_bytes, self.output_bytes]
+        found += [self.state_bytes, self.gradient_bytes, self.optimizer_bytes, self.output_bytes]
         for values in found:
             sound = values.shape == (count,) and bool((np.isfinite(values) & (values >= 0)).all())
             if not sound or len(self.modules) != count:

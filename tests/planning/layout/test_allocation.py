@@ -46,6 +46,7 @@ def brute_force(loads: list[ModuleLoad | None], gpus: int, batch: int, memory: f
             whole = load.sample_s[place] * samples
             stage, chunks = whole * fullest, load.virtual_stages
             warm += stage + (whole - stage) / chunks
+            warm += 2 * load.gradients_s[place] * fullest * (data - 1) / data
             slowest = max(slowest, stage)
             inside = stages
             if chunks > 1 and stages > 1:
@@ -69,6 +70,7 @@ def random_load(rng: np.random.Generator, name: str, *, virtual: int = 1) -> Mod
         state_bytes=rng.uniform(1, 30) / sizes,
         kept_bytes=rng.uniform(0, 3) / sizes,
         optimizer_bytes=rng.uniform(0, 40),
+        gradients_s=rng.choice([0, 1]) * rng.uniform(0, 3) / sizes,
         virtual_stages=virtual,
         expert_ranks=int(rng.choice([1, 1, 2])),
     )
@@ -138,6 +140,16 @@ def test_a_frozen_module_needs_fewer_gpus() -> None:
     assert less["generator"].gpus < trained["generator"].gpus
 
 
+def test_gradients_that_take_long_to_sum_speak_for_fewer_data_parallel_ranks() -> None:
+    slow = replace(LM, gradients_s=40 / LM.tensor_ranks)
+    found = [
+        allocate_modules(each, gpus=1296, batch=1920, memory_bytes=80e9, encoder=VIT)
+        for each in (LM, slow)
+    ]
+    assert found[1]["decoder"].data_ranks < found[0]["decoder"].data_ranks
+    assert found[1].gradients_s > found[0].gradients_s == 0
+
+
 def test_expert_ranks_come_whole() -> None:
     found = allocate_modules(
         replace(LM, expert_ranks=16), gpus=648, batch=960, memory_bytes=80e9, encoder=VIT
@@ -150,7 +162,7 @@ def test_virtual_stages_shorten_the_warm_up_and_keep_more() -> None:
         allocate_modules(
             replace(LM, virtual_stages=chunks, data_ranks=(6,), tensor_ranks=np.array([8]),
                     sample_s=np.array([1.2]), state_bytes=np.array([52e9]),
-                    kept_bytes=np.array([7e9])),
+                    kept_bytes=np.array([7e9]), gradients_s=np.zeros(1)),
             gpus=480, batch=960, memory_bytes=80e9,
         )
         for chunks in (1, 4)
@@ -214,6 +226,8 @@ def test_what_is_said_to_be_missing_is_enough() -> None:
         ({"sample_s": [np.nan]}, "must be finite and at least 0"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         ({"virtual_stages": 9}, "lower virtual_stages"),
+        ({"gradients_s": [-1.0]}, "gradients_s is .* at least 0"),
+        ({"data_ranks": (0, 4)}, "data_ranks is 0; it must be at least 1"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
