@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel
 
 CHOICES = 3
-# Options looked at for one device; each takes some 20 ns.
-_NODES = 300_000
+# Options looked at for one device, times the rows that each is held against, and at least.
+_WORK = 3_000_000
+_LEAST_NODES = 20_000
 # Rows whose relaxation is asked: those with the least room.
 _RELAXED_ROWS = 4
 
@@ -101,8 +102,9 @@ def choose_counts(groups: LayerGroups, capacity: float, keep: int) -> DeviceChoi
         ],
         np.int64,
     )
+    nodes = max(_LEAST_NODES, _WORK // (9 + used.shape[1]))
     chosen, costs, bound, proven = _branch(
-        used, cost, working, offsets, capacity, *relaxed, start, keep, _NODES
+        used, cost, working, offsets, capacity, *relaxed, start, keep, nodes
     )
     found = int((costs < np.inf).sum())
     counts = np.zeros((found, len(order), CHOICES), np.int64)
