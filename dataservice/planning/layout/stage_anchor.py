@@ -13,7 +13,7 @@ from dataservice.planning.layout.stage_times import MeanTimes
 from dataservice.planning.loads.problem import certify
 
 # Nodes of the branch and bound; a node takes about 10 ns. Shifts tried before it.
-_NODES = 1_000_000
+_NODES = 300_000
 _SHIFTS = 200_000
 # Sums of the same seconds in another order differ by this much, relatively.
 _ROUNDING = 1e-12
