@@ -7,21 +7,41 @@ Chunks share the whole model's own modules. Its output head is its embedding, so
 last stage each compute a part of that weight's gradient; `sum_tied_gradient` adds the parts.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from demo.model import DemoModel, run_layers
+from demo.model import AudioEncoder, Block, DemoModel, VisionEncoder, run_layers
 from trainer_client import Microbatch
-from trainer_client.runtime import Features, PackedAttention, PipelineMesh
+from trainer_client.runtime import Features, PackedAttention, PipelineMesh, StageLayout
 
 
 def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
     """Two or more chunks with nearly equal numbers of layers, in model order."""
     places = torch.arange(len(model.layers)).tensor_split(chunks)
-    parts = [[model.layers[place] for place in part.tolist()] for part in places]
+    return _cut(model, [0, *itertools.accumulate(len(part) for part in places)])
+
+
+def lay_out_model(model: DemoModel, layout: StageLayout) -> list[nn.Module]:
+    """The layout's chunks, in model order; their layers recompute as it says. Raises LayoutError
+    where it is of another model."""
+    towers = {"llm": list(model.layers)}
+    for name, encoder in model.encoders.items():
+        assert isinstance(encoder, VisionEncoder | AudioEncoder)
+        towers[name] = list(encoder.blocks)
+    for name in sorted(towers.keys() | set(layout.modules)):
+        blocks = towers.get(name, [])
+        for block, how in zip(blocks, layout.recompute_of(name, len(blocks)), strict=True):
+            assert isinstance(block, Block)
+            block.recompute = how
+    return _cut(model, layout.decoder_bounds)
+
+
+def _cut(model: DemoModel, bounds: Sequence[int]) -> list[nn.Module]:
+    parts = [list(model.layers[first:end]) for first, end in itertools.pairwise(bounds)]
     later = [LaterChunk(model, part, last=part is parts[-1]) for part in parts[1:]]
     return [FirstChunk(model, parts[0]), *later]
 

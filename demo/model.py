@@ -22,7 +22,9 @@ from trainer_client.runtime import (
     Features,
     GroupPool,
     PackedAttention,
+    Recompute,
     forward_microbatch,
+    recomputed,
     scatter_rows,
 )
 
@@ -35,6 +37,7 @@ PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, 1, head_dim / 2] each
 Span = tuple[int, int]  # (count, length): `count` sequences of one length, end to end
+Where = PackedAttention | Sequence[Span]  # of a decoder's block, of an encoder's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +124,35 @@ class DemoModel(nn.Module):
         return x
 
 
-class DecoderBlock(nn.Module):
-    """Grouped-query attention and SwiGLU, as in Llama and Qwen2."""
+class Block(nn.Module):
+    """Attention, then a network on each row. `recompute` says what its backward runs again: the
+    network alone where selective, which keeps most of what there is to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recompute: Recompute = "none"
+
+    def forward(self, x: Tensor, angles: Angles, where: Where) -> Tensor:
+        """[rows, width] to the same shape; `where` says which rows attend to which."""
+        if self.recompute == "full":
+            return recomputed(self.whole, x, angles, where)
+        return self.whole(x, angles, where)
+
+    def whole(self, x: Tensor, angles: Angles, where: Where) -> Tensor:
+        x = x + self.attend(x, angles, where)
+        again = self.recompute == "selective"
+        return x + (recomputed(self.mix, x) if again else self.mix(x))
+
+    def attend(self, x: Tensor, angles: Angles, where: Where) -> Tensor:
+        raise NotImplementedError
+
+    def mix(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class DecoderBlock(Block):
+    """Grouped-query attention and SwiGLU, as in Llama and Qwen2. `where` is the pack's attention,
+    which exchanges rows with other ranks."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,17 +167,21 @@ class DecoderBlock(nn.Module):
         self.gate_up = nn.Linear(width, 2 * (8 * width // 3), bias=False)
         self.down = nn.Linear(8 * width // 3, width, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, attention: PackedAttention) -> Tensor:
-        """[rows, width] to the same shape; `attention` exchanges rows with other ranks."""
+    def attend(self, x: Tensor, angles: Angles, where: Where) -> Tensor:
+        assert callable(where)
         parts = self.qkv(self.attention_norm(x)).split(self.widths, dim=-1)
         q, k, v = (
             part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, self.heads, strict=True)
         )
-        attended = attention(rotate(q, angles), rotate(k, angles), v, causal=True)
-        x = x + self.out(attended.flatten(1))
+        attended: Tensor = self.out(
+            where(rotate(q, angles), rotate(k, angles), v, causal=True).flatten(1)
+        )
+        return attended
+
+    def mix(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: Tensor = self.down(functional.silu(gate) * up)
-        return x + mixed
+        return mixed
 
 
 def run_layers(
@@ -161,8 +195,8 @@ def run_layers(
     return x
 
 
-class EncoderBlock(nn.Module):
-    """Full attention inside each span, and a GELU network."""
+class EncoderBlock(Block):
+    """Full attention inside each span, and a GELU network. `where`: spans that cover the rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -176,12 +210,17 @@ class EncoderBlock(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: Tensor, angles: Angles, spans: Sequence[Span]) -> Tensor:
-        """[rows, width] to the same shape; the spans cover the rows."""
+    def attend(self, x: Tensor, angles: Angles, where: Where) -> Tensor:
+        assert not callable(where)
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        x = x + self.out(attend_within(rotate(q, angles), rotate(k, angles), v, spans).flatten(1))
+        attended: Tensor = self.out(
+            attend_within(rotate(q, angles), rotate(k, angles), v, where).flatten(1)
+        )
+        return attended
+
+    def mix(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.mlp(self.mlp_norm(x))
-        return x + mixed
+        return mixed
 
 
 class VisionEncoder(nn.Module):

@@ -28,6 +28,7 @@ from trainer_client.runtime.pipeline_schedule import (
 )
 from trainer_client.runtime.pipeline_timeline import Timeline, gantt
 from trainer_client.runtime.ring_attention import PackedAttention, ring_attention
+from trainer_client.runtime.stage_layout import Recompute, StageLayout, recomputed
 from trainer_client.runtime.step import (
     Features,
     MultimodalModel,
@@ -57,8 +58,10 @@ __all__ = [
     "PipelineResult",
     "PipelineSchedule",
     "PlanMismatchError",
+    "Recompute",
     "RuntimeFault",
     "SlowAttention",
+    "StageLayout",
     "StepResult",
     "Timeline",
     "check_same_plan",
@@ -69,6 +72,7 @@ __all__ = [
     "global_loss_tokens",
     "one_forward_one_backward",
     "place_in_mesh",
+    "recomputed",
     "ring_attention",
     "run_pipeline_step",
     "run_step",

@@ -24,13 +24,13 @@ class Need:
     """Checked input, by device.
 
     `groups`: its layers, equal ones together; `members`: which layers of the model those are;
-    `held`: what it holds at once, int64[row, chunk, class of microbatches]. `added_s`
+    `held`: what it holds at once, int32[row, chunk, class of microbatches]. `added_s`
     float64[microbatch, layer, choice].
     """
 
     groups: list[LayerGroups]
     members: list[list[NDArray[np.int64]]]
-    held: list[NDArray[np.int64]]
+    held: list[NDArray[np.int32]]
     added_s: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
     fixed_bytes: NDArray[np.float64]
@@ -110,10 +110,11 @@ def _device_groups(
     kept: NDArray[np.float64],
     added: NDArray[np.float64],
     working: NDArray[np.float64],
-    held: list[NDArray[np.int64]],
+    held: list[NDArray[np.int32]],
 ) -> tuple[LayerGroups, list[NDArray[np.int64]]]:
     """Layers of a chunk that keep, add and need the same are a group."""
-    members, used = [], []
+    members: list[NDArray[np.int64]] = []
+    used = []
     for local, chunk in enumerate(range(device, bounds.size - 1, stages)):
         layers = np.arange(bounds[chunk], bounds[chunk + 1])
         alike = np.concatenate(
@@ -124,13 +125,16 @@ def _device_groups(
             axis=1,
         )
         _, first, group_of = np.unique(alike, axis=0, return_index=True, return_inverse=True)
-        for group in np.argsort(first, kind="stable"):
-            members.append(layers[group_of.reshape(-1) == group])
-            used.append(held[device][:, local] @ kept[:, members[-1][0]])  # [row, choice]
+        order = np.argsort(first, kind="stable")
+        members += [layers[group_of.reshape(-1) == group] for group in order]
+        # [row, class] · [class, group · choice], one product a chunk
+        of_heads = kept[:, layers[first[order]]].reshape(len(kept), -1)
+        sums = held[device][:, local].astype(np.float64) @ of_heads
+        used.append(sums.reshape(len(sums), -1, CHOICES))
     heads = np.array([group[0] for group in members])
     groups = LayerGroups(
         layers=np.array([group.size for group in members]),
-        used=np.stack(used, axis=1),
+        used=np.concatenate(used, axis=1),
         working=working[heads],
         cost=added[:, heads].mean(axis=0),
     )

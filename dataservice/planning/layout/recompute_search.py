@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel
 
 CHOICES = 3
-# Options looked at for one device; each takes some 20 ns.
-_NODES = 300_000
+# Options looked at for one device, times the rows that each is held against, and at least.
+_WORK = 3_000_000
+_LEAST_NODES = 20_000
 # Rows whose relaxation is asked: those with the least room.
 _RELAXED_ROWS = 4
 
@@ -101,8 +102,9 @@ def choose_counts(groups: LayerGroups, capacity: float, keep: int) -> DeviceChoi
         ],
         np.int64,
     )
+    nodes = max(_LEAST_NODES, _WORK // (9 + used.shape[1]))
     chosen, costs, bound, proven = _branch(
-        used, cost, working, offsets, capacity, *relaxed, start, keep, _NODES
+        used, cost, working, offsets, capacity, *relaxed, start, keep, nodes
     )
     found = int((costs < np.inf).sum())
     counts = np.zeros((found, len(order), CHOICES), np.int64)
@@ -208,6 +210,21 @@ def _cost_to_save(saved: NDArray[np.float64], seconds: NDArray[np.float64], need
 
 
 @kernel
+def _cost_to_fit(
+    saved: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    relaxed: NDArray[np.int64],
+    group: int,
+    need: NDArray[np.float64],
+) -> float:
+    """Least seconds with which the groups from `group` on may save `need` [row] bytes."""
+    least = 0.0
+    for k in range(relaxed.size):
+        least = max(least, _cost_to_save(saved[k, group], seconds[k, group], need[relaxed[k]]))
+    return least
+
+
+@kernel
 def _branch(
     used: NDArray[np.float64],
     cost: NDArray[np.float64],
@@ -234,10 +251,7 @@ def _branch(
     held = np.zeros((groups + 1, rows))
     spent = np.zeros(groups + 1)
     moment = np.zeros(groups + 1)
-    bound = cheap_cost[0]
-    for k in range(relaxed.size):
-        need = cheap_used[0, relaxed[k]] - capacity
-        bound = max(bound, cheap_cost[0] + _cost_to_save(saved[k, 0], seconds[k, 0], need))
+    bound = cheap_cost[0] + _cost_to_fit(saved, seconds, relaxed, 0, cheap_used[0] - capacity)
     if start.size:
         for g in range(groups):
             spent[g + 1] = spent[g] + cost[start[g]]
@@ -265,12 +279,9 @@ def _branch(
         if g == groups - 1:
             _keep(best, chosen, spent[groups], at)
             continue
-        promise = cheap_cost[g + 1]
-        for k in range(relaxed.size):
-            need = held[g + 1, relaxed[k]] + cheap_used[g + 1, relaxed[k]] - room
-            left = _cost_to_save(saved[k, g + 1], seconds[k, g + 1], need)
-            promise = max(promise, cheap_cost[g + 1] + left)
-        if spent[g + 1] + promise >= best[keep - 1]:
+        need = held[g + 1] + cheap_used[g + 1] - room
+        left = cheap_cost[g + 1] + _cost_to_fit(saved, seconds, relaxed, g + 1, need)
+        if spent[g + 1] + left >= best[keep - 1]:
             continue
         g += 1
         at[g] = offsets[g] - 1

@@ -6,6 +6,7 @@ simulated; else one device after the other takes what is best beside the others,
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,7 +56,8 @@ class StepSearch:
         added = np.zeros((len(counts), len(self._order), self.bounds.size - 1))
         for group, layers in enumerate(self.need.members[device]):
             chunk = int(np.searchsorted(self.bounds, layers[0], side="right")) - 1
-            added[:, :, chunk] += counts[:, group] @ self.need.added_s[:, layers[0]].T
+            each = self.need.added_s[:, layers[0]]  # [microbatch, choice]
+            added[:, :, chunk] += (counts[:, None, group] * each).sum(axis=2)
         return added
 
     def seconds(self, picked: Sequence[int] | None) -> float:
@@ -108,7 +110,7 @@ def best_combination(search: StepSearch) -> tuple[list[int], float]:
     trials = _OPERATIONS // search.program.kind.size
     best = [choices[0] for choices in search.choices]
     value = search.seconds(best)
-    if np.prod([float(len(choices)) for choices in search.choices]) <= trials:
+    if math.prod(len(choices) for choices in search.choices) <= trials:
         for every in itertools.product(*search.choices):
             seconds = search.seconds(every)
             if seconds < value:

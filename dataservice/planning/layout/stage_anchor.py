@@ -12,8 +12,9 @@ from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.layout.stage_times import MeanTimes
 from dataservice.planning.loads.problem import certify
 
-# Nodes of the branch and bound; a node takes about 10 ns.
-_NODES = 1_000_000
+# Nodes of the branch and bound; a node takes about 10 ns. Shifts tried before it.
+_NODES = 300_000
+_SHIFTS = 200_000
 # Sums of the same seconds in another order differ by this much, relatively.
 _ROUNDING = 1e-12
 
@@ -34,7 +35,7 @@ def anchor_split(
         certify(np.sort(layers)[::-1], stages, equal_count=False),
         (float(mean.work[-1]) + sent) / stages,
     )
-    _level(begin, end, bounds, stages)
+    _level(begin, end, bounds, stages, _SHIFTS)
     proven = _improve(begin, end, bounds, stages, least, _NODES)
     return bounds, _slowest(begin, end, bounds, stages) if proven else least
 
@@ -111,7 +112,11 @@ def _slowest(
 
 @kernel
 def _level(
-    begin: NDArray[np.float64], end: NDArray[np.float64], bounds: NDArray[np.int64], stages: int
+    begin: NDArray[np.float64],
+    end: NDArray[np.float64],
+    bounds: NDArray[np.int64],
+    stages: int,
+    shifts: int,
 ) -> None:
     """Shift runs of neighbouring bounds by a layer while that lowers (largest load, squares)."""
     chunks = bounds.size - 1
@@ -125,6 +130,10 @@ def _level(
                 for step in (-1, 1):
                     if not shift(bounds, first, last, step):
                         continue
+                    shifts -= 1
+                    if shifts < 0:
+                        bounds[first : last + 1] -= step
+                        return
                     top, sum_of = _loads(begin, end, bounds, loads)
                     near = largest * _ROUNDING
                     less = sum_of < squares * (1 - _ROUNDING)

@@ -95,7 +95,42 @@ def _bounded_interleaved(
     begin = times.send_back.sum(axis=0) - work + fill + times.send[0]
     end = work + times.send.sum(axis=0)
     bounds, _ = minmax_split(np.tile(begin, (1, chunks, 1)), np.tile(end, (1, chunks, 1)))
-    # Every device before d has at least a layer of its first chunk.
-    mean = float(work[-1] + fill[:stages].sum()) / stages
     layers = np.sort(np.diff(work))[::-1]
-    return bounds, max(mean, certify(layers, stages, equal_count=False), alone)
+    spread = certify(layers, stages, equal_count=False)
+    return bounds, max(_filled(times, stages, virtual_stages, fill), spread, alone)
+
+
+def _filled(
+    times: StageTimes, stages: int, virtual_stages: int, ends: NDArray[np.float64]
+) -> float:
+    """All work, and what devices wait at both ends, spread evenly over the devices.
+
+    Device d begins its j-th chunk when the first microbatch has come through all before it, and
+    until then has run no more than its earlier chunks for a round of p microbatches; the end
+    mirrors this. The mean over j of what that leaves idle, summed over devices, is (p − 1 − d) / v
+    times `ends` of device d's layers, first forward and last backward. That is least where late
+    devices hold most, and none holds more than fills the step.
+    """
+    work = (times.forward + times.backward).sum(axis=0)
+    count, total = len(times.forward), float(work[-1])
+    if count % stages:  # a last round that is not whole warms up longer
+        return total / stages
+    first = stages * times.forward[0] - times.forward[:stages].sum(axis=0)
+    last = stages * times.backward[-1] - times.backward[-stages:].sum(axis=0)
+    # A round whose other microbatches are longer than the first keeps devices busy meanwhile.
+    busier = float(first.min() + last.min()) * (virtual_stages - 1) / virtual_stages
+    own, at_ends = np.diff(work), np.diff(ends)
+    share = float((at_ends[own > 0] / own[own > 0]).max(initial=0.0))
+    ahead = np.arange(stages, dtype=np.float64)  # of the last device, the one before it, ...
+
+    def waits(step_s: float) -> float:
+        each = min(share * step_s, float(ends[-1]))
+        held = np.clip(float(ends[-1]) - ahead * each, 0.0, each)
+        return float((ahead * held).sum())
+
+    low, high = total / stages, total + float(ends[-1]) * stages
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = stages * middle >= total + busier + waits(middle) / virtual_stages
+        low, high = (low, middle) if enough else (middle, high)
+    return low

@@ -5,6 +5,7 @@ each is simulated; else the search shifts runs of neighbouring bounds by a layer
 becomes shorter, from the anchor and from the best by the metric.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,9 @@ class Near(NamedTuple):
     high: NDArray[np.int64]
 
     @property
-    def splits(self) -> float:
+    def splits(self) -> int:
         """At most so many splits."""
-        return float(np.prod((self.high - self.low + 1).astype(np.float64)))
+        return math.prod((self.high - self.low + 1).tolist())
 
 
 def near(anchor: NDArray[np.int64], radius: int) -> Near:

@@ -41,7 +41,7 @@ from dataservice.planning.registry import algorithm_named
 Ranking = Literal["step", "metric"]
 
 # Operations simulated around each anchor. Sets the time of a search, not its clock.
-_OPERATIONS = 4_000_000
+_OPERATIONS = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,150 @@
+"""The demo's model as a layout cuts it: gradients of the whole model, on 2 to 4 stages."""
+
+import itertools
+
+import pytest
+import torch
+
+from demo.chunks import lay_out_model, sum_tied_gradient
+from demo.model import DemoModel, ModelConfig
+from tests.demo.scripted_steps import (
+    ONE_REPLICA,
+    TWO_REPLICAS,
+    plain_loop,
+    scripted_samples,
+    shard_of,
+    step_plan,
+)
+from tests.trainer_client.runtime.conftest import run_world
+from trainer_client.runtime import (
+    HiddenStates,
+    LayoutError,
+    PackedAttention,
+    PipelineMesh,
+    StageLayout,
+    run_pipeline_step,
+)
+
+CONFIG = ModelConfig(vocabulary=64, width=32, layers=5, heads=4, kv_heads=2, encoder_width=16)
+MODULES = ("vision", "vision", "audio", *["llm"] * 5)
+MIXED = ("full", "none", "selective", "none", "full", "selective", "full", "none")
+# (stages, virtual stages, replicas) → bounds: unequal chunks; of four, the first only encodes.
+BOUNDS = {
+    (2, 1, 2): (0, 4, 8),
+    (2, 2, 2): (0, 4, 5, 7, 8),
+    (3, 1, 1): (0, 6, 7, 8),
+    (4, 1, 1): (0, 3, 5, 6, 8),
+}
+
+
+def make_model():
+    torch.manual_seed(3)
+    return DemoModel(CONFIG).double()
+
+
+def train_case(rank, case):
+    stages, virtual_stages, replicas = case
+    samples = scripted_samples()
+    packs, encodes = (TWO_REPLICAS, [1, 1, 0, 0, 1, 1]) if replicas == 2 else (ONE_REPLICA, [0] * 6)
+    model = make_model()
+    layout = StageLayout(modules=MODULES, bounds=BOUNDS[case], recompute=MIXED)
+    with PipelineMesh(
+        stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
+        timeout_s=60, lane=str(case),
+    ) as mesh:  # fmt: skip
+        chunks = lay_out_model(model, layout)[mesh.stage :: stages]
+        shard = shard_of(step_plan(samples, packs, encodes), samples, mesh.replica)
+        hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
+        result = run_pipeline_step(chunks, shard, mesh, hidden)
+        sum_tied_gradient(chunks, mesh)
+    mine = {id(weight) for chunk in chunks for weight in chunk.parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
+    return {"loss": result.loss, "grads": grads}
+
+
+def every_case(rank, size):
+    torch.set_num_threads(1)
+    return {case: train_case(rank, case) for case in BOUNDS if rank < case[0] * case[2]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
+
+
+@pytest.mark.parametrize("case", BOUNDS, ids=str)
+def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case):
+    whole = make_model()
+    loss = plain_loop(whole, scripted_samples())
+    expected = {name: weight.grad for name, weight in whole.named_parameters()}
+    seen = set()
+    for answer in trained.values():
+        if case not in answer:
+            continue
+        assert answer[case]["loss"] == pytest.approx(loss, rel=1e-10)
+        for name, grad in answer[case]["grads"].items():
+            assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
+            seen.add(name)
+    assert seen == expected.keys()
+
+
+def kept_bytes(how):
+    """What the first decoder layer's forward keeps for its backward, and its gradients."""
+    model = make_model()
+    lay_out_model(model, StageLayout(modules=MODULES, bounds=(0, 4, 8), recompute=(how,) * 8))
+    weights = {id(weight) for weight in model.parameters()}
+    x = torch.randn(50, CONFIG.width, dtype=torch.float64, generator=torch.manual_seed(1))
+    x.requires_grad_()
+    kept = {}
+
+    def keep(tensor):
+        if id(tensor) not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    layer = model.layers[0]
+    angles = torch.ones(50, 1, layer.head_dim // 2).double(), torch.zeros(50, 1, 4).double()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        given = layer(x, angles, PackedAttention([0, 50]))
+    given.square().sum().backward()
+    return sum(kept.values()), [weight.grad for weight in layer.parameters()]
+
+
+def test_what_recomputes_more_keeps_less_and_has_the_same_gradients():
+    found = {how: kept_bytes(how) for how in ("none", "selective", "full")}
+    kept = [found[how][0] for how in ("none", "selective", "full")]
+    assert all(more > 1.5 * less for more, less in itertools.pairwise(kept))
+    for how in ("selective", "full"):
+        for grad, expected in zip(found[how][1], found["none"][1], strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=0)
+
+
+def test_a_layout_counts_encoder_layers_as_the_planner_does():
+    layout = StageLayout(modules=MODULES, bounds=(0, 3, 5, 6, 8), recompute=MIXED)
+    assert layout.decoder_bounds == (0, 0, 2, 3, 5)
+    assert layout.recompute_of("vision", 2) == ("full", "none")
+    assert layout.recompute_of("llm", 5) == MIXED[3:]
+    assert StageLayout(modules=MODULES, bounds=(0, 8)).recompute_of("audio", 1) == ("none",)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bounds": (0, 4, 4, 8)}, "rise from 0 to 8"),
+        ({"bounds": (0, 4)}, "rise from 0 to 8"),
+        ({"bounds": (0, 2, 8)}, "layer 2 is audio's and lies behind the first cut, 2"),
+        ({"recompute": ("full",)}, "names 1 layers of 8"),
+        ({"recompute": ("some",) * 8}, "'some'"),
+        ({"modules": ("vision", "llm", "audio", *["llm"] * 5)}, "follows the decoder's first"),
+    ],
+)
+def test_layouts_that_no_pipeline_can_run_are_refused(change, words):
+    given = {"modules": MODULES, "bounds": (0, 4, 8), "recompute": MIXED} | change
+    with pytest.raises(LayoutError, match=words):
+        StageLayout(**given)
+
+
+def test_a_layout_of_another_model_is_refused():
+    layout = StageLayout(modules=("vision", *["llm"] * 5), bounds=(0, 3, 6))
+    with pytest.raises(LayoutError, match=r"1 layers of vision and the model 2|0 layers of audio"):
+        lay_out_model(make_model(), layout)
