@@ -91,7 +91,8 @@ def gaps_without(gaps: Gaps, stream: Stream, starts: NDArray[np.float64]) -> Gap
     """The gaps that are left when the stream's kernels run at `starts` [microbatch, kernel]."""
     hops = gaps.bounds.shape[0]
     encoders = stream.transfer_s.size
-    room = gaps.start_s.size + starts.size
+    # Resources may share gaps, and each kernel may cut one in two.
+    room = (gaps.bounds[:, :, 1] - gaps.bounds[:, :, 0]).sum() + starts.size
     start_s = np.empty(room, np.float64)
     end_s = np.empty(room, np.float64)
     bounds = np.empty_like(gaps.bounds)

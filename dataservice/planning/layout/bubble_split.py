@@ -5,17 +5,17 @@ that pipeline i can finish by t: the pipelines' ends, merged and sorted, are com
 dependency points F_1 ≤ F_2 ≤ …, and no split is enumerated. The least time before the backbone
 for which that holds is found by bisection, and its matching is a split. Backward passes must run
 where the forward did, so splits are then improved by moves and swaps of microbatches, each
-judged by placing the kernels of the two pipelines that change. Forwards run as late as their
-microbatches allow, backwards as early.
+judged by placing the kernels of the two pipelines that change; few splits are all tried. Forwards
+run as late as their microbatches allow, backwards as early.
 
     pipeline 0   E0 E1    E4    │                          ends  0 1 2 3 4
     pipeline 1   E2    E3       │                          F_j   0  1  2  3  4    each end ≤ its F
                  ├ before ┤├──── backbone ────┤├ after ┤
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,14 @@ from dataservice.planning.layout.bubble_placement import (
 
 # Bisection steps for the time before the backbone: to 2⁻²⁰ of what all encoding takes.
 _BISECTIONS = 20
-# Pipelines whose kernels are placed in one search, cached ones not counted.
+# Pipelines whose kernels are placed in one search, cached ones not counted, and splits compared.
 PLACEMENTS = 400
+SPLITS = 4000
+# Searches begun anew from the best split with a few microbatches dealt anew.
+_ROUNDS = 12
+_DEALT_ANEW = 3
+# Up to this many splits all are tried.
+_ALL_SPLITS = 512
 
 Members = tuple[int, ...]
 
@@ -40,8 +46,9 @@ Members = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """Encoder pipelines over a fixed timeline. `gaps` one for each block; pipeline i lies in block
-    i div `slices`. `need_s`, `gradient_s` float64[microbatch], rising. `states` and `kept`
-    float64[hop]: bytes of model states and of one microbatch; `room` float64[block, hop]."""
+    i div `slices`. `need_s`, `gradient_s` float64[microbatch], rising. `kept` float64[hop]:
+    bytes of activations of a microbatch; `room` float64[block, hop] for them. `floor_s`: time
+    outside the step that no split goes below."""
 
     forward: Stream
     backward: Stream
@@ -52,6 +59,7 @@ class Problem:
     step_s: float
     kept: NDArray[np.float64]
     room: NDArray[np.float64]
+    floor_s: float = 0.0
     reversed_forward: Stream = field(init=False)
     reversed_gaps: tuple[Gaps, ...] = field(init=False)
 
@@ -71,8 +79,8 @@ class Problem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRun:
     """One pipeline's kernels, `forward_s` and `backward_s` float64[member, kernel of the stream],
-    by how much they begin before the backbone's step and end after it, and the most bytes of
-    activations held on each hop."""
+    by how much they begin before the backbone's step and end after it, the most bytes of
+    activations held on each hop, and by how many they are too much for some device."""
 
     members: Members
     forward_s: NDArray[np.float64]
@@ -80,14 +88,27 @@ class PipelineRun:
     before_s: float
     after_s: float
     peak_bytes: NDArray[np.float64]
+    excess_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """`runs` by pipeline. `excess_bytes` over what devices hold; 0 where all is well."""
+    """What all pipelines do, `runs` by pipeline."""
 
     runs: tuple[PipelineRun, ...]
-    excess_bytes: float
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much some device holds too much; 0 where all is well."""
+        return max(run.excess_bytes for run in self.runs)
+
+    @property
+    def owner(self) -> NDArray[np.int64]:
+        """The pipeline of each microbatch, int64[microbatch]."""
+        owner = np.empty(sum(len(run.members) for run in self.runs), np.int64)
+        for pipeline, run in enumerate(self.runs):
+            owner[list(run.members)] = pipeline
+        return owner
 
     @property
     def before_s(self) -> float:
@@ -178,13 +199,15 @@ def run_pipeline(
             problem.backward, _for_backward(left), problem.gradient_s[chosen], np.inf, True
         )
         last_s = float((backward_s + problem.backward.seconds).max())
+    peak_bytes = _peak_bytes(problem, forward_s, backward_s)
     return PipelineRun(
         members=members,
         forward_s=forward_s,
         backward_s=backward_s,
         before_s=max(0.0, -float(forward_s.min(initial=0.0))),
         after_s=max(0.0, last_s - problem.step_s),
-        peak_bytes=_peak_bytes(problem, forward_s, backward_s),
+        peak_bytes=peak_bytes,
+        excess_bytes=max(0.0, float((peak_bytes - problem.room[block]).max())),
     )
 
 
@@ -221,41 +244,65 @@ def _peak_bytes(
 class SplitSearch:
     """Looks for the split with the least time outside the backbone's step."""
 
-    def __init__(self, problem: Problem, placements: int = PLACEMENTS) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.left = placements
+        self.placed = self.compared = 0
         self._known: dict[tuple[int, Members], PipelineRun] = {}
 
     def best(self) -> Split:
-        """The better of two starts, each improved: the matching of the forwards, and equal
-        counts."""
-        _, matched = least_before(self.problem)
-        even = np.arange(self.problem.microbatches) % self.problem.pipelines
-        best = min(
-            (self.improved(self.split(owner)) for owner in (matched, even)),
-            key=lambda split: split.rank,
-        )
+        """Of few splits the best; of many the better of two starts, each improved: the matching
+        of the forwards, and equal counts."""
+        count, pipelines = self.problem.microbatches, self.problem.pipelines
+        if pipelines**count <= _ALL_SPLITS:
+            tried = map(self.split, product(range(pipelines), repeat=count))
+            best = min(tried, key=lambda split: split.rank)
+        else:
+            best = self._searched()
         return self._with_early_forwards(best)
 
-    def split(self, owner: NDArray[np.int64]) -> Split:
+    def _searched(self) -> Split:
+        count, pipelines = self.problem.microbatches, self.problem.pipelines
+        _, matched = least_before(self.problem)
+        starts = [self.split(owner) for owner in (matched.tolist(), np.arange(count) % pipelines)]
+        best = min(map(self.improved, starts), key=lambda split: split.rank)
+        rng = np.random.default_rng(0)
+        for _ in range(_ROUNDS):
+            if self._is_done(best):
+                break
+            owner = best.owner
+            owner[rng.integers(count, size=_DEALT_ANEW)] = rng.integers(pipelines, size=_DEALT_ANEW)
+            tried = self.improved(self.split(owner.tolist()))
+            best = min(best, tried, key=lambda split: split.rank)
+        return best
+
+    def _is_done(self, split: Split) -> bool:
+        """Whether nothing better can be found, or the work allowed is used up."""
+        fits = split.excess_bytes == 0 and split.outside_s <= self.problem.floor_s * (1 + 1e-9)
+        return fits or self.placed >= PLACEMENTS or self.compared >= SPLITS
+
+    def split(self, owner: Iterable[int]) -> Split:
         """The split in which microbatch j is encoded by pipeline owner[j]."""
-        members = [tuple(np.nonzero(owner == i)[0].tolist()) for i in range(self.problem.pipelines)]
-        return self._judged(tuple(self._run(i, chosen) for i, chosen in enumerate(members)))
+        members: list[Members] = [()] * self.problem.pipelines
+        for microbatch, pipeline in enumerate(owner):
+            members[pipeline] += (microbatch,)
+        return Split(runs=tuple(self._run(i, chosen) for i, chosen in enumerate(members)))
 
     def improved(self, split: Split) -> Split:
-        """Take the first change that helps, until none does or the placements are used up."""
+        """Take the first change that helps, until none does or the work allowed is used up."""
         changed = True
-        while changed and self.left > 0 and split.rank[:2] > (0.0, 0.0):
+        rank = split.rank
+        while changed and not self._is_done(split):
             changed = False
             for one, other, first, second in self._changes(split):
                 runs = list(split.runs)
                 runs[one], runs[other] = self._run(one, first), self._run(other, second)
-                tried = self._judged(tuple(runs))
-                if tried.rank < split.rank:
-                    split, changed = tried, True
+                tried = Split(runs=tuple(runs))
+                self.compared += 1
+                if tried.rank < rank:
+                    split, rank, changed = tried, tried.rank, True
                     break
-                if self.left <= 0:
-                    break
+                if self.placed >= PLACEMENTS or self.compared >= SPLITS:
+                    return split
         return split
 
     def _changes(self, split: Split) -> Iterator[tuple[int, int, Members, Members]]:
@@ -265,7 +312,7 @@ class SplitSearch:
         everyone = range(len(runs))
         before = max(everyone, key=lambda i: runs[i].before_s)
         after = max(everyone, key=lambda i: runs[i].after_s)
-        full = max(everyone, key=lambda i: self._excess(i, runs[i]))
+        full = max(everyone, key=lambda i: (runs[i].excess_bytes, i == before))
         others = sorted(everyone, key=lambda i: (runs[i].before_s + runs[i].after_s, i))
         empty: set[int] = set()
         for one in dict.fromkeys((full, after, before)):
@@ -293,20 +340,12 @@ class SplitSearch:
                 early = run_pipeline(self.problem, i, run.members, split.before_s)
                 if early.after_s < run.after_s:
                     runs[i] = early
-        tried = self._judged(tuple(runs))
+        tried = Split(runs=tuple(runs))
         return tried if tried.rank[:2] < split.rank[:2] else split
 
     def _run(self, pipeline: int, members: Members) -> PipelineRun:
         key = pipeline // self.problem.slices, members
         if key not in self._known:
-            self.left -= 1
+            self.placed += 1
             self._known[key] = run_pipeline(self.problem, pipeline, members)
         return self._known[key]
-
-    def _excess(self, pipeline: int, run: PipelineRun) -> float:
-        over = run.peak_bytes - self.problem.room[pipeline // self.problem.slices]
-        return max(0.0, float(over.max()))
-
-    def _judged(self, runs: tuple[PipelineRun, ...]) -> Split:
-        excess = max(self._excess(i, run) for i, run in enumerate(runs))
-        return Split(runs=runs, excess_bytes=excess)

@@ -1,4 +1,4 @@
-"""Encoders cut into stages: kernels as streams, bytes, and what no schedule goes below."""
+"""Encoders cut into stages: their kernels as streams, and their bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from dataservice.planning.layout.bubble_inputs import (
     even_bounds,
 )
 from dataservice.planning.layout.bubble_placement import COMPUTE, LINKS, Stream
-from dataservice.planning.layout.bubble_timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,35 +150,3 @@ def bytes_left(
     little."""
     held = backbone.stage_bytes.reshape(-1, states.size)
     return memory_bytes - held - states
-
-
-def least_step_s(
-    backbone: BackboneTimes,
-    encoders: Sequence[EncoderTimes],
-    plan: EncoderPlan,
-    timeline: Timeline,
-) -> float:
-    """What no schedule over this timeline goes below: the backbone alone, all compute spread over
-    all devices, and the way of the first microbatch to the backbone and of the last one back."""
-    degree = plan.tensor_parallel
-    compute_s = sum(
-        tables[degree].compute_s
-        for encoder in encoders
-        for tables in (encoder.forward, encoder.backward)
-        if tables is not None
-    )
-    compute_s = compute_s / plan.slices + backbone.forward.compute_s + backbone.backward.compute_s
-    spread_s = backbone.microbatches * compute_s / backbone.pipeline_parallel
-    before = max(_way_s(e, plan, backward=False) for e in encoders) - timeline.need_s[0]
-    tail_s = timeline.step_s - timeline.gradient_s[-1]
-    after = max(_way_s(e, plan, backward=True) for e in encoders) - tail_s
-    way_s = timeline.step_s + max(0.0, float(before)) + max(0.0, float(after))
-    return max(spread_s, way_s)
-
-
-def _way_s(encoder: EncoderTimes, plan: EncoderPlan, *, backward: bool) -> float:
-    tables = encoder.backward if backward else encoder.forward
-    if tables is None:
-        return 0.0
-    seconds = tables[plan.tensor_parallel].seconds
-    return float(seconds.sum()) + (encoder.transfer_s if seconds.any() else 0.0)

@@ -23,6 +23,7 @@ from dataservice.planning.layout.bubble_actions import (
     inside_share,
     pipeline_actions,
 )
+from dataservice.planning.layout.bubble_bound import least_step_s
 from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderPlan, EncoderTimes
 from dataservice.planning.layout.bubble_placement import Gaps, Stream
 from dataservice.planning.layout.bubble_split import Problem, Split, SplitSearch
@@ -31,7 +32,6 @@ from dataservice.planning.layout.bubble_streams import (
     bytes_left,
     bytes_of_hops,
     encoder_streams,
-    least_step_s,
     possible_plans,
 )
 from dataservice.planning.layout.bubble_timeline import (
@@ -130,7 +130,7 @@ def schedule_bubbles(
     another. Encoder communication never runs beside the backbone's: it runs under backbone compute,
     or where the device does nothing for the backbone. `memory_bytes` of a GPU.
 
-    At most 400 placements of a pipeline a plan, each O(kernels + bubbles). Raises PlanningError on
+    Some 400 placements of a pipeline a plan, each O(kernels + bubbles). Raises PlanningError on
     bad input, and if no plan fits in memory.
     """
     if not encoders:
@@ -165,7 +165,7 @@ def _settings(task: _Task) -> list[_Setting]:
                     rows=rows,
                     forward=forward,
                     backward=backward,
-                    bound_s=least_step_s(task.backbone, task.encoders, plan, timeline),
+                    bound_s=least_step_s(task.backbone, task.encoders, plan, timeline, rows),
                 )
             )
     return made
@@ -234,6 +234,7 @@ def _problem(
         step_s=timeline.step_s,
         kept=kept,
         room=bytes_left(task.backbone, states, task.memory_bytes),
+        floor_s=setting.bound_s - timeline.step_s,
     )
 
 
@@ -245,9 +246,7 @@ def _schedule(task: _Task, best: _Found, coarse: _Found, bound_s: float) -> Bubb
         collective_actions(task.backbone, timeline, plan, before_s),
         backbone_actions(task.backbone, setting.rows, plan, before_s),
     ]
-    pipeline_of = np.empty(task.backbone.microbatches, np.int64)
     for pipeline, run in enumerate(split.runs):
-        pipeline_of[list(run.members)] = pipeline
         for stream, starts in (
             (setting.forward, run.forward_s),
             (setting.backward, run.backward_s),
@@ -261,7 +260,7 @@ def _schedule(task: _Task, best: _Found, coarse: _Found, bound_s: float) -> Bubb
     return BubbleSchedule(
         plan=plan,
         actions=join_actions(parts),
-        pipeline_of=pipeline_of,
+        pipeline_of=split.owner,
         step_s=best.step_s,
         before_s=before_s,
         after_s=split.after_s,

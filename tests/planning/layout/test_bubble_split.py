@@ -130,8 +130,12 @@ def test_forwards_are_feasible_exactly_where_the_counts_say_so(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_finds_the_best_of_all_splits_with_backward_passes(seed):
-    shape = ((2, 1, 6), (1, 2, 6), (3, 1, 5), (2, 2, 4))[seed % 4]
-    blocks, slices, microbatches = shape
+    few = seed % 8 < 4
+    of_few, of_more = (
+        ((2, 1, 6), (1, 2, 6), (3, 1, 5), (2, 2, 4)),
+        ((2, 1, 10), (3, 1, 6), (2, 2, 5)),
+    )
+    blocks, slices, microbatches = of_few[seed % 4] if few else of_more[seed % 3]
     problem = random_problem(
         seed, trained=True, blocks=blocks, slices=slices, microbatches=microbatches
     )
@@ -144,9 +148,8 @@ def test_the_search_finds_the_best_of_all_splits_with_backward_passes(seed):
     best = min(map(outside, all_splits(problem)))
     search = SplitSearch(problem)
     found = search.best().outside_s
-    assert found <= best + 0.02 * problem.step_s
-    assert search.left >= -2, "placements are limited"
-    assert PLACEMENTS <= 400
+    assert found <= best + (1e-9 if few else 0.005 * problem.step_s)
+    assert few or search.placed <= PLACEMENTS + 2 * problem.pipelines, "work is limited"
 
 
 @pytest.mark.parametrize("seed", range(30))
