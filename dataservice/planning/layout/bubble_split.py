@@ -4,18 +4,15 @@ Forward alone is feasible iff Σ_i n_i(F_j) ≥ j for every j, where n_i(t) coun
 that pipeline i can finish by t: the pipelines' ends, merged and sorted, are compared with the
 dependency points F_1 ≤ F_2 ≤ …, and no split is enumerated. The least time before the backbone
 for which that holds is found by bisection, and its matching is a split. Backward passes must run
-where the forward did, so splits are then improved by moves and swaps of microbatches, each
-judged by placing the kernels of the two pipelines that change; few splits are all tried. Forwards
-run as late as their microbatches allow, backwards as early.
+where the forward did; `bubble_search.py` therefore goes on from there. Forwards run as late as
+their microbatches allow, backwards as early.
 
     pipeline 0   E0 E1    E4    │                          ends  0 1 2 3 4
     pipeline 1   E2    E3       │                          F_j   0  1  2  3  4    each end ≤ its F
                  ├ before ┤├──── backbone ────┤├ after ┤
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +28,6 @@ from dataservice.planning.layout.bubble_placement import (
 
 # Bisection steps for the time before the backbone: to 2⁻²⁰ of what all encoding takes.
 _BISECTIONS = 20
-# Pipelines whose kernels are placed in one search, cached ones not counted, and splits compared.
-PLACEMENTS = 400
-SPLITS = 4000
-# Searches begun anew from the best split with a few microbatches dealt anew.
-_ROUNDS = 12
-_DEALT_ANEW = 3
-# Up to this many splits all are tried.
-_ALL_SPLITS = 512
 
 Members = tuple[int, ...]
 
@@ -239,113 +228,3 @@ def _peak_bytes(
         held = np.arange(1, taken.size + 1) - np.searchsorted(np.sort(freed), taken, side="right")
         peak[hop] = held.max() * problem.kept[hop]
     return peak
-
-
-class SplitSearch:
-    """Looks for the split with the least time outside the backbone's step."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.placed = self.compared = 0
-        self._known: dict[tuple[int, Members], PipelineRun] = {}
-
-    def best(self) -> Split:
-        """Of few splits the best; of many the better of two starts, each improved: the matching
-        of the forwards, and equal counts."""
-        count, pipelines = self.problem.microbatches, self.problem.pipelines
-        if pipelines**count <= _ALL_SPLITS:
-            tried = map(self.split, product(range(pipelines), repeat=count))
-            best = min(tried, key=lambda split: split.rank)
-        else:
-            best = self._searched()
-        return self._with_early_forwards(best)
-
-    def _searched(self) -> Split:
-        count, pipelines = self.problem.microbatches, self.problem.pipelines
-        _, matched = least_before(self.problem)
-        starts = [self.split(owner) for owner in (matched.tolist(), np.arange(count) % pipelines)]
-        best = min(map(self.improved, starts), key=lambda split: split.rank)
-        rng = np.random.default_rng(0)
-        for _ in range(_ROUNDS):
-            if self._is_done(best):
-                break
-            owner = best.owner
-            owner[rng.integers(count, size=_DEALT_ANEW)] = rng.integers(pipelines, size=_DEALT_ANEW)
-            tried = self.improved(self.split(owner.tolist()))
-            best = min(best, tried, key=lambda split: split.rank)
-        return best
-
-    def _is_done(self, split: Split) -> bool:
-        """Whether nothing better can be found, or the work allowed is used up."""
-        fits = split.excess_bytes == 0 and split.outside_s <= self.problem.floor_s * (1 + 1e-9)
-        return fits or self.placed >= PLACEMENTS or self.compared >= SPLITS
-
-    def split(self, owner: Iterable[int]) -> Split:
-        """The split in which microbatch j is encoded by pipeline owner[j]."""
-        members: list[Members] = [()] * self.problem.pipelines
-        for microbatch, pipeline in enumerate(owner):
-            members[pipeline] += (microbatch,)
-        return Split(runs=tuple(self._run(i, chosen) for i, chosen in enumerate(members)))
-
-    def improved(self, split: Split) -> Split:
-        """Take the first change that helps, until none does or the work allowed is used up."""
-        changed = True
-        rank = split.rank
-        while changed and not self._is_done(split):
-            changed = False
-            for one, other, first, second in self._changes(split):
-                runs = list(split.runs)
-                runs[one], runs[other] = self._run(one, first), self._run(other, second)
-                tried = Split(runs=tuple(runs))
-                self.compared += 1
-                if tried.rank < rank:
-                    split, rank, changed = tried, tried.rank, True
-                    break
-                if self.placed >= PLACEMENTS or self.compared >= SPLITS:
-                    return split
-        return split
-
-    def _changes(self, split: Split) -> Iterator[tuple[int, int, Members, Members]]:
-        """Moves and swaps out of the pipelines that begin first and end last, to all others, least
-        loaded first: (pipeline, other, new members of each)."""
-        runs = split.runs
-        everyone = range(len(runs))
-        before = max(everyone, key=lambda i: runs[i].before_s)
-        after = max(everyone, key=lambda i: runs[i].after_s)
-        full = max(everyone, key=lambda i: (runs[i].excess_bytes, i == before))
-        others = sorted(everyone, key=lambda i: (runs[i].before_s + runs[i].after_s, i))
-        empty: set[int] = set()
-        for one in dict.fromkeys((full, after, before)):
-            mine = runs[one].members
-            for other in others:
-                if other == one or not mine:
-                    continue
-                theirs = runs[other].members
-                gone = [({j}, empty) for j in mine]
-                near = [({j}, {k}) for j in mine for k in theirs if abs(j - k) <= len(runs)]
-                for out, back in chain(gone, near):
-                    yield (
-                        one,
-                        other,
-                        tuple(sorted(({*mine} - out) | back)),
-                        tuple(sorted(({*theirs} - back) | out)),
-                    )
-
-    def _with_early_forwards(self, split: Split) -> Split:
-        """Where backwards end last, let forwards begin as early as the slowest pipeline's do: they
-        leave later bubbles to the backwards."""
-        runs = list(split.runs)
-        for i, run in enumerate(runs):
-            if run.after_s > 0:
-                early = run_pipeline(self.problem, i, run.members, split.before_s)
-                if early.after_s < run.after_s:
-                    runs[i] = early
-        tried = Split(runs=tuple(runs))
-        return tried if tried.rank[:2] < split.rank[:2] else split
-
-    def _run(self, pipeline: int, members: Members) -> PipelineRun:
-        key = pipeline // self.problem.slices, members
-        if key not in self._known:
-            self.placed += 1
-            self._known[key] = run_pipeline(self.problem, pipeline, members)
-        return self._known[key]

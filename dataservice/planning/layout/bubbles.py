@@ -26,7 +26,8 @@ from dataservice.planning.layout.bubble_actions import (
 from dataservice.planning.layout.bubble_bound import least_step_s
 from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderPlan, EncoderTimes
 from dataservice.planning.layout.bubble_placement import Gaps, Stream
-from dataservice.planning.layout.bubble_split import Problem, Split, SplitSearch
+from dataservice.planning.layout.bubble_search import SplitSearch
+from dataservice.planning.layout.bubble_split import Problem, Split
 from dataservice.planning.layout.bubble_streams import (
     LabelledStream,
     bytes_left,

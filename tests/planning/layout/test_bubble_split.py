@@ -13,10 +13,9 @@ from dataservice.planning.layout.bubble_placement import (
     reversed_gaps,
     reversed_stream,
 )
+from dataservice.planning.layout.bubble_search import PLACEMENTS, SplitSearch
 from dataservice.planning.layout.bubble_split import (
-    PLACEMENTS,
     Problem,
-    SplitSearch,
     ends_by,
     is_feasible,
     least_before,
