@@ -1,10 +1,9 @@
-"""What no schedule goes below, as long as the backbone keeps its timeline and a pipeline's kernels
-of one direction run one after the other on a device.
+"""What no schedule goes below, as long as the backbone keeps its timeline.
 
 For every j, the forwards of j microbatches are done by F_j, so their compute fits into the time
-before it in which processors are free, over all devices, and all their kernels into that time
-altogether; likewise backwards after B_j. The first microbatch is encoded before F_1, the last one's
-gradients go back after B_N; and all compute fits into the step.
+before it in which processors are free, over all devices; likewise backwards after B_j. The first
+microbatch is encoded before F_1, the last one's gradients go back after B_N; and all compute fits
+into the step.
 
     before    Σ devices (x + free time before F_j)  ≥  j · compute of a microbatch
 """
@@ -50,14 +49,13 @@ class _Work:
         self, encoders: Sequence[EncoderTimes], plan: EncoderPlan, *, backward: bool
     ) -> None:
         self.plan = plan
-        self.compute_s = self.all_s = self.way_s = 0.0
+        self.compute_s = self.way_s = 0.0
         for encoder in encoders:
             tables = encoder.backward if backward else encoder.forward
             if tables is None or not tables[plan.tensor_parallel].seconds.any():
                 continue
             times = tables[plan.tensor_parallel]
             self.compute_s += times.compute_s
-            self.all_s += float(times.seconds.sum())
             self.way_s = max(self.way_s, float(times.seconds.sum()) + encoder.transfer_s)
 
     def outside_s(
@@ -69,6 +67,5 @@ class _Work:
         some = np.arange(1, until_s.size + 1)
         work_s = some * self.compute_s / self.plan.slices
         by_compute = (work_s - (stages * until_s - busy_s)) / stages
-        by_order = some * self.all_s / self.plan.slices / stages - until_s
         by_way = self.way_s - until_s[0]
-        return max(0.0, float(by_compute.max()), float(by_order.max()), float(by_way))
+        return max(0.0, float(by_compute.max()), float(by_way))

@@ -1,9 +1,10 @@
 """The split of microbatches over encoder pipelines with the least time outside the backbone's step.
 
 Pipelines lie on devices of their own, so a split is judged by its pipelines one by one, and a
-change of two places the kernels of those two alone. Few splits are all tried. Else moves and swaps out of
-the pipelines that begin first and end last improve the matching of the forwards, and equal counts;
-then the best of both is dealt anew in part and improved again. Work is limited in placements.
+change of two places the kernels of those two alone. Few splits are all tried. Else moves and swaps
+out of the pipelines that begin first and end last improve the matching of the forwards, and equal
+counts; then the best of both is dealt anew in part and improved again. Work is limited in
+placements.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from dataservice.planning.layout.bubble_split import (
     Split,
     least_before,
     run_pipeline,
+    run_pipeline_early,
 )
 
 # Pipelines whose kernels are placed in one search, cached ones not counted, and splits compared.
@@ -128,8 +130,8 @@ class SplitSearch:
         runs = list(split.runs)
         for i, run in enumerate(runs):
             if run.after_s > 0:
-                early = run_pipeline(self.problem, i, run.members, split.before_s)
-                if early.after_s < run.after_s:
+                early = run_pipeline_early(self.problem, i, run.members, split.before_s)
+                if early is not None and early.after_s < run.after_s:
                     runs[i] = early
         tried = Split(runs=tuple(runs))
         return tried if tried.rank[:2] < split.rank[:2] else split

@@ -160,30 +160,38 @@ def least_before(problem: Problem) -> tuple[float, NDArray[np.int64]]:
     return high, found[1][: problem.microbatches]
 
 
-def run_pipeline(
-    problem: Problem, pipeline: int, members: Members, before_s: float | None = None
-) -> PipelineRun:
-    """Place a pipeline's kernels: forwards as late as they may, or from −`before_s` on as early as
-    they can; then backwards, as early as they can in what is left."""
+def run_pipeline(problem: Problem, pipeline: int, members: Members) -> PipelineRun:
+    """Place a pipeline's kernels: forwards as late as they may."""
     block = pipeline // problem.slices
-    gaps = problem.gaps[block]
+    need_s = problem.need_s[np.array(members, np.int64)]
+    releases = np.ascontiguousarray(-need_s[::-1])
+    stream, gaps = problem.reversed_forward, problem.reversed_gaps[block]
+    late, _, _ = place(stream, gaps, releases, np.inf, True)
+    return _with_backwards(problem, block, members, -(late[::-1, ::-1] + problem.forward.seconds))
+
+
+def run_pipeline_early(
+    problem: Problem, pipeline: int, members: Members, before_s: float
+) -> PipelineRun | None:
+    """The same with forwards as early as they can be when they begin `before_s` before the step;
+    None where rounding makes one of them late."""
+    block = pipeline // problem.slices
+    releases = np.full(len(members), -before_s)
+    starts, ends, _ = place(problem.forward, problem.gaps[block], releases, np.inf, False)
+    if (ends > problem.need_s[np.array(members, np.int64)]).any():
+        return None
+    return _with_backwards(problem, block, members, starts)
+
+
+def _with_backwards(
+    problem: Problem, block: int, members: Members, forward_s: NDArray[np.float64]
+) -> PipelineRun:
+    """Forwards as they are placed, and backwards as early as they can in what is left."""
     chosen = np.array(members, np.int64)
-    if before_s is None:
-        late, _, _ = place(
-            problem.reversed_forward,
-            problem.reversed_gaps[block],
-            np.ascontiguousarray(-problem.need_s[chosen][::-1]),
-            np.inf,
-            True,
-        )
-        forward_s = -(late[::-1, ::-1] + problem.forward.seconds)
-    else:
-        releases = np.full(chosen.size, -before_s)
-        forward_s, _, _ = place(problem.forward, gaps, releases, np.inf, False)
     backward_s = np.empty((chosen.size, problem.backward.seconds.size))
     last_s = 0.0
     if backward_s.size:
-        left = gaps_without(gaps, problem.forward, np.ascontiguousarray(forward_s))
+        left = gaps_without(problem.gaps[block], problem.forward, np.ascontiguousarray(forward_s))
         backward_s, _, _ = place(
             problem.backward, _for_backward(left), problem.gradient_s[chosen], np.inf, True
         )
@@ -214,17 +222,15 @@ def _peak_bytes(
     peak = np.zeros(hops)
     if not problem.kept.any() or not len(forward_s):
         return peak
-    encoders = problem.forward.transfer_s.size
     for hop in range(hops):
-        first, last = problem.forward.offsets[[hop * encoders, (hop + 1) * encoders]]
-        if first == last:
+        own = slice(*problem.forward.offsets[hop : hop + 2])
+        if own.start == own.stop:
             continue
-        taken = forward_s[:, first]
-        freed = forward_s[:, last - 1] + problem.forward.seconds[last - 1]
-        back = hops - 1 - hop
-        first, last = problem.backward.offsets[[back * encoders, (back + 1) * encoders]]
-        if first < last:
-            freed = backward_s[:, last - 1] + problem.backward.seconds[last - 1]
+        taken = forward_s[:, own].min(axis=1)
+        freed = (forward_s[:, own] + problem.forward.seconds[own]).max(axis=1)
+        back = slice(*problem.backward.offsets[hops - 1 - hop : hops + 1 - hop])
+        if back.start < back.stop:
+            freed = (backward_s[:, back] + problem.backward.seconds[back]).max(axis=1)
         held = np.arange(1, taken.size + 1) - np.searchsorted(np.sort(freed), taken, side="right")
         peak[hop] = held.max() * problem.kept[hop]
     return peak

@@ -96,9 +96,11 @@ class _Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """A split with the starts of its kernels."""
+    """A split with the starts of the streams' kernels."""
 
     setting: _Setting
+    forward: LabelledStream
+    backward: LabelledStream
     split: Split
     is_fine: bool
 
@@ -113,8 +115,8 @@ class _Found:
 
     @property
     def efficiency(self) -> float:
-        made = self.setting
-        return inside_share(self.split.runs, made.forward, made.backward, made.timeline.step_s)
+        step_s = self.setting.timeline.step_s
+        return inside_share(self.split.runs, self.forward, self.backward, step_s)
 
 
 def schedule_bubbles(
@@ -144,8 +146,7 @@ def schedule_bubbles(
     best = coarse
     for setting in sorted(settings, key=lambda setting: setting.bound_s):
         if best.split.excess_bytes > 0 or setting.bound_s < best.step_s:
-            found = _fine(task, setting)
-            best = min(best, found, key=lambda found: found.rank)
+            best = min(best, *_fine(task, setting), key=lambda found: found.rank)
     if best.split.excess_bytes > 0:
         raise _too_large(memory_bytes, best.split.excess_bytes)
     return _schedule(task, best, coarse, min(setting.bound_s for setting in settings))
@@ -207,16 +208,31 @@ def _coarse(task: _Task, setting: _Setting) -> _Found:
         )
         for run in split.runs
     )
-    return _Found(setting=setting, split=replace(split, runs=runs), is_fine=False)
+    return _Found(
+        setting=setting,
+        forward=setting.forward,
+        backward=setting.backward,
+        split=replace(split, runs=runs),
+        is_fine=False,
+    )
 
 
-def _fine(task: _Task, setting: _Setting) -> _Found:
-    """Single kernels, in every bubble."""
-    forward, backward = setting.forward.kernels, setting.backward.kernels
-    shortest_s = float(np.concatenate([forward.seconds, backward.seconds]).min(initial=np.inf))
-    gaps = fine_gaps(task.backbone, setting.rows, shortest_s)
-    problem = _problem(task, setting, gaps, forward, backward)
-    return _Found(setting=setting, split=SplitSearch(problem).best(), is_fine=True)
+def _fine(task: _Task, setting: _Setting) -> list[_Found]:
+    """Single kernels, in every bubble: encoder after encoder, and several in turn."""
+    both = setting.forward, setting.backward
+    seconds = np.concatenate([stream.kernels.seconds for stream in both])
+    gaps = fine_gaps(task.backbone, setting.rows, float(seconds.min(initial=np.inf)))
+    choices = [both]
+    if len(task.encoders) > 1:
+        choices.append((setting.forward.interleaved(), setting.backward.interleaved()))
+    found = []
+    for forward, backward in choices:
+        problem = _problem(task, setting, gaps, forward.kernels, backward.kernels)
+        split = SplitSearch(problem).best()
+        found.append(
+            _Found(setting=setting, forward=forward, backward=backward, split=split, is_fine=True)
+        )
+    return found
 
 
 def _problem(
@@ -249,13 +265,13 @@ def _schedule(task: _Task, best: _Found, coarse: _Found, bound_s: float) -> Bubb
     ]
     for pipeline, run in enumerate(split.runs):
         for stream, starts in (
-            (setting.forward, run.forward_s),
-            (setting.backward, run.backward_s),
+            (best.forward, run.forward_s),
+            (best.backward, run.backward_s),
         ):
             parts.append(
                 pipeline_actions(
                     stream, starts + before_s, run.members, plan, pipeline,
-                    backward=stream is setting.backward,
+                    backward=stream is best.backward,
                 )
             )  # fmt: skip
     return BubbleSchedule(

@@ -155,6 +155,20 @@ def test_several_encoders_share_the_bubbles():
     assert made.step_s < made.coarse_step_s
 
 
+def test_one_encoder_computes_while_another_communicates():
+    asked = BackboneTimes(
+        forward=uniform(1, [1.0], [False]), backward=uniform(1, [2.0], [False]), microbatches=2,
+        pipeline_parallel=1, tensor_parallel=2,
+    )  # fmt: skip
+    layers = uniform(4, [1.0, 1.0], [False, True])
+    encoders = [EncoderTimes(name=name, forward={2: layers}) for name in ("vision", "audio")]
+    made = schedule_bubbles(asked, encoders)
+    assert faults_of(made, asked, encoders) == []
+    assert made.coarse_step_s == made.backbone_s + 32, "one after the other"
+    # Compute of both microbatches alone: the last collective runs under the backbone's forward.
+    assert made.step_s == made.lower_bound_s == made.backbone_s + 16
+
+
 def test_a_frozen_encoder_runs_forwards_only_and_takes_no_longer():
     rng = np.random.default_rng(3)
     asked = backbone(rng, stages=4, virtual=2, ranks=1, microbatches=8)
