@@ -127,6 +127,40 @@ def gaps_without(gaps: Gaps, stream: Stream, starts: NDArray[np.float64]) -> Gap
     return Gaps(start_s[:done].copy(), end_s[:done].copy(), bounds)
 
 
+@kernel
+def most_held(
+    forward: Stream,
+    backward: Stream,
+    forward_s: NDArray[np.float64],
+    backward_s: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Most microbatches that a pipeline holds on each hop, int64[hop], with kernels at these starts
+    [microbatch, kernel]: each from its first forward kernel there to its last backward kernel, or
+    to its last forward kernel where no backward follows."""
+    count, hops = forward_s.shape[0], forward.offsets.size - 1
+    most = np.zeros(hops, np.int64)  # int64[hop]
+    taken = np.empty(count, np.float64)  # float64[microbatch]
+    freed = np.empty(count, np.float64)
+    for h in range(hops):
+        first, last = forward.offsets[h], forward.offsets[h + 1]
+        back, end = backward.offsets[hops - 1 - h], backward.offsets[hops - h]
+        if first == last:
+            continue
+        for j in range(count):
+            taken[j], freed[j] = np.inf, -np.inf
+            for u in range(first, last):
+                taken[j] = min(taken[j], forward_s[j, u])
+                freed[j] = max(freed[j], forward_s[j, u] + forward.seconds[u])
+            for u in range(back, end):
+                freed[j] = max(freed[j], backward_s[j, u] + backward.seconds[u])
+        for j in range(count):
+            held = 0
+            for k in range(count):
+                held += taken[k] <= taken[j] < freed[k]
+            most[h] = max(most[h], held)
+    return most
+
+
 def reversed_gaps(gaps: Gaps) -> Gaps:
     """The same with time running backwards, from the last hop to the first."""
     bounds = gaps.start_s.size - gaps.bounds[::-1, :, ::-1]

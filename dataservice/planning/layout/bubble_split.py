@@ -21,6 +21,7 @@ from dataservice.planning.layout.bubble_placement import (
     Gaps,
     Stream,
     gaps_without,
+    most_held,
     place,
     reversed_gaps,
     reversed_stream,
@@ -167,7 +168,8 @@ def run_pipeline(problem: Problem, pipeline: int, members: Members) -> PipelineR
     releases = np.ascontiguousarray(-need_s[::-1])
     stream, gaps = problem.reversed_forward, problem.reversed_gaps[block]
     late, _, _ = place(stream, gaps, releases, np.inf, True)
-    return _with_backwards(problem, block, members, -(late[::-1, ::-1] + problem.forward.seconds))
+    starts = np.ascontiguousarray(-(late[::-1, ::-1] + problem.forward.seconds))
+    return _with_backwards(problem, block, members, starts)
 
 
 def run_pipeline_early(
@@ -191,12 +193,13 @@ def _with_backwards(
     backward_s = np.empty((chosen.size, problem.backward.seconds.size))
     last_s = 0.0
     if backward_s.size:
-        left = gaps_without(problem.gaps[block], problem.forward, np.ascontiguousarray(forward_s))
+        left = gaps_without(problem.gaps[block], problem.forward, forward_s)
         backward_s, _, _ = place(
             problem.backward, _for_backward(left), problem.gradient_s[chosen], np.inf, True
         )
         last_s = float((backward_s + problem.backward.seconds).max())
-    peak_bytes = _peak_bytes(problem, forward_s, backward_s)
+    held = most_held(problem.forward, problem.backward, forward_s, backward_s)
+    peak_bytes = held * problem.kept
     return PipelineRun(
         members=members,
         forward_s=forward_s,
@@ -211,26 +214,3 @@ def _with_backwards(
 def _for_backward(gaps: Gaps) -> Gaps:
     """Hops in the order in which a backward pass takes them."""
     return Gaps(gaps.start_s, gaps.end_s, np.ascontiguousarray(gaps.bounds[::-1]))
-
-
-def _peak_bytes(
-    problem: Problem, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Bytes of activations on each hop when most are held, float64[hop]: of a microbatch from its
-    first forward kernel there to its last backward kernel, or forward kernel where none follows."""
-    hops = problem.kept.size
-    peak = np.zeros(hops)
-    if not problem.kept.any() or not len(forward_s):
-        return peak
-    for hop in range(hops):
-        own = slice(*problem.forward.offsets[hop : hop + 2])
-        if own.start == own.stop:
-            continue
-        taken = forward_s[:, own].min(axis=1)
-        freed = (forward_s[:, own] + problem.forward.seconds[own]).max(axis=1)
-        back = slice(*problem.backward.offsets[hops - 1 - hop : hops + 1 - hop])
-        if back.start < back.stop:
-            freed = (backward_s[:, back] + problem.backward.seconds[back]).max(axis=1)
-        held = np.arange(1, taken.size + 1) - np.searchsorted(np.sort(freed), taken, side="right")
-        peak[hop] = held.max() * problem.kept[hop]
-    return peak
