@@ -24,6 +24,7 @@ from dataservice.planning.layout.bubble_actions import (
     pipeline_actions,
 )
 from dataservice.planning.layout.bubble_bound import least_step_s
+from dataservice.planning.layout.bubble_check import check_schedule
 from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderPlan, EncoderTimes
 from dataservice.planning.layout.bubble_placement import Gaps, Stream
 from dataservice.planning.layout.bubble_search import SplitSearch
@@ -274,9 +275,11 @@ def _schedule(task: _Task, best: _Found, coarse: _Found, bound_s: float) -> Bubb
                     backward=stream is best.backward,
                 )
             )  # fmt: skip
+    actions = join_actions(parts)
+    check_schedule(actions, task.backbone, task.encoders, plan, best.step_s)
     return BubbleSchedule(
         plan=plan,
-        actions=join_actions(parts),
+        actions=actions,
         pipeline_of=split.owner,
         step_s=best.step_s,
         before_s=before_s,

@@ -1,6 +1,7 @@
 """Encoders in the bubbles of the backbone: every schedule is replayed by a checker of its own."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from dataservice.planning import (
     format_actions,
     schedule_bubbles,
 )
-from dataservice.planning.layout.actions import KINDS
+from dataservice.planning.layout import bubbles
+from dataservice.planning.layout.actions import KINDS, join_actions
 from tests.planning.layout.bubble_cases import backbone, encoder, faults_of, uniform
 
 
@@ -259,6 +261,42 @@ def test_activations_are_held_within_memory(seed):
     with pytest.raises(PlanningError, match=r"need \d+ bytes more on some device"):
         schedule_bubbles(asked, [ours], memory_bytes=made.peak_bytes.min() - 9)
     assert faults_of(free, asked, [ours], memory) != [], "the checker sees what is too much"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "start_s",
+            lambda a: np.where(a.encoder == 0, a.start_s - 0.05, a.start_s),
+            "twice|outside",
+        ),
+        ("end_s", lambda a: a.end_s + 0.01 * (a.kind == KINDS.index("forward")), "computes twice"),
+        ("end_s", lambda a: a.end_s + 0.01 * (a.kind == KINDS.index("forward_comm")), "communi"),
+        ("microbatch", lambda a: np.where(a.encoder == 0, 7 - a.microbatch, a.microbatch), "come"),
+        ("device", lambda a: np.zeros_like(a.device), "twice"),
+    ],
+)
+def test_a_defect_of_the_planner_never_leaves_it(monkeypatch, name, change, words):
+    rng = np.random.default_rng(2)
+    asked = backbone(rng, stages=2, virtual=2, ranks=2, microbatches=8)
+    ours = encoder(rng, layers=4, degrees=(2,), scale=0.6)
+    schedule_bubbles(asked, [ours])
+
+    def spoiled(parts):
+        made = join_actions(parts)
+        return replace(made, **{name: change(made)})
+
+    monkeypatch.setattr(bubbles, "join_actions", spoiled)
+    with pytest.raises(PlanningError, match=f"invariant broken.*({words}).*please report"):
+        schedule_bubbles(asked, [ours])
+
+
+def test_a_lost_action_never_leaves_the_planner(monkeypatch):
+    monkeypatch.setattr(bubbles, "join_actions", lambda parts: join_actions(parts[1:]))
+    asked = BackboneTimes(forward=TIMES, backward=TIMES, microbatches=2, pipeline_parallel=2)
+    with pytest.raises(PlanningError, match=r"invariant broken.*12 actions of 16"):
+        schedule_bubbles(asked, [EncoderTimes(name="e", forward={1: TIMES})])
 
 
 TIMES = uniform(2, [1.0], [False])
