@@ -14,6 +14,12 @@ pipeline stage, or the backbone's model chunk. `forward` and `backward` are kern
 `forward_comm` and `backward_comm` those that communicate between tensor-parallel ranks; `gather`
 and `scatter` are the collectives between data-parallel replicas and belong to no microbatch.
 Times are seconds since the step began, written so that reading them gives the same number.
+
+To run it, a device takes its actions in the order of the list, those that compute in one queue and
+those that communicate in another. A kernel waits for the one before it of the same encoder (or the
+backbone), microbatch and direction, on the same device or, at the first kernel of a stage, on the
+device of the stage before it: features and gradients are sent there. The backbone's stage 0 waits
+for all encoders of its microbatch, the last stage of each encoder for the gradients of stage 0.
 """
 
 from dataclasses import dataclass

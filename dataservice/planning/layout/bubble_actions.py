@@ -56,7 +56,7 @@ def pipeline_actions(
     return Actions(
         device=np.tile(device, count),
         kind=np.tile(kind, count),
-        encoder=np.tile(stream.encoder, count),
+        encoder=np.tile(stream.kernels.encoder, count),
         microbatch=np.repeat(np.array(members, np.int64), stream.stage.size),
         stage=np.tile(stream.stage, count),
         layer=np.tile(stream.layer, count),

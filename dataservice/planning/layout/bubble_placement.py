@@ -2,9 +2,9 @@
 
 A *gap* is a time in which a resource of a device, its processors or its links, is free of the
 backbone. A *stream* is a pipeline's kernels of one direction: hop by hop (encoder stages in the
-order in which a microbatch passes them), in each hop encoder after encoder. A device runs its
-streams' kernels strictly in order, so the earliest fit of each kernel is the earliest end of all.
-Time reversed, the same is the latest start.
+order in which a microbatch passes them), each kernel after the one before it of its encoder. A
+resource runs its kernels in the stream's order, so the earliest fit of each is the earliest end of
+all. Time reversed, the same is the latest start.
 
     processors  ▓▓▓▓▓▓   ▓▓▓▓    ▓▓▓▓▓▓▓▓  ▓▓▓▓▓      ▓ backbone
                       c0     c2            c4         encoder compute in TP and PP bubbles
@@ -33,11 +33,12 @@ class Gaps(NamedTuple):
 
 class Stream(NamedTuple):
     """Kernels of one microbatch in the order in which a pipeline runs them: `seconds` float64[u],
-    `resource` int64[u]; hop h, encoder e has those from offsets[h·E + e] on, int64[H·E + 1].
-    `transfer_s` float64[e]."""
+    `resource` and `encoder` int64[u]; hop h has those from offsets[h] on, int64[hop + 1].
+    `transfer_s` float64[encoder]."""
 
     seconds: NDArray[np.float64]
     resource: NDArray[np.int64]
+    encoder: NDArray[np.int64]
     offsets: NDArray[np.int64]
     transfer_s: NDArray[np.float64]
 
@@ -52,31 +53,29 @@ def place(
     O(kernels + gaps).
     """
     encoders = stream.transfer_s.size
-    hops = (stream.offsets.size - 1) // encoders
+    hops = stream.offsets.size - 1
     starts = np.empty((releases.size, stream.seconds.size), np.float64)  # [microbatch, kernel]
     ends = np.empty(releases.size, np.float64)  # [microbatch]
-    clock = np.full(hops, -np.inf)  # float64[hop]
+    clock = np.full((hops, 2), -np.inf)  # float64[hop, resource]: end of its last kernel
     at = gaps.bounds[:, :, 0].copy()  # int64[hop, resource]: the gap looked at
     ready = np.empty(encoders, np.float64)  # float64[encoder]
+    passed = np.empty(encoders, np.bool_)  # bool[encoder]: has kernels in this hop
     for j in range(releases.size):
         for e in range(encoders):
             ready[e] = releases[j] + (stream.transfer_s[e] if entering else 0.0)
         for h in range(hops):
-            for e in range(encoders):
-                first, last = stream.offsets[h * encoders + e], stream.offsets[h * encoders + e + 1]
-                if first == last:
-                    continue
-                now = max(clock[h], ready[e])
-                for u in range(first, last):
-                    resource = stream.resource[u]
-                    gap = at[h, resource]
-                    while max(now, gaps.start_s[gap]) + stream.seconds[u] > gaps.end_s[gap]:
-                        gap += 1
-                    at[h, resource] = gap
-                    starts[j, u] = max(now, gaps.start_s[gap])
-                    now = starts[j, u] + stream.seconds[u]
-                clock[h] = now
-                ready[e] = now + stream.transfer_s[e]
+            passed[:] = False
+            for u in range(stream.offsets[h], stream.offsets[h + 1]):
+                encoder, resource = stream.encoder[u], stream.resource[u]
+                now = max(clock[h, resource], ready[encoder])
+                gap = at[h, resource]
+                while max(now, gaps.start_s[gap]) + stream.seconds[u] > gaps.end_s[gap]:
+                    gap += 1
+                at[h, resource] = gap
+                starts[j, u] = max(now, gaps.start_s[gap])
+                clock[h, resource] = ready[encoder] = starts[j, u] + stream.seconds[u]
+                passed[encoder] = True
+            ready += np.where(passed, stream.transfer_s, 0.0)
         ends[j] = -np.inf
         for e in range(encoders):
             # The transfer out of the last hop counts where it goes to the backbone.
@@ -90,14 +89,14 @@ def place(
 def gaps_without(gaps: Gaps, stream: Stream, starts: NDArray[np.float64]) -> Gaps:
     """The gaps that are left when the stream's kernels run at `starts` [microbatch, kernel]."""
     hops = gaps.bounds.shape[0]
-    encoders = stream.transfer_s.size
-    room = gaps.start_s.size + starts.size
+    # Resources may share gaps, and each kernel may cut one in two.
+    room = (gaps.bounds[:, :, 1] - gaps.bounds[:, :, 0]).sum() + starts.size
     start_s = np.empty(room, np.float64)
     end_s = np.empty(room, np.float64)
     bounds = np.empty_like(gaps.bounds)
     done = 0
     for h in range(hops):
-        first, last = stream.offsets[h * encoders], stream.offsets[(h + 1) * encoders]
+        first, last = stream.offsets[h], stream.offsets[h + 1]
         for resource in range(2):
             bounds[h, resource, 0] = done
             gap, end = gaps.bounds[h, resource, 0], gaps.bounds[h, resource, 1]
@@ -128,6 +127,40 @@ def gaps_without(gaps: Gaps, stream: Stream, starts: NDArray[np.float64]) -> Gap
     return Gaps(start_s[:done].copy(), end_s[:done].copy(), bounds)
 
 
+@kernel
+def most_held(
+    forward: Stream,
+    backward: Stream,
+    forward_s: NDArray[np.float64],
+    backward_s: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Most microbatches that a pipeline holds on each hop, int64[hop], with kernels at these starts
+    [microbatch, kernel]: each from its first forward kernel there to its last backward kernel, or
+    to its last forward kernel where no backward follows."""
+    count, hops = forward_s.shape[0], forward.offsets.size - 1
+    most = np.zeros(hops, np.int64)  # int64[hop]
+    taken = np.empty(count, np.float64)  # float64[microbatch]
+    freed = np.empty(count, np.float64)
+    for h in range(hops):
+        first, last = forward.offsets[h], forward.offsets[h + 1]
+        back, end = backward.offsets[hops - 1 - h], backward.offsets[hops - h]
+        if first == last:
+            continue
+        for j in range(count):
+            taken[j], freed[j] = np.inf, -np.inf
+            for u in range(first, last):
+                taken[j] = min(taken[j], forward_s[j, u])
+                freed[j] = max(freed[j], forward_s[j, u] + forward.seconds[u])
+            for u in range(back, end):
+                freed[j] = max(freed[j], backward_s[j, u] + backward.seconds[u])
+        for j in range(count):
+            held = 0
+            for k in range(count):
+                held += taken[k] <= taken[j] < freed[k]
+            most[h] = max(most[h], held)
+    return most
+
+
 def reversed_gaps(gaps: Gaps) -> Gaps:
     """The same with time running backwards, from the last hop to the first."""
     bounds = gaps.start_s.size - gaps.bounds[::-1, :, ::-1]
@@ -143,6 +176,7 @@ def reversed_stream(stream: Stream) -> Stream:
     return Stream(
         np.ascontiguousarray(stream.seconds[::-1]),
         np.ascontiguousarray(stream.resource[::-1]),
+        np.ascontiguousarray(stream.encoder[::-1]),
         np.ascontiguousarray(stream.seconds.size - stream.offsets[::-1]),
-        np.ascontiguousarray(stream.transfer_s[::-1]),
+        stream.transfer_s,
     )

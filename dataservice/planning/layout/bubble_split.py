@@ -4,18 +4,15 @@ Forward alone is feasible iff Σ_i n_i(F_j) ≥ j for every j, where n_i(t) coun
 that pipeline i can finish by t: the pipelines' ends, merged and sorted, are compared with the
 dependency points F_1 ≤ F_2 ≤ …, and no split is enumerated. The least time before the backbone
 for which that holds is found by bisection, and its matching is a split. Backward passes must run
-where the forward did, so splits are then improved by moves and swaps of microbatches, each
-judged by placing the kernels of the two pipelines that change. Forwards run as late as their
-microbatches allow, backwards as early.
+where the forward did; `bubble_search.py` therefore goes on from there. Forwards run as late as
+their microbatches allow, backwards as early.
 
     pipeline 0   E0 E1    E4    │                          ends  0 1 2 3 4
     pipeline 1   E2    E3       │                          F_j   0  1  2  3  4    each end ≤ its F
                  ├ before ┤├──── backbone ────┤├ after ┤
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +21,7 @@ from dataservice.planning.layout.bubble_placement import (
     Gaps,
     Stream,
     gaps_without,
+    most_held,
     place,
     reversed_gaps,
     reversed_stream,
@@ -31,8 +29,6 @@ from dataservice.planning.layout.bubble_placement import (
 
 # Bisection steps for the time before the backbone: to 2⁻²⁰ of what all encoding takes.
 _BISECTIONS = 20
-# Pipelines whose kernels are placed in one search, cached ones not counted.
-PLACEMENTS = 400
 
 Members = tuple[int, ...]
 
@@ -40,8 +36,9 @@ Members = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """Encoder pipelines over a fixed timeline. `gaps` one for each block; pipeline i lies in block
-    i div `slices`. `need_s`, `gradient_s` float64[microbatch], rising. `states` and `kept`
-    float64[hop]: bytes of model states and of one microbatch; `room` float64[block, hop]."""
+    i div `slices`. `need_s`, `gradient_s` float64[microbatch], rising. `kept` float64[hop]:
+    bytes of activations of a microbatch; `room` float64[block, hop] for them. `floor_s`: time
+    outside the step that no split goes below."""
 
     forward: Stream
     backward: Stream
@@ -52,6 +49,7 @@ class Problem:
     step_s: float
     kept: NDArray[np.float64]
     room: NDArray[np.float64]
+    floor_s: float = 0.0
     reversed_forward: Stream = field(init=False)
     reversed_gaps: tuple[Gaps, ...] = field(init=False)
 
@@ -71,8 +69,8 @@ class Problem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRun:
     """One pipeline's kernels, `forward_s` and `backward_s` float64[member, kernel of the stream],
-    by how much they begin before the backbone's step and end after it, and the most bytes of
-    activations held on each hop."""
+    by how much they begin before the backbone's step and end after it, the most bytes of
+    activations held on each hop, and by how many they are too much for some device."""
 
     members: Members
     forward_s: NDArray[np.float64]
@@ -80,14 +78,27 @@ class PipelineRun:
     before_s: float
     after_s: float
     peak_bytes: NDArray[np.float64]
+    excess_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """`runs` by pipeline. `excess_bytes` over what devices hold; 0 where all is well."""
+    """What all pipelines do, `runs` by pipeline."""
 
     runs: tuple[PipelineRun, ...]
-    excess_bytes: float
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much some device holds too much; 0 where all is well."""
+        return max(run.excess_bytes for run in self.runs)
+
+    @property
+    def owner(self) -> NDArray[np.int64]:
+        """The pipeline of each microbatch, int64[microbatch]."""
+        owner = np.empty(sum(len(run.members) for run in self.runs), np.int64)
+        for pipeline, run in enumerate(self.runs):
+            owner[list(run.members)] = pipeline
+        return owner
 
     @property
     def before_s(self) -> float:
@@ -150,163 +161,56 @@ def least_before(problem: Problem) -> tuple[float, NDArray[np.int64]]:
     return high, found[1][: problem.microbatches]
 
 
-def run_pipeline(
-    problem: Problem, pipeline: int, members: Members, before_s: float | None = None
-) -> PipelineRun:
-    """Place a pipeline's kernels: forwards as late as they may, or from −`before_s` on as early as
-    they can; then backwards, as early as they can in what is left."""
+def run_pipeline(problem: Problem, pipeline: int, members: Members) -> PipelineRun:
+    """Place a pipeline's kernels: forwards as late as they may."""
     block = pipeline // problem.slices
-    gaps = problem.gaps[block]
+    need_s = problem.need_s[np.array(members, np.int64)]
+    releases = np.ascontiguousarray(-need_s[::-1])
+    stream, gaps = problem.reversed_forward, problem.reversed_gaps[block]
+    late, _, _ = place(stream, gaps, releases, np.inf, True)
+    starts = np.ascontiguousarray(-(late[::-1, ::-1] + problem.forward.seconds))
+    return _with_backwards(problem, block, members, starts)
+
+
+def run_pipeline_early(
+    problem: Problem, pipeline: int, members: Members, before_s: float
+) -> PipelineRun | None:
+    """The same with forwards as early as they can be when they begin `before_s` before the step;
+    None where rounding makes one of them late."""
+    block = pipeline // problem.slices
+    releases = np.full(len(members), -before_s)
+    starts, ends, _ = place(problem.forward, problem.gaps[block], releases, np.inf, False)
+    if (ends > problem.need_s[np.array(members, np.int64)]).any():
+        return None
+    return _with_backwards(problem, block, members, starts)
+
+
+def _with_backwards(
+    problem: Problem, block: int, members: Members, forward_s: NDArray[np.float64]
+) -> PipelineRun:
+    """Forwards as they are placed, and backwards as early as they can in what is left."""
     chosen = np.array(members, np.int64)
-    if before_s is None:
-        late, _, _ = place(
-            problem.reversed_forward,
-            problem.reversed_gaps[block],
-            np.ascontiguousarray(-problem.need_s[chosen][::-1]),
-            np.inf,
-            True,
-        )
-        forward_s = -(late[::-1, ::-1] + problem.forward.seconds)
-    else:
-        releases = np.full(chosen.size, -before_s)
-        forward_s, _, _ = place(problem.forward, gaps, releases, np.inf, False)
     backward_s = np.empty((chosen.size, problem.backward.seconds.size))
     last_s = 0.0
     if backward_s.size:
-        left = gaps_without(gaps, problem.forward, np.ascontiguousarray(forward_s))
+        left = gaps_without(problem.gaps[block], problem.forward, forward_s)
         backward_s, _, _ = place(
             problem.backward, _for_backward(left), problem.gradient_s[chosen], np.inf, True
         )
         last_s = float((backward_s + problem.backward.seconds).max())
+    held = most_held(problem.forward, problem.backward, forward_s, backward_s)
+    peak_bytes = held * problem.kept
     return PipelineRun(
         members=members,
         forward_s=forward_s,
         backward_s=backward_s,
         before_s=max(0.0, -float(forward_s.min(initial=0.0))),
         after_s=max(0.0, last_s - problem.step_s),
-        peak_bytes=_peak_bytes(problem, forward_s, backward_s),
+        peak_bytes=peak_bytes,
+        excess_bytes=max(0.0, float((peak_bytes - problem.room[block]).max())),
     )
 
 
 def _for_backward(gaps: Gaps) -> Gaps:
     """Hops in the order in which a backward pass takes them."""
     return Gaps(gaps.start_s, gaps.end_s, np.ascontiguousarray(gaps.bounds[::-1]))
-
-
-def _peak_bytes(
-    problem: Problem, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Bytes of activations on each hop when most are held, float64[hop]: of a microbatch from its
-    first forward kernel there to its last backward kernel, or forward kernel where none follows."""
-    hops = problem.kept.size
-    peak = np.zeros(hops)
-    if not problem.kept.any() or not len(forward_s):
-        return peak
-    encoders = problem.forward.transfer_s.size
-    for hop in range(hops):
-        first, last = problem.forward.offsets[[hop * encoders, (hop + 1) * encoders]]
-        if first == last:
-            continue
-        taken = forward_s[:, first]
-        freed = forward_s[:, last - 1] + problem.forward.seconds[last - 1]
-        back = hops - 1 - hop
-        first, last = problem.backward.offsets[[back * encoders, (back + 1) * encoders]]
-        if first < last:
-            freed = backward_s[:, last - 1] + problem.backward.seconds[last - 1]
-        held = np.arange(1, taken.size + 1) - np.searchsorted(np.sort(freed), taken, side="right")
-        peak[hop] = held.max() * problem.kept[hop]
-    return peak
-
-
-class SplitSearch:
-    """Looks for the split with the least time outside the backbone's step."""
-
-    def __init__(self, problem: Problem, placements: int = PLACEMENTS) -> None:
-        self.problem = problem
-        self.left = placements
-        self._known: dict[tuple[int, Members], PipelineRun] = {}
-
-    def best(self) -> Split:
-        """The better of two starts, each improved: the matching of the forwards, and equal
-        counts."""
-        _, matched = least_before(self.problem)
-        even = np.arange(self.problem.microbatches) % self.problem.pipelines
-        best = min(
-            (self.improved(self.split(owner)) for owner in (matched, even)),
-            key=lambda split: split.rank,
-        )
-        return self._with_early_forwards(best)
-
-    def split(self, owner: NDArray[np.int64]) -> Split:
-        """The split in which microbatch j is encoded by pipeline owner[j]."""
-        members = [tuple(np.nonzero(owner == i)[0].tolist()) for i in range(self.problem.pipelines)]
-        return self._judged(tuple(self._run(i, chosen) for i, chosen in enumerate(members)))
-
-    def improved(self, split: Split) -> Split:
-        """Take the first change that helps, until none does or the placements are used up."""
-        changed = True
-        while changed and self.left > 0 and split.rank[:2] > (0.0, 0.0):
-            changed = False
-            for one, other, first, second in self._changes(split):
-                runs = list(split.runs)
-                runs[one], runs[other] = self._run(one, first), self._run(other, second)
-                tried = self._judged(tuple(runs))
-                if tried.rank < split.rank:
-                    split, changed = tried, True
-                    break
-                if self.left <= 0:
-                    break
-        return split
-
-    def _changes(self, split: Split) -> Iterator[tuple[int, int, Members, Members]]:
-        """Moves and swaps out of the pipelines that begin first and end last, to all others, least
-        loaded first: (pipeline, other, new members of each)."""
-        runs = split.runs
-        everyone = range(len(runs))
-        before = max(everyone, key=lambda i: runs[i].before_s)
-        after = max(everyone, key=lambda i: runs[i].after_s)
-        full = max(everyone, key=lambda i: self._excess(i, runs[i]))
-        others = sorted(everyone, key=lambda i: (runs[i].before_s + runs[i].after_s, i))
-        empty: set[int] = set()
-        for one in dict.fromkeys((full, after, before)):
-            mine = runs[one].members
-            for other in others:
-                if other == one or not mine:
-                    continue
-                theirs = runs[other].members
-                gone = [({j}, empty) for j in mine]
-                near = [({j}, {k}) for j in mine for k in theirs if abs(j - k) <= len(runs)]
-                for out, back in chain(gone, near):
-                    yield (
-                        one,
-                        other,
-                        tuple(sorted(({*mine} - out) | back)),
-                        tuple(sorted(({*theirs} - back) | out)),
-                    )
-
-    def _with_early_forwards(self, split: Split) -> Split:
-        """Where backwards end last, let forwards begin as early as the slowest pipeline's do: they
-        leave later bubbles to the backwards."""
-        runs = list(split.runs)
-        for i, run in enumerate(runs):
-            if run.after_s > 0:
-                early = run_pipeline(self.problem, i, run.members, split.before_s)
-                if early.after_s < run.after_s:
-                    runs[i] = early
-        tried = self._judged(tuple(runs))
-        return tried if tried.rank[:2] < split.rank[:2] else split
-
-    def _run(self, pipeline: int, members: Members) -> PipelineRun:
-        key = pipeline // self.problem.slices, members
-        if key not in self._known:
-            self.left -= 1
-            self._known[key] = run_pipeline(self.problem, pipeline, members)
-        return self._known[key]
-
-    def _excess(self, pipeline: int, run: PipelineRun) -> float:
-        over = run.peak_bytes - self.problem.room[pipeline // self.problem.slices]
-        return max(0.0, float(over.max()))
-
-    def _judged(self, runs: tuple[PipelineRun, ...]) -> Split:
-        excess = max(self._excess(i, run) for i, run in enumerate(runs))
-        return Split(runs=runs, excess_bytes=excess)

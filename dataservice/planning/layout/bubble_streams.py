@@ -1,4 +1,4 @@
-"""Encoders cut into stages: kernels as streams, bytes, and what no schedule goes below."""
+"""Encoders cut into stages: their kernels as streams, and their bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,43 +14,68 @@ from dataservice.planning.layout.bubble_inputs import (
     even_bounds,
 )
 from dataservice.planning.layout.bubble_placement import COMPUTE, LINKS, Stream
-from dataservice.planning.layout.bubble_timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledStream:
-    """A stream of kernels, and what each is: `encoder`, `stage`, `layer`, `kernel` int64[u]."""
+    """A stream of kernels, and what each is: `stage`, `layer`, `kernel` int64[u]."""
 
     kernels: Stream
-    encoder: NDArray[np.int64]
     stage: NDArray[np.int64]
     layer: NDArray[np.int64]
     kernel: NDArray[np.int64]
 
     def by_layer(self) -> tuple[Stream, NDArray[np.int64], NDArray[np.float64]]:
-        """The same with whole layers for kernels; the layer of each kernel, int64[u], and when it
-        starts after its layer does, float64[u]."""
+        """The same with whole layers for kernels, of a stream that runs one after the other; the
+        layer of each kernel, int64[u], and when it starts after its layer does, float64[u]."""
+        kernels = self.kernels
         size = self.layer.size
         fresh = np.ones(size, np.bool_)
-        fresh[1:] = (np.diff(self.layer) != 0) | (np.diff(self.encoder) != 0)
+        fresh[1:] = (np.diff(self.layer) != 0) | (np.diff(kernels.encoder) != 0)
         group = np.cumsum(fresh) - 1
         firsts = np.nonzero(fresh)[0]
-        before = np.concatenate([[0.0], np.cumsum(self.kernels.seconds)])
+        before = np.concatenate([[0.0], np.cumsum(kernels.seconds)])
         bounds = np.append(firsts, size)
         layers = Stream(
             before[bounds[1:]] - before[bounds[:-1]],
             np.full(firsts.size, COMPUTE),
-            np.searchsorted(bounds, self.kernels.offsets),
-            self.kernels.transfer_s,
+            kernels.encoder[firsts],
+            np.searchsorted(bounds, kernels.offsets),
+            kernels.transfer_s,
         )
         return layers, group, before[:-1] - before[firsts][group]
+
+    def interleaved(self) -> "LabelledStream":
+        """The same with the encoders' kernels of each hop in turn, each encoder as far in its work
+        as the others: one communicates while another computes."""
+        kernels = self.kernels
+        hop = np.searchsorted(kernels.offsets, np.arange(self.stage.size), side="right")
+        share = np.empty(self.stage.size)
+        for own in set(zip(hop.tolist(), kernels.encoder.tolist(), strict=True)):
+            chosen = (hop == own[0]) & (kernels.encoder == own[1])
+            ends = np.cumsum(kernels.seconds[chosen])
+            share[chosen] = (ends - 0.5 * kernels.seconds[chosen]) / ends[-1]
+        order = np.lexsort((kernels.encoder, share, hop))
+        return LabelledStream(
+            kernels=Stream(
+                kernels.seconds[order],
+                kernels.resource[order],
+                kernels.encoder[order],
+                kernels.offsets,
+                kernels.transfer_s,
+            ),
+            stage=self.stage[order],
+            layer=self.layer[order],
+            kernel=self.kernel[order],
+        )
 
 
 def encoder_streams(
     encoders: Sequence[EncoderTimes], plan: EncoderPlan
 ) -> tuple[LabelledStream, LabelledStream]:
     """Forward and backward of one microbatch through one pipeline; frozen encoders have nothing in
-    the second. On a stage the kernels of all encoders run as those of one (§4.4)."""
+    the second. On a stage the kernels of all encoders run as those of one, encoder after encoder
+    (§4.4)."""
     return _stream(encoders, plan, backward=False), _stream(encoders, plan, backward=True)
 
 
@@ -61,9 +86,9 @@ def _stream(
     offsets = [0]
     stages = range(plan.pipeline_parallel)
     for stage in reversed(stages) if backward else stages:
+        offsets.append(offsets[-1])
         for number, encoder in enumerate(encoders):
             tables = encoder.backward if backward else encoder.forward
-            offsets.append(offsets[-1])
             if tables is None:
                 continue
             times = tables[plan.tensor_parallel]
@@ -88,12 +113,12 @@ def _stream(
     stream = Stream(
         np.asarray(seconds, np.float64),
         np.asarray(resource, np.int64),
+        np.asarray(encoder_of, np.int64),
         np.array(offsets, np.int64),
         transfer_s,
     )
     return LabelledStream(
         kernels=stream,
-        encoder=np.asarray(encoder_of, np.int64),
         stage=np.asarray(stage_of, np.int64),
         layer=np.asarray(layer, np.int64),
         kernel=np.asarray(kernel, np.int64),
@@ -151,35 +176,3 @@ def bytes_left(
     little."""
     held = backbone.stage_bytes.reshape(-1, states.size)
     return memory_bytes - held - states
-
-
-def least_step_s(
-    backbone: BackboneTimes,
-    encoders: Sequence[EncoderTimes],
-    plan: EncoderPlan,
-    timeline: Timeline,
-) -> float:
-    """What no schedule over this timeline goes below: the backbone alone, all compute spread over
-    all devices, and the way of the first microbatch to the backbone and of the last one back."""
-    degree = plan.tensor_parallel
-    compute_s = sum(
-        tables[degree].compute_s
-        for encoder in encoders
-        for tables in (encoder.forward, encoder.backward)
-        if tables is not None
-    )
-    compute_s = compute_s / plan.slices + backbone.forward.compute_s + backbone.backward.compute_s
-    spread_s = backbone.microbatches * compute_s / backbone.pipeline_parallel
-    before = max(_way_s(e, plan, backward=False) for e in encoders) - timeline.need_s[0]
-    tail_s = timeline.step_s - timeline.gradient_s[-1]
-    after = max(_way_s(e, plan, backward=True) for e in encoders) - tail_s
-    way_s = timeline.step_s + max(0.0, float(before)) + max(0.0, float(after))
-    return max(spread_s, way_s)
-
-
-def _way_s(encoder: EncoderTimes, plan: EncoderPlan, *, backward: bool) -> float:
-    tables = encoder.backward if backward else encoder.forward
-    if tables is None:
-        return 0.0
-    seconds = tables[plan.tensor_parallel].seconds
-    return float(seconds.sum()) + (encoder.transfer_s if seconds.any() else 0.0)

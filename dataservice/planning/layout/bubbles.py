@@ -23,15 +23,17 @@ from dataservice.planning.layout.bubble_actions import (
     inside_share,
     pipeline_actions,
 )
+from dataservice.planning.layout.bubble_bound import least_step_s
+from dataservice.planning.layout.bubble_check import check_schedule
 from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderPlan, EncoderTimes
 from dataservice.planning.layout.bubble_placement import Gaps, Stream
-from dataservice.planning.layout.bubble_split import Problem, Split, SplitSearch
+from dataservice.planning.layout.bubble_search import SplitSearch
+from dataservice.planning.layout.bubble_split import Problem, Split
 from dataservice.planning.layout.bubble_streams import (
     LabelledStream,
     bytes_left,
     bytes_of_hops,
     encoder_streams,
-    least_step_s,
     possible_plans,
 )
 from dataservice.planning.layout.bubble_timeline import (
@@ -95,9 +97,11 @@ class _Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """A split with the starts of its kernels."""
+    """A split with the starts of the streams' kernels."""
 
     setting: _Setting
+    forward: LabelledStream
+    backward: LabelledStream
     split: Split
     is_fine: bool
 
@@ -112,8 +116,8 @@ class _Found:
 
     @property
     def efficiency(self) -> float:
-        made = self.setting
-        return inside_share(self.split.runs, made.forward, made.backward, made.timeline.step_s)
+        step_s = self.setting.timeline.step_s
+        return inside_share(self.split.runs, self.forward, self.backward, step_s)
 
 
 def schedule_bubbles(
@@ -130,7 +134,7 @@ def schedule_bubbles(
     another. Encoder communication never runs beside the backbone's: it runs under backbone compute,
     or where the device does nothing for the backbone. `memory_bytes` of a GPU.
 
-    At most 400 placements of a pipeline a plan, each O(kernels + bubbles). Raises PlanningError on
+    Some 400 placements of a pipeline a plan, each O(kernels + bubbles). Raises PlanningError on
     bad input, and if no plan fits in memory.
     """
     if not encoders:
@@ -143,8 +147,7 @@ def schedule_bubbles(
     best = coarse
     for setting in sorted(settings, key=lambda setting: setting.bound_s):
         if best.split.excess_bytes > 0 or setting.bound_s < best.step_s:
-            found = _fine(task, setting)
-            best = min(best, found, key=lambda found: found.rank)
+            best = min(best, *_fine(task, setting), key=lambda found: found.rank)
     if best.split.excess_bytes > 0:
         raise _too_large(memory_bytes, best.split.excess_bytes)
     return _schedule(task, best, coarse, min(setting.bound_s for setting in settings))
@@ -165,7 +168,7 @@ def _settings(task: _Task) -> list[_Setting]:
                     rows=rows,
                     forward=forward,
                     backward=backward,
-                    bound_s=least_step_s(task.backbone, task.encoders, plan, timeline),
+                    bound_s=least_step_s(task.backbone, task.encoders, plan, timeline, rows),
                 )
             )
     return made
@@ -206,16 +209,31 @@ def _coarse(task: _Task, setting: _Setting) -> _Found:
         )
         for run in split.runs
     )
-    return _Found(setting=setting, split=replace(split, runs=runs), is_fine=False)
+    return _Found(
+        setting=setting,
+        forward=setting.forward,
+        backward=setting.backward,
+        split=replace(split, runs=runs),
+        is_fine=False,
+    )
 
 
-def _fine(task: _Task, setting: _Setting) -> _Found:
-    """Single kernels, in every bubble."""
-    forward, backward = setting.forward.kernels, setting.backward.kernels
-    shortest_s = float(np.concatenate([forward.seconds, backward.seconds]).min(initial=np.inf))
-    gaps = fine_gaps(task.backbone, setting.rows, shortest_s)
-    problem = _problem(task, setting, gaps, forward, backward)
-    return _Found(setting=setting, split=SplitSearch(problem).best(), is_fine=True)
+def _fine(task: _Task, setting: _Setting) -> list[_Found]:
+    """Single kernels, in every bubble: encoder after encoder, and several in turn."""
+    both = setting.forward, setting.backward
+    seconds = np.concatenate([stream.kernels.seconds for stream in both])
+    gaps = fine_gaps(task.backbone, setting.rows, float(seconds.min(initial=np.inf)))
+    choices = [both]
+    if len(task.encoders) > 1:
+        choices.append((setting.forward.interleaved(), setting.backward.interleaved()))
+    found = []
+    for forward, backward in choices:
+        problem = _problem(task, setting, gaps, forward.kernels, backward.kernels)
+        split = SplitSearch(problem).best()
+        found.append(
+            _Found(setting=setting, forward=forward, backward=backward, split=split, is_fine=True)
+        )
+    return found
 
 
 def _problem(
@@ -234,6 +252,7 @@ def _problem(
         step_s=timeline.step_s,
         kept=kept,
         room=bytes_left(task.backbone, states, task.memory_bytes),
+        floor_s=setting.bound_s - timeline.step_s,
     )
 
 
@@ -245,23 +264,23 @@ def _schedule(task: _Task, best: _Found, coarse: _Found, bound_s: float) -> Bubb
         collective_actions(task.backbone, timeline, plan, before_s),
         backbone_actions(task.backbone, setting.rows, plan, before_s),
     ]
-    pipeline_of = np.empty(task.backbone.microbatches, np.int64)
     for pipeline, run in enumerate(split.runs):
-        pipeline_of[list(run.members)] = pipeline
         for stream, starts in (
-            (setting.forward, run.forward_s),
-            (setting.backward, run.backward_s),
+            (best.forward, run.forward_s),
+            (best.backward, run.backward_s),
         ):
             parts.append(
                 pipeline_actions(
                     stream, starts + before_s, run.members, plan, pipeline,
-                    backward=stream is setting.backward,
+                    backward=stream is best.backward,
                 )
             )  # fmt: skip
+    actions = join_actions(parts)
+    check_schedule(actions, task.backbone, task.encoders, plan, best.step_s)
     return BubbleSchedule(
         plan=plan,
-        actions=join_actions(parts),
-        pipeline_of=pipeline_of,
+        actions=actions,
+        pipeline_of=split.owner,
         step_s=best.step_s,
         before_s=before_s,
         after_s=split.after_s,

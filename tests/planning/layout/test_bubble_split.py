@@ -13,10 +13,9 @@ from dataservice.planning.layout.bubble_placement import (
     reversed_gaps,
     reversed_stream,
 )
+from dataservice.planning.layout.bubble_search import PLACEMENTS, SplitSearch
 from dataservice.planning.layout.bubble_split import (
-    PLACEMENTS,
     Problem,
-    SplitSearch,
     ends_by,
     is_feasible,
     least_before,
@@ -43,12 +42,13 @@ def random_gaps(rng, hops, until):
 
 
 def random_stream(rng, hops, encoders, kernels, scale):
-    sizes = rng.integers(0, kernels + 1, hops * encoders)
+    sizes = rng.integers(0, encoders * kernels + 1, hops)
     sizes[0] = max(1, sizes[0])
     total = int(sizes.sum())
     return Stream(
         rng.uniform(0.1, 1.0, total) * scale,
         rng.integers(0, 2, total),
+        rng.integers(0, encoders, total),
         np.concatenate([[0], np.cumsum(sizes)]),
         rng.choice([0.0, 0.1], encoders),
     )
@@ -63,7 +63,8 @@ def random_problem(seed, *, trained, blocks, slices, microbatches):
     backward = random_stream(rng, hops, 1, 3 if trained else 0, scale)
     if not trained:
         none = np.zeros(0)
-        backward = Stream(none, none.astype(np.int64), np.zeros(hops + 1, np.int64), np.zeros(1))
+        whole = none.astype(np.int64)
+        backward = Stream(none, whole, whole, np.zeros(hops + 1, np.int64), np.zeros(1))
     need_s = np.sort(rng.uniform(0, 0.6 * until, microbatches))
     return Problem(
         forward=forward,
@@ -130,8 +131,12 @@ def test_forwards_are_feasible_exactly_where_the_counts_say_so(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_finds_the_best_of_all_splits_with_backward_passes(seed):
-    shape = ((2, 1, 6), (1, 2, 6), (3, 1, 5), (2, 2, 4))[seed % 4]
-    blocks, slices, microbatches = shape
+    few = seed % 8 < 4
+    of_few, of_more = (
+        ((2, 1, 6), (1, 2, 6), (3, 1, 5), (2, 2, 4)),
+        ((2, 1, 10), (3, 1, 6), (2, 2, 5)),
+    )
+    blocks, slices, microbatches = of_few[seed % 4] if few else of_more[seed % 3]
     problem = random_problem(
         seed, trained=True, blocks=blocks, slices=slices, microbatches=microbatches
     )
@@ -144,9 +149,8 @@ def test_the_search_finds_the_best_of_all_splits_with_backward_passes(seed):
     best = min(map(outside, all_splits(problem)))
     search = SplitSearch(problem)
     found = search.best().outside_s
-    assert found <= best + 0.02 * problem.step_s
-    assert search.left >= -2, "placements are limited"
-    assert PLACEMENTS <= 400
+    assert found <= best + (1e-9 if few else 0.005 * problem.step_s)
+    assert few or search.placed <= PLACEMENTS + 2 * problem.pipelines, "work is limited"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -157,24 +161,24 @@ def test_kernels_start_as_early_as_order_and_gaps_allow(seed):
     releases = np.sort(rng.uniform(-1, 10, 4))
     starts, ends, done = place(stream, gaps, releases, np.inf, True)
     assert done == 4
-    clock = [-np.inf, -np.inf]
+    clock = np.full((2, 2), -np.inf)
     for j in range(4):
         ready = releases[j] + stream.transfer_s
-        for hop, number in itertools.product(range(2), range(2)):
-            low, high = stream.offsets[hop * 2 + number : hop * 2 + number + 2]
-            now = max(clock[hop], ready[number])
-            for u in range(low, high):
-                first, last = gaps.bounds[hop, stream.resource[u]]
+        for hop in range(2):
+            kernels = range(*stream.offsets[hop : hop + 2])
+            for u in kernels:
+                number, resource = stream.encoder[u], stream.resource[u]
+                now = max(clock[hop, resource], ready[number])
+                first, last = gaps.bounds[hop, resource]
                 fits = [
                     max(now, a)
                     for a, b in zip(gaps.start_s[first:last], gaps.end_s[first:last], strict=True)
                     if max(now, a) + stream.seconds[u] <= b
                 ]
                 assert starts[j, u] == min(fits)
-                now = min(fits) + stream.seconds[u]
-            if low < high:
-                clock[hop] = now
-                ready[number] = now + stream.transfer_s[number]
+                clock[hop, resource] = ready[number] = min(fits) + stream.seconds[u]
+            for number in {stream.encoder[u] for u in kernels}:
+                ready[number] += stream.transfer_s[number]
         assert ends[j] == pytest.approx(max(ready - stream.transfer_s))
 
 

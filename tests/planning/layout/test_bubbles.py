@@ -1,6 +1,7 @@
 """Encoders in the bubbles of the backbone: every schedule is replayed by a checker of its own."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from dataservice.planning import (
     format_actions,
     schedule_bubbles,
 )
-from dataservice.planning.layout.actions import KINDS
+from dataservice.planning.layout import bubbles
+from dataservice.planning.layout.actions import KINDS, join_actions
 from tests.planning.layout.bubble_cases import backbone, encoder, faults_of, uniform
 
 
@@ -155,6 +157,20 @@ def test_several_encoders_share_the_bubbles():
     assert made.step_s < made.coarse_step_s
 
 
+def test_one_encoder_computes_while_another_communicates():
+    asked = BackboneTimes(
+        forward=uniform(1, [1.0], [False]), backward=uniform(1, [2.0], [False]), microbatches=2,
+        pipeline_parallel=1, tensor_parallel=2,
+    )  # fmt: skip
+    layers = uniform(4, [1.0, 1.0], [False, True])
+    encoders = [EncoderTimes(name=name, forward={2: layers}) for name in ("vision", "audio")]
+    made = schedule_bubbles(asked, encoders)
+    assert faults_of(made, asked, encoders) == []
+    assert made.coarse_step_s == made.backbone_s + 32, "one after the other"
+    # Compute of both microbatches alone: the last collective runs under the backbone's forward.
+    assert made.step_s == made.lower_bound_s == made.backbone_s + 16
+
+
 def test_a_frozen_encoder_runs_forwards_only_and_takes_no_longer():
     rng = np.random.default_rng(3)
     asked = backbone(rng, stages=4, virtual=2, ranks=1, microbatches=8)
@@ -245,6 +261,42 @@ def test_activations_are_held_within_memory(seed):
     with pytest.raises(PlanningError, match=r"need \d+ bytes more on some device"):
         schedule_bubbles(asked, [ours], memory_bytes=made.peak_bytes.min() - 9)
     assert faults_of(free, asked, [ours], memory) != [], "the checker sees what is too much"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "start_s",
+            lambda a: np.where(a.encoder == 0, a.start_s - 0.05, a.start_s),
+            "twice|outside",
+        ),
+        ("end_s", lambda a: a.end_s + 0.01 * (a.kind == KINDS.index("forward")), "computes twice"),
+        ("end_s", lambda a: a.end_s + 0.01 * (a.kind == KINDS.index("forward_comm")), "communi"),
+        ("microbatch", lambda a: np.where(a.encoder == 0, 7 - a.microbatch, a.microbatch), "come"),
+        ("device", lambda a: np.zeros_like(a.device), "twice"),
+    ],
+)
+def test_a_defect_of_the_planner_never_leaves_it(monkeypatch, name, change, words):
+    rng = np.random.default_rng(2)
+    asked = backbone(rng, stages=2, virtual=2, ranks=2, microbatches=8)
+    ours = encoder(rng, layers=4, degrees=(2,), scale=0.6)
+    schedule_bubbles(asked, [ours])
+
+    def spoiled(parts):
+        made = join_actions(parts)
+        return replace(made, **{name: change(made)})
+
+    monkeypatch.setattr(bubbles, "join_actions", spoiled)
+    with pytest.raises(PlanningError, match=f"invariant broken.*({words}).*please report"):
+        schedule_bubbles(asked, [ours])
+
+
+def test_a_lost_action_never_leaves_the_planner(monkeypatch):
+    monkeypatch.setattr(bubbles, "join_actions", lambda parts: join_actions(parts[1:]))
+    asked = BackboneTimes(forward=TIMES, backward=TIMES, microbatches=2, pipeline_parallel=2)
+    with pytest.raises(PlanningError, match=r"invariant broken.*12 actions of 16"):
+        schedule_bubbles(asked, [EncoderTimes(name="e", forward={1: TIMES})])
 
 
 TIMES = uniform(2, [1.0], [False])
