@@ -7,7 +7,8 @@ or by the name of a description that ships with the service.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,13 @@ class ModelFile(Strict):
     """What the model is called; the file's name where it is left out."""
     source: str = ""
     """Where the shape comes from."""
-    decoder: Decoder
+    use: str | None = None
+    """A model that ships, by its name, or the path of a `config.json`, relative to this file;
+    instead of a decoder and encoders."""
+    frozen: list[str] = Field(default=[])
+    """Modules whose weights stay as they are, besides those that say so themselves: `vision`,
+    `vision.projector`, `decoder`."""
+    decoder: Decoder | None = None
     """The language model."""
     encoders: list[Encoder] = Field(default=[])
     """The encoders, in the order in which they run."""
@@ -52,15 +59,46 @@ class ModelFile(Strict):
                     value.setdefault("description", inherited[key]["description"])
         return schema
 
-    def described(self, name: str) -> ModelDescription:
-        """The description, under this name where it has none."""
-        return ModelDescription(
+    def described(self, name: str, folder: Path) -> ModelDescription:
+        """The description, under this name where it has none. Raises PlanningError, SpecError."""
+        if (self.use is None) == (self.decoder is None):
+            raise PlanningError(
+                "it must have either `use`, a model to begin with, or `decoder`: give one of them"
+            )
+        if self.use is not None:
+            named = self.use in shipped()
+            base = read_model(self.use if named else folder / self.use)
+        else:
+            assert self.decoder is not None
+            base = ModelDescription(name=name, decoder=self.decoder, encoders=tuple(self.encoders))
+        described = replace(
+            base,
             name=self.name or name,
-            source=self.source,
-            decoder=self.decoder,
-            encoders=tuple(self.encoders),
-            generator=self.generator,
+            source=self.source or base.source,
+            generator=self.generator or base.generator,
         )
+        return with_frozen(described, self.frozen)
+
+
+def with_frozen(model: ModelDescription, names: Sequence[str]) -> ModelDescription:
+    """The model with these modules frozen. Raises PlanningError on a name that none has."""
+    known = model.parameters_by_module()
+    if strange := [name for name in names if name not in known]:
+        raise PlanningError(
+            f"frozen names {strange[0]!r}; the modules are {listed(list(known), 'and')}"
+        )
+    encoders = []
+    for encoder in model.encoders:
+        projector = encoder.projector
+        if projector and f"{encoder.name}.projector" in names:
+            projector = replace(projector, frozen=True)
+        frozen = encoder.frozen or encoder.name in names
+        encoders.append(replace(encoder, frozen=frozen, projector=projector))
+    decoder = replace(model.decoder, frozen=model.decoder.frozen or "decoder" in names)
+    generator = model.generator
+    if generator and generator.name in names:
+        generator = replace(generator, frozen=True)
+    return replace(model, encoders=tuple(encoders), decoder=decoder, generator=generator)
 
 
 class ClusterFile(Strict):
@@ -83,12 +121,13 @@ def read_model(model: Path | str) -> ModelDescription:
         and not Path(model).exists()
         and not model.endswith((".yaml", ".yml"))
     ):
-        return _model(_named("models", model, "the model"), f"shipped model {model}", model)
+        file = _named("models", model, "the model")
+        return _model(file, f"shipped model {model}", model, CATALOG)
     path = Path(model)
     if path.is_dir() or path.suffix == ".json":
         return read_transformers_config(path)
     what = f"model file {path}"
-    return _model(written(read_text(path, "model file"), what), what, path.stem)
+    return _model(written(read_text(path, "model file"), what), what, path.stem, path.parent)
 
 
 def read_cluster(cluster: Path | str) -> Cluster:
@@ -107,7 +146,7 @@ def read_cluster(cluster: Path | str) -> Cluster:
         raise SpecError(f"the {what} cannot be right: {error}") from error
 
 
-def _model(file: Written, what: str, name: str) -> ModelDescription:
+def _model(file: Written, what: str, name: str, folder: Path) -> ModelDescription:
     plain = dict(file.plain)
     if isinstance(plain.get("encoders"), list):
         plain["encoders"] = [_filled(each, "encoders", what) for each in plain["encoders"]]
@@ -115,7 +154,7 @@ def _model(file: Written, what: str, name: str) -> ModelDescription:
         plain["decoder"] = _filled(plain["decoder"], "decoders", what)
     made = validated(ModelFile, file.with_plain(plain), what, remedy=_REMEDY)
     try:
-        return made.described(name)
+        return made.described(name, folder)
     except PlanningError as error:
         raise SpecError(f"the {what} cannot be right: {error}") from error
 

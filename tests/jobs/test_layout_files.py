@@ -167,6 +167,36 @@ def test_a_file_takes_parts_by_name_and_changes_them(tmp_path: Path) -> None:
     assert model.module_names == ("vision", "decoder", "generator")
 
 
+def test_a_file_begins_with_a_model_that_ships_or_a_config_and_freezes_parts(
+    tmp_path: Path,
+) -> None:
+    CONFIG_MAPPING["llava"]().save_pretrained(tmp_path / "mine")
+    for use in ("qwen2.5-vl-7b", "mine", "mine/config.json"):
+        file = tmp_path / "model.yaml"
+        file.write_text(f"use: {use}\nfrozen: [vision, vision.projector]\n")
+        model = read_model(file)
+        assert model.encoders[0].frozen
+        assert model.encoders[0].projector.frozen
+        assert not model.decoder.frozen
+        bare = read_model(use if use in shipped() else tmp_path / use)
+        assert model.parameters == bare.parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("frozen: [vision]", "either `use`, a model to begin with, or `decoder`"),
+        ("use: qwen2.5-vl-7b\ndecoder: {use: llama-3-8b}", "either `use`"),
+        ("use: qwen2.5-vl-7b\nfrozen: [audio]", "frozen names 'audio'; the modules are vision,"),
+        ("use: nowhere/config.json", "nowhere/config.json cannot be read"),
+    ],
+)
+def test_a_beginning_that_cannot_be_says_why(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(text)
+    with pytest.raises(SpecError, match=said):
+        read_model(tmp_path / "model.yaml")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [

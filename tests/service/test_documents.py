@@ -109,7 +109,7 @@ class Reader:
             read_job(yaml.safe_dump(whole), self.home)
         elif plain.keys() == {"cost"}:
             read_cost_file(path)
-        elif "decoder" in plain:
+        elif plain.keys() & {"decoder", "frozen"}:
             read_model(path)
         elif "groups" in plain:
             read_cluster(path)
