@@ -222,8 +222,8 @@ def _explanation(made: BubbleSchedule) -> str:
         f"Step {made.step_s:.3f} s, bound {made.lower_bound_s:.3f} s, coarse "
         f"{made.coarse_step_s:.3f} s, backbone alone {made.backbone_s:.3f} s; {plan.pipelines} "
         f"encoder pipelines of PP {plan.pipeline_parallel} and TP {plan.tensor_parallel}. Device "
-        "and efficiencies as benchmarks/planning/layout.py states them; gather and scatter are set "
-        "by the paper's coarse figure at 1,536 GPUs."
+        "and efficiencies as this file states them at its top; gather and scatter are set by"
+        " the paper's coarse figure at 1,536 GPUs."
     )
 
 

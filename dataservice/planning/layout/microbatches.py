@@ -1,0 +1,91 @@
+"""Microbatches as the index gives them, before any plan, to judge stages and recomputation by.
+
+Samples fill microbatches of `tokens` in draw order; a longer one is shared by as many replicas as
+hold it, so that a microbatch has its part. Encoders' items are dealt out evenly, as the planner's
+dispatch does: every microbatch has its share of their tokens, and of their squares.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.sample import LengthTable, Modality
+from dataservice.planning.compose import StepSamples
+from dataservice.planning.layout.profile import LayerWork
+
+# Microbatches of which stages are judged: enough for a steady state, and for the mix of lengths.
+MOST_MICROBATCHES = 64
+
+
+class FilledBatch(NamedTuple):
+    """Work of the microbatches of one replica, and how many the whole batch has."""
+
+    work: LayerWork
+    in_batch: int
+
+
+def microbatch_work(
+    batch: StepSamples, tokens: int, replicas: int, modules: Sequence[str]
+) -> FilledBatch:
+    """The microbatches of `tokens` that one of `replicas` has in a step. O(samples)."""
+    sums, squares = _filled(batch.lengths, tokens)
+    count = max(1, min(-(-sums.size // replicas), MOST_MICROBATCHES))
+    # Every k-th of them, so that all of the batch is seen.
+    chosen = np.linspace(0, sums.size - 1, count).astype(np.int64)
+    work = _work(batch, modules, sums[chosen], squares[chosen], sums.size)
+    return FilledBatch(work, sums.size)
+
+
+def batch_work(batch: StepSamples, modules: Sequence[str]) -> LayerWork:
+    """All of a batch as one microbatch."""
+    lengths = batch.lengths.llm_tokens.astype(np.float64)
+    whole = np.array([lengths.sum()]), np.array([(lengths * lengths).sum()])
+    return _work(batch, modules, *whole, 1)
+
+
+def _work(
+    batch: StepSamples,
+    modules: Sequence[str],
+    sums: NDArray[np.float64],
+    squares: NDArray[np.float64],
+    in_batch: int,
+) -> LayerWork:
+    named = {
+        modality.name.lower(): _shares(batch, modality, in_batch, sums.size)
+        for modality in Modality
+    }
+    named["decoder"] = sums, squares
+    return LayerWork.of(**{name: named[name] for name in modules})
+
+
+def _filled(lengths: LengthTable, tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Σ tokens and Σ tokens² of the microbatches, float64[microbatches]."""
+    sizes = lengths.llm_tokens.astype(np.float64)
+    parts = np.ceil(sizes / tokens).astype(np.int64)
+    # A part of a shared sample has 1/d of its tokens, and of its attention.
+    each, squares = np.repeat(sizes / parts, parts), np.repeat(sizes * sizes / parts, parts)
+    made: list[tuple[float, float]] = []
+    total = square = 0.0
+    for size, its_square in zip(each.tolist(), squares.tolist(), strict=True):
+        if total and total + size > tokens:
+            made.append((total, square))
+            total = square = 0.0
+        total, square = total + size, square + its_square
+    made.append((total, square))
+    columns = np.array(made)
+    return columns[:, 0], columns[:, 1]
+
+
+def _shares(
+    samples: StepSamples, modality: Modality, microbatches: int, count: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Every microbatch's part of what is encoded: tokens and squares, float64[count] each."""
+    lengths = samples.lengths
+    mine = lengths.item_modality == modality
+    tokens = lengths.item_encoder_tokens[mine].astype(np.float64)
+    units = lengths.item_units(samples.unit_frames)
+    pieces = np.ones(tokens.size) if units is None else units[mine].astype(np.float64)
+    whole = np.full(count, tokens.sum() / microbatches)
+    return whole, np.full(count, float((tokens * tokens / pieces).sum()) / microbatches)

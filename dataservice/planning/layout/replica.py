@@ -1,0 +1,228 @@
+"""One way of laying a model over the GPUs, and its price: a topology, a cost model and a memory
+model, which is all that the evaluator of steps knows of a model.
+
+    profile of layers ─┬─ split into chunks ─┬─► Topology     shares of the chunks, replicas
+                       ├─ recomputation ─────┼─► CostModel    seconds of encoders, decoder, ring
+                       └─ states, kept bytes ┴─► MemoryModel  of the stage that has least room
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.cost import ContextCost, PhaseCost, StepCost
+from dataservice.core.memory import MemoryModel
+from dataservice.core.plan_options import CostModel
+from dataservice.core.topology import EncoderStage, Topology
+from dataservice.planning.layout.cluster import NodeGroup
+from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile
+from dataservice.planning.layout.recompute import RecomputeChoice
+
+DECODER = "decoder"
+# Keys and values forward; again, with their gradients, backward (FlexSP's 1.5 MB of a token).
+_RING_PASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """How many ranks share a replica, and as what. `encoder_stage`: where encoders run."""
+
+    tensor_ranks: int
+    pipeline_stages: int
+    virtual_stages: int
+    replicas: int
+    encoder_stage: EncoderStage = "first"
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_ranks * self.pipeline_stages
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of the pipeline."""
+        return self.pipeline_stages * self.virtual_stages
+
+    def kept_microbatches(self, stage: int) -> float:
+        """Microbatches that a stage keeps at once, as ReplicaLayout has them of the first."""
+        after, v = self.pipeline_stages - 1 - stage, self.virtual_stages
+        if v == 1 or self.pipeline_stages == 1:
+            return after + 1.0
+        return (2 * after + (v - 1) * self.pipeline_stages + 1) / v
+
+    def replicas_per_node(self, group: NodeGroup) -> int:
+        """Replicas that lie in one node; 1 where one fills a node or more."""
+        return max(1, group.gpus_per_node // self.ranks_per_replica)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """A model cut and placed. `bounds` int64[chunks + 1] over the profile's entries; with encoders
+    spread over all stages, the first entries are theirs and belong to no chunk."""
+
+    parallel: Parallel
+    profile: LayerProfile
+    bounds: NDArray[np.int64]
+    recompute: RecomputeChoice
+    ring_token_bytes: float
+    row_bytes: float
+    encoder_fixed_bytes: float = 0.0
+
+    def topology(self, group: NodeGroup) -> Topology:
+        """Replicas of this shape. They meet once a step: ZeRO-1 shards optimizer states alone."""
+        parallel = self.parallel
+        return Topology(
+            world_size=parallel.ranks_per_replica * parallel.replicas,
+            ranks_per_replica=parallel.ranks_per_replica,
+            pipeline_stages=parallel.pipeline_stages,
+            virtual_stages=parallel.virtual_stages,
+            replicas_per_node=parallel.replicas_per_node(group),
+            replicas_meet="step",
+            encoder_stage=parallel.encoder_stage,
+            encoders_train=bool(self._train(~self._decoding).any()),
+            stage_shares=self.chunk_shares,
+        )
+
+    @property
+    def chunk_shares(self) -> tuple[float, ...]:
+        """The part of the decoder's seconds that each chunk takes, by tokens."""
+        token_s = np.where(self._decoding, self._total("token_s"), 0.0)
+        by_chunk = np.add.reduceat(token_s, self.bounds[:-1])
+        return tuple((by_chunk / by_chunk.sum()).tolist())
+
+    def cost(self, group: NodeGroup) -> CostModel:
+        """Seconds of one replica's ranks, its recomputation among them."""
+        parallel, token, square = self.parallel, self._total("token_s"), self._total("square_s")
+        constant, decodes = self._total("constant_s"), self._decoding
+        near, far = self._link(group, 2), self._link(group, parallel.replicas)
+        ring = self.ring_token_bytes * _RING_PASSES / parallel.tensor_ranks
+        phases = {}
+        for name in ("vision", "audio"):
+            mine = np.array([module == name for module in self.profile.modules])
+            phases[name] = PhaseCost(
+                linear_s_per_token=float(token[mine].sum()),
+                quadratic_s_per_token2=float(square[mine].sum()),
+                batch_s=float(constant[mine].sum()),
+            )
+        rows = 2.0 * self.row_bytes / parallel.tensor_ranks  # there, and its gradient back
+        return CostModel(
+            llm=ContextCost(
+                linear_s_per_token=float(token[decodes].sum()),
+                attention_s_per_token2=float(square[decodes].sum()),
+                group_s=float(constant[decodes].sum()),
+                ring_intra_s_per_token=ring / near,
+                ring_inter_s_per_token=ring / min(near, far),
+            ),
+            vision=phases["vision"],
+            audio=phases["audio"],
+            step=StepCost(
+                feature_intra_s_per_token=rows / near,
+                feature_inter_s_per_token=rows / min(near, far),
+                gradient_s=self._gradient_s(group),
+            ),
+        )
+
+    def memory(self, group: NodeGroup) -> MemoryModel:
+        """Bytes of the stage with the least room for tokens."""
+        kept = self._kept_token_bytes()
+        encoders = {name: self._kept_by(kept, name) for name in ("vision", "audio")}
+        budget = group.device.memory_bytes
+        rows = []
+        for device, states in enumerate(self.states_bytes().tolist()):
+            mine = self._entries_of(device) & self._decoding
+            held = self.parallel.kept_microbatches(device) / self.parallel.kept_microbatches(0)
+            token = max(float(kept[mine].sum()) * held, 1.0)
+            rows.append(((budget - states) / token, states, token))
+        _, states, token = min(rows)
+        spread = self.parallel.encoder_stage == "spread"  # counted beforehand, with the states
+        return MemoryModel(
+            budget_bytes=budget,
+            llm_token_bytes=token,
+            states_bytes=states,
+            vision_token_bytes=0.0 if spread else encoders["vision"],
+            audio_token_bytes=0.0 if spread else encoders["audio"],
+        )
+
+    def states_bytes(self) -> Floats:
+        """Weights, gradients and optimizer states of a rank of each stage, and with encoders spread
+        over all stages all of theirs: float64[stages]."""
+        return states_of(self.profile, self.bounds, self.parallel) + self.encoder_fixed_bytes
+
+    @property
+    def _decoding(self) -> NDArray[np.bool_]:
+        return decoding(self.profile)
+
+    def _train(self, entries: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        trained: NDArray[np.bool_] = entries & (self.profile.optimizer_bytes > 0)
+        return trained
+
+    def _total(self, of: str) -> Floats:
+        """Both passes of every entry, and what is made again between them: float64[entries]."""
+        profile, choice = self.profile, self.recompute.choice
+        forward, backward, again = (
+            getattr(pace, of) for pace in (profile.forward, profile.backward, profile.again)
+        )
+        keeps = profile.kept_token_bytes["none"] > 0
+        added = np.choose(choice, (np.zeros_like(forward), again, forward)) * keeps
+        total: Floats = forward + backward + added
+        return total
+
+    def _kept_token_bytes(self) -> Floats:
+        kept = [self.profile.kept_token_bytes[kind] for kind in RECOMPUTE]
+        chosen: Floats = np.choose(self.recompute.choice, kept)
+        return chosen
+
+    def _kept_by(self, kept: Floats, module: str) -> float:
+        return float(kept[[name == module for name in self.profile.modules]].sum())
+
+    def _entries_of(self, device: int) -> NDArray[np.bool_]:
+        mine: NDArray[np.bool_] = device_of(self.profile, self.bounds, self.parallel) == device
+        return mine
+
+    def _gradient_s(self, group: NodeGroup) -> float:
+        """ZeRO-1: gradients reduced and scattered, weights gathered, of the fullest stage. Nothing
+        hides it."""
+        replicas = self.parallel.replicas
+        if replicas == 1:
+            return 0.0
+        trained = self._train(np.ones(len(self.profile.names), np.bool_))
+        bytes_of = [
+            float(self.profile.state_bytes[trained & self._entries_of(device)].sum())
+            for device in range(self.parallel.pipeline_stages)
+        ]
+        if self.parallel.encoder_stage == "spread":
+            spread = trained & ~self._decoding
+            bytes_of = [each + float(self.profile.state_bytes[spread].sum()) for each in bytes_of]
+        return max(bytes_of) * (replicas - 1) / replicas / self._link(group, replicas)
+
+    def _link(self, group: NodeGroup, replicas: int) -> float:
+        """Bytes a second between so many neighbouring replicas."""
+        inside = replicas <= self.parallel.replicas_per_node(group)
+        return group.inside_bytes_per_s if inside else group.between_bytes_per_s
+
+
+def decoding(profile: LayerProfile) -> NDArray[np.bool_]:
+    """Which entries are the decoder's: bool[entries]."""
+    return np.array([module == DECODER for module in profile.modules])
+
+
+def device_of(
+    profile: LayerProfile, bounds: NDArray[np.int64], parallel: Parallel
+) -> NDArray[np.int64]:
+    """The stage that runs each entry, int64[entries]; -1 for those that are on all of them."""
+    entries = np.arange(len(profile.names))
+    chunk = np.searchsorted(bounds, entries, side="right") - 1
+    device: NDArray[np.int64] = np.where(chunk < 0, -1, chunk % parallel.pipeline_stages)
+    return device
+
+
+def states_of(profile: LayerProfile, bounds: NDArray[np.int64], parallel: Parallel) -> Floats:
+    """Weights, gradients and optimizer states of the entries of each stage: float64[stages]."""
+    each = profile.state_bytes + profile.optimizer_bytes / parallel.replicas
+    device = device_of(profile, bounds, parallel)
+    mine = device >= 0
+    summed: Floats = np.bincount(
+        device[mine], weights=each[mine], minlength=parallel.pipeline_stages
+    ).astype(np.float64)
+    return summed
