@@ -1,5 +1,7 @@
 """Lower bounds of a wave, and of a step's: what no grouping and no degrees can beat."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +9,7 @@ from dataservice.planning.context.seconds import (
     attention_seconds,
     fixed_seconds,
     passing_seconds,
+    ring_seconds,
     work_seconds,
 )
 from dataservice.planning.context.units import (
@@ -16,6 +19,7 @@ from dataservice.planning.context.units import (
     fastest_seconds,
     fitting_degrees,
     next_degree,
+    padded_sums,
     plain_units,
     unit_seconds,
 )
@@ -39,7 +43,7 @@ def wave_bound(
 
 def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
     """The larger of two bounds of the summed makespans: of all units in one wave, and β₁ for each
-    more that memory calls for; and of what memory leaves beside the unit of most work."""
+    more that memory calls for; and of what the unit of most work leaves to the others."""
     waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
     together_s = wave_bound(units, least, setting)
     together_s += (waves - 1) * fixed_seconds(setting.coefficients)
@@ -79,53 +83,100 @@ def fastest_each(units: Units, least: NDArray[np.int64], setting: Setting) -> ND
     return seconds
 
 
+class _Others(NamedTuple):
+    """All units but one, those of most work a token first: prefix sums `tokens` int64[u] and
+    `work_s` float64[u], and `thin` float64[u−1], work a token with its sign turned, so that it
+    rises."""
+
+    tokens: NDArray[np.int64]
+    work_s: NDArray[np.float64]
+    thin: NDArray[np.float64]
+
+
 @kernel
 def _beside_heaviest(
     units: Units, least: NDArray[np.int64], dense: NDArray[np.int64], setting: Setting
 ) -> float:
-    """Least seconds of the wave of the heaviest unit and of all other waves; `dense` int64[u] lists
-    units by falling work a token.
-
-    On d ranks the unit takes T(d), and linear work more for each token that joins it there. The
-    other N−d hold their memory of the densest units at best. What is left is in other waves, as
-    many as its tokens fill: they take β₁ each and 1/N of its work.
-    """
+    """Least seconds of all waves, whatever the degree of the heaviest unit; `dense` int64[u] lists
+    units by falling work a token. O(u + N·log u)."""
     heaviest = int(np.argmax(units.work))
-    tokens = np.zeros(dense.size, np.int64)  # int64[u]: of the densest others, prefix sums
-    work_s = np.zeros(dense.size)  # float64[u], likewise
+    others = _Others(np.zeros(dense.size, np.int64), np.zeros(dense.size), np.empty(dense.size - 1))
     count = 0
     for unit in dense:
         if unit != heaviest:
-            tokens[count + 1] = tokens[count] + units.total[unit]
-            work_s[count + 1] = work_s[count] + units.work[unit]
+            others.tokens[count + 1] = others.tokens[count] + units.total[unit]
+            others.work_s[count + 1] = others.work_s[count] + units.work[unit]
+            others.thin[count] = -units.work[unit] / units.total[unit]
             count += 1
-    token_s = work_seconds(1.0, 0.0, setting.coefficients)
-    base = fixed_seconds(setting.coefficients)
-    full = setting.ranks * setting.memory_tokens
     best = np.inf
     degree = least[heaviest]
     while degree <= setting.ranks:
-        room = (setting.ranks - degree) * setting.memory_tokens
-        held = np.searchsorted(tokens, room, side="right") - 1  # whole units, then a part of one
-        left = max(0, tokens[count] - room)
-        left_s = work_s[count] - work_s[held]
-        each_s = 0.0  # a token of the densest unit that is left
-        if held < count:
-            each_s = (work_s[held + 1] - work_s[held]) / (tokens[held + 1] - tokens[held])
-            left_s -= each_s * (room - tokens[held])
-        most = degree * setting.memory_tokens - units.total[heaviest]
-        others_s = np.inf
-        for waves in range(max(0, -(-left // full) - 1), -(-left // full) + 1):
-            fewest = float(max(0, left - waves * full))  # tokens that join, for so few waves
-            if fewest > most:
-                continue
-            all_s = min(max(left_s / each_s if each_s > 0 else 0.0, fewest), float(most))
-            for joining in (fewest, all_s):
-                rest_s = max(0.0, left_s - each_s * joining) / setting.ranks
-                others_s = min(others_s, waves * base + rest_s + token_s * joining / degree)
-        best = min(best, unit_seconds(units, heaviest, degree, setting) + others_s)
+        best = min(best, _beside_one(units, heaviest, degree, others, setting))
         degree = next_degree(degree, setting)
     return best
+
+
+@kernel
+def _beside_one(units: Units, unit: int, degree: int, others: _Others, setting: Setting) -> float:
+    """Least seconds of all waves where the unit has `degree` ranks, d.
+
+    The rank time of all waves holds all work and what the unit's ring wastes. And its own wave
+    takes T(d), more with each token that joins it; the other N−d ranks hold their memory of the
+    densest units at best, and what is left is in other waves, β₁ each and 1/N of its work.
+    """
+    base, linear = fixed_seconds(setting.coefficients), work_seconds(1.0, 0.0, setting.coefficients)
+    crosses = degree > setting.ranks_per_node
+    ringed = linear + passing_seconds(degree, crosses, setting.coefficients)
+    tokens, squares = padded_sums(units, unit, degree)
+    hops_s = degree * ring_seconds(0.0, degree, crosses, setting.coefficients)
+    # Rank-seconds without β₁, of which each token that joins adds `linear` and `ringed`.
+    attending_s = work_seconds(float(tokens), squares, setting.coefficients)
+    passing_s = ringed * tokens + hops_s
+    most = float(degree * setting.memory_tokens - tokens)  # tokens that may join
+    hiding = min(float(_tokens_above(others, ringed)), most)
+    hidden_s = _densest_s(others, hiding) - ringed * hiding
+    work_s = units.work[unit] + others.work_s[-1]
+    even_s = (work_s + max(0.0, passing_s - units.work[unit] - hidden_s)) / setting.ranks
+    full = setting.ranks * setting.memory_tokens
+    room = (setting.ranks - degree) * setting.memory_tokens
+    left = max(0, others.tokens[-1] - room)
+    fewest = -(-(units.total[unit] + others.tokens[-1]) // full)
+    share = setting.ranks / degree
+    # What takes longer by joining is convex, and so is what is left: the least is where one of its
+    # two slopes ends, or where they meet.
+    meeting = (attending_s - passing_s) / (ringed - linear) if ringed > linear else most
+    slopes_end = (
+        float(_tokens_above(others, share * linear) - room),
+        float(_tokens_above(others, share * ringed) - room),
+    )
+    best = np.inf
+    for more in range(max(0, -(-left // full) - 1), -(-left // full) + 1):
+        must = float(max(0, left - more * full))  # tokens that join, for so few waves
+        if must > most:
+            continue
+        waves_s = max(fewest, more + 1) * base
+        for joining in (must, meeting, slopes_end[0], slopes_end[1]):
+            joined = min(max(joining, must), most)
+            own_s = max(attending_s + linear * joined, passing_s + ringed * joined) / degree
+            left_s = others.work_s[-1] - _densest_s(others, room + joined)
+            best = min(best, waves_s + max(even_s, own_s + left_s / setting.ranks))
+    return best
+
+
+@kernel
+def _densest_s(others: _Others, tokens: float) -> float:
+    """Work of so many of the densest tokens, the last unit in part."""
+    held = np.searchsorted(others.tokens, tokens, side="right") - 1
+    work_s = others.work_s[held]
+    if held < others.thin.size:
+        work_s -= others.thin[held] * (tokens - others.tokens[held])
+    return float(work_s)
+
+
+@kernel
+def _tokens_above(others: _Others, work_s: float) -> int:
+    """Tokens of all units with more work than that a token."""
+    return int(others.tokens[np.searchsorted(others.thin, -work_s)])
 
 
 @kernel
