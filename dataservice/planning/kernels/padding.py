@@ -1,4 +1,5 @@
-"""The padded length of a sequence inside kernels, as `core.layout.padded_tokens` has it."""
+"""Padding and chunks of a sequence inside kernels, as `padded_tokens` and `locate` of `core.layout`
+have them."""
 
 from dataservice.planning.kernels.compile import kernel
 
@@ -9,3 +10,12 @@ def padded_length(tokens: int, degree: int) -> int:
     if degree == 1:
         return tokens
     return (tokens + 2 * degree - 1) // (2 * degree) * (2 * degree)
+
+
+@kernel
+def ring_member(position: int, tokens: int, degree: int) -> int:
+    """Which member of its group holds the token at `position` of a sample of so many `tokens`."""
+    if degree == 1:
+        return 0
+    chunk = position // (padded_length(tokens, degree) // (2 * degree))
+    return chunk if chunk < degree else 2 * degree - 1 - chunk

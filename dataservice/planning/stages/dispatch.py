@@ -5,7 +5,7 @@ With nodes known, items stay in their node as far as balance allows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from dataservice.planning.nodes.phases import (
     phase_loads,
     spread_phases,
 )
-from dataservice.planning.pieces import unit_counts
+from dataservice.planning.nodes.slices import slice_phases
+from dataservice.planning.pieces import Cut, unit_counts
 from dataservice.planning.registry import algorithm_named
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
@@ -51,6 +52,11 @@ class EncoderItems:
     seconds: NDArray[np.float64]
     unit_seconds: NDArray[np.float64]
     batch_s: NDArray[np.float64]
+
+    def take(self, rows: NDArray[np.int64]) -> "EncoderItems":
+        """The same columns for some of the items, in that order."""
+        own = (field.name for field in fields(self) if field.name not in ("phases", "batch_s"))
+        return replace(self, **{name: getattr(self, name)[rows] for name in own})
 
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
@@ -117,6 +123,34 @@ def _balanced(
     return spread
 
 
+def slice_items(
+    items: EncoderItems,
+    long: NDArray[np.bool_],
+    replica_of: NDArray[np.int32],
+    *,
+    replicas: int,
+    replicas_per_node: int | None,
+) -> tuple[Cut, NDArray[np.int32]]:
+    """The items of `long` phases, bool[phases], in pieces, those of others whole on `replica_of`
+    int32[m]; and the replica of each piece. O(m log m)."""
+    cut, spread = slice_phases(
+        items.phase,
+        items.seconds,
+        items.unit_seconds,
+        items.encoder_tokens,
+        items.units,
+        items.home,
+        long,
+        replica_of,
+        ranks=replicas,
+        ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
+    )
+    if replicas_per_node is None or replicas_per_node >= replicas:
+        home, phase = items.home[cut.row], items.phase[cut.row]
+        spread = name_parts(spread, home, phase, items.phases, replicas)
+    return cut, spread
+
+
 DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.int32]]] = {
     "balanced": _balanced,
     "home": _home,
@@ -132,6 +166,22 @@ def slowest_s(
     return slowest
 
 
+def encoding_bounds(
+    items: EncoderItems, replicas: int, *, whole: bool = False
+) -> NDArray[np.float64]:
+    """What the slowest replica of each phase takes at least, without the batch's own:
+    float64[phases]; items are cut, or stay `whole`."""
+    return phase_bounds(
+        items.phase,
+        items.seconds,
+        items.encoder_tokens,
+        np.ones_like(items.units) if whole else items.units,
+        items.seconds if whole else items.unit_seconds,
+        items.phases,
+        replicas,
+    )
+
+
 def dispatch_reports(
     items: EncoderItems,
     pieces: EncoderItems,
@@ -140,19 +190,11 @@ def dispatch_reports(
     algorithm: Dispatch,
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (whole items at
-    home) and after, `pieces` of them on `replica_of`; the bound is that of `phase_bounds`. What a
-    batch takes by itself is in all three, since replicas without items encode a small one."""
+    home) and after, `pieces` of them on `replica_of`; the bound is that of `encoding_bounds`. What
+    a batch takes by itself is in all three: replicas without items encode a small one."""
     before = slowest_s(items, items.home, replicas)
     after = slowest_s(pieces, replica_of, replicas)
-    bound = phase_bounds(
-        items.phase,
-        items.seconds,
-        items.encoder_tokens,
-        items.units,
-        items.unit_seconds,
-        items.phases,
-        replicas,
-    )
+    bound = encoding_bounds(items, replicas)
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
