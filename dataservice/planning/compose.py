@@ -291,9 +291,10 @@ def _rivals(
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
-    wave_s = _encoding_of_a_wave(lengths, units, options.cost)
-    if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
-        yield _Rival(options=(options,), wave_s=wave_s)
+    if len(lengths) <= FEW_SAMPLES:
+        wave_s = _encoding_of_a_wave(lengths, units, options.cost)
+        if wave_s > MANY_WAVES * options.cost.llm.group_s:
+            yield _Rival(options=(options,), wave_s=wave_s)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         yield _Rival(options=(whole,))

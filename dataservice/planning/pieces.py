@@ -22,7 +22,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.planning.kernels.compile import kernel
 
 # Of a replica's share of a phase: above what an item is too long to be spread whole.
-LONG_SHARE = 1.0 / 4.0
+LONG_SHARE = 0.3
 
 
 class Cut(NamedTuple):
@@ -36,6 +36,25 @@ class Cut(NamedTuple):
     def again(self, finer: "Cut") -> "Cut":
         """These pieces cut into `finer` ones, as a cut of the rows themselves."""
         return Cut(self.row[finer.row], self.first[finer.row] + finer.first, finer.held)
+
+    def take(self, chosen: NDArray[np.bool_]) -> "Cut":
+        """Some of these pieces."""
+        return Cut(self.row[chosen], self.first[chosen], self.held[chosen])
+
+    def beside(self, rows: NDArray[np.int64], units: NDArray[np.int32]) -> "Cut":
+        """These pieces, and behind them `rows` that stay whole, each of `units` [m]."""
+        return Cut(
+            np.append(self.row, rows),
+            np.append(self.first, np.zeros(rows.size, np.int32)),
+            np.append(self.held, units[rows]),
+        )
+
+
+def by_row(cut: Cut, replica: NDArray[np.int32], rows: int) -> tuple[Cut, NDArray[np.int32]]:
+    """Pieces and their replicas [k] by row, and then by first unit. O(k + m) where those of a row
+    come nearly in order."""
+    row, first, held, sorted_replica = _by_row(*cut, replica, rows)
+    return Cut(row, first, held), sorted_replica
 
 
 class Long(NamedTuple):
@@ -210,3 +229,30 @@ def _joined(
         new = place == 0 or to_row[place - 1] != to_row[place]
         to_first[place] = 0 if new else to_first[place - 1] + to_units[place - 1]
     return to_row[:joined], to_first[:joined], to_units[:joined], to_replica[:joined]
+
+
+@kernel
+def _by_row(
+    row: NDArray[np.int64],
+    first: NDArray[np.int32],
+    held: NDArray[np.int32],
+    replica: NDArray[np.int32],
+    rows: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    to_row, to_first = np.full_like(row, -1), np.empty_like(first)
+    to_held, to_replica = np.empty_like(held), np.empty_like(replica)
+    places = np.zeros(rows + 1, np.int64)  # where the next piece of each row is written
+    for piece in range(row.size):
+        places[row[piece] + 1] += 1
+    for k in range(rows):
+        places[k + 1] += places[k]
+    for piece in range(row.size):
+        at = places[row[piece]]
+        places[row[piece]] += 1
+        while at > 0 and to_row[at - 1] == row[piece] and to_first[at - 1] > first[piece]:
+            to_row[at], to_first[at] = to_row[at - 1], to_first[at - 1]
+            to_held[at], to_replica[at] = to_held[at - 1], to_replica[at - 1]
+            at -= 1
+        to_row[at], to_first[at] = row[piece], first[piece]
+        to_held[at], to_replica[at] = held[piece], replica[piece]
+    return to_row, to_first, to_held, to_replica

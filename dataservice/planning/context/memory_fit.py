@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dataservice.planning.context.units import Setting, Units
 from dataservice.planning.kernels.bits import lowest_bit
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.padding import padded_length
 from dataservice.planning.kernels.sort import radix_argsort
 
@@ -44,8 +44,6 @@ def _best_fit(
     order: NDArray[np.int64],
     memory_tokens: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    # One loop over plain arrays: a call that hands on several of them takes longer than all that is
-    # done for a unit, as each of them is counted as in use and as free again.
     group_of = np.empty(order.size, np.int64)  # int64[u]
     degree = np.empty(order.size, np.int64)  # int64[groups], at most one a unit
     room = np.empty(order.size, np.int64)  # int64[groups]
@@ -59,65 +57,84 @@ def _best_fit(
     width = max(1, -(-2 * most // _BUCKETS))
     groups = 0
     for unit in order:
-        begin, end = offsets[unit], offsets[unit + 1]
-        chosen, looks = -1, 0
-        bucket = _next_filled(filled, total[unit] // width) if total[unit] <= most else _BUCKETS
-        while bucket < _BUCKETS and looks < _LOOKS and chosen < 0:
-            before, group = -1, first[bucket]
-            enough = min(_LOOKS, looks + _BUCKET_LOOKS)
-            while group >= 0 and looks < enough and chosen < 0:
-                looks += 1
-                size = total[unit]  # room is whole chunks: enough for the padding of one sequence
-                if end > begin + 1 and degree[group] > 1:
-                    size = _padded(begin, end, tokens, degree[group])
-                if room[group] >= size:
-                    chosen = group
-                else:
-                    before, group = group, after[group]
-            if chosen < 0:
-                bucket = _next_filled(filled, bucket + 1)
-            elif before >= 0:
-                after[before] = after[chosen]
-            else:
-                first[bucket] = after[chosen]
-                if first[bucket] < 0:
-                    _unmark(filled, bucket)
+        size, begin, end = total[unit], offsets[unit], offsets[unit + 1]
+        bucket = min(size // width, _BUCKETS - 1)
+        chosen = _take(size, begin, end, bucket, tokens, room, degree, first, after, filled)
         if chosen < 0:
             chosen = groups
             groups += 1
             degree[chosen] = least[unit]
             room[chosen] = memory_tokens * least[unit]
         group_of[unit] = chosen
-        if degree[chosen] == 1:
-            room[chosen] -= total[unit]
-        else:  # only whole chunks of padding count
-            room[chosen] -= _padded(begin, end, tokens, degree[chosen])
+        room[chosen] -= _padded(size, begin, end, tokens, degree[chosen])
+        if degree[chosen] > 1:  # only whole chunks of padding count
             room[chosen] -= room[chosen] % (2 * degree[chosen])
         if room[chosen] > 0:
-            bucket = room[chosen] // width
+            bucket = min(room[chosen] // width, _BUCKETS - 1)
             after[chosen] = first[bucket]
             first[bucket] = chosen
             _mark(filled, bucket)
     return group_of, degree[:groups].copy()
 
 
-@kernel
-def _padded(begin: int, end: int, tokens: NDArray[np.int64], degree: int) -> int:
-    """The sequences tokens[begin:end] of a unit once each is padded for a degree."""
+@leaf
+def _take(
+    total: int,
+    begin: int,
+    end: int,
+    bucket: int,
+    tokens: NDArray[np.int64],
+    room: NDArray[np.int64],
+    degree: NDArray[np.int64],
+    first: NDArray[np.int32],
+    after: NDArray[np.int32],
+    filled: NDArray[np.uint64],
+) -> int:
+    """Take out of the lists, from `bucket` on, and return the first group with room for a unit; −1
+    if there is none."""
+    bucket = _next_filled(filled, bucket)
+    looks = 0
+    while bucket < _BUCKETS and looks < _LOOKS:
+        before = -1
+        group = int(first[bucket])
+        enough = min(_LOOKS, looks + _BUCKET_LOOKS)
+        while group >= 0 and looks < enough:
+            looks += 1
+            size = total  # room is whole chunks: enough for the padding of one sequence
+            if end > begin + 1:
+                size = _padded(total, begin, end, tokens, degree[group])
+            if room[group] >= size:
+                if before < 0:
+                    first[bucket] = after[group]
+                else:
+                    after[before] = after[group]
+                if first[bucket] < 0:
+                    _unmark(filled, bucket)
+                return group
+            before, group = group, int(after[group])
+        bucket = _next_filled(filled, bucket + 1)
+    return -1
+
+
+@leaf
+def _padded(total: int, begin: int, end: int, tokens: NDArray[np.int64], degree: int) -> int:
+    """The sequences tokens[begin:end] of a unit, `total` in all, each padded for a degree."""
+    if degree == 1:
+        return total
     padded = 0
     for at in range(begin, end):
         padded += padded_length(tokens[at], degree)
     return padded
 
 
-@kernel
+@leaf
 def _mark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] |= np.uint64(1) << np.uint64(bucket % _BITS)
     filled[_WORDS] |= np.uint64(1) << np.uint64(word)
 
 
-@kernel
+@leaf
 def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] &= ~(np.uint64(1) << np.uint64(bucket % _BITS))
@@ -125,7 +142,7 @@ def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
         filled[_WORDS] &= ~(np.uint64(1) << np.uint64(word))
 
 
-@kernel
+@leaf
 def _next_filled(filled: NDArray[np.uint64], bucket: int) -> int:
     """The first bucket from `bucket` on with a group in it; _BUCKETS if none."""
     if bucket >= _BUCKETS:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 
 # A de Bruijn sequence: its top six bits differ for each of the 64 places that it is shifted by.
 _SEQUENCE = 0x03F79D71B4CB0A89
@@ -11,7 +11,7 @@ for _place in range(64):
     _PLACES[(_SEQUENCE << _place & (1 << 64) - 1) >> 58] = _place
 
 
-@kernel
+@leaf
 def lowest_bit(word: np.uint64) -> int:
     """Place of the lowest set bit; the word is not 0."""
     alone = word & (~word + np.uint64(1))

@@ -1,10 +1,10 @@
 """Padding and chunks of a sequence inside kernels, as `padded_tokens` and `locate` of `core.layout`
 have them."""
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 
 
-@kernel
+@leaf
 def padded_length(tokens: int, degree: int) -> int:
     """`tokens` rounded up to a multiple of 2·degree: zigzag's chunks; as they are at degree 1."""
     if degree == 1:
@@ -12,7 +12,7 @@ def padded_length(tokens: int, degree: int) -> int:
     return (tokens + 2 * degree - 1) // (2 * degree) * (2 * degree)
 
 
-@kernel
+@leaf
 def ring_member(position: int, tokens: int, degree: int) -> int:
     """Which member of its group holds the token at `position` of a sample of so many `tokens`."""
     if degree == 1:

@@ -14,6 +14,8 @@ above the bound until all has room.
 Shapes: m items, k pieces, N ranks; `listed` items of one phase.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +25,21 @@ from dataservice.planning.kernels.sort import group_stable, radix_argsort
 from dataservice.planning.nodes.phases import phase_bounds
 from dataservice.planning.pieces import Cut
 
-# Of the first cap over the bound, and of each over the one before; and into how many parts what had
-# no room is divided, one of which is added: units are whole, and more of them fit all at once.
+# Of the first cap over the bound, and of the second over the first. What found no room is added
+# too, but not all of it: units are whole, and many ranks take one more of a little more room.
 _RISE = 1e-3
+_MORE = 1.5  # by which a rise exceeds the one before, so that there are few
 _CAREFUL = 3.0
 _SHORT = 0.125  # of a replica's share, up to which an item is not cut
+
+
+class Slices(NamedTuple):
+    """Pieces of items in any order: `cut` [k], the `rank` int32[k] of each, and `slowest_s`
+    float64[phases] of the fullest rank in each phase."""
+
+    cut: Cut
+    rank: NDArray[np.int32]
+    slowest_s: NDArray[np.float64]
 
 
 def slice_phases(
@@ -37,23 +49,21 @@ def slice_phases(
     tokens: NDArray[np.int32],
     units: NDArray[np.int32],
     home: NDArray[np.int32],
-    long: NDArray[np.bool_],
-    rank_of: NDArray[np.int32],
     *,
+    phases: int,
     ranks: int,
     ranks_per_node: int,
-) -> tuple[Cut, NDArray[np.int32]]:
-    """The pieces of items [m] and the rank of each, int32[k]: each phase of `long` bool[phases]
-    balanced on its own and mostly inside nodes, the items of others as they are, on `rank_of`
-    int32[m]. Every piece costs what its units do and the same constant: an item of u units `costs`
-    u·unit + constant, and one unit alone unit + constant (`unit_costs`).
+) -> Slices:
+    """The pieces of items [m], each phase balanced on its own and mostly inside nodes. Every piece
+    costs what its units do and the same constant: an item of u units `costs` u·unit + constant,
+    and one unit alone unit + constant (`unit_costs`).
 
-    O(m log m + N log N) a round, and a round for each rise of the cap.
+    O(m log m + N log N) and O(m + N) a round, of which there are few.
     """
-    row, first, held, rank = _slice_phases(
-        phase, costs, unit_costs, tokens, units, home, long, rank_of, ranks, ranks_per_node
+    row, first, held, rank, slowest_s = _slice_phases(
+        phase, costs, unit_costs, tokens, units, home, phases, ranks, ranks_per_node
     )
-    return Cut(row, first, held), rank
+    return Slices(Cut(row, first, held), rank, slowest_s)
 
 
 @kernel
@@ -64,53 +74,60 @@ def _slice_phases(
     tokens: NDArray[np.int32],
     units: NDArray[np.int32],
     home: NDArray[np.int32],
-    long: NDArray[np.bool_],
-    rank_of: NDArray[np.int32],
+    phases: int,
     ranks: int,
     ranks_per_node: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    phases = long.size
+) -> tuple[
+    NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]
+]:
     bounds = phase_bounds(phase, costs, tokens, units, unit_costs, phases, ranks)
     listed, begins = group_stable(phase, np.arange(phase.size), phases)
-    most = phase.size + np.count_nonzero(long) * ranks  # pieces
+    most = phase.size + np.count_nonzero(np.diff(begins)) * ranks  # pieces
     row = np.empty(most, np.int64)
     first = np.empty(most, np.int32)
     held = np.empty(most, np.int32)
     rank = np.empty(most, np.int32)
+    slowest_s = np.zeros(phases)
     end = 0
     for p in range(phases):
         items = listed[begins[p] : begins[p + 1]]
-        if not long[p]:
-            row[end : end + items.size] = items
-            first[end : end + items.size] = 0
-            held[end : end + items.size] = units[items]
-            rank[end : end + items.size] = rank_of[items]
-            end += items.size
+        if items.size == 0:
             continue
-        mean = costs[items].sum() / ranks
+        total_s = costs[items].sum()
         alone = costs[items] <= unit_costs[items]  # one unit, or units that cost nothing
-        solid = alone | (costs[items] <= mean * _SHORT)
+        solid = alone | (costs[items] <= total_s / ranks * _SHORT)
         short, fluid = items[solid], items[~solid]
         most_tokens = tokens[items].max()
         short = short[radix_argsort((most_tokens - tokens[short]).astype(np.uint64))]
-        cap = bounds[p] * (1.0 + _RISE)
+        unit = (costs[fluid] - unit_costs[fluid]) / (units[fluid] - 1)
+        fixed = unit_costs[fluid] - unit
+        # Nearly every rank holds a part of an item that it cuts, and pays for it.
+        cap = max(bounds[p], total_s / ranks + (fixed.mean() if fluid.size else 0.0))
+        cap *= 1.0 + _RISE
         beside = np.zeros(ranks)  # what the short ones leave no room for
+        rise = _RISE
         while not _place_short(short, costs, home, cap, ranks_per_node, beside, rank[end:]):
             beside[:] = 0.0
-            cap *= 1.0 + _RISE
+            cap *= 1.0 + rise
+            rise *= _MORE
         at = end + short.size
         pieces, left_s = 0, np.inf
+        node = home[fluid] // ranks_per_node
         while left_s > 0.0:
+            loads = beside.copy()
             pieces, left_s = _pour(
-                fluid, costs, unit_costs, units, home, cap, ranks_per_node, beside.copy(),
+                unit, fixed, units[fluid], node, cap, ranks_per_node, loads,
                 row[at:], first[at:], held[at:], rank[at:],
             )  # fmt: skip
-            cap = cap * (1.0 + _RISE) + left_s / (_CAREFUL * ranks)
-        row[end : end + short.size] = short
-        first[end : end + short.size] = 0
-        held[end : end + short.size] = units[short]
-        end += short.size + pieces
-    return _in_order(row[:end], first[:end], held[:end], rank[:end], phase.size)
+            cap = cap * (1.0 + rise) + left_s / (_CAREFUL * ranks)
+            rise *= _MORE
+            slowest_s[p] = loads.max()
+        row[end:at] = short
+        first[end:at] = 0
+        held[end:at] = units[short]
+        end = at + pieces
+        row[at:end] = fluid[row[at:end]]
+    return row[:end], first[:end], held[:end], rank[:end], slowest_s
 
 
 @kernel
@@ -157,69 +174,57 @@ def _place_short(
 
 @kernel
 def _pour(
-    items: NDArray[np.int64],
-    costs: NDArray[np.float64],
-    unit_costs: NDArray[np.float64],
+    unit: NDArray[np.float64],
+    fixed: NDArray[np.float64],
     units: NDArray[np.int32],
     home: NDArray[np.int32],
     cap: float,
     ranks_per_node: int,
     loads: NDArray[np.float64],
-    row: NDArray[np.int64],
+    item: NDArray[np.int64],
     first: NDArray[np.int32],
     held: NDArray[np.int32],
     rank: NDArray[np.int32],
 ) -> tuple[int, float]:
-    """Write the pieces of `items` onto the room below the cap; how many, and the seconds for which
-    there is no room. A rank at which an item is cut is full from then on. Written: `loads`
-    float64[N], and `row`, `first`, `held` and `rank` of the pieces."""
+    """Write the pieces of items onto the room below the cap; how many, and the seconds for which
+    there is no room. A rank at which an item is cut is full from then on.
+
+    Of each item [f], seconds of a `unit` and of every piece (`fixed`), its `units` and its `home`
+    node. Written: `loads` float64[N], and `item`, `first`, `held` and `rank` of the pieces.
+    """
     nodes = -(-loads.size // ranks_per_node)
     least = np.arange(nodes) * ranks_per_node  # the first rank of each node that is not full
-    rest_item = np.empty(items.size, np.int64)  # those that are left over in their nodes
-    rest_first = np.empty(items.size, np.int64)
-    rest = 0
+    rest = np.empty(units.size, np.int64)  # items that are left over in their nodes,
+    done_of = np.zeros(units.size, np.int64)  # and the units of each that are not
+    left = units.size
     count, left_s = 0, 0.0
     for turn in range(2):  # in their nodes, then anywhere
-        anywhere = 0  # the first node that is not full
-        for k in range(items.size if turn == 0 else rest):
-            item = items[k] if turn == 0 else rest_item[k]
-            done = 0 if turn == 0 else rest_first[k]
-            unit = (costs[item] - unit_costs[item]) / (units[item] - 1)
-            fixed = unit_costs[item] - unit
-            node = home[item] // ranks_per_node if turn == 0 else anywhere
-            while done < units[item] and node < nodes:
+        turns, left = left, 0
+        node = 0
+        for k in range(turns):
+            of = rest[k] if turn else k
+            node = node if turn else home[k]
+            done = done_of[of]
+            while done < units[of] and node < nodes:
                 at = least[node]
                 if at == min((node + 1) * ranks_per_node, loads.size):
                     if turn == 0:
                         break
                     node += 1
                     continue
-                room = cap - loads[at] - fixed
-                taken = int(min(float(units[item] - done), max(room, 0.0) / unit))
+                room = cap - loads[at] - fixed[of]
+                taken = int(min(float(units[of] - done), max(room, 0.0) / unit[of]))
                 if taken > 0:
-                    row[count], first[count], held[count], rank[count] = item, done, taken, at
+                    item[count], first[count], held[count], rank[count] = of, done, taken, at
                     count += 1
                     done += taken
-                    loads[at] += fixed + unit * taken
-                if done < units[item]:
+                    loads[at] += fixed[of] + unit[of] * taken
+                if done < units[of]:
                     least[node] += 1
-            if turn == 0 and done < units[item]:
-                rest_item[rest], rest_first[rest] = item, done
-                rest += 1
-            else:
-                anywhere = node
-                left_s += unit * (units[item] - done)
+            if done < units[of]:
+                rest[left] = of
+                done_of[of] = done
+                left += 1
+    for k in range(left):
+        left_s += unit[rest[k]] * (units[rest[k]] - done_of[rest[k]])
     return count, left_s
-
-
-@kernel
-def _in_order(
-    row: NDArray[np.int64],
-    first: NDArray[np.int32],
-    held: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    items: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """The pieces by item, and then as they follow one another in it, as they were written."""
-    order, _ = group_stable(row, np.arange(row.size), items)
-    return row[order], first[order], held[order], rank[order]

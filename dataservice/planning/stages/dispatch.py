@@ -21,8 +21,8 @@ from dataservice.planning.nodes.phases import (
     phase_loads,
     spread_phases,
 )
-from dataservice.planning.nodes.slices import slice_phases
-from dataservice.planning.pieces import Cut, unit_counts
+from dataservice.planning.nodes.slices import Slices, slice_phases
+from dataservice.planning.pieces import unit_counts
 from dataservice.planning.registry import algorithm_named
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
@@ -123,32 +123,25 @@ def _balanced(
     return spread
 
 
-def slice_items(
-    items: EncoderItems,
-    long: NDArray[np.bool_],
-    replica_of: NDArray[np.int32],
-    *,
-    replicas: int,
-    replicas_per_node: int | None,
-) -> tuple[Cut, NDArray[np.int32]]:
-    """The items of `long` phases, bool[phases], in pieces, those of others whole on `replica_of`
-    int32[m]; and the replica of each piece. O(m log m)."""
-    cut, spread = slice_phases(
+def slice_items(items: EncoderItems, *, replicas: int, replicas_per_node: int | None) -> Slices:
+    """The items in pieces, and the replica of each piece: as `dispatch_items` where long ones may
+    be cut. O(m log m)."""
+    slices = slice_phases(
         items.phase,
         items.seconds,
         items.unit_seconds,
         items.encoder_tokens,
         items.units,
         items.home,
-        long,
-        replica_of,
+        phases=items.phases,
         ranks=replicas,
         ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
     )
-    if replicas_per_node is None or replicas_per_node >= replicas:
-        home, phase = items.home[cut.row], items.phase[cut.row]
-        spread = name_parts(spread, home, phase, items.phases, replicas)
-    return cut, spread
+    if replicas_per_node is not None and replicas_per_node < replicas:
+        return slices
+    row = slices.cut.row
+    named = name_parts(slices.rank, items.home[row], items.phase[row], items.phases, replicas)
+    return slices._replace(rank=named)
 
 
 DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.int32]]] = {

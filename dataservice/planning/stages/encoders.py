@@ -15,9 +15,8 @@ from dataservice.core.topology import Topology
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.invariants import broken
-from dataservice.planning.pieces import Cut, cut_evenly, cut_items, join_items, long_items
+from dataservice.planning.pieces import by_row, cut_evenly, cut_items, join_items, long_items
 from dataservice.planning.stages.dispatch import (
-    MODALITIES,
     EncoderItems,
     dispatch_items,
     encoder_items,
@@ -74,55 +73,46 @@ def _sliced(
     options: PlanOptions,
     room: EncoderRoom | None,
 ) -> tuple[StepPlan, EncoderItems] | None:
-    """Long rows in pieces, in each wave that ends sooner by it, and the others whole; None where
+    """Long rows in pieces, in each phase that ends sooner by it, and the others whole; None where
     none is long, or pieces have no room."""
     long = long_items(items.phase, items.seconds, items.units, items.phases, base.replicas)
-    if not long.phases.any():
+    rows = np.flatnonzero(long.phases[items.phase])
+    if rows.size == 0:
         return None
-    shares = cut_evenly(items.units, long.pieces)  # each of them near its own text
-    cut, replica = _dispatch_slices(
-        encoder_items(cut_items(base, shares), options.cost), long.phases, topology, options
-    )
-    cut = shares.again(cut)
-    found = _kept(cut_items(base, cut), replica, topology, room)
-    if found is None:
-        return None
-    joined = join_items(found)
-    joined_items = encoder_items(joined, options.cost)
-    seconds = _by_wave(slowest_s(joined_items, joined.item_replica, base.replicas))
-    uncut = ~long.phases.reshape(-1, MODALITIES).any(axis=1)
-    sooner = seconds < _by_wave(encoding_bounds(items, base.replicas, whole=True))
-    near = seconds <= _by_wave(encoding_bounds(items, base.replicas)) * NEAR
-    if (sooner | near | uncut).all():
-        return joined, joined_items
-    whole = _kept(base, _dispatched(items, topology, options), topology, room)
-    if whole is None:
-        return joined, joined_items
-    sooner = seconds < _by_wave(slowest_s(items, whole.item_replica, base.replicas))
-    if (sooner | uncut).all():
-        return joined, joined_items
-    better = sooner[items.phase[cut.row] // MODALITIES]
-    mixed = np.where(better, found.item_replica, whole.item_replica[cut.row])
-    joined = join_items(replace(found, item_replica=mixed))
-    check_items(joined, joined.item_replica, room)
-    return joined, encoder_items(joined, options.cost)
-
-
-def _dispatch_slices(
-    items: EncoderItems, long: NDArray[np.bool_], topology: Topology, options: PlanOptions
-) -> tuple[Cut, NDArray[np.int32]]:
-    """Pieces of all rows, and the replica of each; rows of other phases than `long` stay whole."""
-    others = np.flatnonzero(~long[items.phase])
-    replica = np.zeros(items.phase.size, np.int32)
-    if others.size:
-        replica[others] = _dispatched(items.take(others), topology, options)
-    return slice_items(
-        items,
-        long,
-        replica,
+    shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
+    shares = shares._replace(row=rows[shares.row])
+    slices = slice_items(
+        encoder_items(cut_items(base, shares), options.cost),
         replicas=topology.replicas,
         replicas_per_node=topology.replicas_per_node,
     )
+    cut = shares.again(slices.cut)
+    sliced = long.phases & _hard_to_beat(items.take(rows), slices.slowest_s, base.replicas)
+    stay = np.flatnonzero(~sliced[items.phase])
+    whole = items if stay.size == items.phase.size else items.take(stay)
+    replica = _dispatched(whole, topology, options) if stay.size else np.zeros(0, np.int32)
+    if sliced.sum() < long.phases.sum():
+        sliced |= long.phases & (slices.slowest_s < slowest_s(whole, replica, base.replicas))
+    chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
+    if not chosen.any():
+        found = _kept(base, replica, topology, room)
+    else:
+        cut = cut.take(chosen).beside(stay[left], items.units)
+        replica = np.append(slices.rank[chosen], replica[left])
+        cut, replica = by_row(cut, replica, items.phase.size)
+        found = _kept(cut_items(base, cut), replica, topology, room)
+    if found is None:
+        return None
+    joined = join_items(found)
+    return joined, encoder_items(joined, options.cost)
+
+
+def _hard_to_beat(
+    items: EncoderItems, slowest: NDArray[np.float64], replicas: int
+) -> NDArray[np.bool_]:
+    """Phases in which pieces take so little that whole items would take more, or hardly less."""
+    near: NDArray[np.bool_] = slowest <= encoding_bounds(items, replicas) * NEAR
+    return near | (slowest < encoding_bounds(items, replicas, whole=True))
 
 
 def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
@@ -148,9 +138,3 @@ def _kept(
         item_replica = kept
     check_items(plan, item_replica, room)
     return replace(plan, item_replica=item_replica)
-
-
-def _by_wave(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Those of phases, summed over the encoders of a wave: float64[W]."""
-    summed: NDArray[np.float64] = seconds.reshape(-1, MODALITIES).sum(axis=1)
-    return summed

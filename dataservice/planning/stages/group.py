@@ -99,7 +99,7 @@ def _static(step: PackedStep) -> ContextWaves:
         ranks_per_node=step.topology.replicas_per_node,
         full_attention=step.full_attention,
     )
-    work_s = float(cost.work_s(step.tokens, step.full_attention).sum())
+    work_s = cost.total_work_s(step.tokens, step.full_attention)
     return ContextWaves(waves=waves, lower_bound_s=work_s / replicas)
 
 
