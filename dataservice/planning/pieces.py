@@ -101,7 +101,7 @@ def cut_items(plan: StepPlan, cut: Cut) -> StepPlan:
         item_position=position,
         item_units=held,
         item_replica=plan.item_replica[row],
-        item_first_unit=first if begins is None else begins[row] + first,
+        item_first_unit=(first if first.any() else None) if begins is None else begins[row] + first,
     )
 
 
@@ -110,11 +110,19 @@ def join_items(plan: StepPlan) -> StepPlan:
     several of an item's gets as many neighbours. O(k)."""
     if plan.item_first_unit is None:
         return plan
-    row, first, held, replica = _joined(unit_counts(plan), plan.item_first_unit, plan.item_replica)
-    if row.size == plan.item_replica.size:
+    pieces = Cut(np.arange(len(plan.item_sample)), plan.item_first_unit, unit_counts(plan))
+    cut, replica = join_pieces(pieces, plan.item_replica)
+    if cut.row.size == plan.item_replica.size:
         return plan
-    joined = replace(cut_items(plan, Cut(row, first, held)), item_replica=replica)
-    return joined if first.any() else replace(joined, item_first_unit=None)
+    joined = replace(cut_items(plan, cut), item_replica=replica)
+    return joined if cut.first.any() else replace(joined, item_first_unit=None)
+
+
+def join_pieces(cut: Cut, replica: NDArray[np.int32]) -> tuple[Cut, NDArray[np.int32]]:
+    """The same of pieces by row and their replicas [k]: an item begins where `first` is 0, and its
+    pieces are all of the row where it begins."""
+    row, first, held, joined_replica = _joined(*cut, replica)
+    return Cut(row, first, held), joined_replica
 
 
 def unit_counts(plan: StepPlan) -> NDArray[np.int32]:
@@ -202,29 +210,32 @@ def _cut_columns(
 
 @kernel
 def _joined(
-    units: NDArray[np.int32], first: NDArray[np.int32], replica: NDArray[np.int32]
+    row: NDArray[np.int64],
+    first: NDArray[np.int32],
+    units: NDArray[np.int32],
+    replica: NDArray[np.int32],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """The row of the item's first piece, first unit, units and replica of each piece that is left,
     an item's replicas in the order in which they come first."""
-    rows = first.size
+    rows = row.size
     joined = 0
     to_row = np.empty(rows, np.int64)
     to_first = np.empty(rows, np.int32)
     to_units = np.empty(rows, np.int32)
     to_replica = np.empty(rows, np.int32)
-    head, begin = 0, 0  # of the item's pieces, and of those that are left
-    for row in range(rows):
-        if first[row] == 0:
-            head, begin = row, joined
+    head, begin = np.int64(0), 0  # the item's row, and its first piece of those that are left
+    for piece in range(rows):
+        if first[piece] == 0:
+            head, begin = row[piece], joined
         place = begin
-        while place < joined and to_replica[place] != replica[row]:
+        while place < joined and to_replica[place] != replica[piece]:
             place += 1
         if place == joined:
             to_row[joined] = head
             to_units[joined] = 0
-            to_replica[joined] = replica[row]
+            to_replica[joined] = replica[piece]
             joined += 1
-        to_units[place] += units[row]
+        to_units[place] += units[piece]
     for place in range(joined):
         new = place == 0 or to_row[place - 1] != to_row[place]
         to_first[place] = 0 if new else to_first[place - 1] + to_units[place - 1]

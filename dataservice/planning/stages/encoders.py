@@ -15,7 +15,14 @@ from dataservice.core.topology import Topology
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.invariants import broken
-from dataservice.planning.pieces import by_row, cut_evenly, cut_items, join_items, long_items
+from dataservice.planning.pieces import (
+    by_row,
+    cut_evenly,
+    cut_items,
+    join_items,
+    join_pieces,
+    long_items,
+)
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
     dispatch_items,
@@ -94,17 +101,18 @@ def _sliced(
     if sliced.sum() < long.phases.sum():
         sliced |= long.phases & (slices.slowest_s < slowest_s(whole, replica, base.replicas))
     chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
-    if not chosen.any():
-        found = _kept(base, replica, topology, room)
-    else:
+    plan = base
+    if chosen.any():
         cut = cut.take(chosen).beside(stay[left], items.units)
         replica = np.append(slices.rank[chosen], replica[left])
-        cut, replica = by_row(cut, replica, items.phase.size)
-        found = _kept(cut_items(base, cut), replica, topology, room)
+        cut, replica = join_pieces(*by_row(cut, replica, items.phase.size))
+        plan = cut_items(base, cut)
+    found = _kept(plan, replica, topology, room)
     if found is None:
         return None
-    joined = join_items(found)
-    return joined, encoder_items(joined, options.cost)
+    joined = found if room is None else join_items(found)
+    same = plan is base and joined is found
+    return joined, items if same else encoder_items(joined, options.cost)
 
 
 def _hard_to_beat(
