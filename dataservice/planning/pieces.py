@@ -39,10 +39,14 @@ class Cut(NamedTuple):
 
     def take(self, chosen: NDArray[np.bool_]) -> "Cut":
         """Some of these pieces."""
+        if chosen.all():
+            return self
         return Cut(self.row[chosen], self.first[chosen], self.held[chosen])
 
     def beside(self, rows: NDArray[np.int64], units: NDArray[np.int32]) -> "Cut":
         """These pieces, and behind them `rows` that stay whole, each of `units` [m]."""
+        if rows.size == 0:
+            return self
         return Cut(
             np.append(self.row, rows),
             np.append(self.first, np.zeros(rows.size, np.int32)),

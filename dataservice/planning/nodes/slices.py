@@ -29,7 +29,7 @@ from dataservice.planning.pieces import Cut
 # too, but not all of it: units are whole, and many ranks take one more of a little more room.
 _RISE = 1e-3
 _MORE = 1.5  # by which a rise exceeds the one before, so that there are few
-_CAREFUL = 3.0
+_CAREFUL = 2.0
 _SHORT = 0.125  # of a replica's share, up to which an item is not cut
 
 

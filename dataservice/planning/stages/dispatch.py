@@ -53,10 +53,12 @@ class EncoderItems:
     unit_seconds: NDArray[np.float64]
     batch_s: NDArray[np.float64]
 
-    def take(self, rows: NDArray[np.int64]) -> "EncoderItems":
-        """The same columns for some of the items, in that order."""
+    def take(self, chosen: NDArray[np.bool_]) -> "EncoderItems":
+        """The same columns for the items chosen."""
+        if chosen.all():
+            return self
         own = (field.name for field in fields(self) if field.name not in ("phases", "batch_s"))
-        return replace(self, **{name: getattr(self, name)[rows] for name in own})
+        return replace(self, **{name: getattr(self, name)[chosen] for name in own})
 
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:

@@ -83,9 +83,10 @@ def _sliced(
     """Long rows in pieces, in each phase that ends sooner by it, and the others whole; None where
     none is long, or pieces have no room."""
     long = long_items(items.phase, items.seconds, items.units, items.phases, base.replicas)
-    rows = np.flatnonzero(long.phases[items.phase])
-    if rows.size == 0:
+    of_long = long.phases[items.phase]
+    if not of_long.any():
         return None
+    rows = np.flatnonzero(of_long)
     shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
     shares = shares._replace(row=rows[shares.row])
     slices = slice_items(
@@ -94,16 +95,16 @@ def _sliced(
         replicas_per_node=topology.replicas_per_node,
     )
     cut = shares.again(slices.cut)
-    sliced = long.phases & _hard_to_beat(items.take(rows), slices.slowest_s, base.replicas)
-    stay = np.flatnonzero(~sliced[items.phase])
-    whole = items if stay.size == items.phase.size else items.take(stay)
-    replica = _dispatched(whole, topology, options) if stay.size else np.zeros(0, np.int32)
+    sliced = _hard_to_beat(items.take(of_long), slices.slowest_s, base.replicas) & long.phases
+    stay = ~sliced[items.phase]
+    whole = items.take(stay)
+    replica = _dispatched(whole, topology, options) if stay.any() else np.zeros(0, np.int32)
     if sliced.sum() < long.phases.sum():
         sliced |= long.phases & (slices.slowest_s < slowest_s(whole, replica, base.replicas))
     chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
     plan = base
     if chosen.any():
-        cut = cut.take(chosen).beside(stay[left], items.units)
+        cut = cut.take(chosen).beside(np.flatnonzero(stay)[left], items.units)
         replica = np.append(slices.rank[chosen], replica[left])
         cut, replica = join_pieces(*by_row(cut, replica, items.phase.size))
         plan = cut_items(base, cut)
@@ -120,7 +121,7 @@ def _hard_to_beat(
 ) -> NDArray[np.bool_]:
     """Phases in which pieces take so little that whole items would take more, or hardly less."""
     near: NDArray[np.bool_] = slowest <= encoding_bounds(items, replicas) * NEAR
-    return near | (slowest < encoding_bounds(items, replicas, whole=True))
+    return near if near.all() else near | (slowest < encoding_bounds(items, replicas, whole=True))
 
 
 def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
