@@ -40,6 +40,7 @@ from dataservice.planning.stages.group import (
     full_attention,
     group_packs,
     group_report,
+    static_bound,
 )
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
@@ -128,6 +129,8 @@ def compose_step(
     for rival in _rivals(lengths, units, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
             break
+        if bound.given(_least_waves_s(lengths, topology, rival)) >= best.time.total_s:
+            continue
         try:
             packed, found = _grouped(lengths, units, topology, rival.options[0], limits, rival)
         except NoRoomError:
@@ -291,9 +294,10 @@ def _rivals(
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
-    wave_s = _encoding_of_a_wave(lengths, units, options.cost)
-    if wave_s > MANY_WAVES * options.cost.llm.group_s and len(lengths) <= FEW_SAMPLES:
-        yield _Rival(options=(options,), wave_s=wave_s)
+    if len(lengths) <= FEW_SAMPLES:
+        wave_s = _encoding_of_a_wave(lengths, units, options.cost)
+        if wave_s > MANY_WAVES * options.cost.llm.group_s:
+            yield _Rival(options=(options,), wave_s=wave_s)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         yield _Rival(options=(whole,))
@@ -314,6 +318,15 @@ def _rivals(
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
         seats = replace(plain, assign=stages.assign, order=stages.order, dispatch=stages.dispatch)
         yield _Rival(options=(seats, plain), unpadded=True)
+
+
+def _least_waves_s(lengths: LengthTable, topology: Topology, rival: _Rival) -> float:
+    """What the waves of a rival take at least, before they are made; 0 where nothing is known."""
+    options = rival.options[0]
+    if options.stages.context != "static":
+        return 0.0
+    degree = static_degree(lengths, topology.replicas, options)
+    return static_bound(lengths, degree, topology, options)
 
 
 def _encoding_of_a_wave(

@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.layout import locate, padded_tokens
 from dataservice.core.plan import StepPlan
 from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.padding import ring_member
 
 
 def item_packs(plan: StepPlan) -> NDArray[np.int32]:
@@ -15,13 +15,14 @@ def item_packs(plan: StepPlan) -> NDArray[np.int32]:
 
 def item_homes(plan: StepPlan, pack: NDArray[np.int32]) -> NDArray[np.int32]:
     """The replica that holds each item's first token: int32[m]; `pack` int32[m] as above."""
-    home, in_ring = _first_members(plan.replica_offsets, plan.pack_replicas, pack)
-    sample = plan.item_sample[in_ring]
-    degree = plan.pack_degree[pack[in_ring]]
-    padded = padded_tokens(plan.sample_tokens[sample], degree)
-    cp_rank, _ = locate(plan.item_position[in_ring], padded, degree, np.zeros_like(degree))
-    home[in_ring] = plan.pack_replicas[plan.replica_offsets[pack[in_ring]] + cp_rank]
-    return home
+    return _item_homes(
+        plan.replica_offsets,
+        plan.pack_replicas,
+        pack,
+        plan.item_sample,
+        plan.item_position,
+        plan.sample_tokens,
+    )
 
 
 @kernel
@@ -39,17 +40,20 @@ def _item_packs(
 
 
 @kernel
-def _first_members(
-    replica_offsets: NDArray[np.int64], pack_replicas: NDArray[np.int32], pack: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Ring member 0 of each item's group, and the items of groups that have other members."""
+def _item_homes(
+    replica_offsets: NDArray[np.int64],
+    pack_replicas: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    item_sample: NDArray[np.int32],
+    item_position: NDArray[np.int32],
+    sample_tokens: NDArray[np.int32],
+) -> NDArray[np.int32]:
     home = np.empty(pack.size, np.int32)
-    in_ring = np.empty(pack.size, np.int64)
-    count = 0
     for item in range(pack.size):
         first = replica_offsets[pack[item]]
+        degree = replica_offsets[pack[item] + 1] - first
+        if degree > 1:
+            tokens = int(sample_tokens[item_sample[item]])
+            first += ring_member(int(item_position[item]), tokens, int(degree))
         home[item] = pack_replicas[first]
-        if replica_offsets[pack[item] + 1] - first > 1:
-            in_ring[count] = item
-            count += 1
-    return home, in_ring[:count].copy()
+    return home

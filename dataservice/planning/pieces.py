@@ -2,9 +2,9 @@
 
 A clip of minutes takes one replica longer than all else in its wave. Where its encoder attends
 within frames (or pairs of them, or tiles) alone, it may be cut between them without changing a
-number: each *unit* is encoded as if it were alone. So an item that holds more than a small part of
-a replica's share of its phase is cut into pieces of about that size; the spread treats pieces as
-items, and pieces of one item on one replica become one again.
+number: each *unit* is encoded as if it were alone. So in a phase with an item that is a large part
+of a replica's share, items are cut wherever a replica is full (`nodes/slices.py`); pieces of one
+item on one replica become one again.
 
     item of 6 units, shares of 2     before  | 0 1 | 2 3 | 4 5 |    on replicas 3, 1, 3
                                      after   | 0 1 2 3 | 4 5 |      3, 1
@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from dataservice.core.plan import StepPlan
 from dataservice.planning.kernels.compile import kernel
 
-# Of a replica's share of a phase: above what an item is too long to be spread whole, and what a
-# piece then has at most, small enough to fill every gap, and large enough for its own fixed cost.
-LONG_SHARE = 1.0 / 2.0
-PIECE_SHARE = 1.0 / 8.0
+# Of a replica's share of a phase: above what an item is too long to be spread whole.
+LONG_SHARE = 0.3
 
 
 class Cut(NamedTuple):
@@ -35,42 +33,79 @@ class Cut(NamedTuple):
     first: NDArray[np.int32]
     held: NDArray[np.int32]
 
+    def again(self, finer: "Cut") -> "Cut":
+        """These pieces cut into `finer` ones, as a cut of the rows themselves."""
+        return Cut(self.row[finer.row], self.first[finer.row] + finer.first, finer.held)
 
-def long_pieces(
-    plan: StepPlan, phase: NDArray[np.int64], seconds: NDArray[np.float64], phases: int
-) -> NDArray[np.int64]:
-    """Into how many pieces to cut each row of a plan, as it takes a replica long: int64[m]; `phase`
-    and `seconds` [m] are of the rows."""
-    units = unit_counts(plan)
-    return _piece_counts(phase, seconds, units, phases, plan.replicas, LONG_SHARE, PIECE_SHARE)
+    def take(self, chosen: NDArray[np.bool_]) -> "Cut":
+        """Some of these pieces."""
+        if chosen.all():
+            return self
+        return Cut(self.row[chosen], self.first[chosen], self.held[chosen])
+
+    def beside(self, rows: NDArray[np.int64], units: NDArray[np.int32]) -> "Cut":
+        """These pieces, and behind them `rows` that stay whole, each of `units` [m]."""
+        if rows.size == 0:
+            return self
+        return Cut(
+            np.append(self.row, rows),
+            np.append(self.first, np.zeros(rows.size, np.int32)),
+            np.append(self.held, units[rows]),
+        )
+
+
+def by_row(cut: Cut, replica: NDArray[np.int32], rows: int) -> tuple[Cut, NDArray[np.int32]]:
+    """Pieces and their replicas [k] by row, and then by first unit. O(k + m) where those of a row
+    come nearly in order."""
+    row, first, held, sorted_replica = _by_row(*cut, replica, rows)
+    return Cut(row, first, held), sorted_replica
+
+
+class Long(NamedTuple):
+    """Phases that have a long item which may be cut, bool[phases]; and into how many pieces of at
+    most a replica's share to cut each row of those, int64[m]."""
+
+    phases: NDArray[np.bool_]
+    pieces: NDArray[np.int64]
+
+
+def long_items(
+    phase: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    units: NDArray[np.int32],
+    phases: int,
+    replicas: int,
+) -> Long:
+    """What takes a replica long of rows [m] of a plan."""
+    return Long(*_long_items(phase, seconds, units, phases, replicas, LONG_SHARE))
 
 
 def cut_evenly(units: NDArray[np.int32], pieces: NDArray[np.int64]) -> Cut:
     """Rows of `units` [m] in so many `pieces` [m] each, as even as units allow. O(k)."""
-    row = np.repeat(np.arange(units.size), pieces)
-    place = np.arange(row.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = (units[row] * place // pieces[row]).astype(np.int32)
-    behind = (units[row] * (place + 1) // pieces[row]).astype(np.int32)
-    return Cut(row, first, behind - first)
+    return Cut(*_cut_evenly(units, pieces))
 
 
 def cut_items(plan: StepPlan, cut: Cut) -> StepPlan:
     """The plan with its rows in such pieces. O(k)."""
     row, first, held = cut
-    units = unit_counts(plan)[row]
-    encoder_tokens = plan.item_encoder_tokens[row] // units
-    llm_tokens = plan.item_llm_tokens[row] // units
-    begins = 0 if plan.item_first_unit is None else plan.item_first_unit[row]
+    begins = plan.item_first_unit
+    encoder_tokens, llm_tokens, position = _cut_columns(
+        *cut,
+        unit_counts(plan),
+        plan.item_encoder_tokens,
+        plan.item_llm_tokens,
+        plan.item_position,
+    )
     return replace(
         plan,
         item_sample=plan.item_sample[row],
         item_modality=plan.item_modality[row],
-        item_encoder_tokens=encoder_tokens * held,
-        item_llm_tokens=llm_tokens * held,
-        item_position=plan.item_position[row] + llm_tokens * first,
+        item_encoder_tokens=encoder_tokens,
+        item_llm_tokens=llm_tokens,
+        item_position=position,
         item_units=held,
         item_replica=plan.item_replica[row],
-        item_first_unit=begins + first,
+        item_first_unit=(first if first.any() else None) if begins is None else begins[row] + first,
     )
 
 
@@ -79,15 +114,19 @@ def join_items(plan: StepPlan) -> StepPlan:
     several of an item's gets as many neighbours. O(k)."""
     if plan.item_first_unit is None:
         return plan
-    item, first, held, replica = _joined(
-        item_numbers(plan), unit_counts(plan), plan.item_first_unit, plan.item_replica
-    )
-    if item.size == plan.item_replica.size:
+    pieces = Cut(np.arange(len(plan.item_sample)), plan.item_first_unit, unit_counts(plan))
+    cut, replica = join_pieces(pieces, plan.item_replica)
+    if cut.row.size == plan.item_replica.size:
         return plan
-    whole = _whole_items(plan, np.flatnonzero(plan.item_first_unit == 0))
-    if item.size == whole.item_replica.size:
-        return replace(whole, item_replica=replica)
-    return replace(cut_items(whole, Cut(item, first, held)), item_replica=replica)
+    joined = replace(cut_items(plan, cut), item_replica=replica)
+    return joined if cut.first.any() else replace(joined, item_first_unit=None)
+
+
+def join_pieces(cut: Cut, replica: NDArray[np.int32]) -> tuple[Cut, NDArray[np.int32]]:
+    """The same of pieces by row and their replicas [k]: an item begins where `first` is 0, and its
+    pieces are all of the row where it begins."""
+    row, first, held, joined_replica = _joined(*cut, replica)
+    return Cut(row, first, held), joined_replica
 
 
 def unit_counts(plan: StepPlan) -> NDArray[np.int32]:
@@ -102,78 +141,133 @@ def item_numbers(plan: StepPlan) -> NDArray[np.int64]:
     return np.cumsum(plan.item_first_unit == 0) - 1
 
 
-def _whole_items(plan: StepPlan, begins: NDArray[np.int64]) -> StepPlan:
-    """The plan with every item in one row; `begins` are the rows of their first pieces."""
-
-    def summed(column: NDArray[np.int32]) -> NDArray[np.int32]:
-        return np.add.reduceat(column, begins).astype(np.int32)
-
-    return replace(
-        plan,
-        item_sample=plan.item_sample[begins],
-        item_modality=plan.item_modality[begins],
-        item_position=plan.item_position[begins],
-        item_encoder_tokens=summed(plan.item_encoder_tokens),
-        item_llm_tokens=summed(plan.item_llm_tokens),
-        item_units=summed(unit_counts(plan)),
-        item_replica=plan.item_replica[begins],
-        item_first_unit=None,
-    )
-
-
 @kernel
-def _piece_counts(
+def _long_items(
     phase: NDArray[np.int64],
     seconds: NDArray[np.float64],
     units: NDArray[np.int32],
     phases: int,
     replicas: int,
     long_share: float,
-    piece_share: float,
-) -> NDArray[np.int64]:
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     mean = np.zeros(phases)  # seconds of a replica, float64[phases]
-    longest = np.zeros(phases)
+    longest = np.zeros(phases)  # of what may be cut
     for item in range(phase.size):
         mean[phase[item]] += seconds[item] / replicas
-        longest[phase[item]] = max(longest[phase[item]], seconds[item])
+        if units[item] > 1:
+            longest[phase[item]] = max(longest[phase[item]], seconds[item])
+    long = longest > mean * long_share
     pieces = np.ones(phase.size, np.int64)
     for item in range(phase.size):
-        of_phase = phase[item]
-        if units[item] > 1 and longest[of_phase] > mean[of_phase] * long_share:
-            wanted = np.ceil(seconds[item] / (mean[of_phase] * piece_share))
+        if long[phase[item]] and units[item] > 1:
+            wanted = np.ceil(seconds[item] / mean[phase[item]])
             pieces[item] = np.int64(max(1.0, min(float(units[item]), wanted)))
-    return pieces
+    return long, pieces
+
+
+@kernel
+def _cut_evenly(
+    units: NDArray[np.int32], pieces: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    count = pieces.sum()
+    to_row = np.empty(count, np.int64)
+    to_first = np.empty(count, np.int32)
+    to_held = np.empty(count, np.int32)
+    at = 0
+    for row in range(units.size):
+        first = np.int64(0)
+        for place in range(1, pieces[row] + 1):
+            behind = np.int64(units[row])
+            if place < pieces[row]:
+                behind = behind * place // pieces[row]
+            to_row[at], to_first[at], to_held[at] = row, first, behind - first
+            first = behind
+            at += 1
+    return to_row, to_first, to_held
+
+
+@kernel
+def _cut_columns(
+    row: NDArray[np.int64],
+    first: NDArray[np.int32],
+    held: NDArray[np.int32],
+    units: NDArray[np.int32],
+    encoder_tokens: NDArray[np.int32],
+    llm_tokens: NDArray[np.int32],
+    position: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Encoder tokens, LLM tokens and position of each piece: int32[k]."""
+    to_encoder = np.empty(row.size, np.int32)
+    to_llm = np.empty(row.size, np.int32)
+    to_position = np.empty(row.size, np.int32)
+    for piece in range(row.size):
+        item = row[piece]
+        to_encoder[piece], to_llm[piece] = encoder_tokens[item], llm_tokens[item]
+        to_position[piece] = position[item]
+        if first[piece] > 0 or held[piece] != units[item]:
+            of_unit = llm_tokens[item] // units[item]
+            to_encoder[piece] = encoder_tokens[item] // units[item] * held[piece]
+            to_llm[piece] = of_unit * held[piece]
+            to_position[piece] += of_unit * first[piece]
+    return to_encoder, to_llm, to_position
 
 
 @kernel
 def _joined(
-    item: NDArray[np.int64],
-    units: NDArray[np.int32],
+    row: NDArray[np.int64],
     first: NDArray[np.int32],
+    units: NDArray[np.int32],
     replica: NDArray[np.int32],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Item, first unit, units and replica of each piece that is left, an item's replicas in the
-    order in which they come first."""
-    rows = item.size
+    """The row of the item's first piece, first unit, units and replica of each piece that is left,
+    an item's replicas in the order in which they come first."""
+    rows = row.size
     joined = 0
-    to_item = np.empty(rows, np.int64)
+    to_row = np.empty(rows, np.int64)
     to_first = np.empty(rows, np.int32)
     to_units = np.empty(rows, np.int32)
     to_replica = np.empty(rows, np.int32)
-    begin = 0  # of the item's pieces among those that are left
-    for row in range(rows):
-        if first[row] == 0:
-            begin = joined
+    head, begin = np.int64(0), 0  # the item's row, and its first piece of those that are left
+    for piece in range(rows):
+        if first[piece] == 0:
+            head, begin = row[piece], joined
         place = begin
-        while place < joined and to_replica[place] != replica[row]:
+        while place < joined and to_replica[place] != replica[piece]:
             place += 1
         if place == joined:
-            to_item[joined] = item[row]
+            to_row[joined] = head
             to_units[joined] = 0
-            to_replica[joined] = replica[row]
+            to_replica[joined] = replica[piece]
             joined += 1
-        to_units[place] += units[row]
+        to_units[place] += units[piece]
     for place in range(joined):
-        new = place == 0 or to_item[place - 1] != to_item[place]
+        new = place == 0 or to_row[place - 1] != to_row[place]
         to_first[place] = 0 if new else to_first[place - 1] + to_units[place - 1]
-    return to_item[:joined], to_first[:joined], to_units[:joined], to_replica[:joined]
+    return to_row[:joined], to_first[:joined], to_units[:joined], to_replica[:joined]
+
+
+@kernel
+def _by_row(
+    row: NDArray[np.int64],
+    first: NDArray[np.int32],
+    held: NDArray[np.int32],
+    replica: NDArray[np.int32],
+    rows: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    to_row, to_first = np.full_like(row, -1), np.empty_like(first)
+    to_held, to_replica = np.empty_like(held), np.empty_like(replica)
+    places = np.zeros(rows + 1, np.int64)  # where the next piece of each row is written
+    for piece in range(row.size):
+        places[row[piece] + 1] += 1
+    for k in range(rows):
+        places[k + 1] += places[k]
+    for piece in range(row.size):
+        at = places[row[piece]]
+        places[row[piece]] += 1
+        while at > 0 and to_row[at - 1] == row[piece] and to_first[at - 1] > first[piece]:
+            to_row[at], to_first[at] = to_row[at - 1], to_first[at - 1]
+            to_held[at], to_replica[at] = to_held[at - 1], to_replica[at - 1]
+            at -= 1
+        to_row[at], to_first[at] = row[piece], first[piece]
+        to_held[at], to_replica[at] = held[piece], replica[piece]
+    return to_row, to_first, to_held, to_replica

@@ -150,6 +150,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
     ),
     "waves, wiki at 8k": lambda: few(wiki(512, 1).llm_tokens),
     "waves, video at 8k": lambda: few(workloads.video(512, 1).llm_tokens),
+    "waves, video, three that memory fills": lambda: few(workloads.video(512, 4).llm_tokens),
+    "waves, video, three of even groups": lambda: few(workloads.video(512, 5).llm_tokens),
+    "waves, wiki, short ones beside long": lambda: few(wiki(512, 9).llm_tokens),
     "waves, video, a prime number of replicas": lambda: few(
         workloads.video(610, 1).llm_tokens, replicas=61
     ),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.exact import best_context_waves
 from benchmarks.planning.context import small_case
+from benchmarks.workloads import video
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
@@ -219,6 +220,20 @@ def test_waves_that_are_not_all_tried_come_near_the_best_once_mended(monkeypatch
         assert min(over) >= 1 - 1e-9
         assert np.mean(over) <= mean
         assert max(over) <= worst
+
+
+@pytest.mark.parametrize(("seed", "most_gap"), [(4, 0.015), (5, 0.04), (8, 0.04)])
+def test_waves_are_as_few_as_memory_allows_where_it_is_nearly_full(seed, most_gap):
+    """Three waves of a memory that is 91, 99.7 and 95 % full; in the last, two of the samples are
+    a sixth of a wave each, and the bound knows both."""
+    tokens = video(512, seed).llm_tokens
+    machine = {"ranks": 64, "memory_tokens": 8192, "cost": COST, "ranks_per_node": 8}
+    plan = plan_context_waves(tokens, **machine)
+    for wave in plan.waves:
+        check_wave(wave, tokens, ranks=64, memory=8192, cost=COST, node=8)
+    assert visited(plan.waves) == list(range(512))
+    assert len(plan.waves) == 3
+    assert plan.makespan_s <= (1 + most_gap) * plan.lower_bound_s
 
 
 def test_a_wave_is_never_slower_than_any_static_degree():

@@ -21,6 +21,7 @@ from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 from dataservice.planning.stages.dispatch import encoder_items
+from dataservice.planning.stages.group import static_bound
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import FORWARD_SHARE, rank_seconds, step_phases, step_seconds
 from tests.planning.step_samples import MEMORY, step_samples
@@ -385,3 +386,16 @@ def test_an_exchange_costs_what_travels_between_nodes():
     assert at_home.exchange_s < near.exchange_s < times.exchange_s
     frozen = step_seconds(away, replace(topology, encoders_train=False), RICH)
     assert frozen.exchange_s == pytest.approx(times.exchange_s / 2)
+
+
+@pytest.mark.parametrize("strategy", ["packing", "length_grouped", "random"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_static_waves_go_below_what_refuses_them_before_they_are_made(strategy, seed):
+    samples = step_samples(60, seed, longest=4000)
+    topology = Topology(world_size=8, replicas_per_node=4)
+    options = PlanOptions(memory_tokens=MEMORY, strategy=strategy)
+    made = compose_step(samples, step=0, topology=topology, options=options)
+    degree = int(made.pack_degree[0])
+    (waves_s,) = (stage.after for stage in made.stages if stage.stage == "group")
+    bound_s = static_bound(samples.lengths, degree, topology, options)
+    assert 0 < bound_s <= waves_s * (1 + 1e-9)

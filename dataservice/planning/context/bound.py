@@ -1,5 +1,7 @@
 """Lower bounds of a wave, and of a step's: what no grouping and no degrees can beat."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +9,7 @@ from dataservice.planning.context.seconds import (
     attention_seconds,
     fixed_seconds,
     passing_seconds,
+    ring_seconds,
     work_seconds,
 )
 from dataservice.planning.context.units import (
@@ -16,6 +19,7 @@ from dataservice.planning.context.units import (
     fastest_seconds,
     fitting_degrees,
     next_degree,
+    padded_sums,
     plain_units,
     unit_seconds,
 )
@@ -23,6 +27,9 @@ from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending
 
 _BISECTIONS = 30
+# Between the times of a wave that are looked at, as a share; more by as often as ranks are so many.
+_STEP = 0.002
+_MANY_RANKS = 512
 
 
 def wave_bound(
@@ -39,12 +46,17 @@ def wave_bound(
 
 def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> float:
     """The larger of two bounds of the summed makespans: of all units in one wave, and β₁ for each
-    more that memory calls for; and of what memory leaves beside the unit of most work."""
+    more that memory calls for; and of what the units of most work leave to the others."""
     waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
     together_s = wave_bound(units, least, setting)
     together_s += (waves - 1) * fixed_seconds(setting.coefficients)
-    dense = argsort_descending(units.work / units.total)
-    bound_s = max(together_s, float(_beside_heaviest(units, least, dense, setting)))
+    falling = argsort_descending(units.work / units.total)
+    dense = _Dense(
+        np.append(0, np.cumsum(units.total[falling])),
+        np.append(0.0, np.cumsum(units.work[falling])),
+        -(units.work / units.total)[falling],
+    )
+    bound_s = max(together_s, float(_beside_heaviest(units, setting, dense, together_s)))
     if units.tokens.size > units.total.size or (units.weights != 1).any():
         return bound_s
     return max(bound_s, length_bound(np.sort(units.tokens)[::-1].copy(), setting))
@@ -79,53 +91,161 @@ def fastest_each(units: Units, least: NDArray[np.int64], setting: Setting) -> ND
     return seconds
 
 
-@kernel
-def _beside_heaviest(
-    units: Units, least: NDArray[np.int64], dense: NDArray[np.int64], setting: Setting
-) -> float:
-    """Least seconds of the wave of the heaviest unit and of all other waves; `dense` int64[u] lists
-    units by falling work a token.
+class _Dense(NamedTuple):
+    """All units, those of most work a token first: prefix sums `tokens` int64[u + 1] and `work_s`
+    float64[u + 1], and `thin` float64[u], work a token with its sign turned, so that it rises."""
 
-    On d ranks the unit takes T(d), and linear work more for each token that joins it there. The
-    other N−d hold their memory of the densest units at best. What is left is in other waves, as
-    many as its tokens fill: they take β₁ each and 1/N of its work.
+    tokens: NDArray[np.int64]
+    work_s: NDArray[np.float64]
+    thin: NDArray[np.float64]
+
+
+class _Shared(NamedTuple):
+    """A group that holds certain units of `own` tokens, by its degree float64[N + 1]: rank-seconds
+    without β₁ as long as attention hides the ring (`attending_s`) and where it does not
+    (`passing_s`), infinite where it has no room; what a token more adds to the latter (`ringed`),
+    and how many more have room."""
+
+    own: float
+    attending_s: NDArray[np.float64]
+    passing_s: NDArray[np.float64]
+    ringed: NDArray[np.float64]
+    room: NDArray[np.float64]
+
+
+@kernel
+def _beside_heaviest(units: Units, setting: Setting, dense: _Dense, enough_s: float) -> float:
+    """Least seconds of all waves, whatever the wave of the heaviest unit takes: τ, in small steps;
+    or a lower bound of no more than `enough_s`, as soon as one is met.
+
+    In τ the unit has a degree with T(d) ≤ τ. Its ring wastes rank time, the more the shorter τ is.
+    And its ranks hold no more of other units than τ leaves time for, nor do those of the next
+    heaviest: the wave holds the densest units at best, less what is lost there. The rest is in
+    other waves, β₁ each and 1/N of its work. O(u + steps·N).
     """
+    base, ranks = fixed_seconds(setting.coefficients), setting.ranks
     heaviest = int(np.argmax(units.work))
-    tokens = np.zeros(dense.size, np.int64)  # int64[u]: of the densest others, prefix sums
-    work_s = np.zeros(dense.size)  # float64[u], likewise
-    count = 0
-    for unit in dense:
-        if unit != heaviest:
-            tokens[count + 1] = tokens[count] + units.total[unit]
-            work_s[count + 1] = work_s[count] + units.work[unit]
-            count += 1
-    token_s = work_seconds(1.0, 0.0, setting.coefficients)
-    base = fixed_seconds(setting.coefficients)
-    full = setting.ranks * setting.memory_tokens
+    alone = _shared(units, np.array([heaviest]), setting)
+    following = _next_heaviest(units, heaviest)
+    other = _shared(units, following, setting)
+    both = _shared(units, np.append(following, heaviest), setting)
+    total, work_s = float(dense.tokens[-1]), dense.work_s[-1]
+    full = float(ranks * setting.memory_tokens)
+    least_left_s = np.ceil(max(0.0, total - full) / full) * base
+    least_left_s += (work_s - _densest_s(dense, full)) / ranks
+    own_s = base + np.maximum(alone.attending_s[1:], alone.passing_s[1:]) / np.arange(1, ranks + 1)
     best = np.inf
-    degree = least[heaviest]
-    while degree <= setting.ranks:
-        room = (setting.ranks - degree) * setting.memory_tokens
-        held = np.searchsorted(tokens, room, side="right") - 1  # whole units, then a part of one
-        left = max(0, tokens[count] - room)
-        left_s = work_s[count] - work_s[held]
-        each_s = 0.0  # a token of the densest unit that is left
-        if held < count:
-            each_s = (work_s[held + 1] - work_s[held]) / (tokens[held + 1] - tokens[held])
-            left_s -= each_s * (room - tokens[held])
-        most = degree * setting.memory_tokens - units.total[heaviest]
-        others_s = np.inf
-        for waves in range(max(0, -(-left // full) - 1), -(-left // full) + 1):
-            fewest = float(max(0, left - waves * full))  # tokens that join, for so few waves
-            if fewest > most:
-                continue
-            all_s = min(max(left_s / each_s if each_s > 0 else 0.0, fewest), float(most))
-            for joining in (fewest, all_s):
-                rest_s = max(0.0, left_s - each_s * joining) / setting.ranks
-                others_s = min(others_s, waves * base + rest_s + token_s * joining / degree)
-        best = min(best, unit_seconds(units, heaviest, degree, setting) + others_s)
-        degree = next_degree(degree, setting)
+    low = own_s.min()
+    while best > enough_s * (1 + 1e-9) and low + least_left_s < best:
+        most = low * (1 + _STEP * max(1, ranks // _MANY_RANKS))
+        high = low
+        for seconds in own_s:  # below T(d), that degree is too slow
+            if high < seconds <= most:
+                high = seconds
+        high = most if high == low else high
+        within_s = (high - base) * (1 - 1e-12)
+        lost = _lost(alone, within_s, setting)
+        if lost < np.inf:
+            held_s = _densest_s(dense, full - lost)
+            for unit in following:  # in the wave, in a group of its own or not, or in another
+                also = min(lost + _lost(other, within_s, setting), _lost(both, within_s, setting))
+                without_s = _densest_s(dense, full - lost + other.own) - units.work[unit]
+                held_s = max(_densest_s(dense, full - also), without_s)
+            more = np.ceil(max(0.0, total - full + lost) / full)
+            even_s = (work_s + _wasted(units.work[heaviest], alone, dense, within_s)) / ranks
+            left_s = (work_s - held_s) / ranks
+            best = min(best, more * base + max(base + even_s, low + left_s))
+        low = high
     return best
+
+
+@kernel
+def _next_heaviest(units: Units, heaviest: int) -> NDArray[np.int64]:
+    """The unit of most work but one, int64[1]; none of a single unit."""
+    second = -1
+    for unit in range(units.work.size):
+        if unit != heaviest and (second < 0 or units.work[unit] > units.work[second]):
+            second = unit
+    return np.full(min(1, units.work.size - 1), second)
+
+
+@kernel
+def _shared(units: Units, chosen: NDArray[np.int64], setting: Setting) -> _Shared:
+    """A group of the units `chosen`."""
+    linear = work_seconds(1.0, 0.0, setting.coefficients)
+    shared = _Shared(
+        float(units.total[chosen].sum()),
+        np.full(setting.ranks + 1, np.inf),
+        np.full(setting.ranks + 1, np.inf),
+        np.full(setting.ranks + 1, np.inf),
+        np.zeros(setting.ranks + 1),
+    )
+    degree = 1
+    while degree <= setting.ranks:
+        tokens, squares = 0, 0.0
+        for unit in chosen:
+            unit_tokens, unit_squares = padded_sums(units, unit, degree)
+            tokens += unit_tokens
+            squares += unit_squares
+        room = degree * setting.memory_tokens - tokens
+        if room >= 0:
+            crosses = degree > setting.ranks_per_node
+            ringed = linear + passing_seconds(degree, crosses, setting.coefficients)
+            hops_s = degree * ring_seconds(0.0, degree, crosses, setting.coefficients)
+            shared.attending_s[degree] = work_seconds(float(tokens), squares, setting.coefficients)
+            shared.passing_s[degree] = ringed * tokens + hops_s
+            shared.ringed[degree] = ringed
+            shared.room[degree] = room
+        degree = next_degree(degree, setting)
+    return shared
+
+
+@kernel
+def _lost(shared: _Shared, within_s: float, setting: Setting) -> float:
+    """Tokens that the group's ranks have memory and no time for, at the degree that loses least;
+    infinite where no degree is fast enough."""
+    linear = work_seconds(1.0, 0.0, setting.coefficients)
+    least = np.inf
+    for degree in range(1, setting.ranks + 1):
+        left_s = degree * within_s - shared.attending_s[degree]
+        pass_s = degree * within_s - shared.passing_s[degree]
+        if left_s < 0 or pass_s < 0:
+            continue
+        join = shared.room[degree]
+        if join * linear > left_s:
+            join = left_s / linear
+        if join * shared.ringed[degree] > pass_s:
+            join = pass_s / shared.ringed[degree]
+        least = min(least, degree * setting.memory_tokens - shared.own - join)
+    return float(least)
+
+
+@kernel
+def _wasted(work_s: float, alone: _Shared, dense: _Dense, within_s: float) -> float:
+    """Rank-seconds that the ring of a unit of `work_s` is not hidden, at the degree that wastes
+    least: what joins the group hides a part where it attends for longer than its own ring takes."""
+    least = np.inf
+    for degree in range(1, alone.room.size):
+        if max(alone.attending_s[degree], alone.passing_s[degree]) <= degree * within_s:
+            ringed = alone.ringed[degree]
+            hiding = min(
+                float(dense.tokens[np.searchsorted(dense.thin, -ringed)]), alone.room[degree]
+            )
+            hidden_s = _densest_s(dense, hiding) - ringed * hiding
+            least = min(least, max(0.0, alone.passing_s[degree] - work_s - hidden_s))
+    return float(least)
+
+
+@kernel
+def _densest_s(dense: _Dense, tokens: float) -> float:
+    """Work of so many of the densest tokens at most, the last unit in part."""
+    if tokens <= 0:
+        return 0.0
+    held = np.searchsorted(dense.tokens, tokens, side="right") - 1
+    work_s = dense.work_s[held]
+    if held < dense.thin.size:
+        work_s -= dense.thin[held] * (tokens - dense.tokens[held])
+    return float(work_s)
 
 
 @kernel

@@ -18,7 +18,7 @@ from dataservice.planning.context.units import (
     padded_sums,
 )
 from dataservice.planning.invariants import require
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
 
 
@@ -94,7 +94,7 @@ def _raise_from_table(times: NDArray[np.float64], ranks: int) -> NDArray[np.int6
     return degree
 
 
-@kernel
+@leaf
 def member_sums(
     units: Units, members: NDArray[np.int64], start: int, end: int, degree: int
 ) -> tuple[int, float]:

@@ -34,6 +34,8 @@ from dataservice.planning.context.units import (
 from dataservice.planning.kernels.sort import group_stable
 
 _FAIR = 1.01  # of its level, within which a wave is not grouped otherwise
+# Of more samples, packs of one rank each that are as fair stay as they are.
+_MANY = 8192
 _LOOKS = 1024  # samples whose own times are looked up
 
 
@@ -96,19 +98,49 @@ def _plans(
 ) -> tuple[ContextPlan, ...]:
     """The waves of a cut; `least` and `order` int64[n]."""
     pack_of, degree = packing
-    wave_of, place = np.empty(degree.size, np.int64), np.empty(degree.size, np.int64)  # int64[P]
-    for wave, packs in enumerate(cut):
-        wave_of[packs] = wave
-        place[packs] = np.arange(packs.size)
-    # Samples stay sorted in each wave: int64[n], int64[W + 1]
-    grouped, begins = group_stable(wave_of[pack_of], np.arange(pack_of.size), len(cut))
+    listed = np.concatenate(cut)  # int64[P]: packs wave by wave
+    place = np.empty(degree.size, np.int64)  # int64[P]: of each pack among those
+    place[listed] = np.arange(listed.size)
+    # Samples by pack, in that order: int64[n], int64[P + 1]
+    members, begins = group_stable(place[pack_of], np.arange(pack_of.size), listed.size)
     plans = []
-    for wave, packs in enumerate(cut):
-        chosen = grouped[begins[wave] : begins[wave + 1]]
-        inside = select_units(units, chosen)._replace(samples=order[chosen])
-        packed = place[pack_of[chosen]], degree[packs]
-        plans.append(_wave(inside, least[chosen], packed, setting))
+    first = 0
+    for packs in cut:
+        offsets = begins[first : first + packs.size + 1]
+        chosen = members[offsets[0] : offsets[-1]]
+        plan = None
+        if units.total.size > _MANY and (degree[packs] == 1).all():
+            plan = _of_one_rank(units, order, chosen, offsets - offsets[0], setting)
+        if plan is None or plan.makespan_s > plan.lower_bound_s * _FAIR:
+            chosen = np.sort(chosen)  # longest first
+            inside = select_units(units, chosen)._replace(samples=order[chosen])
+            packed = place[pack_of[chosen]] - first, degree[packs]
+            plan = _wave(inside, least[chosen], packed, setting)
+        plans.append(plan)
+        first += packs.size
     return tuple(plans)
+
+
+def _of_one_rank(
+    units: Units,
+    order: NDArray[np.int64],
+    members: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    setting: Setting,
+) -> ContextPlan:
+    """A wave of packs members[offsets[g]:offsets[g+1]] as they are, by falling work, on one rank
+    each."""
+    fixed_s = fixed_seconds(setting.coefficients)
+    work_s = np.add.reduceat(units.work[members], offsets[:-1])
+    return ContextPlan(
+        samples=order[members].astype(np.int32),
+        sample_offsets=offsets,
+        ranks=np.arange(work_s.size, dtype=np.int32),
+        rank_offsets=np.arange(work_s.size + 1),
+        time_s=fixed_s + work_s,
+        padded_tokens=np.add.reduceat(units.total[members], offsets[:-1]),
+        lower_bound_s=fixed_s + float(work_s.sum()) / setting.ranks,
+    )
 
 
 def _wave(units: Units, least: NDArray[np.int64], packed: Packing, setting: Setting) -> ContextPlan:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import Setting, degree_seconds
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 from dataservice.planning.kernels.padding import padded_length
 from dataservice.planning.loads.greedy import sort_rising
@@ -38,7 +38,7 @@ class Groups(NamedTuple):
     spare_s: NDArray[np.float64]
 
 
-@kernel
+@leaf
 def put(size: int, group: int, groups: Groups, setting: Setting) -> None:
     """One more sample of `size` tokens in the group; memory is not looked at."""
     taken = padded_length(size, groups.degree[group])
@@ -47,7 +47,7 @@ def put(size: int, group: int, groups: Groups, setting: Setting) -> None:
     _time(group, groups, setting)
 
 
-@kernel
+@leaf
 def _time(group: int, groups: Groups, setting: Setting) -> None:
     """The group's seconds from its sums."""
     groups.time_s[group] = degree_seconds(
@@ -124,7 +124,7 @@ def fill(
     return group_of
 
 
-@kernel
+@leaf
 def _merge(
     keys: NDArray[np.float64],
     ids: NDArray[np.int64],
@@ -219,7 +219,7 @@ def trade(
                 _exchange(sizes, members, begins, slow, fast, half_s, groups, setting)
 
 
-@kernel
+@leaf
 def _exchange(
     sizes: NDArray[np.int64],
     members: NDArray[np.int64],
@@ -269,7 +269,7 @@ def _exchange(
         groups.time_s[group] = fixed_seconds(cost) + work_s
 
 
-@kernel
+@leaf
 def _settle(members: NDArray[np.int64], at: int, begin: int, end: int) -> None:
     """Move the changed place to where members[begin:end] rise again."""
     while at > begin and members[at - 1] > members[at]:

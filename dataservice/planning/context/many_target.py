@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dataservice.planning.context.seconds import fixed_seconds, group_rates
 from dataservice.planning.context.units import Setting, Units, next_degree
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 _BISECTIONS = 24
 _CLOSE = 2e-4
@@ -167,7 +167,7 @@ def widths(
     return degree, slots, exposed_s
 
 
-@kernel
+@leaf
 def longest_within(degree: int, level_s: float, setting: Setting) -> int:
     """Tokens of the longest sample that so many ranks hold and compute within the level, alone and
     without full attention; 0 where none is short enough."""

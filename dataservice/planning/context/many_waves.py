@@ -16,7 +16,7 @@ from dataservice.planning.context.place import place_sorted
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
 from dataservice.planning.context.units import Setting
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import radix_argsort
 
 # Of a wave's ranks in wide groups, while other waves have room for them: so that nodes fill up, or
@@ -94,7 +94,7 @@ def deal(
     return wave_of
 
 
-@kernel
+@leaf
 def _first_with(room: NDArray[np.int64], degree: int, reserved: int) -> int:
     """The first wave with room for the group above what is reserved, and take it; −1 if none.
     `room` int64[W] in ranks."""

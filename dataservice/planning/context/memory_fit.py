@@ -7,15 +7,14 @@ goes to the open group whose room left is smallest but enough, and opens a group
              [#########] degree 1, room ▒▒▒▒▒▒▒▒▒▒▒          best fit = first bucket that is enough
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.units import Setting, Units, padded_sums
+from dataservice.planning.context.units import Setting, Units
 from dataservice.planning.kernels.bits import lowest_bit
-from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.kernels.compile import kernel, leaf
+from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.sort import radix_argsort
 
 # Groups wait in lists by the room they have left; a set bit of `filled` marks a list that is not
 # empty, so that the next one is found by a few bit operations.
@@ -28,103 +27,114 @@ _LOOKS = 256
 _BUCKET_LOOKS = 8
 
 
-class Rooms(NamedTuple):
-    """Groups by room: `first` int64[buckets] and `after` int64[groups] are the lists, `filled`
-    uint64[words + 1] their bits, the last word over the words; `width` rooms share a bucket."""
-
-    first: NDArray[np.int64]
-    after: NDArray[np.int64]
-    filled: NDArray[np.uint64]
-    width: int
-
-
 def group_by_memory(
     units: Units, least: NDArray[np.int64], setting: Setting
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Group of each unit int64[u] and least degree of each group int64[G]. About O(u)."""
-    order = argsort_descending(units.total.astype(np.float64))
-    return _best_fit(units, least, order, setting)
+    order = radix_argsort((units.total.max(initial=0) - units.total).astype(np.uint64))
+    return _best_fit(units.total, units.offsets, units.tokens, least, order, setting.memory_tokens)
 
 
 @kernel
 def _best_fit(
-    units: Units, least: NDArray[np.int64], order: NDArray[np.int64], setting: Setting
+    total: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    least: NDArray[np.int64],
+    order: NDArray[np.int64],
+    memory_tokens: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    count = order.size
-    group_of = np.empty(count, np.int64)  # int64[u]
-    degree = np.empty(count, np.int64)  # int64[groups], at most one a unit
-    room = np.empty(count, np.int64)  # int64[groups]
+    group_of = np.empty(order.size, np.int64)  # int64[u]
+    degree = np.empty(order.size, np.int64)  # int64[groups], at most one a unit
+    room = np.empty(order.size, np.int64)  # int64[groups]
+    # Groups by room: lists that begin at first[bucket] and go on at after[group]; the bits of those
+    # that hold any, the last word over the words; and how many rooms share a bucket.
+    first, after = np.full(_BUCKETS, -1, np.int32), np.empty(order.size, np.int32)
+    filled = np.zeros(_WORDS + 1, np.uint64)
+    most = memory_tokens  # room that any group has beside the unit that opened it
+    for unit in range(order.size):
+        most = max(most, memory_tokens * least[unit] - total[unit])
+    width = max(1, -(-2 * most // _BUCKETS))
     groups = 0
-    most = setting.memory_tokens  # room that any group has beside the unit that opened it
-    for unit in range(count):
-        most = max(most, setting.memory_tokens * least[unit] - units.total[unit])
-    rooms = Rooms(
-        np.full(_BUCKETS, -1),
-        np.empty(count, np.int64),
-        np.zeros(_WORDS + 1, np.uint64),
-        max(1, -(-2 * most // _BUCKETS)),
-    )
     for unit in order:
-        chosen = _take(units, unit, groups, room, degree, rooms)
-        if chosen == groups:
+        size, begin, end = total[unit], offsets[unit], offsets[unit + 1]
+        bucket = min(size // width, _BUCKETS - 1)
+        chosen = _take(size, begin, end, bucket, tokens, room, degree, first, after, filled)
+        if chosen < 0:
+            chosen = groups
             groups += 1
             degree[chosen] = least[unit]
-            room[chosen] = setting.memory_tokens * least[unit]
+            room[chosen] = memory_tokens * least[unit]
         group_of[unit] = chosen
-        room[chosen] -= padded_sums(units, unit, degree[chosen])[0]
+        room[chosen] -= _padded(size, begin, end, tokens, degree[chosen])
         if degree[chosen] > 1:  # only whole chunks of padding count
             room[chosen] -= room[chosen] % (2 * degree[chosen])
         if room[chosen] > 0:
-            bucket = min(room[chosen] // rooms.width, _BUCKETS - 1)
-            rooms.after[chosen] = rooms.first[bucket]
-            rooms.first[bucket] = chosen
-            _mark(rooms.filled, bucket)
+            bucket = min(room[chosen] // width, _BUCKETS - 1)
+            after[chosen] = first[bucket]
+            first[bucket] = chosen
+            _mark(filled, bucket)
     return group_of, degree[:groups].copy()
 
 
-@kernel
+@leaf
 def _take(
-    units: Units,
-    unit: int,
-    none: int,
+    total: int,
+    begin: int,
+    end: int,
+    bucket: int,
+    tokens: NDArray[np.int64],
     room: NDArray[np.int64],
     degree: NDArray[np.int64],
-    rooms: Rooms,
+    first: NDArray[np.int32],
+    after: NDArray[np.int32],
+    filled: NDArray[np.uint64],
 ) -> int:
-    """Take out of the lists, and return, the first group with room for the unit; else `none`."""
-    bucket = _next_filled(rooms.filled, min(units.total[unit] // rooms.width, _BUCKETS - 1))
+    """Take out of the lists, from `bucket` on, and return the first group with room for a unit; −1
+    if there is none."""
+    bucket = _next_filled(filled, bucket)
     looks = 0
     while bucket < _BUCKETS and looks < _LOOKS:
-        before = none
-        group = rooms.first[bucket]
+        before = -1
+        group = int(first[bucket])
         enough = min(_LOOKS, looks + _BUCKET_LOOKS)
         while group >= 0 and looks < enough:
             looks += 1
-            size = units.total[unit]
-            if degree[group] > 1 and units.offsets[unit + 1] - units.offsets[unit] > 1:
-                size = padded_sums(units, unit, degree[group])[0]
+            size = total  # room is whole chunks: enough for the padding of one sequence
+            if end > begin + 1:
+                size = _padded(total, begin, end, tokens, degree[group])
             if room[group] >= size:
-                if before == none:
-                    rooms.first[bucket] = rooms.after[group]
+                if before < 0:
+                    first[bucket] = after[group]
                 else:
-                    rooms.after[before] = rooms.after[group]
-                if rooms.first[bucket] < 0:
-                    _unmark(rooms.filled, bucket)
-                return int(group)
-            before = group
-            group = rooms.after[group]
-        bucket = _next_filled(rooms.filled, bucket + 1)
-    return none
+                    after[before] = after[group]
+                if first[bucket] < 0:
+                    _unmark(filled, bucket)
+                return group
+            before, group = group, int(after[group])
+        bucket = _next_filled(filled, bucket + 1)
+    return -1
 
 
-@kernel
+@leaf
+def _padded(total: int, begin: int, end: int, tokens: NDArray[np.int64], degree: int) -> int:
+    """The sequences tokens[begin:end] of a unit, `total` in all, each padded for a degree."""
+    if degree == 1:
+        return total
+    padded = 0
+    for at in range(begin, end):
+        padded += padded_length(tokens[at], degree)
+    return padded
+
+
+@leaf
 def _mark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] |= np.uint64(1) << np.uint64(bucket % _BITS)
     filled[_WORDS] |= np.uint64(1) << np.uint64(word)
 
 
-@kernel
+@leaf
 def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
     word = bucket // _BITS
     filled[word] &= ~(np.uint64(1) << np.uint64(bucket % _BITS))
@@ -132,7 +142,7 @@ def _unmark(filled: NDArray[np.uint64], bucket: int) -> None:
         filled[_WORDS] &= ~(np.uint64(1) << np.uint64(word))
 
 
-@kernel
+@leaf
 def _next_filled(filled: NDArray[np.uint64], bucket: int) -> int:
     """The first bucket from `bucket` on with a group in it; _BUCKETS if none."""
     if bucket >= _BUCKETS:

@@ -10,7 +10,7 @@ waits until the others are placed and then takes what is left, crossing nodes.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import group_stable
 
 
@@ -92,7 +92,7 @@ def _place(
     return placed, crosses
 
 
-@kernel
+@leaf
 def _tightest(free: NDArray[np.int64], least: int) -> int:
     """The node with the least room that is at least `least`; −1 if none."""
     best = -1
@@ -102,7 +102,7 @@ def _tightest(free: NDArray[np.int64], least: int) -> int:
     return best
 
 
-@kernel
+@leaf
 def _fill(
     placed: NDArray[np.int32],
     end: int,

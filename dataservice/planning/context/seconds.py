@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 
 # Places of the coefficients in the array that the kernels take.
 _ATTENTION, _LINEAR, _GROUP, _RING_INTRA, _RING_INTER, _RING_HOP = range(6)
@@ -30,7 +30,7 @@ class Rates(NamedTuple):
     fixed: float
 
 
-@kernel
+@leaf
 def group_rates(degree: int, crosses_node: bool, coefficients: NDArray[np.float64]) -> Rates:
     """The rates of a group of `degree` ranks, its divisions done."""
     return Rates(
@@ -42,14 +42,14 @@ def group_rates(degree: int, crosses_node: bool, coefficients: NDArray[np.float6
     )
 
 
-@kernel
+@leaf
 def seconds_at(rates: Rates, tokens: float, squares: float) -> float:
     """T = linear + β₁ + max(attention, ring): the same as T_cp + T_cm − min(attention, T_cm)."""
     covered = max(rates.attention * squares, rates.ring * tokens + rates.hops)
     return float(rates.linear * tokens + rates.fixed + covered)
 
 
-@kernel
+@leaf
 def group_seconds(
     tokens: float,
     squares: float,
@@ -61,7 +61,7 @@ def group_seconds(
     return seconds_at(group_rates(degree, crosses_node, coefficients), tokens, squares)
 
 
-@kernel
+@leaf
 def ring_seconds(
     tokens: float, degree: int, crosses_node: bool, coefficients: NDArray[np.float64]
 ) -> float:
@@ -70,26 +70,26 @@ def ring_seconds(
     return float(rates.ring * tokens + rates.hops)
 
 
-@kernel
+@leaf
 def passing_seconds(degree: int, crosses_node: bool, coefficients: NDArray[np.float64]) -> float:
     """Rank-seconds that the ring takes for each token, hops aside: all ranks but its own get it."""
     rate = coefficients[_RING_INTER] if crosses_node else coefficients[_RING_INTRA]
     return float(rate * (degree - 1))
 
 
-@kernel
+@leaf
 def fixed_seconds(coefficients: NDArray[np.float64]) -> float:
     """β₁, which every group takes whatever it holds."""
     return float(coefficients[_GROUP])
 
 
-@kernel
+@leaf
 def attention_seconds(squares: float, coefficients: NDArray[np.float64]) -> float:
     """Rank-seconds of attention, at any degree."""
     return float(coefficients[_ATTENTION] * squares)
 
 
-@kernel
+@leaf
 def work_seconds(tokens: float, squares: float, coefficients: NDArray[np.float64]) -> float:
     """Rank-seconds of sequences at any degree, β₁ and rings aside; padding counts if it is in."""
     return attention_seconds(squares, coefficients) + float(coefficients[_LINEAR] * tokens)

@@ -2,8 +2,9 @@
 
 A cut needs an estimate of what a wave will take, and no estimate is right everywhere: whether the
 room that a widened long sample leaves can be used by short ones depends on rings and nodes. So two
-cuts are made, one that counts that room as lost and one that hardly does, and, where both end far
-from the bound, the cuts of fixed degrees too. None is solved once the bound is near.
+cuts are made, one that counts that room as lost and one that hardly does. Where both end far from
+the bound, fewer and fuller waves are tried, and the cuts of fixed degrees. None is solved once the
+bound is near, or to its end once it is known to take longer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,18 +30,25 @@ from dataservice.planning.context.units import (
 )
 from dataservice.planning.context.wave import NEAR, solve_wave
 from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.loads.partition import partition
 
 # Packed groups: group of each unit int64[u], degree of each group int64[G].
 Packing = tuple[NDArray[np.int64], NDArray[np.int64]]
 # Packed groups of each wave.
 Cut = list[NDArray[np.int64]]
+# A cut of packed groups, and the seconds that it is known to take about; 0 where it is not.
+Candidate = tuple[float, Packing, Cut]
 
 # Share of a widened unit's spare room that a cut counts as lost.
 LOST_ROOM = (1.0, 0.15)
-_NEAR = 1.01  # no further candidate once this close to the bound
-_FAR = 1.02  # fixed degrees are tried beyond this,
+_NEAR = 1.01  # no further cut once this close to the bound
+_FAR = 1.02  # fuller waves and fixed degrees are tried beyond this,
 _MANY = 20_000  # unless there are more units than this: then short ones fill every gap
 _MOST_WAVES = 2048  # solved in all candidates together; the first is solved however many it has
+# Of the memory of a wave: what the first of fuller waves holds at least, and how much of it in its
+# shortest units; and what the others can be filled up to.
+_FIRST, _SHORT, _FULLEST = 0.84, 0.09, 0.985
+_WIDE = 8  # ranks of an evenly filled group, at most
 
 
 def solve_waves(
@@ -56,18 +64,19 @@ def solve_waves(
     best_cut: tuple[Packing, Cut] | None = None
     best_s = np.inf
     left = _MOST_WAVES
-    for estimate_s, packing, cut in _candidates(units, least, setting, whole):
-        if best_s <= bound_s * _NEAR or estimate_s >= best_s:
-            continue
-        if estimate_s > 0 and best_s <= bound_s * _FAR:
-            continue
-        if best and len(cut) > left:
-            continue
-        left -= len(cut)
-        waves = _solve(units, least, packing, cut, setting, solver, whole)
-        total_s = sum(wave.makespan_s for wave in waves)
-        if total_s < best_s:
-            best, best_s, best_cut = waves, total_s, (packing, cut)
+    for near, candidates in ((_NEAR, _cuts), (_FAR, _others)):
+        if best_s <= bound_s * near:
+            break
+        for estimate_s, packing, cut in candidates(units, least, setting, whole):
+            if estimate_s >= best_s or (best and len(cut) > left):
+                continue
+            left -= len(cut)
+            waves = _solve(units, least, packing, cut, setting, solver, whole, best_s)
+            if waves:
+                best, best_cut = waves, (packing, cut)
+                best_s = sum(wave.makespan_s for wave in waves)
+            if best_s <= bound_s * near:
+                break
     if best_cut is None or units.total.size > FEW_UNITS or best_s <= bound_s * NEAR:
         return best
     packing, cut = best_cut
@@ -101,31 +110,42 @@ def _solve(
     setting: Setting,
     solver: Solver,
     whole: bool,
+    below_s: float,
 ) -> tuple[ContextPlan, ...]:
+    """The waves of a cut; none once they are known to take `below_s` or more."""
+    base_s = fixed_seconds(setting.coefficients)
+    total_s = len(cut) * base_s + float(units.work.sum()) / setting.ranks  # at least
     waves = []
     for groups in cut:
         chosen, packed = wave_units(packing, groups)
         wave = select_units(units, chosen)
         waves.append(solve_wave(wave, least[chosen], packed, setting, solver, whole))
+        total_s += waves[-1].makespan_s - base_s - float(wave.work.sum()) / setting.ranks
+        if total_s >= below_s:
+            return ()
     return tuple(waves)
 
 
-def _candidates(
+def _cuts(
     units: Units, least: NDArray[np.int64], setting: Setting, whole: bool
-) -> Iterator[tuple[float, Packing, Cut]]:
-    """Cuts with what they will take at least, 0 where that is not known."""
+) -> Iterator[Candidate]:
+    """Units packed by memory, and the packs cut by natural time."""
     packing = _alone(least) if whole else group_by_memory(units, least, setting)
     # Only a unit of at least a rank's share of the step can be what a wave waits for.
     share_s = float(units.work.sum()) / setting.ranks
     seconds = long_units_s(units, least, share_s, setting)
-    for cut in cut_packs(
-        units, seconds, packing, setting, LOST_ROOM[: 1 if whole else 2], whole=whole
-    ):
+    lost_room = LOST_ROOM[: 1 if whole else 2]
+    for cut in cut_packs(units, seconds, packing, setting, lost_room, whole=whole):
         yield 0.0, packing, cut
-    if whole:
+
+
+def _others(
+    units: Units, least: NDArray[np.int64], setting: Setting, whole: bool
+) -> Iterator[Candidate]:
+    """Fuller waves, and the best fixed degree."""
+    if whole or units.total.size > _MANY:
         return
-    if units.total.size > _MANY:
-        return
+    yield from ((0.0, *fuller) for fuller in _fuller(units, least, setting))
     fixed = [
         (_static_seconds(units, packing, cut, setting), packing, cut)
         for packing in _static_packings(units, least, setting)
@@ -133,6 +153,50 @@ def _candidates(
     ]
     if fixed:
         yield min(fixed, key=lambda candidate: candidate[0])
+
+
+def _fuller(
+    units: Units, least: NDArray[np.int64], setting: Setting
+) -> Iterator[tuple[Packing, Cut]]:
+    """As few waves as memory allows, filled evenly: all of them, or those after a first one of the
+    longest units and, for the gaps, the shortest."""
+    full = setting.ranks * setting.memory_tokens
+    order = argsort_descending(units.work)
+    held = np.cumsum(units.total[order])  # int64[u]
+    waves = -(-int(held[-1]) // full)
+    if waves == 1:
+        return
+    first = max(_FIRST * full, int(held[-1]) - (waves - 1) * _FULLEST * full)
+    ahead, after = np.searchsorted(held, [first - _SHORT * full, held[-1] - _SHORT * full])
+    rest = order[ahead:after]
+    even = _even_packing(select_units(units, rest), least[rest], waves - 1, setting)
+    slow = np.concatenate([order[:ahead], order[after:]])
+    packed_of, degree = group_by_memory(select_units(units, slow), least[slow], setting)
+    if even is not None and degree.sum() <= setting.ranks:
+        group_of = np.empty_like(order)
+        group_of[slow], group_of[rest] = packed_of, even[0] + degree.size
+        cut = [bins + degree.size for bins in cut_static(select_units(units, rest), even, setting)]
+        yield (group_of, np.append(degree, even[1])), [np.arange(degree.size), *cut]
+    even = _even_packing(units, least, waves, setting)
+    if even is not None:
+        yield even, cut_static(units, even, setting)
+
+
+def _even_packing(
+    units: Units, least: NDArray[np.int64], waves: int, setting: Setting
+) -> Packing | None:
+    """Groups of one degree, as many as so many waves have room for, with tokens as even as can be:
+    wide enough to hold many units each. None where one does not fit."""
+    node = min(setting.ranks_per_node, _WIDE)
+    allowed = (d for d in range(1, node + 1) if not (setting.power_of_two and d & (d - 1)))
+    degree = max(d for d in allowed if setting.ranks % d == 0)
+    tokens, _ = unit_sums(padded_tokens(units.tokens, degree), units.weights, units.offsets)
+    if tokens.size == 0 or least.max() > degree:
+        return None
+    even = partition(tokens, waves * setting.ranks // degree)
+    if even.loads.max() > setting.memory_tokens * degree:
+        return None
+    return even.rank_of.astype(np.int64), np.full(even.loads.size, degree)
 
 
 def _alone(least: NDArray[np.int64]) -> Packing:

@@ -16,7 +16,7 @@ from dataservice.planning.context.seconds import (
     ring_seconds,
     work_seconds,
 )
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.padding import padded_length
 from dataservice.planning.registry import algorithm_named
 
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
     placed: bool = False
 
 
-@kernel
+@leaf
 def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
     """Σs and Σ(1+η)s² of a unit once each sequence is padded to a multiple of 2d."""
     if degree == 1:
@@ -67,26 +67,26 @@ def padded_sums(units: Units, unit: int, degree: int) -> tuple[int, float]:
     return tokens, squares
 
 
-@kernel
+@leaf
 def degree_seconds(tokens: int, squares: float, degree: int, setting: Setting) -> float:
     """Time of a group; it crosses nodes when it cannot do otherwise."""
     crosses = degree > setting.ranks_per_node
     return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
 
 
-@kernel
+@leaf
 def unit_seconds(units: Units, unit: int, degree: int, setting: Setting) -> float:
     """Time of a group that holds this unit alone."""
     tokens, squares = padded_sums(units, unit, degree)
     return degree_seconds(tokens, squares, degree, setting)
 
 
-@kernel
+@leaf
 def next_degree(degree: int, setting: Setting) -> int:
     return 2 * degree if setting.power_of_two else degree + 1
 
 
-@kernel
+@leaf
 def least_degree(units: Units, unit: int, setting: Setting) -> int:
     """The smallest degree whose ranks hold the unit, padding counted; ranks+1 if none does."""
     degree = 1
@@ -109,7 +109,7 @@ def least_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
     return least
 
 
-@kernel
+@leaf
 def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
     """A time that no degree from `degree` on beats: a ring only slows down as it widens."""
     crosses = degree > setting.ranks_per_node
@@ -117,7 +117,7 @@ def ring_floor(units: Units, unit: int, degree: int, setting: Setting) -> float:
     return fixed_seconds(setting.coefficients) + ring
 
 
-@kernel
+@leaf
 def degree_after(units: Units, unit: int, degree: int, target_s: float, setting: Setting) -> int:
     """The next degree after `degree` at which the unit alone may meet the target; ranks+1 if none.
 
@@ -132,7 +132,7 @@ def degree_after(units: Units, unit: int, degree: int, target_s: float, setting:
     return max(wider, int(min(linear_s / left_s * (1 - 1e-9), setting.ranks + 1.0)))
 
 
-@kernel
+@leaf
 def fastest_seconds(
     units: Units, unit: int, least: int, enough_s: float, setting: Setting
 ) -> float:

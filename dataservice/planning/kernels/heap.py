@@ -3,15 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 
 
-@kernel
+@leaf
 def heap_before(key_a: float, id_a: int, key_b: float, id_b: int) -> bool:
     return key_a < key_b or (key_a == key_b and id_a < id_b)
 
 
-@kernel
+@leaf
 def heap_sift_down(
     keys: NDArray[np.float64], ids: NDArray[np.int64], size: int, start: int
 ) -> None:
@@ -34,7 +34,7 @@ def heap_sift_down(
     ids[hole] = item
 
 
-@kernel
+@leaf
 def heap_sift_up(keys: NDArray[np.float64], ids: NDArray[np.int64], start: int) -> None:
     """Restore order above `start` after it was appended."""
     key = keys[start]

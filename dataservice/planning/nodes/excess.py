@@ -8,7 +8,7 @@ All that leaves is pooled and goes, costliest first, to the node with the most r
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_rising
 
@@ -17,7 +17,7 @@ _NEARLY = 1.5
 _ALL = 1e9  # where those are too little, the bar falls, in a few strides, until all are asked
 
 
-@kernel
+@leaf
 def _give(
     item: int,
     cost: float,
@@ -42,7 +42,7 @@ def _give(
     heap_sift_down(rooms, takers, rooms.size, 0)
 
 
-@kernel
+@leaf
 def _choose(
     excess: float,
     items: NDArray[np.int64],
@@ -78,7 +78,7 @@ def _choose(
     return count
 
 
-@kernel
+@leaf
 def _give_one_more(
     node: int,
     items: NDArray[np.int64],

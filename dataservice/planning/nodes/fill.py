@@ -10,7 +10,7 @@ to 8 ranks, one of them holds 20, and should hold them in few items, since each 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.loads.greedy import assign_least_loaded
 
 FEW_RANKS = 32  # up to this many ranks, the least loaded is found by looking at each
@@ -48,7 +48,7 @@ def fill_node(
     return least
 
 
-@kernel
+@leaf
 def _pack_rank(
     fell: NDArray[np.float64], rank: int, cap: float, packed_at: NDArray[np.int64]
 ) -> float:

@@ -5,7 +5,7 @@ With nodes known, items stay in their node as far as balance allows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from dataservice.planning.nodes.phases import (
     phase_loads,
     spread_phases,
 )
+from dataservice.planning.nodes.slices import Slices, slice_phases
 from dataservice.planning.pieces import unit_counts
 from dataservice.planning.registry import algorithm_named
 
@@ -51,6 +52,13 @@ class EncoderItems:
     seconds: NDArray[np.float64]
     unit_seconds: NDArray[np.float64]
     batch_s: NDArray[np.float64]
+
+    def take(self, chosen: NDArray[np.bool_]) -> "EncoderItems":
+        """The same columns for the items chosen."""
+        if chosen.all():
+            return self
+        own = (field.name for field in fields(self) if field.name not in ("phases", "batch_s"))
+        return replace(self, **{name: getattr(self, name)[chosen] for name in own})
 
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
@@ -117,6 +125,27 @@ def _balanced(
     return spread
 
 
+def slice_items(items: EncoderItems, *, replicas: int, replicas_per_node: int | None) -> Slices:
+    """The items in pieces, and the replica of each piece: as `dispatch_items` where long ones may
+    be cut. O(m log m)."""
+    slices = slice_phases(
+        items.phase,
+        items.seconds,
+        items.unit_seconds,
+        items.encoder_tokens,
+        items.units,
+        items.home,
+        phases=items.phases,
+        ranks=replicas,
+        ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
+    )
+    if replicas_per_node is not None and replicas_per_node < replicas:
+        return slices
+    row = slices.cut.row
+    named = name_parts(slices.rank, items.home[row], items.phase[row], items.phases, replicas)
+    return slices._replace(rank=named)
+
+
 DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.int32]]] = {
     "balanced": _balanced,
     "home": _home,
@@ -132,6 +161,22 @@ def slowest_s(
     return slowest
 
 
+def encoding_bounds(
+    items: EncoderItems, replicas: int, *, whole: bool = False
+) -> NDArray[np.float64]:
+    """What the slowest replica of each phase takes at least, without the batch's own:
+    float64[phases]; items are cut, or stay `whole`."""
+    return phase_bounds(
+        items.phase,
+        items.seconds,
+        items.encoder_tokens,
+        np.ones_like(items.units) if whole else items.units,
+        items.seconds if whole else items.unit_seconds,
+        items.phases,
+        replicas,
+    )
+
+
 def dispatch_reports(
     items: EncoderItems,
     pieces: EncoderItems,
@@ -140,19 +185,11 @@ def dispatch_reports(
     algorithm: Dispatch,
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (whole items at
-    home) and after, `pieces` of them on `replica_of`; the bound is that of `phase_bounds`. What a
-    batch takes by itself is in all three, since replicas without items encode a small one."""
+    home) and after, `pieces` of them on `replica_of`; the bound is that of `encoding_bounds`. What
+    a batch takes by itself is in all three: replicas without items encode a small one."""
     before = slowest_s(items, items.home, replicas)
     after = slowest_s(pieces, replica_of, replicas)
-    bound = phase_bounds(
-        items.phase,
-        items.seconds,
-        items.encoder_tokens,
-        items.units,
-        items.unit_seconds,
-        items.phases,
-        replicas,
-    )
+    bound = encoding_bounds(items, replicas)
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(

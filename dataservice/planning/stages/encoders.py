@@ -1,7 +1,7 @@
 """Who encodes what: every item of a plan on one replica, or pieces of it on several.
 
 An item that would take one replica long, or keep more than a small part of what it may, is cut
-where it may be (`pieces.py`); pieces are spread as items are, and joined where they met.
+where it may be (`pieces.py`, `nodes/slices.py`); pieces are joined where they met.
 """
 
 from dataclasses import replace
@@ -11,20 +11,30 @@ from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import PlanOptions
-from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
-from dataservice.planning.homes import item_packs
 from dataservice.planning.invariants import broken
-from dataservice.planning.pieces import cut_evenly, cut_items, join_items, long_pieces, unit_counts
+from dataservice.planning.pieces import (
+    by_row,
+    cut_evenly,
+    cut_items,
+    join_items,
+    join_pieces,
+    long_items,
+)
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
     dispatch_items,
     encoder_items,
+    encoding_bounds,
+    slice_items,
     slowest_s,
 )
 from dataservice.planning.validate import check_items
+
+# Of what no pieces beat, within which they are not compared with whole items.
+NEAR = 1.02
 
 
 def place_items(
@@ -39,66 +49,101 @@ def place_items(
     if room is not None and grouped.item_units is not None:
         units = grouped.item_units
         pieces = room.pieces(grouped.item_modality, grouped.item_encoder_tokens, units)
-        base, base_items = _cut(grouped, items, pieces, options)
-    found = _placed(base, base_items, topology, options, room)
-    if found is None:
-        raise broken("a wave has items that its replicas have no room for")
-    whole = join_items(found)
-    whole_items = base_items if whole is found else encoder_items(whole, options.cost)
-    if options.stages.dispatch == "home":
-        return whole, whole_items
-    more = long_pieces(base, base_items.phase, base_items.seconds, base_items.phases)
-    finer, finer_items = _cut(base, base_items, more, options)
-    cut = None if finer is base else _placed(finer, finer_items, topology, options, room)
-    if cut is None:
-        return whole, whole_items
-    joined = join_items(cut)
-    joined_s = _encoding_s(joined, encoder_items(joined, options.cost))
-    sooner = joined_s < _encoding_s(whole, whole_items)
-    if not sooner.all():
-        before = found.item_replica[np.repeat(np.arange(more.size), more)]
-        better = sooner[cut.pack_wave[item_packs(cut)]]
-        joined = join_items(replace(cut, item_replica=np.where(better, cut.item_replica, before)))
-        check_items(joined, joined.item_replica, room)
-    return joined, encoder_items(joined, options.cost)
+        if pieces.max(initial=1) > 1:
+            base = cut_items(grouped, cut_evenly(units, pieces))
+            base_items = encoder_items(base, options.cost)
+    sliced = None
+    if options.stages.dispatch != "home":
+        sliced = _sliced(base, base_items, topology, options, room)
+    return sliced or _whole(base, base_items, topology, options, room)
 
 
-def _cut(
-    plan: StepPlan, items: EncoderItems, pieces: NDArray[np.int64], options: PlanOptions
-) -> tuple[StepPlan, EncoderItems]:
-    """The plan with each row in so many pieces, and what they take; the same where all is whole."""
-    if pieces.max(initial=1) == 1:
-        return plan, items
-    cut = cut_items(plan, cut_evenly(unit_counts(plan), pieces))
-    return cut, encoder_items(cut, options.cost)
-
-
-def _placed(
-    plan: StepPlan,
+def _whole(
+    base: StepPlan,
     items: EncoderItems,
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
-) -> StepPlan | None:
-    """Every row on a replica; None where no way is found that keeps `room`."""
-    node = topology.replicas_per_node
-    item_replica = dispatch_items(
+) -> tuple[StepPlan, EncoderItems]:
+    """Every row on one replica."""
+    found = _kept(base, _dispatched(items, topology, options), topology, room)
+    if found is None:
+        raise broken("a wave has items that its replicas have no room for")
+    joined = join_items(found)
+    return joined, items if joined is found else encoder_items(joined, options.cost)
+
+
+def _sliced(
+    base: StepPlan,
+    items: EncoderItems,
+    topology: Topology,
+    options: PlanOptions,
+    room: EncoderRoom | None,
+) -> tuple[StepPlan, EncoderItems] | None:
+    """Long rows in pieces, in each phase that ends sooner by it, and the others whole; None where
+    none is long, or pieces have no room."""
+    long = long_items(items.phase, items.seconds, items.units, items.phases, base.replicas)
+    of_long = long.phases[items.phase]
+    if not of_long.any():
+        return None
+    rows = np.flatnonzero(of_long)
+    shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
+    shares = shares._replace(row=rows[shares.row])
+    slices = slice_items(
+        encoder_items(cut_items(base, shares), options.cost),
+        replicas=topology.replicas,
+        replicas_per_node=topology.replicas_per_node,
+    )
+    cut = shares.again(slices.cut)
+    sliced = _hard_to_beat(items.take(of_long), slices.slowest_s, base.replicas) & long.phases
+    stay = ~sliced[items.phase]
+    whole = items.take(stay)
+    replica = _dispatched(whole, topology, options) if stay.any() else np.zeros(0, np.int32)
+    if sliced.sum() < long.phases.sum():
+        sliced |= long.phases & (slices.slowest_s < slowest_s(whole, replica, base.replicas))
+    chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
+    plan = base
+    if chosen.any():
+        cut = cut.take(chosen).beside(np.flatnonzero(stay)[left], items.units)
+        replica = np.append(slices.rank[chosen], replica[left])
+        cut, replica = join_pieces(*by_row(cut, replica, items.phase.size))
+        plan = cut_items(base, cut)
+    found = _kept(plan, replica, topology, room)
+    if found is None:
+        return None
+    joined = found if room is None else join_items(found)
+    same = plan is base and joined is found
+    return joined, items if same else encoder_items(joined, options.cost)
+
+
+def _hard_to_beat(
+    items: EncoderItems, slowest: NDArray[np.float64], replicas: int
+) -> NDArray[np.bool_]:
+    """Phases in which pieces take so little that whole items would take more, or hardly less."""
+    near: NDArray[np.bool_] = slowest <= encoding_bounds(items, replicas) * NEAR
+    return near if near.all() else near | (slowest < encoding_bounds(items, replicas, whole=True))
+
+
+def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
+    return dispatch_items(
         items,
         replicas=topology.replicas,
-        replicas_per_node=node,
+        replicas_per_node=topology.replicas_per_node,
         algorithm=options.stages.dispatch,
     )
+
+
+def _kept(
+    plan: StepPlan,
+    item_replica: NDArray[np.int32],
+    topology: Topology,
+    room: EncoderRoom | None,
+) -> StepPlan | None:
+    """The plan with its rows there, or where they keep `room`; None where no way is found."""
     if room is not None:
-        kept = within_rooms(plan, item_replica, room, node)
+        kept = within_rooms(plan, item_replica, room, topology.replicas_per_node)
         if kept is None:
             return None
         item_replica = kept
     check_items(plan, item_replica, room)
     return replace(plan, item_replica=item_replica)
-
-
-def _encoding_s(plan: StepPlan, items: EncoderItems) -> NDArray[np.float64]:
-    """Seconds of the slowest replicas of each wave, summed over its encoders: float64[W]."""
-    slowest = slowest_s(items, plan.item_replica, plan.replicas)
-    seconds: NDArray[np.float64] = slowest.reshape(plan.waves, len(Modality)).sum(axis=1)
-    return seconds

@@ -1,5 +1,6 @@
 """Stage 2, group: who shares a pack, and in which wave it runs."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,6 +82,20 @@ def group_packs(step: PackedStep) -> ContextWaves:
     return ContextWaves(waves=tuple(waves), lower_bound_s=0.0)
 
 
+def static_bound(
+    lengths: LengthTable, degree: int, topology: Topology, options: PlanOptions
+) -> float:
+    """What no waves of static context take less than in sum, whatever its packs: those that memory
+    calls for at least, and what one group would take that held everything. O(n)."""
+    llm, sizes = options.cost.llm, lengths.llm_tokens.astype(np.float64)
+    tokens, eta = float(sizes.sum()), full_attention(lengths, options.full_attention)
+    squares = np.square(sizes) if eta is None else (1.0 + eta) * np.square(sizes)
+    crosses = degree > (topology.replicas_per_node or topology.replicas)
+    together_s = float(llm.group_times_s(tokens, squares.sum(), degree, crosses))
+    more = math.ceil(tokens / (degree * options.memory_tokens)) - 1  # packs
+    return (together_s + more * llm.group_s) / (topology.replicas // degree)
+
+
 def _searched(step: PackedStep, *, degrees: Degrees) -> ContextWaves:
     return algorithm_named(SEARCHES, step.options.stages.pack, "plan.pack")(step, degrees)
 
@@ -99,7 +114,7 @@ def _static(step: PackedStep) -> ContextWaves:
         ranks_per_node=step.topology.replicas_per_node,
         full_attention=step.full_attention,
     )
-    work_s = float(cost.work_s(step.tokens, step.full_attention).sum())
+    work_s = cost.total_work_s(step.tokens, step.full_attention)
     return ContextWaves(waves=waves, lower_bound_s=work_s / replicas)
 
 

@@ -52,7 +52,7 @@ def bound_in_bytes(lengths: LengthTable, topology: Topology, options: PlanOption
         full_attention=eta,
         ranks_per_node=topology.replicas_per_node,
     )
-    work_s = float(llm.work_s(lengths.llm_tokens, eta).sum()) / topology.replicas
+    work_s = llm.total_work_s(lengths.llm_tokens, eta) / topology.replicas
     return max(waves_s, work_s + room.least_waves(lengths, topology.replicas) * llm.group_s)
 
 
