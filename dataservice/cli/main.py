@@ -1,4 +1,5 @@
-"""The command `dataservice`: index, preview, serve, job, workers, calibrate, explain, status."""
+"""The command `dataservice`: index, preview, serve, job, workers, layout, calibrate, explain and
+status."""
 
 import json
 import sys
@@ -13,6 +14,7 @@ from rich.markup import escape
 from dataservice.cli import show, show_index, show_records
 from dataservice.cli.connection import JobName, connected
 from dataservice.cli.explain import explain
+from dataservice.cli.layout import lay_out
 from dataservice.cli.preview import preview
 from dataservice.cli.progress import asking, index_progress, measuring_progress, starting
 from dataservice.cli.records import quarantine, replay, skip
@@ -230,6 +232,9 @@ def serve(
         console.print(f"serving at {service.address} with {workers}", highlight=False)
 
     run_service(settings, ready=ready, tell=tell)
+
+
+app.command("layout")(lay_out)
 
 
 @app.command("calibrate")

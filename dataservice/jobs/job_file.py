@@ -29,6 +29,7 @@ from dataservice.decode.processors.transformers_image import FILES as FOLDER_FIL
 from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import PipelineSpec
 from dataservice.jobs.cost_file import read_cost_file
+from dataservice.jobs.layout_keys import read_layout_keys
 from dataservice.jobs.yaml_file import Strict, Written, validated, written
 from dataservice.sources.roots import Roots
 
@@ -194,6 +195,9 @@ class JobFile(JobSpec):
     """Name of the job; trainers give it when they connect."""
     validation: ValidationSpec | None = None
     """Held-out sources for passes between training steps: `dataset.validation()` on the ranks."""
+    layout: str | None = None
+    """A file that `dataservice layout` wrote. Its topology and plan, seconds and tokens of a
+    microbatch among them, hold for all that the job does not say itself."""
 
     @property
     def all_sources(self) -> list[SourceSpec]:
@@ -222,7 +226,7 @@ class JobFile(JobSpec):
 def read_job(text: str, base: Path, roots: Roots | None = None) -> JobFile:
     """Validate a job file and make its paths absolute. Raises SpecError where it is invalid, or
     names a file that is not under `roots`. Storage profiles are not looked up."""
-    file = _with_cost(written(text, "job file"), base, roots)
+    file = _with_cost(_with_layout(written(text, "job file"), base, roots), base, roots)
     spec = _resolved(validated(JobFile, file, "job file"), base)
     if roots is not None:
         require_allowed(spec, roots)
@@ -263,6 +267,26 @@ def _require_weight(sources: Sequence[SourceSpec]) -> None:
             f"the sources {', '.join(repr(each.name) for each in sources[:8])} have weight 0, and "
             "there is no other; give one of them a weight above 0"
         )
+
+
+def _with_layout(file: Written, base: Path, roots: Roots | None) -> Written:
+    """The job with the topology and the plan of its layout file copied in, under what the job says
+    itself. As with a cost file, the job does not need the layout file from here on."""
+    path = file.plain.get("layout")
+    if not isinstance(path, str):
+        return file
+    if roots is not None:
+        roots.require(_absolute(path, base), "the layout file")
+    laid_out = read_layout_keys(base / path)
+    merged = dict(file.plain) | {"layout": None}
+    for key, found in laid_out.items():
+        given = file.plain.get(key, {})
+        if not isinstance(given, dict):
+            continue  # told as a mistake of the job file
+        if key == "plan" and "memory" in given:
+            found = {name: value for name, value in found.items() if name != "memory_tokens"}
+        merged[key] = {**found, **given}
+    return file.with_plain(merged)
 
 
 def _with_cost(file: Written, base: Path, roots: Roots | None) -> Written:

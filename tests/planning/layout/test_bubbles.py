@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.planning.layout import MEMORY_BYTES, gpt_175b, vision_transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.layout_bubbles import MEMORY_BYTES, gpt_175b, vision_transformer
 from dataservice.core.errors import PlanningError
 from dataservice.planning import (
     BackboneTimes,

@@ -1,0 +1,101 @@
+"""The layout file: what `dataservice layout` found, and the keys of a job that is trained by it.
+
+dataservice layout ──► layout.yaml ──► job: {topology, plan}   to be put into the job file
+                                   └── stages, recompute       to build the trainer by
+"""
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from dataservice.core.errors import SpecError
+from dataservice.jobs.layout_keys import LAYOUT_FORMAT
+from dataservice.planning.layout.profile import RECOMPUTE
+from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
+
+
+def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
+    """The layout as plain data, in the order of its file."""
+    best = layout.best
+    return {
+        "format": LAYOUT_FORMAT,
+        "model": task.model.name,
+        "gpus": task.group.gpus,
+        "step_s": best.step_s,
+        "lower_bound_s": layout.lower_bound_s,
+        "choices": [
+            {
+                "name": choice.name,
+                "chosen": choice.chosen,
+                "runner_up": choice.runner_up,
+                # What does not fit has no seconds.
+                "runner_up_s": choice.runner_up_s if np.isfinite(choice.runner_up_s) else None,
+            }
+            for choice in layout.choices
+        ],
+        "job": _job_keys(task, best),
+        "stages": _stages(best),
+    }
+
+
+def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
+    """What a job file takes as it stands."""
+    topology = best.replica.topology(task.group)
+    return {
+        "topology": {
+            "tensor_parallel": best.replica.parallel.tensor_ranks,
+            "pipeline_parallel": topology.pipeline_stages,
+            "virtual_stages": topology.virtual_stages,
+            "replicas_per_node": topology.replicas_per_node,
+            "replicas_meet": topology.replicas_meet,
+            "encoder_stage": topology.encoder_stage,
+            "encoders_train": topology.encoders_train,
+            "stage_shares": list(topology.stage_shares),
+        },
+        "plan": {
+            "memory_tokens": memory_tokens(task, best),
+            "cost": best.replica.cost(task.group).to_dict(),
+        },
+    }
+
+
+def memory_tokens(task: LayoutTask, best: Candidate) -> int:
+    """Tokens of a microbatch: as many as were asked for, where every stage has room for them."""
+    replica = best.replica
+    topology = replica.topology(task.group)
+    return min(best.microbatch_tokens, replica.memory(task.group).tokens(topology))
+
+
+def _stages(best: Candidate) -> list[dict[str, object]]:
+    """Every model chunk in model order: its stage, its layers, and which of them recompute."""
+    replica = best.replica
+    names, choice = replica.profile.names, replica.recompute.choice
+    return [
+        {
+            "stage": chunk % replica.parallel.pipeline_stages,
+            "layers": list(names[first:end]),
+            **{
+                kind: [names[at] for at in range(first, end) if choice[at] == number]
+                for number, kind in enumerate(RECOMPUTE)
+                if kind != "none"
+            },
+        }
+        for chunk, (first, end) in enumerate(
+            zip(replica.bounds[:-1].tolist(), replica.bounds[1:].tolist(), strict=True)
+        )
+    ]
+
+
+def write_layout(path: Path, fields: dict[str, object]) -> None:
+    """Write it as YAML. Raises SpecError."""
+    head = (
+        "# Written by `dataservice layout`. A job file that names it as `layout: FILE` has what\n"
+        "# is under `job`. `stages`, and what recomputes in them, are for the trainer.\n"
+    )
+    try:
+        path.write_text(head + yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            f"the layout file {path} cannot be written: {error.strerror}. Give another with --out."
+        ) from error
