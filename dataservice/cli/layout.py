@@ -1,5 +1,6 @@
 """`dataservice layout`: a model over the GPUs, for the samples of a job's index."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,9 @@ def lay_out(
     config: Annotated[
         Path | None, typer.Option("--config", help="The service's config (YAML).")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what is written as JSON instead of tables.")
+    ] = False,
 ) -> None:
     """Lay a model over the GPUs: parallelism, stages, recomputation and where encoders run.
 
@@ -55,10 +59,14 @@ def lay_out(
         found = search_layout(
             task, progress=lambda done, total, best_s: tell(done, total, f"best {best_s:.4g} s")
         )
+    fields = layout_fields(task, found)
+    write_layout(out, fields)
+    if as_json:
+        print(json.dumps(fields, indent=2))
+        return
     console = Terminal()
     for part in layout_tables(task, found):
         console.print(part)
-    write_layout(out, layout_fields(task, found))
     console.print(f"wrote {out}; a job names it as `layout: {out}`", highlight=False)
 
 

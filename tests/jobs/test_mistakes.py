@@ -65,7 +65,7 @@ MISTAKES = {
         "tokens. Size of one global batch.",
         "batch: {samples: 256}\n2.5: 3": "line 15, 2.5: there is no such key here; the keys here "
         "are job, sources, weights, mixture_changes, index, pipeline, batch, plan, seed, epochs, "
-        "topology, ready_steps, error_budget and validation",
+        "topology, ready_steps, error_budget, validation and layout",
         "batch_size: 256": "line 14, batch_size: there is no such key here; did you mean batch?",
     },
     "  memory_tokens: 8192": {
