@@ -135,7 +135,7 @@ def bubbles(scale: Scale) -> list[Row]:
         what = f"{gpus:,} GPUs, {microbatches} microbatches, ViT-22B + GPT-175B"
         rows += [
             Row(
-                group="layout",
+                group="bubbles",
                 what=f"encoder compute in bubbles, {what}",
                 figure=100 * made.efficiency,
                 unit="%",
@@ -146,11 +146,13 @@ def bubbles(scale: Scale) -> list[Row]:
                 explanation=_explanation(made),
             ),
             Row(
-                group="layout",
+                group="bubbles",
                 what=f"seconds outside the backbone's step, fine over coarse, {what}",
                 figure=_outside_ratio(made),
                 unit="",
                 limit=1.0,
+                explanation="What encoding adds to the backbone's own step: kernels in all "
+                "bubbles, over whole layers before and after it.",
             ),
             _speed_up_row(made, encoder, gpt_175b(microbatches), gpus, what),
             _seconds_row(call, what, f"Optimus {paper_s} s", scale),
@@ -180,7 +182,7 @@ def _speed_up_row(
     ours = balanced_step_s(encoder, backbone) / made.step_s
     theirs = TABLE_5[gpus][0] / TABLE_5[gpus][1]
     return Row(
-        group="layout",
+        group="bubbles",
         what=f"speed-up over Megatron-LM balanced, off the paper's, {what}",
         figure=100 * abs(ours / theirs - 1),
         unit="%",
@@ -197,7 +199,7 @@ def _two_encoders_row() -> Row:
     encoders = [vision_transformer(6144, 24576, 48), vision_transformer(4096, 16384, 48)]
     made = schedule_bubbles(gpt_175b(16), encoders, memory_bytes=MEMORY_BYTES)
     return Row(
-        group="layout",
+        group="bubbles",
         what="step over its bound, 512 GPUs, 16 microbatches, ViT-22B + ViT-11B + GPT-175B",
         figure=100 * (made.step_s / made.lower_bound_s - 1),
         unit="%",
@@ -230,7 +232,7 @@ def _explanation(made: BubbleSchedule) -> str:
 def _seconds_row(call: Callable[[], BubbleSchedule], what: str, paper: str, scale: Scale) -> Row:
     best = side_by_side({"schedule_bubbles": call}, repeats=scale.repeats)["schedule_bubbles"]
     return Row(
-        group="layout",
+        group="bubbles",
         what=f"bubble schedule, {what}",
         figure=best.processor_s,
         unit="s",
