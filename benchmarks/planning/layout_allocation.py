@@ -39,7 +39,7 @@ def allocations(scale: Scale) -> list[Row]:
         rows.append(
             timed_row(
                 {"allocation": call},
-                group="layout",
+                group="allocation",
                 what=f"allocation, MLLM-72B on {gpus:,} GPUs, {batch:,} samples a step",
                 limit=limit,
                 repeats=scale.repeats,
