@@ -30,6 +30,7 @@ from dataservice.planning.pieces import Cut
 _RISE = 1e-3
 _MORE = 1.5  # by which a rise exceeds the one before, so that there are few
 _CAREFUL = 2.0
+_LOST_UNITS = 0.4  # room that a full rank is left with, of a unit
 _SHORT = 0.125  # of a replica's share, up to which an item is not cut
 
 
@@ -101,8 +102,10 @@ def _slice_phases(
         short = short[radix_argsort((most_tokens - tokens[short]).astype(np.uint64))]
         unit = (costs[fluid] - unit_costs[fluid]) / (units[fluid] - 1)
         fixed = unit_costs[fluid] - unit
-        # Nearly every rank holds a part of an item that it cuts, and pays for it.
-        cap = max(bounds[p], total_s / ranks + (fixed.mean() if fluid.size else 0.0))
+        # Nearly every rank holds a part of an item that it cuts, pays for it, and is left with
+        # room for less than a unit.
+        cut = (fixed + unit * _LOST_UNITS).mean() if fluid.size else 0.0
+        cap = max(bounds[p], total_s / ranks + cut)
         cap *= 1.0 + _RISE
         beside = np.zeros(ranks)  # what the short ones leave no room for
         rise = _RISE
