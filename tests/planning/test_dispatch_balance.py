@@ -73,6 +73,40 @@ def test_a_tile_is_not_divided_over_replicas():
     assert bound == 2048
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    clips=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([2, 3])), min_size=1, max_size=3),
+    item_s=st.sampled_from([0.0, 1.0, 7.0]),
+    ranks=st.integers(1, 3),
+)
+def test_no_way_of_cutting_clips_is_below_the_bound_of_a_phase(clips, item_s, ranks):
+    units, size = np.array(clips, np.int32).T
+    unit_s = np.where(size == 2, 2.0, 3.5)
+    clip_of = np.repeat(np.arange(len(clips)), units)
+    least = np.inf
+    for ranks_of in product(range(ranks), repeat=clip_of.size):
+        loads = np.bincount(ranks_of, weights=unit_s[clip_of], minlength=ranks)
+        pieces = set(zip(clip_of.tolist(), ranks_of, strict=True))
+        np.add.at(loads, [rank for _, rank in pieces], item_s)
+        least = min(least, loads.max())
+    (bound,) = phase_bounds(
+        np.zeros(len(clips), np.int64), units * unit_s + item_s, units * size, units,
+        unit_s + item_s, 1, ranks,
+    )  # fmt: skip
+    assert bound <= least * (1 + 1e-9)
+
+
+def test_a_bound_counts_tiles_and_items_together():
+    # Two replicas, 9 tiles in 7 items. One has 5 tiles: in three items they take 62, and in two the
+    # other had 4 tiles in 5 items.
+    tokens = np.array([1, 1, 1, 1, 1, 1, 3], np.int32)
+    costs = 10.0 * tokens + 4.0
+    bounds = phase_bounds(np.zeros(7, np.int64), costs, tokens, np.ones(7, np.int32), costs, 1, 2)
+    assert costs.sum() / 2 == 59
+    assert bounds[0] == pytest.approx(62, rel=1e-3)
+    assert least_largest_load(costs, 2) == 62
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 200),

@@ -16,7 +16,8 @@ from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import ROUNDING
 from dataservice.planning.nodes.fill import FEW_RANKS, fill_node
 
-_FIRST_SLACK = 5e-3  # of the first cap over the bound; each round doubles it
+_FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
+_WIDER = 1.5
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
 
@@ -34,7 +35,8 @@ def level_phase(
     """Write the rank of each item of a phase to `rank_of` int32[m].
 
     Node k holds listed[begins[k] : begins[k + 1]], by falling cost; `bound` is what the largest
-    load cannot be below. O(items · ranks of a node²) a round, and a round for each doubling.
+    load cannot be below. O(items · ranks of a node²) a round, and few rounds, as
+    the slack grows by half in each.
     """
     nodes = begins.size - 1
     for node in range(nodes):
@@ -67,7 +69,7 @@ def level_phase(
                 stuck[:missing], costs, listed, begins, cap, ranks, ranks_per_node, most, came,
                 moved, rank_of,
             )  # fmt: skip
-        slack *= 2.0
+        slack *= _WIDER
 
 
 @kernel

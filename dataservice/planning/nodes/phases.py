@@ -10,10 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import group_stable, radix_argsort
+from dataservice.planning.loads.problem import ROUNDING
 from dataservice.planning.nodes.excess import move_excess
 from dataservice.planning.nodes.level import level_phase
+
+# Up to so many units a rank in the mean, that they and the items are whole makes a difference.
+_MOST_UNITS = 48
+_CAP_STEP = 5e-3
+_HALVINGS = 12  # of such a step
 
 
 def spread_phases(
@@ -103,31 +109,116 @@ def phase_bounds(
 
     An item may be cut into its `units` [m], each of `unit_costs` [m] alone. The largest of the mean
     load, the costliest unit and, since items hold whole units of tokens (tiles, frames) that cannot
-    be divided, what the units of the fullest rank take at least: it holds the mean number of them
-    or more, rounded up, at no fewer seconds than the cheapest.
+    be divided, what ranks of so many units and items take at least: the fullest rank holds the mean
+    number of units or more, rounded up, at no fewer seconds than the cheapest; and see `_mixed_s`.
     """
     total = np.zeros(phases)
     largest = np.zeros(phases)
+    count = np.zeros(phases, np.int64)
     held = np.zeros(phases, np.int64)  # tokens
     unit = np.zeros(phases, np.int64)  # greatest common divisor of the tokens of an item
     cheapest = np.full(phases, np.inf)  # seconds of a token
+    least = np.zeros(phases, np.int64)  # tokens of the smallest unit, and the fewest seconds of one
+    least_s = np.full(phases, np.inf)
     for item in range(costs.size):
         p = phase[item]
         total[p] += costs[item]
         largest[p] = max(largest[p], unit_costs[item])
         size = np.int64(tokens[item])
         if size > 0:
+            count[p] += 1
             held[p] += size
             cheapest[p] = min(cheapest[p], costs[item] / size)
             size //= units[item]
+            if least[p] == 0 or size < least[p]:
+                least[p], least_s[p] = size, unit_costs[item]
+            elif size == least[p]:
+                least_s[p] = min(least_s[p], unit_costs[item])
             while size:
                 unit[p], size = size, unit[p] % size
     bounds = np.maximum(total / ranks, largest)
+    steepness = _token_seconds(phase, costs, tokens, units, unit_costs, least, least_s)
     for p in range(phases):
         if held[p] > 0:
+            mean_units = held[p] / (unit[p] * ranks)
             fullest = -(-held[p] // (unit[p] * ranks)) * unit[p]
             bounds[p] = max(bounds[p], fullest * cheapest[p])
+            fixed_s = least_s[p] - steepness[p] * least[p]
+            if mean_units <= _MOST_UNITS and 0.0 < fixed_s < np.inf:
+                unit_s = steepness[p] * unit[p]
+                bounds[p] = _mixed_s(bounds[p], mean_units, count[p] / ranks, unit_s, fixed_s)
     return bounds
+
+
+@kernel
+def _token_seconds(
+    phase: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    tokens: NDArray[np.int32],
+    units: NDArray[np.int32],
+    unit_costs: NDArray[np.float64],
+    least: NDArray[np.int64],
+    least_s: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """What every token more than those of the smallest unit takes at least, float64[phases], in an
+    item or a unit; infinite where all are alike."""
+    seconds = np.full(least.size, np.inf)
+    for item in range(costs.size):
+        p, size = phase[item], np.int64(tokens[item])
+        if size > least[p]:
+            seconds[p] = min(seconds[p], (costs[item] - least_s[p]) / (size - least[p]))
+            size //= units[item]
+            if size > least[p]:
+                seconds[p] = min(seconds[p], (unit_costs[item] - least_s[p]) / (size - least[p]))
+    return seconds
+
+
+@leaf
+def _mixed_s(
+    bound_s: float, mean_units: float, mean_items: float, unit_s: float, fixed_s: float
+) -> float:
+    """A bound from units and items together, or `bound_s`: what ranks of so many of both in the
+    mean take at least, where items take `fixed_s` and `unit_s` for each unit.
+
+    Within `cap` seconds a rank of t units holds at most min(t, (cap − t·unit_s) / fixed_s) items,
+    rounded down. Ranks of several t mix, so their means lie in the hull of these points: the cap
+    rises until the hull has the mean number of units with that of items.
+    """
+    low, high = bound_s, bound_s
+    while _most_items(high, mean_units, unit_s, fixed_s) < mean_items:
+        if high > 2.0 * bound_s:
+            return bound_s
+        low, high = high, high * (1.0 + _CAP_STEP)
+    for _ in range(_HALVINGS if high > low else 0):
+        middle = 0.5 * (low + high)
+        if _most_items(middle, mean_units, unit_s, fixed_s) < mean_items:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@leaf
+def _most_items(cap: float, mean_units: float, unit_s: float, fixed_s: float) -> float:
+    """Of ranks that keep the cap and hold so many units in the mean, the mean number of items; -1
+    where they cannot hold so many units."""
+    most = -1.0
+    fullest = int(cap * (1.0 + ROUNDING) / unit_s)
+    for few in range(int(mean_units) + 1):
+        low = _items_beside(few, cap, unit_s, fixed_s)
+        if few == mean_units:
+            most = max(most, low)
+        for many in range(int(mean_units) + 1, fullest + 1):
+            part = (mean_units - few) / (many - few)
+            most = max(most, low + part * (_items_beside(many, cap, unit_s, fixed_s) - low))
+    return most + ROUNDING
+
+
+@leaf
+def _items_beside(units: int, cap: float, unit_s: float, fixed_s: float) -> float:
+    """Items that a rank of so many units holds at most."""
+    room = (cap * (1.0 + ROUNDING) - units * unit_s) / fixed_s
+    return float(min(float(units), np.floor(room + ROUNDING)))
 
 
 @kernel
