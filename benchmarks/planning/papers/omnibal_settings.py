@@ -40,7 +40,12 @@ from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.profile import LayerProfile, joined
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel
-from dataservice.planning.layout.search import ENCODER_STAGES
+from dataservice.planning.layout.search import (
+    ENCODER_STAGES,
+    Layout,
+    LayoutTask,
+    search_layout,
+)
 
 A100 = NodeGroup(
     nodes=8,
@@ -201,7 +206,7 @@ def planned_sample_s(of: Setting, seed: int) -> float:
 def layout_sample_s(of: Setting, seed: int) -> float:
     """Seconds a sample as `dataservice layout` prices them, at the paper's TP, PP and DP: the best
     of its places for encoders. Raises PlanningError where none fits."""
-    samples = workloads.step_samples(workloads.vlm_sft(BATCH, seed))
+    samples = workloads.step_samples(INTERNVL.drawn(BATCH, seed))
     found, refused = [], []
     for place in ENCODER_STAGES:
         try:
@@ -237,6 +242,14 @@ def _layout_step_s(of: Setting, samples: StepSamples, place: EncoderStage) -> fl
         cost=made.cost(of.group),
     )
     return compose_step(samples, step=0, topology=topology, options=options).predicted_s
+
+
+def searched(of: Setting, seed: int) -> Layout:
+    """What `dataservice layout` finds on the GPUs of the row, with layers as counted: parallelism
+    and all else free."""
+    samples = workloads.step_samples(INTERNVL.drawn(BATCH, seed))
+    group = replace(of.group, nodes=of.gpus // of.group.gpus_per_node)
+    return search_layout(LayoutTask(model=of.model, group=group, batches=(samples,)))
 
 
 def mean_sample_s(
