@@ -7,6 +7,7 @@ from benchmarks.planning.__main__ import PAPERS
 from benchmarks.planning.papers.dhp_tables import dhp
 from benchmarks.planning.papers.mmscale_figures import (
     MODELS,
+    Trainer,
     compared,
     drawn,
     megatron_shapes,
@@ -23,6 +24,7 @@ from benchmarks.planning.papers.speed_ups import (
     sharded_step_s,
     split_by,
 )
+from dataservice.jobs.layout_files import read_model
 from dataservice.planning import dist_ratio, simulate_1f1b
 from dataservice.planning.layout.profile import LayerWork
 
@@ -131,6 +133,12 @@ def test_megatron_gives_encoder_and_generator_as_many_gpus_as_a_stage():
     assert len({shape.gpus for shape in shapes.values()}) == 1
     found = compared(MODELS[0], 98, 128)
     assert found.megatron_s > found.reordered_s >= found.ours_s
+
+
+def test_stages_of_a_module_hold_whole_layers():
+    trainer = Trainer(model=read_model("mmscale-mllm-15b"), work=drawn(2, 512, 0))
+    shares = trainer.stage_shares("decoder", 6)
+    np.testing.assert_allclose(40 * shares, [7, 7, 7, 7, 6, 6])
 
 
 def test_balanced_phases_have_the_work_of_unbalanced_ones_on_fuller_ranks():

@@ -5,8 +5,7 @@ Read from the paper, and from what it cites:
 - Models, TP, PP and DP, splits and numbers of recomputed layers: Table 9. Which layers of a stage
   recompute is not said: here its first ones.
 - Random batches: four samples, padded to the longest; every layer recomputes (§3, §5.3).
-- With EVA-CLIP-1B the baseline would have room to recompute next to nothing: 52 of 80 GB on three
-  of its stages, 93 on the first.
+  EVA-CLIP-1B's, recomputing nothing, would hold 52 of 80 GB on three stages, and 93 on the first.
 - The baseline's split is by parameters, which Table 4 names first. (Figure 2 has a stage with the
   whole encoder and a quarter of the decoder; with that the ratios of Llama3-8B, EVA-CLIP-8B and
   EVA-CLIP-18B would be 3.2, 3.1 and 3.9, far beyond the paper's.)
