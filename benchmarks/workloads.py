@@ -37,12 +37,18 @@ class Workload:
         return self.llm_tokens.size
 
 
-def vlm_sft(samples: int, seed: int = 0) -> Workload:
+def vlm_sft(
+    samples: int,
+    seed: int = 0,
+    *,
+    tile_shares: tuple[float, float, float] = (0.70, 0.14, 0.16),
+    sigma: float = 0.6,
+) -> Workload:
     """InternVL-1.2M-like: tiles 1/3/5 with .70/.14/.16, 256 tokens a tile and 1,024 in the ViT;
     an answer of lognormal length, mean 267, σ .6."""
     generator = np.random.default_rng(seed)
-    tiles = generator.choice([1, 3, 5], samples, p=[0.70, 0.14, 0.16]).astype(np.int64)
-    answer = _lognormal(generator, samples, mean=267.0, sigma=0.6)
+    tiles = generator.choice([1, 3, 5], samples, p=tile_shares).astype(np.int64)
+    answer = _lognormal(generator, samples, mean=267.0, sigma=sigma)
     return Workload(
         name="vlm-sft",
         llm_tokens=TILE_LLM_TOKENS * tiles + answer,
@@ -109,10 +115,7 @@ def video(samples: int, seed: int = 0) -> Workload:
 
     Ours: σ .6 and .8, one tile a second, a caption of lognormal length, mean 120."""
     generator = np.random.default_rng(seed)
-    short = generator.lognormal(np.log(4.5) - 0.6**2 / 2, 0.6, samples)
-    long = generator.lognormal(np.log(52.0) - 0.8**2 / 2, 0.8, samples)
-    seconds = np.where(generator.random(samples) < 0.85, short, long)
-    tiles = np.ceil(seconds).astype(np.int64)
+    tiles = np.ceil(video_seconds(generator, samples)).astype(np.int64)
     return Workload(
         name="video",
         llm_tokens=TILE_LLM_TOKENS * tiles + _lognormal(generator, samples, mean=120.0, sigma=0.6),
@@ -120,6 +123,13 @@ def video(samples: int, seed: int = 0) -> Workload:
         encoder_tokens=TILE_ENCODER_TOKENS * tiles,
         tile_tokens=TILE_ENCODER_TOKENS,
     )
+
+
+def video_seconds(generator: np.random.Generator, samples: int) -> NDArray[np.float64]:
+    """Seconds of OpenVid/InternVid-like clips, as `video` says."""
+    short = generator.lognormal(np.log(4.5) - 0.6**2 / 2, 0.6, samples)
+    long = generator.lognormal(np.log(52.0) - 0.8**2 / 2, 0.8, samples)
+    return np.where(generator.random(samples) < 0.85, short, long)
 
 
 def long_text(samples: int, seed: int = 0, *, longest_tokens: int = 1_000_000) -> Workload:

@@ -30,6 +30,7 @@ from benchmarks.planning import (
     steps,
 )
 from benchmarks.planning.growth import grow, growth_to_text
+from benchmarks.planning.papers.rebuilt import papers
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
 from dataservice.planning.warm import warm_up
 
@@ -63,6 +64,7 @@ SPEED: dict[str, Measure] = {
     "hard": adversarial.hard_lengths,
     "allocation": layout_allocation.allocations,
 }
+PAPERS: dict[str, Measure] = {"papers": papers}
 GROWTH = "growth"
 
 
@@ -71,7 +73,7 @@ def main(arguments: list[str]) -> None:
     times depend on the machine."""
     options = _options(arguments)
     scale = QUICK if options.quick else FULL
-    chosen = set(options.only or [*QUALITY, *SPEED, GROWTH])
+    chosen = set(options.only or [*QUALITY, *SPEED, *PAPERS, GROWTH])
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -81,7 +83,11 @@ def main(arguments: list[str]) -> None:
     begin, used = time.perf_counter(), time.process_time()
     rows: list[Row] = []
     parts: list[str] = []
-    for title, measures in (("Speed", SPEED), ("Quality", QUALITY)):
+    for title, measures in (
+        ("Speed", SPEED),
+        ("Quality", QUALITY),
+        ("Speed-ups of the papers", PAPERS),
+    ):
         found = [row for name in measures if name in chosen for row in measures[name](scale)]
         if found:
             print_rows(console, title, found)
@@ -105,7 +111,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller inputs, no results file")
     parser.add_argument(
-        "--only", action="append", choices=[*QUALITY, *SPEED, GROWTH], help="some rows only"
+        "--only",
+        action="append",
+        choices=[*QUALITY, *SPEED, *PAPERS, GROWTH],
+        help="some rows only",
     )
     parser.add_argument("--output", type=Path, help="folder of the results file")
     parser.add_argument(

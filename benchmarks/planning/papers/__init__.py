@@ -1,0 +1,1 @@
+"""The papers' speed-ups, recomputed: `python -m benchmarks.planning --only papers`."""
