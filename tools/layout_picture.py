@@ -24,7 +24,7 @@ def main() -> None:
     batch = workloads.step_samples(workloads.vlm_sft(SAMPLES, 0))
     task = LayoutTask(model=read_model(MODEL), group=NODES, batches=(batch,))
     compared = time_before_after(task, search_layout(task))
-    words = f"a step of {SAMPLES} samples"
+    words = f"one step, {SAMPLES} samples"
     draw_before_after([PICTURE], task, compared, step_words=words)
     print(f"wrote {PICTURE.relative_to(PICTURE.parents[1])}, {PICTURE.stat().st_size:,} bytes")
 

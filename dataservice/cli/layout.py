@@ -79,20 +79,25 @@ def lay_out(
     Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
     from dataservice.jobs.laid_out import layout_fields, other_nodes, write_layout
-    from dataservice.jobs.layout_files import read_cluster
+    from dataservice.jobs.layout_files import read_cluster, read_model
     from dataservice.jobs.pipeline_drawing import require_drawable
     from dataservice.operate.config import read_config
+    from dataservice.planning.layout.search import LayoutTask
 
     pictures = draw or []
     require_drawable(pictures)
-    groups = read_cluster(cluster).groups
+    if not out.parent.is_dir():  # said before a search takes minutes
+        raise SpecError(f"the layout file {out} has no folder {out.parent}: make it first.")
+    described, groups = read_model(model), read_cluster(cluster).groups
+    measured = None if layers is None else _measured(layers, described)
     settings = read_config(config, {})
     if job_file is not None:
-        _require_one_of(index, batch)
+        _require_no_index(index, batch)
         batches = tuple(_of_job(job_file, settings, steps))
     else:
         batches = _of_index(index, batch, settings, steps)
-    best, *others = _search(model, groups, batches, layers)
+    task = LayoutTask(model=described, group=groups[0], batches=batches, measured=measured)
+    best, *others = _searched(task, groups)
     task, layout = best.task, best.layout
     assert layout is not None  # where none fits, the search raises
     fields = layout_fields(task, layout)
@@ -113,7 +118,7 @@ def lay_out(
     console.print(f"wrote {out}; a job names it as `layout: {out}`", highlight=False)
 
 
-def _require_one_of(index: str | None, batch: int | None) -> None:
+def _require_no_index(index: str | None, batch: int | None) -> None:
     """Beside --job, neither option that stands for it. Raises SpecError."""
     if index is not None:
         raise SpecError("give either --job or --index, not both: a job names its own index.")
@@ -167,20 +172,10 @@ def _of_job(job_file: Path, settings: "ServiceConfig", steps: int) -> "Iterator[
         yield samples
 
 
-def _search(
-    model: str,
-    groups: "Sequence[NodeGroup]",
-    batches: "tuple[StepSamples, ...]",
-    layers: Path | None,
-) -> "tuple[GroupLayout, ...]":
-    """Every kind of nodes by itself, the fastest first."""
-    from dataservice.jobs.layout_files import read_model
-    from dataservice.planning.layout.search import LayoutTask
+def _searched(task: "LayoutTask", groups: "Sequence[NodeGroup]") -> "tuple[GroupLayout, ...]":
+    """Every kind of nodes by itself, the fastest first, with progress."""
     from dataservice.planning.layout.search_groups import search_groups
 
-    described = read_model(model)
-    measured = None if layers is None else _measured(layers, described)
-    task = LayoutTask(model=described, group=groups[0], batches=batches, measured=measured)
     with measuring_progress(Terminal(stderr=True), "laying out") as tell:
 
         def told(number: int, done: int, total: int, best_s: float) -> None:
@@ -208,7 +203,7 @@ def _draw(pictures: Sequence[Path], task: "LayoutTask", layout: "Layout") -> Non
     from dataservice.jobs.pipeline_drawing import draw_before_after
     from dataservice.planning.layout.before_after import time_before_after
 
-    words = f"the first step, of {len(task.batches[0].lengths):,} samples"
+    words = f"the first step, {len(task.batches[0].lengths):,} samples"
     draw_before_after(pictures, task, time_before_after(task, layout), step_words=words)
 
 

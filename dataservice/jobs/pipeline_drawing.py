@@ -86,7 +86,7 @@ def draw_before_after(
     after, before = compared.after, compared.before
     panels = [Panel(name="after", words=_words(after), timeline=after.timeline)]
     title = f"{task.model.name} on {task.group.gpus:,} GPUs"
-    words = f"{step_words}, as it is planned. "
+    words = f"{step_words}. "
     if before is None:
         words += "No plain layout fits, so that there is nothing to compare with."
     else:
@@ -121,7 +121,7 @@ def _words(timed: TimedLayout) -> str:
 
 
 def _runs(counts: Sequence[int]) -> str:
-    """`34 7 7 8`; many of them as `34 7×6 8`."""
+    """`34 7 7 8`; many of them as `34 7×6 8`; and of many kinds the least and the most."""
     if len(counts) <= 8:
         return " ".join(map(str, counts))
     found: list[list[int]] = []
@@ -130,6 +130,8 @@ def _runs(counts: Sequence[int]) -> str:
             found[-1][1] += 1
         else:
             found.append([count, 1])
+    if len(found) > 10:
+        return f"{min(counts)} to {max(counts)} a chunk"
     return " ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in found)
 
 

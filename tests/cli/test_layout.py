@@ -110,6 +110,12 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_searched(cli, h
     says(done.said, "pipeline.pdf ends with '.pdf'", ".svg or .png")
 
 
+def test_a_folder_that_is_not_there_is_named_before_anything_is_searched(cli, home):
+    done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "away" / "a.yaml")
+    assert done.code == 1
+    says(done.said, "has no folder", "make it first")
+
+
 def bare(cli, home, *more):
     out = home / "layout.yaml"
     return cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", out, "--steps", "1", *more)
