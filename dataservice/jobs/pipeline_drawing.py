@@ -112,7 +112,7 @@ def _words(timed: TimedLayout) -> str:
         "spread": "encoders on all stages",
     }
     if any(module != "decoder" for module in timed.replica.profile.modules):
-        parts.append(places[parallel.encoder_stage])
+        parts.append(places.get(parallel.encoder_stage, f"encoders {parallel.encoder_stage}"))
     if parallel.pipeline_stages > 1:
         parts.append(f"decoder layers {_runs(chunk_layers(timed.replica))}")
     parts.append(f"{timed.microbatch_tokens:,} tokens a microbatch")
