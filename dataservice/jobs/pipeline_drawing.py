@@ -91,7 +91,8 @@ def draw_before_after(
         words += "No plain layout fits, so that there is nothing to compare with."
     else:
         panels.insert(0, Panel(name="before", words=_words(before), timeline=before.timeline))
-        title += f": {before.timeline.step_s / after.timeline.step_s:.2f} × as fast"
+        gain = before.timeline.step_s / after.timeline.step_s
+        title += f": {gain:.2f} × as fast" if gain > 1.005 else ": as fast as the plainest layout"
         words += (
             "Before: the plainest layout that fits, with equal layers a stage, packs as they "
             "fill, and each item encoded where its text is."

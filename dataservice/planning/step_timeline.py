@@ -70,7 +70,8 @@ class StepTimeline:
     def idle(self) -> float:
         """Bubbles and waiting, as a part of the step."""
         whole = len(self.lanes) * self.step_s
-        return 1.0 - float(self.bars.seconds.sum()) / whole if whole > 0 else 0.0
+        busy = float(self.bars.seconds.sum())
+        return max(0.0, 1.0 - busy / whole) if whole > 0 else 0.0
 
 
 def step_timeline(plan: StepPlan, topology: Topology, cost: CostModel) -> StepTimeline:
