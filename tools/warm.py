@@ -1,11 +1,15 @@
-"""Compile all kernels into their cache: part of the set-up, once for a minute. The planner's are
-called; those that resize pictures are compiled when they are imported.
+"""Compile all kernels into their cache: part of the set-up, once for a minute and a half. The
+planner's and the layouts' are called; those that resize pictures are compiled when they are
+imported.
 
-Run it wherever the package is installed (an image build, say), and no service start pays.
+Run it wherever the package is installed (an image build, say), and no service start pays, and no
+first layout.
 """
 
 import dataservice.decode.resample  # noqa: F401
 from dataservice.planning.warm import warm_up
+from dataservice.planning.warm_layouts import warm_layouts
 
 if __name__ == "__main__":
     warm_up()
+    warm_layouts()

@@ -1,7 +1,7 @@
-"""`dataservice layout`: a model over the GPUs, for the samples of a job's index."""
+"""`dataservice layout`: a model over the GPUs, for the samples of an index."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +9,27 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.listing import Listing
 from dataservice.cli.progress import measuring_progress
 from dataservice.cli.terminal import Terminal
-from dataservice.core.errors import SpecError
+from dataservice.core.errors import PlanningError, SpecError
 
 if TYPE_CHECKING:  # they load the planner
+    from dataservice.operate.config import ServiceConfig
     from dataservice.planning.compose import StepSamples
+    from dataservice.planning.layout.cluster import NodeGroup
+    from dataservice.planning.layout.model import ModelDescription
+    from dataservice.planning.layout.profile import LayerProfile
     from dataservice.planning.layout.search import Layout, LayoutTask
+    from dataservice.planning.layout.search_groups import GroupLayout
+
+
+def _list_models(wanted: bool) -> None:
+    """Print the models that ship, and end."""
+    if not wanted:
+        return
+    Terminal().print(_models())
+    raise typer.Exit
 
 
 def lay_out(
@@ -24,9 +38,25 @@ def lay_out(
     ],
     cluster: Annotated[Path, typer.Argument(help="The cluster file (YAML).")],
     job_file: Annotated[
-        Path, typer.Option("--job", help="Job file whose index, mixture and batch are trained.")
-    ],
+        Path | None,
+        typer.Option("--job", help="Job file whose index, mixture and batch are trained."),
+    ] = None,
+    index: Annotated[
+        str | None,
+        typer.Option(help="Or: the folder of an index, of which --batch samples make a step."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples of a step drawn from --index.", min=1)
+    ] = None,
+    layers: Annotated[
+        Path | None,
+        typer.Option(help="Layers that `dataservice calibrate --layers` measured."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The layout file to write.")] = Path("layout.yaml"),
+    draw: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw a step before and after: a .svg or .png file; may be repeated."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps drawn to judge by.", min=1, max=64)] = 4,
     config: Annotated[
         Path | None, typer.Option("--config", help="The service's config (YAML).")
@@ -34,51 +64,97 @@ def lay_out(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what is written as JSON instead of tables.")
     ] = False,
-) -> None:
+    list_models: Annotated[
+        bool,
+        typer.Option("--list", help="Print the models that ship, and end.", is_eager=True,
+                     callback=_list_models),
+    ] = False,
+) -> None:  # fmt: skip
     """Lay a model over the GPUs: parallelism, stages, recomputation and where encoders run.
 
-    Every way is priced by the step planner, on steps drawn from the job's index. Prints what was
-    chosen beside what came second, and writes a file that a job names as `layout: layout.yaml`.
+    Every way is priced by the step planner, on steps drawn from the index of a job, or from an
+    index alone. Prints what was chosen beside what came second, and writes a file that a job names
+    as `layout: layout.yaml`. Of several kinds of nodes, each is searched by itself.
 
-    Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml`
+    Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
-    from dataservice.jobs.laid_out import layout_fields, write_layout
+    from dataservice.jobs.laid_out import layout_fields, other_nodes, write_layout
     from dataservice.jobs.layout_files import read_cluster, read_model
-    from dataservice.planning.layout.search import LayoutTask, search_layout
+    from dataservice.jobs.pipeline_drawing import require_drawable
+    from dataservice.operate.config import read_config
+    from dataservice.planning.layout.search import LayoutTask
 
+    pictures = draw or []
+    require_drawable(pictures)
+    if not out.parent.is_dir():  # said before a search takes minutes
+        raise SpecError(f"the layout file {out} has no folder {out.parent}: make it first.")
     described, groups = read_model(model), read_cluster(cluster).groups
-    if len(groups) > 1:
-        raise SpecError(
-            f"the cluster file {cluster} has {len(groups)} kinds of nodes; a layout is made for "
-            "one: give each kind a file of its own"
-        )
-    task = LayoutTask(
-        model=described, group=groups[0], batches=tuple(_drawn(job_file, config, steps))
-    )
-    with measuring_progress(Terminal(stderr=True)) as tell:
-        found = search_layout(
-            task, progress=lambda done, total, best_s: tell(done, total, f"best {best_s:.4g} s")
-        )
-    fields = layout_fields(task, found)
+    measured = None if layers is None else _measured(layers, described)
+    settings = read_config(config, {})
+    if job_file is not None:
+        _require_no_index(index, batch)
+        batches = tuple(_of_job(job_file, settings, steps))
+    else:
+        batches = _of_index(index, batch, settings, steps)
+    task = LayoutTask(model=described, group=groups[0], batches=batches, measured=measured)
+    best, *others = _searched(task, groups)
+    task, layout = best.task, best.layout
+    assert layout is not None  # where none fits, the search raises
+    fields = layout_fields(task, layout)
+    if others:
+        fields["other_nodes"] = other_nodes(others)
     write_layout(out, fields)
+    if pictures:
+        _draw(pictures, task, layout)
     if as_json:
         print(json.dumps(fields, indent=2))
         return
     console = Terminal()
-    for part in layout_tables(task, found):
+    ranks = layout.best.replica.parallel.tensor_ranks
+    for part in (*layout_tables(task, layout), *_notes(best, others, layers, ranks)):
         console.print(part)
+    for picture in pictures:
+        console.print(f"drew {picture}", highlight=False)
     console.print(f"wrote {out}; a job names it as `layout: {out}`", highlight=False)
 
 
-def _drawn(job_file: Path, config: Path | None, steps: int) -> "Iterator[StepSamples]":
+def _require_no_index(index: str | None, batch: int | None) -> None:
+    """Beside --job, neither option that stands for it. Raises SpecError."""
+    if index is not None:
+        raise SpecError("give either --job or --index, not both: a job names its own index.")
+    if batch is not None:
+        raise SpecError(
+            f"--batch is {batch}, and the job file of --job says its batch: leave --batch out, or "
+            "give --index instead of --job."
+        )
+
+
+def _of_index(
+    index: str | None, batch: int | None, settings: "ServiceConfig", steps: int
+) -> "tuple[StepSamples, ...]":
+    """The first steps of a bare index."""
+    from dataservice.jobs.index_batches import index_batches
+
+    if index is None:
+        raise SpecError(
+            "a layout is made for real samples: give --job JOB.yaml, or --index FOLDER with "
+            "--batch SAMPLES, exactly one of --job and --index."
+        )
+    if batch is None:
+        raise SpecError(
+            f"the index {index} says nothing of how many samples make a step: give --batch SAMPLES "
+            "with --index, or --job instead of it."
+        )
+    return index_batches(index, samples=batch, steps=steps, limits=settings.limits)
+
+
+def _of_job(job_file: Path, settings: "ServiceConfig", steps: int) -> "Iterator[StepSamples]":
     """The first steps of a job, from its index."""
     from dataservice.core.cursor import Cursor
     from dataservice.engine.planner import draw_step
     from dataservice.jobs.setup import job_records, open_job
     from dataservice.jobs.yaml_file import read_text
-    from dataservice.operate.config import read_config
 
-    settings = read_config(config, {})
     text = read_text(job_file, "job file")
     record = job_records(text, str(job_file.parent), storage_profiles=settings.storage_profiles)[0]
     setup = open_job(
@@ -94,6 +170,72 @@ def _drawn(job_file: Path, config: Path | None, steps: int) -> "Iterator[StepSam
             return  # the data ends
         samples, cursor = drawn
         yield samples
+
+
+def _searched(task: "LayoutTask", groups: "Sequence[NodeGroup]") -> "tuple[GroupLayout, ...]":
+    """Every kind of nodes by itself, the fastest first, with progress."""
+    from dataservice.planning.layout.search_groups import search_groups
+
+    with measuring_progress(Terminal(stderr=True), "laying out") as tell:
+
+        def told(number: int, done: int, total: int, best_s: float) -> None:
+            nodes = f"nodes {number + 1} of {len(groups)}, " if len(groups) > 1 else ""
+            tell(done, total, f"{nodes}best {best_s:.4g} s")
+
+        return search_groups(task, groups, progress=told)
+
+
+def _measured(layers: Path, model: "ModelDescription") -> "LayerProfile":
+    """The layers of a file, which are those of the model. Raises SpecError."""
+    from dataservice.jobs.layer_file import read_layer_file
+    from dataservice.planning.layout.measured_profile import require_measured
+
+    measured = read_layer_file(layers)
+    try:
+        require_measured(measured, model)
+    except PlanningError as error:
+        raise SpecError(f"the layer file {layers} is not of {model.name}: {error}") from error
+    return measured
+
+
+def _draw(pictures: Sequence[Path], task: "LayoutTask", layout: "Layout") -> None:
+    """The first of the steps, before and after."""
+    from dataservice.jobs.pipeline_drawing import draw_before_after
+    from dataservice.planning.layout.before_after import time_before_after
+
+    words = f"the first step, {len(task.batches[0].lengths):,} samples"
+    draw_before_after(pictures, task, time_before_after(task, layout), step_words=words)
+
+
+def _notes(
+    best: "GroupLayout", others: "Sequence[GroupLayout]", layers: Path | None, ranks: int
+) -> Iterator[Text]:
+    """What a reader has to know besides: other nodes, and what was measured."""
+    if others:
+        yield Text(
+            f"for {best.task.group.words} alone: a job over several kinds of nodes is not laid out"
+        )
+    for each in others:
+        reached = each.refused or f"{each.step_s:.4g} s a step"
+        yield Text(f"  {each.task.group.words} alone: {reached}")
+    if layers is not None:
+        told = f"layers as {layers} has them, measured without tensor parallelism"
+        if ranks > 1:
+            told += (
+                f"; over {ranks} ranks they shrink as computed ones do, and exchange as computed"
+            )
+        yield Text(told)
+
+
+def _models() -> Listing:
+    """Models that ship: name, weights, and where the shape comes from."""
+    from dataservice.jobs.layout_files import read_model, shipped
+
+    table = Listing(("model", "weights", "from"), words=("model", "from"))
+    for name in shipped():
+        described = read_model(name)
+        table.add_row(name, f"{described.parameters / 1e9:.1f} billion", described.source)
+    return table
 
 
 def layout_tables(task: "LayoutTask", found: "Layout") -> Iterator[Table | Text]:

@@ -54,10 +54,10 @@ def index_progress(console: Console) -> Iterator["Tell"]:
 
 
 @contextmanager
-def measuring_progress(console: Console) -> Iterator["TellMeasured"]:
-    """Yields the function that `measure_model` calls with its progress."""
+def measuring_progress(console: Console, doing: str = "measuring") -> Iterator["TellMeasured"]:
+    """Yields the function that `measure_model` calls with its progress, as a search may."""
     columns = (
-        TextColumn("measuring"),
+        TextColumn(doing),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

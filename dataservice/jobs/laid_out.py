@@ -4,6 +4,7 @@ dataservice layout ──► layout.yaml ──► job: {topology, plan}   to be
                                    └── stages, recompute       to build the trainer by
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from dataservice.core.errors import SpecError
 from dataservice.jobs.layout_keys import LAYOUT_FORMAT
 from dataservice.planning.layout.profile import RECOMPUTE
 from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
+from dataservice.planning.layout.search_groups import GroupLayout
 
 
 def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
@@ -22,6 +24,8 @@ def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
         "format": LAYOUT_FORMAT,
         "model": task.model.name,
         "gpus": task.group.gpus,
+        "nodes": task.group.nodes,
+        "device": task.group.device.name,
         "step_s": best.step_s,
         "lower_bound_s": layout.lower_bound_s,
         "choices": [
@@ -39,6 +43,19 @@ def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
     }
 
 
+def other_nodes(others: Sequence[GroupLayout]) -> list[dict[str, object]]:
+    """What the other kinds of nodes of a mix reach, each by itself; no seconds where none fits."""
+    return [
+        {
+            "nodes": each.task.group.nodes,
+            "device": each.task.group.device.name,
+            "step_s": None if each.layout is None else each.step_s,
+            **({"refused": each.refused} if each.refused else {}),
+        }
+        for each in others
+    ]
+
+
 def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
     """What a job file takes as it stands."""
     topology = best.replica.topology(task.group)
@@ -54,17 +71,10 @@ def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
             "stage_shares": list(topology.stage_shares),
         },
         "plan": {
-            "memory_tokens": memory_tokens(task, best),
+            "memory_tokens": best.replica.held_tokens(task.group, best.microbatch_tokens),
             "cost": best.replica.cost(task.group).to_dict(),
         },
     }
-
-
-def memory_tokens(task: LayoutTask, best: Candidate) -> int:
-    """Tokens of a microbatch: as many as were asked for, where every stage has room for them."""
-    replica = best.replica
-    topology = replica.topology(task.group)
-    return min(best.microbatch_tokens, replica.memory(task.group).tokens(topology))
 
 
 def _stages(best: Candidate) -> list[dict[str, object]]:

@@ -6,6 +6,7 @@ or by the name of a description that ships with the service.
     a name ─────┘   catalog/models.yaml
 """
 
+import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -172,12 +173,25 @@ def _named(part: Part, name: object, where: str) -> Written:
     catalog = _catalog(part)
     if isinstance(name, str) and name in catalog:
         return Written(plain=catalog[name])
-    meant = nearest(name, list(catalog)) if isinstance(name, str) else None
-    names = f"Did you mean {meant}?" if meant else f"There are {listed(list(catalog), 'and')}."
+    meant = _alike(name, list(catalog)) if isinstance(name, str) else []
+    names = (
+        f"Did you mean {listed(meant)}?" if meant else f"There are {listed(list(catalog), 'and')}."
+    )
+    if meant and part == "models":
+        names += " `dataservice layout --list` prints all."
     raise SpecError(
         f"{where} names {quoted(name)}, and none of the {part} that ship with the service is "
         f"called so. {names} Or describe it in YAML: docs/layout.md."
     )
+
+
+def _alike(name: str, catalog: Sequence[str]) -> list[str]:
+    """Names that were perhaps meant, the likeliest first: at most six."""
+    first = nearest(name, catalog)
+    alike = difflib.get_close_matches(name.lower(), catalog, n=4, cutoff=0.75)
+    begun = [each for each in catalog if each.startswith(name.lower())]
+    found = [each for each in (first, *begun, *alike) if each is not None]
+    return list(dict.fromkeys(found))[:6]
 
 
 @functools.cache

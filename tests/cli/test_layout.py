@@ -1,12 +1,16 @@
 """`dataservice layout`, from a model's name and a cluster file to a job that is planned by it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dataservice.jobs.job_file import read_job
+from dataservice.jobs.layer_file import layer_file, write_layer_file
+from dataservice.jobs.layout_files import read_cluster, read_model
+from dataservice.planning.layout.costs import analytic_profile
 from tests.cli.support import CommandLine, says
 from tests.service.small import make_corpus, write_job
 
@@ -65,9 +69,114 @@ def test_a_name_that_is_nearly_right_is_suggested(cli, home):
     says(done.said, "Did you mean", "qwen2-vl-2b")
 
 
-def test_a_mix_of_nodes_is_refused_with_the_remedy(cli, home):
-    groups = yaml.safe_load(TWO_GPUS)["groups"]
-    (home / "mixed.yaml").write_text(yaml.safe_dump({"groups": groups * 2}))
-    done = lay_out(cli, home, "qwen2-vl-2b", cluster="mixed.yaml")
+def test_several_near_names_are_suggested_and_a_list_has_them_all(cli, home):
+    done = lay_out(cli, home, "qwen2.5-vl")
     assert done.code == 1
-    says(done.said, "2 kinds of nodes", "a file of its own")
+    says(done.said, "qwen2.5-vl-3b", "qwen2.5-vl-7b", "--list")
+    listed = cli("layout", "--list")
+    assert listed.code == 0, listed.said
+    says(listed.said, "qwen2-vl-2b", "omnibal-internvit-6b-llama-3-70b", "billion", "MMScale")
+
+
+def test_of_a_mix_of_nodes_each_kind_is_laid_out_and_the_fastest_is_named(cli, home):
+    group = yaml.safe_load(TWO_GPUS)["groups"][0]
+    slow = {**group, "device": {**group["device"], "name": "old", "peak_flops": 1e14}}
+    tiny = {**group, "device": {**group["device"], "name": "tiny", "memory_bytes": 1e9}}
+    (home / "mixed.yaml").write_text(yaml.safe_dump({"groups": [slow, tiny, group]}))
+    done = lay_out(cli, home, "qwen2-vl-2b", cluster="mixed.yaml")
+    assert done.code == 0, done.said
+    says(done.said, "for 1 × 2 GPU alone", "1 × 2 old alone", "s a step", "1 × 2 tiny alone",
+         "bytes a GPU")  # fmt: skip
+    told = yaml.safe_load((home / "layout.yaml").read_text())
+    assert told["device"] == "GPU"
+    old, least = told["other_nodes"]
+    assert (old["device"], least["device"], least["step_s"]) == ("old", "tiny", None)
+    assert old["step_s"] > told["step_s"]
+
+
+def test_a_step_is_drawn_before_and_after_as_svg_and_png(cli, home):
+    pictures = [home / "pipeline.svg", home / "pipeline.png"]
+    flags = [word for path in pictures for word in ("--draw", path)]
+    done = lay_out(cli, home, "qwen2-vl-2b", *flags)
+    assert done.code == 0, done.said
+    says(done.said, "drew", "pipeline.svg", "pipeline.png")
+    assert "qwen2-vl-2b on 2 GPUs" in pictures[0].read_text()
+    assert pictures[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_another_kind_is_refused_before_anything_is_searched(cli, home):
+    done = lay_out(cli, home, "qwen2-vl-2b", "--draw", home / "pipeline.pdf")
+    assert done.code == 1
+    says(done.said, "pipeline.pdf ends with '.pdf'", ".svg or .png")
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_searched(cli, home):
+    done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "away" / "a.yaml")
+    assert done.code == 1
+    says(done.said, "has no folder", "make it first")
+
+
+def bare(cli, home, *more):
+    out = home / "layout.yaml"
+    return cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", out, "--steps", "1", *more)
+
+
+def test_an_index_alone_is_enough_with_the_samples_of_a_step(cli, home):
+    done = bare(cli, home, "--index", home / "index", "--batch", "6")
+    assert done.code == 0, done.said
+    says(done.said, "qwen2-vl-2b on 2 GPUs", "over the bound")
+
+
+def test_exactly_one_of_a_job_and_an_index_is_asked_for(cli, home):
+    index, job = ("--index", home / "index"), ("--job", home / "job.yaml")
+    for given, words in {
+        (): "exactly one of --job and --index",
+        (*index, *job): "either --job or --index, not both",
+        index: "give --batch SAMPLES",
+        (*job, "--batch", "4"): "--batch is 4, and the job file of --job says its batch",
+        (*index, "--batch", "999"): "--batch is 999",
+    }.items():
+        done = bare(cli, home, *given)
+        assert done.code == 1, done.said
+        says(done.said, words)
+
+
+def test_measured_layers_take_the_place_of_computed_ones(cli, home):
+    computed = bare(cli, home, "--index", home / "index", "--batch", "6", "--json")
+    write_layers(home / "layers.yaml", "qwen2-vl-2b", slower=3.0)
+    measured = ("--layers", home / "layers.yaml")
+    done = bare(cli, home, "--index", home / "index", "--batch", "6", "--json", *measured)
+    assert done.code == 0, done.said
+    assert json.loads(done.out)["step_s"] > 1.5 * json.loads(computed.out)["step_s"]
+    shown = bare(cli, home, "--index", home / "index", "--batch", "6", *measured)
+    says(shown.said, "layers.yaml has them, measured without tensor parallelism")
+
+
+def test_layers_of_another_model_are_refused_with_both_names(cli, home):
+    write_layers(home / "layers.yaml", "qwen2-vl-7b")
+    given = ("--index", home / "index", "--batch", "6", "--layers", home / "layers.yaml")
+    done = bare(cli, home, *given)
+    assert done.code == 1
+    says(done.said, "layers.yaml is not of qwen2-vl-2b", "decoder.0", "lay out the one")
+
+
+def write_layers(path, name, *, slower=1.0):
+    """A layer file as `calibrate --layers` writes it, of seconds that are computed."""
+    profile = analytic_profile(
+        read_model(name), read_cluster(path.parent / "cluster.yaml").groups[0]
+    )
+
+    def longer(pace):
+        return replace(pace, token_s=pace.token_s * slower, square_s=pace.square_s * slower)
+
+    slow = replace(profile, forward=longer(profile.forward), backward=longer(profile.backward))
+    made = layer_file(slow, measured=None, held_out={})
+    layers = [row for row in made.layers if row.name.rsplit(".", 1)[1].isdigit()]
+    halved = [row.model_copy(update=weights_alone(row)) for row in layers]
+    write_layer_file(path, made.model_copy(update={"layers": halved}))
+
+
+def weights_alone(row):
+    """Gradients in the type of the weights, as they are measured."""
+    weights = row.state_bytes - row.gradient_bytes
+    return {"state_bytes": 2 * weights, "gradient_bytes": weights}

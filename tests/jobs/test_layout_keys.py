@@ -6,7 +6,7 @@ import yaml
 from benchmarks import workloads
 from dataservice.core.errors import SpecError
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.laid_out import layout_fields, memory_tokens, write_layout
+from dataservice.jobs.laid_out import layout_fields, write_layout
 from dataservice.planning.layout.search import LayoutTask, search_layout
 from tests.planning.layout.small_models import MODEL, nodes
 
@@ -42,7 +42,8 @@ def test_a_job_has_the_seconds_tokens_and_stages_of_its_layout(folder, found):
     spec = read(folder)
     replica = layout.best.replica
     assert spec.plan.cost == replica.cost(task.group)
-    assert spec.plan.memory_tokens == memory_tokens(task, layout.best)
+    held = replica.held_tokens(task.group, layout.best.microbatch_tokens)
+    assert spec.plan.memory_tokens == held
     assert spec.topology.layout.over(task.group.gpus) == replica.topology(task.group)
 
 

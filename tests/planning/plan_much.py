@@ -1,4 +1,5 @@
-"""Warms up, plans all sorts of steps, and prints each kernel that this has compiled or loaded.
+"""Warms up, plans all sorts of steps and layouts, and prints each kernel that this has compiled or
+loaded.
 
 A program, so that what other tests have compiled in their process hides nothing.
 """
@@ -10,15 +11,20 @@ import pkgutil
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
+from benchmarks import workloads
 from dataservice import planning
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
+from dataservice.planning.layout.before_after import time_before_after
+from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.warm import warm_up
+from dataservice.planning.warm_layouts import warm_layouts
+from tests.planning.layout.small_models import MODEL, nodes
 
 TOPOLOGIES = (
     Topology(world_size=1),
@@ -81,6 +87,13 @@ def plan_parts(rng):
     pack_isf(lengths, lengths % 3, max_text=np.int32(900), max_vision=np.int64(9))
 
 
+def lay_out():
+    for memory_bytes, count in ((80e9, 1), (9e9, 1), (12e9, 2)):
+        batches = (workloads.step_samples(workloads.vlm_sft(96, 0)),)
+        task = LayoutTask(model=MODEL, group=nodes(memory_bytes, count), batches=batches)
+        time_before_after(task, search_layout(task))
+
+
 def compiled():
     return {
         (f"{kernel.py_func.__module__}.{kernel.py_func.__name__}", str(signature))
@@ -91,11 +104,13 @@ def compiled():
 
 def main():
     warm_up()
+    warm_layouts()
     warm = compiled()
     assert len(warm) > 50
     rng = np.random.default_rng(0)
     plan_steps(rng)
     plan_parts(rng)
+    lay_out()
     for name, signature in sorted(compiled() - warm):
         if name != NOT_WARM:
             print(name, signature)

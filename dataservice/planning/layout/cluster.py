@@ -69,6 +69,11 @@ class NodeGroup:
         """GPUs of all its nodes."""
         return self.nodes * self.gpus_per_node
 
+    @property
+    def words(self) -> str:
+        """As people name it."""
+        return f"{self.nodes} × {self.gpus_per_node} {self.device.name}"
+
     def link_bytes_per_s(self, ranks: int) -> float:
         """Bytes a second of the slowest link among so many ranks that are neighbours."""
         inside = ranks <= self.gpus_per_node

@@ -144,6 +144,11 @@ class Replica:
             audio_token_bytes=0.0 if spread else encoders["audio"],
         )
 
+    def held_tokens(self, group: NodeGroup, tokens: int) -> int:
+        """Tokens of a microbatch: as many as were asked for, where every stage has room for
+        them."""
+        return min(tokens, self.memory(group).tokens(self.topology(group)))
+
     def states_bytes(self) -> Floats:
         """Weights, gradients and optimizer states of a rank of each stage, and with encoders spread
         over all stages all of theirs: float64[stages]."""

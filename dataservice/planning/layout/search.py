@@ -22,6 +22,7 @@ from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.costs import LayerShares, Precision, analytic_profile
 from dataservice.planning.layout.cut_replica import CutTask
+from dataservice.planning.layout.measured_profile import measured_profile, require_measured
 from dataservice.planning.layout.microbatches import batch_work, microbatch_work
 from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile
@@ -36,14 +37,18 @@ ENCODER_STAGES: tuple[EncoderStage, ...] = ("first", "own", "spread")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutTask:
-    """What is asked: `model` on the GPUs of `group`, trained on steps such as `batches`."""
+    """What is asked: `model` on the GPUs of `group`, trained on steps such as `batches`; its layers
+    as they were `measured`, or else computed."""
 
     model: ModelDescription
     group: NodeGroup
     batches: tuple[StepSamples, ...]
     precision: Precision = field(default_factory=Precision)
+    measured: LayerProfile | None = None
 
     def __post_init__(self) -> None:
+        if self.measured is not None:
+            require_measured(self.measured, self.model)
         if not self.batches or not all(len(batch.lengths) for batch in self.batches):
             raise PlanningError("a layout is made for steps; give one batch of samples at least")
         names = [encoder.name for encoder in self.model.encoders]
@@ -215,6 +220,10 @@ def _words(parallel: Parallel, tokens: int) -> str:
 
 
 def _profile(task: LayoutTask, ranks: int) -> LayerProfile:
+    if task.measured is not None:
+        return measured_profile(
+            task.measured, task.model, task.group, tensor_ranks=ranks, precision=task.precision
+        )
     shares = LayerShares(tensor_ranks=ranks)
     return analytic_profile(task.model, task.group, shares=shares, precision=task.precision)
 
@@ -273,9 +282,9 @@ class _StepPlanner:
     def step_s(self, replica: Replica, tokens: int, *, one_pass: bool = False) -> float:
         """Mean seconds of the batches' steps. Raises PlanningError."""
         group = self.task.group
-        topology, memory = replica.topology(group), replica.memory(group)
+        topology = replica.topology(group)
         options = PlanOptions(
-            memory_tokens=min(tokens, memory.tokens(topology)),
+            memory_tokens=replica.held_tokens(group, tokens),
             cost=replica.cost(group),
             pack="balanced" if one_pass else None,
             order="mmscale" if one_pass else None,

@@ -1,0 +1,61 @@
+"""Compile the kernels of a layout: a search over two small models, so that no user's first layout
+waits for a compiler. Part of the set-up alone: a service lays nothing out."""
+
+import numpy as np
+
+from dataservice.core.sample import LengthTable, Modality
+from dataservice.planning.compose import StepSamples
+from dataservice.planning.layout.before_after import time_before_after
+from dataservice.planning.layout.cluster import Device, NodeGroup
+from dataservice.planning.layout.model import Decoder, Encoder, ModelDescription, Projector
+from dataservice.planning.layout.search import LayoutTask, search_layout
+
+SAMPLES = 24
+# With room for everything; and with so little that layers recompute.
+MEMORY_BYTES = (80e9, 1.2e9)
+
+
+def warm_layouts() -> None:
+    """Lay a few layers over four GPUs. Half a minute at first, then less than a second."""
+    encoder = Encoder(
+        layers=4,
+        hidden_size=256,
+        heads=4,
+        ffn_size=1024,
+        tokens_per_row=4.0,
+        projector=Projector(widths=(1024, 512)),
+    )
+    decoder = Decoder(layers=24, hidden_size=512, heads=4, ffn_size=2048, vocabulary=8_000)
+    model = ModelDescription(name="small", decoder=decoder, encoders=(encoder,))
+    for memory_bytes in MEMORY_BYTES:
+        device = Device(peak_flops=1e15, memory_bytes=memory_bytes, memory_bytes_per_s=3e12)
+        group = NodeGroup(
+            nodes=1,
+            gpus_per_node=4,
+            device=device,
+            inside_bytes_per_s=4e11,
+            between_bytes_per_s=5e10,
+        )
+        task = LayoutTask(model=model, group=group, batches=(_samples(),))
+        time_before_after(task, search_layout(task))
+
+
+def _samples() -> StepSamples:
+    """Texts of very different lengths, and an image in each, some of which may be cut."""
+    tokens = (400 + 61 * np.arange(SAMPLES) ** 2 % 4_000).astype(np.int32)
+    lengths = LengthTable(
+        llm_tokens=tokens,
+        loss_tokens=tokens // 2,
+        item_offsets=np.arange(SAMPLES + 1, dtype=np.int64),
+        item_modality=np.full(SAMPLES, Modality.VISION, np.int8),
+        item_encoder_tokens=(256 + 512 * (np.arange(SAMPLES) % 4)).astype(np.int32),
+        item_llm_tokens=np.full(SAMPLES, 64, np.int32),
+        item_position=np.full(SAMPLES, 4, np.int32),
+        item_frames=(np.arange(SAMPLES) % 4 * 4).astype(np.int32),
+    )
+    return StepSamples(
+        sample_ids=np.arange(SAMPLES, dtype=np.int64),
+        epoch=np.zeros(SAMPLES, np.int32),
+        lengths=lengths,
+        unit_frames=2,
+    )
