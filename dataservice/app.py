@@ -23,6 +23,7 @@ from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.errors import SpecError
 from dataservice.core.ports import WorkerPool
 from dataservice.core.private_files import others_may
+from dataservice.core.state_store import StateStore
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.threads import in_opening
@@ -35,6 +36,7 @@ from dataservice.observability.traces import TracedMetrics, open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.fleet import make_pool
 from dataservice.operate.freed_memory import give_back_now_and_then
+from dataservice.operate.ledger_age import archive_now_and_then
 from dataservice.operate.stopping import Ending, StopGuard, in_thread
 from dataservice.operate.tokens_file import TokensFile
 from dataservice.operate.watchdog import Watchdog
@@ -92,6 +94,7 @@ class Service:
 
     server: ServerHandle
     pool: WorkerPool
+    store: StateStore
     metrics: MetricsEndpoint | None
     started: contextlib.AsyncExitStack
     left: list[str]
@@ -185,6 +188,7 @@ async def start_service(
         return Service(
             server=server,
             pool=pool,
+            store=store,
             metrics=endpoint,
             started=started.pop_all(),
             left=ending.left,
@@ -235,7 +239,10 @@ async def _serve_until_asked(
     if starting.cancelled():
         return []
     service = starting.result()
-    giving = asyncio.create_task(give_back_now_and_then())
+    beside = [
+        asyncio.create_task(give_back_now_and_then()),
+        asyncio.create_task(archive_now_and_then(service.store, config.archive_ledger_after_days)),
+    ]
     # A step may have a million objects, none of them in a cycle. At Python's default thresholds
     # the search for cycles takes twice the time of making the objects.
     gc.freeze()
@@ -245,7 +252,8 @@ async def _serve_until_asked(
         await asked
         log.info("stopping: open calls have 5 s to end")
     finally:
-        giving.cancel()
+        for task in beside:
+            task.cancel()
         await service.stop()
     return service.left
 

@@ -99,6 +99,12 @@ class StateStore(Protocol):
         """The last step of the ledger in any attempt; -1 if it is empty."""
         ...
 
+    def archive_ledger(self, planned_before_unix_s: float) -> int:
+        """Move some entries that were planned before then to where they take less room, if there
+        are many; all methods answer as before. Returns how many were moved; 0 once none are left
+        that are worth it."""
+        ...
+
     def put_cost(self, cost: CostRecord) -> None:
         """Insert. It replaces the job's records that begin at its step or later."""
         ...

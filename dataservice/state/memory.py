@@ -175,6 +175,10 @@ class MemoryStateStore:
         with self._turn:
             return max((step for _, step in self._ledger.get(job, {})), default=-1)
 
+    def archive_ledger(self, planned_before_unix_s: float) -> int:
+        """Nothing: what is in memory ends with the process."""
+        return 0
+
     def put_cost(self, cost: CostRecord) -> None:
         """Insert; replaces the job's records that begin at its step or later. Raises NotFoundError
         when there is no such job."""

@@ -107,7 +107,22 @@ CREATE TABLE mixtures (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS, _VERSIONS, _MIXTURES)
+# Which entries of the ledger are in Parquet files; see sqlite_ledger.py.
+_ARCHIVES = """
+CREATE TABLE archives (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE,
+    attempt INTEGER NOT NULL,
+    first_step INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    last_step INTEGER NOT NULL,
+    last_committed_step INTEGER NOT NULL,
+    first_row INTEGER NOT NULL,
+    file TEXT NOT NULL,
+    PRIMARY KEY (job, attempt, first_step, number)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_TABLES, _COSTS, _SKIPS, _VERSIONS, _MIXTURES, _ARCHIVES)
 """MIGRATIONS[k] migrates from version k to version k + 1."""
 
 _CREATE_MIGRATIONS = """

@@ -4,10 +4,12 @@ import asyncio
 from dataclasses import replace
 
 from dataservice.engine.api import ReplayedStep
+from dataservice.state import sqlite_ledger
 from tests.engine.sessions import shard_of, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.engine.trained_steps import STEPS, sample_of, trained
 from tests.ledger import ledger_of
+from tests.state.archiving import ArchivingStore
 from tests.waiting import until
 
 
@@ -32,6 +34,23 @@ async def test_steps_that_are_delivered_again_as_they_were_are_the_same(store, b
     assert not any(step.differs for step in steps)
     assert not {key for key in books.held if key in books.replayed}
     await coordinator.stop()
+
+
+async def test_steps_whose_entries_are_in_files_are_explained_and_replayed_as_before(
+    tmp_path, books, monkeypatch
+):
+    monkeypatch.setattr(sqlite_ledger, "LEAST_ROWS", 1)
+    monkeypatch.setattr(sqlite_ledger, "KEPT_STEPS", 0)
+    store = ArchivingStore(tmp_path)
+    coordinator, _ = await trained(store, books)
+    assert store.moved >= STEPS - 1
+    steps = await replayed(coordinator)
+    assert verdicts(steps) == dict.fromkeys(range(STEPS), "same")
+    assert not any(step.differs for step in steps)
+    shown = await coordinator.explain("job", 2, None)
+    assert (shown.entry.step, shown.entry.plan_digest) == (2, shown.plan.digest)
+    await coordinator.stop()
+    store.close()
 
 
 async def test_without_being_asked_to_nothing_is_decoded(store, books):

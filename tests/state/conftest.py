@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dataservice.state import directory
+from dataservice.state import directory, sqlite_ledger
 
 
 @pytest.fixture
@@ -20,3 +20,10 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
 
     monkeypatch.setattr(directory, "connect", noted)
     return opened
+
+
+@pytest.fixture
+def everything_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may archive the whole ledger but what is behind its newest commit."""
+    monkeypatch.setattr(sqlite_ledger, "LEAST_ROWS", 1)
+    monkeypatch.setattr(sqlite_ledger, "KEPT_STEPS", 0)

@@ -20,11 +20,19 @@ from dataservice.core.state_store import StateStore
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.ledger import ledger_of
+from tests.state.archiving import ArchivingStore
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "sqlite, archived"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
-    opened = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path)
+    opened: StateStore
+    if request.param == "memory":
+        opened = MemoryStateStore()
+    elif request.param == "sqlite":
+        opened = SqliteStateStore(tmp_path)
+    else:
+        request.getfixturevalue("everything_is_old")
+        opened = ArchivingStore(tmp_path)
     yield opened
     opened.close()
 

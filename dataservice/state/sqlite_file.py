@@ -1,0 +1,129 @@
+"""state.db: one SQLite file in a directory that one process holds, and its transactions.
+
+Contract. Every method is one transaction: when the method returns, it is on disk (WAL with
+synchronous=FULL); when it raises, nothing has changed. Threads of one process take turns. A second
+process is refused, since a coordinator's memory would not see its writes; the kernel drops the lock
+when the holder dies, however it dies.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dataservice.core.errors import NotFoundError, StateError
+from dataservice.core.job import (
+    AttemptRecord,
+    CostRecord,
+    JobRecord,
+    LedgerEntry,
+    MixtureRecord,
+    QuarantineEntry,
+    SkipRecord,
+    SpecRecord,
+)
+from dataservice.state import directory as folder
+from dataservice.state.refusals import no_such_job
+
+# Milliseconds that `check` waits for a file that another process has locked.
+CHECK_BUSY_MS = 1000
+
+Record = TypeVar(
+    "Record",
+    JobRecord,
+    AttemptRecord,
+    LedgerEntry,
+    QuarantineEntry,
+    CostRecord,
+    MixtureRecord,
+    SkipRecord,
+    SpecRecord,
+)
+
+
+class SqliteFile:
+    """`directory`/state.db, with the tables of this release."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open or make the store, and bring its schema up to date.
+
+        Raises:
+            StateError: the directory cannot be written, another process holds it, or the file
+                is damaged or of a newer release.
+        """
+        self._path = directory / folder.FILE
+        self._turn = threading.RLock()
+        self._lock_file = folder.hold(directory)
+        try:
+            folder.tighten_files(directory)
+            with self._translated():
+                self._connection = folder.connect(self._path)
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def close(self) -> None:
+        """Flush, close and release the directory for other processes. May be called twice."""
+        with self._turn, self._translated():
+            self._connection.close()
+            self._lock_file.close()
+
+    def check(self) -> None:
+        """Returns if the store can be read and written; changes nothing. It waits for the call in
+        progress, and takes the same lock as writing."""
+        with self._turn, self._translated():
+            self._connection.execute(f"PRAGMA busy_timeout = {CHECK_BUSY_MS}")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("ROLLBACK")
+            finally:
+                self._connection.execute(f"PRAGMA busy_timeout = {folder.BUSY_MS}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._turn, self._translated():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _select(self, kind: type[Record], rest: str, *values: object) -> list[Record]:
+        """Rows as records: the columns of the tables are named after the records' fields."""
+        columns = ", ".join(f'"{f.name}"' for f in fields(kind))
+        with self._turn, self._translated():
+            cursor = self._connection.execute(f"SELECT {columns} {rest}", values)
+            names = [column[0] for column in cursor.description]
+            return [kind(**dict(zip(names, row, strict=True))) for row in cursor]
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._turn, self._translated():
+            return self._connection.execute(query, values).fetchall()
+
+    def _number(self, query: str, *values: object) -> int:
+        with self._turn, self._translated():
+            (number,) = self._connection.execute(query, values).fetchone()
+            return int(number)
+
+    @staticmethod
+    def _require_job(db: sqlite3.Connection, name: str) -> None:
+        if db.execute("SELECT 1 FROM jobs WHERE name = ?", (name,)).fetchone() is None:
+            raise NotFoundError(no_such_job(name))
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StateError(folder.explain(error, self._path)) from error
+
+
+def first(records: list[Record]) -> Record | None:
+    """The first record, if any."""
+    return records[0] if records else None

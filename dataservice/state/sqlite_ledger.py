@@ -1,0 +1,238 @@
+"""The ledger in state.db, whose old entries are in Parquet files.
+
+    put_ledger ─▶ table ledger ─▶ archive_ledger ─▶ ledger/N.parquet, and a row in archives
+                       ▲                                   │
+                       └── a change of an old entry ◀──────┘
+
+An entry stands in the table or in a file; where it is in both, the table's is the newer. A file is
+whole and on disk before a transaction names it and removes what it holds from the table.
+"""
+
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from dataservice.core.errors import NotFoundError
+from dataservice.core.job import LedgerEntry
+from dataservice.state.ledger_files import LedgerFiles
+from dataservice.state.refusals import never_planned
+from dataservice.state.sqlite_file import SqliteFile, first
+
+# Entries of one job in a file: below the least the next visit takes them.
+LEAST_ROWS = 1024
+MOST_ROWS = 8192
+# Steps behind an attempt's newest commit that stay in the table while it may still train.
+KEPT_STEPS = 1000
+_NEVER = 2**62  # a step that none reaches
+_INSERT = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Steps without a gap of one attempt, in one file from `first_row` on. Of two runs with the
+    same step the one of the higher `number` holds."""
+
+    job: str
+    attempt: int
+    first_step: int
+    number: int
+    last_step: int
+    last_committed_step: int
+    first_row: int
+    file: str
+
+
+class SqliteLedger(SqliteFile):
+    """The ledger's part of the port StateStore."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._files = LedgerFiles(directory)
+
+    def put_ledger(self, entry: LedgerEntry) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
+        there is no such job."""
+        with self._transaction() as db:
+            self._require_job(db, entry.job)
+            db.execute(_INSERT, astuple(entry))
+
+    def commit_step(
+        self,
+        job: str,
+        attempt: int,
+        step: int,
+        committed_unix_s: float,
+        measured_s: float | None = None,
+    ) -> None:
+        """Mark a step as trained by all ranks. Raises NotFoundError when it was never planned."""
+        self._update(
+            "committed_unix_s = ?, measured_s = COALESCE(?, measured_s)",
+            (committed_unix_s, measured_s),
+            (job, attempt, step),
+        )
+
+    def put_content(self, job: str, attempt: int, step: int, content: bytes) -> None:
+        """Record the digest of what a step delivered. Raises NotFoundError when it was never
+        planned."""
+        self._update("content = ?", (content,), (job, attempt, step))
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        """The entry of this step in this attempt, or in the newest attempt that has it."""
+        with self._turn:
+            if attempt is not None:
+                rest = "FROM ledger WHERE job = ? AND step = ? AND attempt = ?"
+                here = first(self._select(LedgerEntry, rest, job, step, attempt))
+                return here or self._archived(job, attempt, step)
+            entries = self.ledger_of_step(job, step)
+            return entries[-1] if entries else None
+
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        """The entries of one step, by attempt."""
+        with self._turn:
+            rest = "FROM ledger WHERE job = ? AND step = ?"
+            entries = {e.attempt: e for e in self._select(LedgerEntry, rest, job, step)}
+            for run in self._runs("job = ? AND ? BETWEEN first_step AND last_step", job, step):
+                if run.attempt not in entries:
+                    entries[run.attempt] = self._read(run, step)
+        return [entries[attempt] for attempt in sorted(entries)]
+
+    def last_entry(
+        self, job: str, attempt: int, *, before: int | None = None
+    ) -> LedgerEntry | None:
+        """The attempt's entry of its highest step, or of its highest step below `before`."""
+        limit = _NEVER if before is None else before
+        rest = "FROM ledger WHERE job = ? AND attempt = ? AND step < ? ORDER BY step DESC LIMIT 1"
+        with self._turn:
+            here = first(self._select(LedgerEntry, rest, job, attempt, limit))
+            last = self._number(
+                "SELECT COALESCE(MAX(MIN(last_step, ? - 1)), -1) FROM archives "
+                "WHERE job = ? AND attempt = ? AND first_step < ?",
+                *(limit, job, attempt, limit),
+            )
+            if last < 0 or (here is not None and here.step >= last):
+                return here
+            return self._archived(job, attempt, last)
+
+    def last_committed_step(self, job: str, attempt: int) -> int:
+        """The attempt's highest committed step; -1 when none is committed."""
+        # Few steps are planned ahead of the committed ones, so the search ends soon.
+        return self._number(
+            "SELECT MAX(COALESCE((SELECT step FROM ledger WHERE job = ?1 AND attempt = ?2 "
+            "AND committed_unix_s IS NOT NULL ORDER BY step DESC LIMIT 1), -1), "
+            "COALESCE((SELECT MAX(last_committed_step) FROM archives WHERE job = ?1 "
+            "AND attempt = ?2), -1))",
+            job,
+            attempt,
+        )
+
+    def last_planned_step(self, job: str) -> int:
+        """The highest step in the ledger, over all attempts; -1 when the ledger is empty."""
+        return self._number(
+            "SELECT MAX(COALESCE((SELECT MAX(step) FROM ledger WHERE job = ?1), -1), "
+            "COALESCE((SELECT MAX(last_step) FROM archives WHERE job = ?1), -1))",
+            job,
+        )
+
+    # ---- old entries ----------------------------------------------------------------------
+
+    def archive_ledger(self, planned_before_unix_s: float) -> int:
+        """Move entries that were planned before then from the table to a file: at most MOST_ROWS of
+        one job. Returns how many; 0 where no job has as many as LEAST_ROWS. Entries of an attempt
+        that may still train stay until they are KEPT_STEPS behind its newest commit. Other calls
+        wait meanwhile, about .2 s. Raises StateError where the file cannot be written."""
+        with self._turn:
+            for (job,) in self._rows("SELECT name FROM jobs ORDER BY name"):
+                entries = self._old_entries(job, planned_before_unix_s)
+                if len(entries) >= LEAST_ROWS:
+                    self._archive(entries)
+                    return len(entries)
+        return 0
+
+    def _old_entries(self, job: str, planned_before_unix_s: float) -> list[LedgerEntry]:
+        entries: list[LedgerEntry] = []
+        attempts = [n for (n,) in self._rows("SELECT attempt FROM attempts WHERE job = ?", job)]
+        for attempt in attempts:
+            newest = attempt == attempts[-1]
+            limit = self.last_committed_step(job, attempt) - KEPT_STEPS if newest else _NEVER
+            rest = "FROM ledger WHERE job = ? AND attempt = ? AND step < ? ORDER BY step LIMIT ?"
+            room = MOST_ROWS - len(entries)
+            found = self._select(LedgerEntry, rest, job, attempt, limit, room)
+            old = (entry.planned_unix_s < planned_before_unix_s for entry in found)
+            entries += [entry for entry, _ in zip(found, takewhile(bool, old), strict=False)]
+            if len(entries) == MOST_ROWS:
+                break
+        return entries
+
+    def _archive(self, entries: Sequence[LedgerEntry]) -> None:
+        job, file = entries[0].job, secrets.token_hex(8)
+        self._files.write(file, entries)
+        with self._transaction() as db:
+            (number,) = db.execute(
+                "SELECT COALESCE(MAX(number), 0) + 1 FROM archives WHERE job = ?", (job,)
+            ).fetchone()
+            db.executemany(
+                "INSERT INTO archives VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [astuple(run) for run in runs_of(entries, number, file)],
+            )
+            db.executemany(
+                "DELETE FROM ledger WHERE job = ? AND attempt = ? AND step = ?",
+                [(entry.job, entry.attempt, entry.step) for entry in entries],
+            )
+
+    def _update(self, change: str, values: Sequence[object], place: tuple[str, int, int]) -> None:
+        """Change an entry; one that is in a file comes back to the table first."""
+        query = f"UPDATE ledger SET {change} WHERE job = ? AND attempt = ? AND step = ?"
+        with self._transaction() as db:
+            if db.execute(query, (*values, *place)).rowcount:
+                return
+            entry = self._archived(*place)
+            if entry is None:
+                raise NotFoundError(never_planned(*place))
+            db.execute(_INSERT, astuple(entry))
+            db.execute(query, (*values, *place))
+
+    def _archived(self, job: str, attempt: int, step: int) -> LedgerEntry | None:
+        covers = "job = ? AND attempt = ? AND ? BETWEEN first_step AND last_step"
+        runs = self._runs(covers, job, attempt, step)
+        return self._read(runs[0], step) if runs else None
+
+    def _runs(self, where: str, *values: object) -> list[_Run]:
+        """The runs of which this is true, the newest first."""
+        columns = ", ".join(field.name for field in fields(_Run))
+        found = [
+            _Run(*row)
+            for row in self._rows(f"SELECT {columns} FROM archives WHERE {where}", *values)
+        ]
+        return sorted(found, key=lambda run: -run.number)
+
+    def _read(self, run: _Run, step: int) -> LedgerEntry:
+        row = run.first_row + step - run.first_step
+        return self._files.entry(run.file, row, (run.job, run.attempt, step))
+
+    def _files_of(self, jobs: Collection[str]) -> list[str]:
+        query = "SELECT DISTINCT file FROM archives WHERE job = ?"
+        return [file for job in jobs for (file,) in self._rows(query, job)]
+
+
+def runs_of(entries: Sequence[LedgerEntry], number: int, file: str) -> Iterator[_Run]:
+    """Entries of one job by attempt and step, as runs without a gap."""
+    starts = [0] + [
+        row
+        for row, (left, right) in enumerate(pairwise(entries), start=1)
+        if (right.attempt, right.step) != (left.attempt, left.step + 1)
+    ]
+    for start, stop in pairwise([*starts, len(entries)]):
+        run = entries[start:stop]
+        committed = (entry.step for entry in run if entry.committed_unix_s is not None)
+        yield _Run(
+            job=run[0].job,
+            attempt=run[0].attempt,
+            first_step=run[0].step,
+            number=number,
+            last_step=run[-1].step,
+            last_committed_step=max(committed, default=-1),
+            first_row=start,
+            file=file,
+        )
