@@ -3,9 +3,9 @@
     whole file ────────────────────────────────▶ scan + measure ─────────▶ part
     large file of lines ─▶ pieces ─▶ count lines ─▶ scan + measure each ─▶ join ─▶ part
 
-A file that can be divided between records is shared by the processes; samples are named by the
-number of their line, so the lines of all pieces are counted first. Its part is the one that a
-single process would have made.
+A file that can be divided between records, at lines or row groups, is shared by the processes;
+samples are named by the number of their line, so the lines of all pieces are counted first. Its
+part is the one that a single process would have made.
 """
 
 import math

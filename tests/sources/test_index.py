@@ -449,6 +449,22 @@ def test_several_processes_index_one_large_file_as_one_process_does(
     assert groups > 4, "its pieces were indexed each for itself"
 
 
+@pytest.mark.usefixtures("pool_for_any_size")
+def test_several_processes_index_one_large_file_of_row_groups_as_one_process_does(
+    tmp_path: Path,
+    spec: Spec,
+    write_parquet: Write,
+    spawnable: Callable[[], SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    texts = [f"{k} " * (k % 90 + 1) for k in range(500)]
+    write_parquet(tmp_path / "data" / "large.parquet", {"text": texts})
+    indexed_alike(tmp_path, spec(tmp_path / "data", "parquet"), spawnable)
+    part = pq.ParquetFile(tmp_path / "two" / "src" / part_name("large.parquet"))
+    assert part.num_row_groups > 4, "its pieces were indexed each for itself"
+
+
 @pytest.fixture
 def three_large(
     tmp_path: Path, spec: Spec, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,8 @@ from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import SampleLocation
 from dataservice.sources.formats import parquet, parquet_file
-from dataservice.sources.formats.registry import open_format
+from dataservice.sources.formats.protocol import Divisible
+from dataservice.sources.formats.registry import list_files, open_format
 from tests.sources.support import FILE, good, scan, wrong_reads
 
 Spec = Callable[..., SourceSpec]
@@ -48,6 +49,33 @@ def test_a_row_is_a_sample_without_its_vectors_and_other_binaries(
         "conversations": [{"role": "user", "content": "q5"}],
     }
     assert [(b.kind, b.data) for b in good(samples[5]).media] == [("image", b"\5" * 9)]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 150, 10**6])
+def test_the_pieces_of_a_file_hold_its_rows_each_once_under_the_same_names(
+    tmp_path: Path, spec: Spec, write_parquet: Write, piece_bytes: int
+) -> None:
+    rows = {"text": pa.array([f"{k} " * (k % 7 + 1) for k in range(50)])}
+    source = spec(write_parquet(tmp_path / "a.parquet", rows), "parquet")
+    opened = open_format(source)
+    assert isinstance(opened, Divisible)
+    (file,) = list_files(source)
+    pieces = opened.divided(file, piece_bytes)
+    assert len(pieces) == {1: 17, 10**6: 1}.get(piece_bytes, len(pieces))  # groups have three rows
+    assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].end) == (0, file.size_bytes)
+    assert list(opened.scan(file)) == [
+        sample for piece in pieces for sample in opened.scan_piece(file, piece)
+    ]
+    assert sum(opened.records_in(file, piece) for piece in pieces) == 50
+
+
+def test_a_file_that_is_no_parquet_is_not_divided(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" * 100)
+    source = spec(tmp_path / "a.parquet", "parquet")
+    opened = open_format(source)
+    assert isinstance(opened, Divisible)
+    assert opened.divided(list_files(source)[0], 4) == ()
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0])

@@ -11,19 +11,21 @@ Python objects (row_bytes.py).
 
 import contextlib
 import posixpath
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import ClassVar, cast
 
 import pyarrow as pa
 
-from dataservice.core.errors import RESTORE, SampleError, SourceError
+from dataservice.core.errors import RESTORE, SampleError, SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import RawSample, SampleLocation
 from dataservice.sources.formats.parquet_file import Holding, ParquetFile
-from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.protocol import FilePiece, ScannedSample
 from dataservice.sources.formats.table_columns import Columns, choose_columns, refuse_media
 from dataservice.sources.formats.table_format import TableFormat
 from dataservice.sources.formats.table_rows import Row
@@ -44,13 +46,42 @@ class Parquet(TableFormat):
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
         """All rows of a file, a few at a time. Raises SourceError when it is not a Parquet file."""
-        with (
-            self._storage.translate(file.path, "be read as Parquet"),
-            contextlib.closing(self._open(file.path, indexing=True)) as opened,
-        ):
-            behind_bytes = 0
-            for group, meta in enumerate(opened.groups):
-                behind_bytes += meta.stored_bytes
+        return self.scan_piece(file, FilePiece(start=0, end=sys.maxsize))
+
+    def divided(self, file: SourceFile, piece_bytes: int) -> tuple[FilePiece, ...]:
+        """Pieces of whole row groups, each at its place among the stored bytes of all; see
+        Divisible."""
+        try:
+            with self._groups(file) as (_, places):
+                starts = [0]
+                for place in places:
+                    if not 0 <= place.start <= place.stop < file.size_bytes:
+                        return ()  # a false footer, which the scan refuses
+                    if place.start >= starts[-1] + piece_bytes:
+                        starts.append(place.start)
+        except StorageAwayError:
+            raise
+        except SourceError:
+            return ()
+        edges = [*starts, file.size_bytes]
+        return tuple(FilePiece(start=start, end=end) for start, end in pairwise(edges))
+
+    def records_in(self, file: SourceFile, piece: FilePiece) -> int:
+        """Rows of a piece. They are not counted in names, which have the row group's number."""
+        with self._groups(file) as (opened, places):
+            rows = (
+                meta.rows
+                for meta, place in zip(opened.groups, places, strict=True)
+                if place.start in range(piece.start, piece.end)
+            )
+            return sum(rows)
+
+    def scan_piece(self, file: SourceFile, piece: FilePiece) -> Iterator[ScannedSample]:
+        """The rows of a piece's row groups, a few at a time."""
+        with self._groups(file) as (opened, places):
+            for group, place in enumerate(places):
+                if place.start not in range(piece.start, piece.end):
+                    continue
                 for row, cells in self._rows(opened, group, opened.holding(group)):
                     fallback_key = f"{posixpath.basename(file.path)}:{group}:{row}"
                     key, raw = self._samples.scanned(opened.columns, cells, file.path, fallback_key)
@@ -58,8 +89,19 @@ class Parquet(TableFormat):
                         key=key,
                         location=SampleLocation(file=file.path, row_group=group, row=row),
                         raw=raw,
-                        behind_bytes=min(behind_bytes, file.size_bytes),
+                        behind_bytes=min(place.stop, file.size_bytes),
                     )
+
+    @contextlib.contextmanager
+    def _groups(self, file: SourceFile) -> Iterator[tuple[ParquetFile, list[range]]]:
+        """A file opened for indexing, and the place of each row group among the stored bytes of
+        all."""
+        with (
+            self._storage.translate(file.path, "be read as Parquet"),
+            contextlib.closing(self._open(file.path, indexing=True)) as opened,
+        ):
+            ends = accumulate((meta.stored_bytes for meta in opened.groups), initial=0)
+            yield opened, [range(start, stop) for start, stop in pairwise(ends)]
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample from its row."""
