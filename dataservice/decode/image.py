@@ -6,8 +6,10 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from PIL import (
     AvifImagePlugin,
     BmpImagePlugin,
@@ -24,7 +26,7 @@ from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.processors.base import View, VisionPlan
-from dataservice.decode.resample import BAND_ROWS, Pixels, resize_columns, resize_rows
+from dataservice.decode.resample import Pixels, Resizing, Words
 
 # A hostile header can cause one warning per tag; the error already says what is wrong with a
 # picture.
@@ -50,6 +52,9 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 _ORIENTATION_TAG = 0x0112
 _TIFF_TILE = (322, 323)  # width and height; a tile is decoded whole
 _START_OF_SCAN = b"\xff\xda"
+_PIXEL_BYTES = 4  # in Pillow's memory
+_BLOCK_BYTES = 16 * 2**20  # Pillow gives a larger picture several blocks of memory
+_COPIED_ROWS = 128
 _SWAPS_SIDES = frozenset({5, 6, 7, 8})
 
 
@@ -119,32 +124,35 @@ def cut_tiles(pixels: Pixels, view: View) -> Pixels:
 def _resized(
     picture: Image.Image | Pixels, size: tuple[int, int], view: View, *, square: bool
 ) -> Pixels:
-    """The picture, or the square around it, in one size (width, height) of the view.
-
-    The first pass goes in bands of rows: neither the square nor a copy of the picture's bytes is
-    ever in memory as a whole.
-    """
-    width, height = picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
-    whole_width, whole_height = (max(width, height),) * 2 if square else (width, height)
-    left, top = (whole_width - width) // 2, (whole_height - height) // 2
-    narrow = np.empty((whole_height, size[0], 3), dtype=np.uint8)
-    if square:
-        ground = np.full((BAND_ROWS, whole_width, 3), view.fill, dtype=np.uint8)
-        narrow[:] = resize_columns(ground[:1], size[0], view.filter)
-    for row in range(0, height, BAND_ROWS):
-        band = _rows(picture, row, min(row + BAND_ROWS, height))
-        if square:
-            ground[: len(band), left : left + width] = band
-            band = ground[: len(band)]
-        place = slice(top + row, top + row + len(band))
-        narrow[place] = resize_columns(band, size[0], view.filter)
-    return resize_rows(narrow, size[1], view.filter)
+    """The picture, or the square around it, in one size (width, height) of the view. Neither the
+    square nor a copy of the picture's bytes is ever in memory as a whole."""
+    before = picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
+    if before == size and not (square and size[0] != size[1]):
+        return np.array(picture)  # of Pillow's, asarray gives one that cannot be written
+    resizing = Resizing(before, size, view.filter, square=view.fill if square else None)
+    for rows in _rows(picture):
+        resizing.add(rows)
+    return resizing.finish()
 
 
-def _rows(picture: Image.Image | Pixels, first: int, end: int) -> Pixels:
-    if isinstance(picture, Image.Image):
-        return np.asarray(picture.crop((0, first, picture.width, end)))
-    return picture[first:end]
+def _rows(picture: Image.Image | Pixels) -> Iterator[Words | Pixels]:
+    """The picture's rows from the top, in its own memory or copied a band at a time."""
+    if not isinstance(picture, Image.Image):
+        yield picture
+    elif picture.width * picture.height * _PIXEL_BYTES <= _BLOCK_BYTES:
+        yield _words(picture)
+    else:
+        for top in range(0, picture.height, _COPIED_ROWS):
+            end = min(top + _COPIED_ROWS, picture.height)
+            yield _words(picture.crop((0, top, picture.width, end)))
+
+
+def _words(picture: Image.Image) -> Words:
+    """An RGB picture's pixels where Pillow has them, uint32[h, w]: four bytes each, the last of
+    which means nothing. The array keeps the picture."""
+    pixels: Any = pa.array(picture)
+    words: Words = np.asarray(pixels.values).view(np.uint32)
+    return words.reshape(picture.height, picture.width)
 
 
 @contextmanager
@@ -184,7 +192,7 @@ def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> 
     what = f"image {blob.name!r}"
     limits.check("max_image_pixels", image.width * image.height, f"{what}: pixels")
     limits.check("max_image_side", max(image.size), f"{what}: the longer side")
-    if isinstance(image, JpegImagePlugin.JpegImageFile):
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and not _has_one_scan(image, blob.data):
         # Each scan of a progressive JPEG decodes the whole picture again, and takes only a few
         # bytes of file.
         limits.check("max_image_scans", blob.data.count(_START_OF_SCAN), f"{what}: scans")
@@ -192,6 +200,22 @@ def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> 
         sides = [image.tag_v2.get(tag, 1) for tag in _TIFF_TILE]
         tile = math.prod(side if isinstance(side, int) else 0 for side in sides)
         limits.check("max_image_pixels", tile, f"{what}: pixels of one tile")
+
+
+def _has_one_scan(image: JpegImagePlugin.JpegImageFile, data: bytes) -> bool:
+    """Whether libjpeg decodes one scan at most: the picture is not progressive and its first scan
+    has all components. libjpeg refuses such a picture when it finds a second scan.
+
+    Pillow has read the file up to the end of the first scan's header: its marker, its length, the
+    number of components, two bytes for each, and three more.
+    """
+    count = image.layers
+    if count not in (1, 3) or "progressive" in image.info or image.fp is None:
+        return False
+    length = 6 + 2 * count
+    begun = _START_OF_SCAN + length.to_bytes(2, "big") + bytes([count])
+    start = image.fp.tell() - len(_START_OF_SCAN) - length
+    return start >= 0 and data[start : start + len(begun)] == begun
 
 
 def _orientation(image: Image.Image) -> int:

@@ -6,6 +6,9 @@ numbers, rounded to 8 bits. Weights are scaled by the largest power of two for w
 bits; sums fit 32. Pillow scales by 2²², and begins with columns where that is less work: its pixels
 are up to four levels from torch's.
 
+A picture is uint32[h, w], a pixel's bytes being red, green, blue and one that is ignored, as they
+lie in Pillow's memory; or uint8[h, w, 3].
+
 Source: the kernels of torch's `_upsample_bicubic2d_aa` for uint8 (ATen, UpSampleKernel), whose
 arithmetic this file states anew; tests compare the two on thousands of sizes.
 """
@@ -24,47 +27,91 @@ from dataservice.decode.processors.base import Filter
 
 _MOST_BITS = 22
 _WEIGHT_LIMIT = 2**15
-BAND_ROWS = 64  # of the first pass: so many rows are computed at once
+_BAND_ROWS = 32  # of the first pass: a band of the picture then lies in a core's own cache
+_SPAN = 1024  # bytes of a row that the second pass sums at once
 Pixels = NDArray[np.uint8]
+Words = NDArray[np.uint32]
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def resize_columns(pixels: Pixels, width: int, filter: Filter) -> Pixels:
-    """The first pass: uint8[h, w, 3] to uint8[h, width, 3]; `pixels` itself when w is the width.
-    Every row is resized by itself."""
-    if pixels.shape[1] == width:
-        return pixels
-    resized = np.empty((pixels.shape[0], width, 3), dtype=np.uint8)
-    taps = _taps(pixels.shape[1], width, filter)
-    _sum_columns(_joined(pixels), _joined(resized), taps.first, taps.weights, taps.bits)
-    return resized
+class Resizing:
+    """A picture, or the square around it, on its way to one size. Rows are added from the top, any
+    number at a time; then `finish` gives uint8[height, width, 3]."""
+
+    def __init__(
+        self,
+        before: tuple[int, int],
+        after: tuple[int, int],
+        filter: Filter,
+        *,
+        square: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Sizes are (width, height). `square` is the colour around a picture that is centred on a
+        square as large as its longer side."""
+        width, height = before
+        self._whole = (max(before),) * 2 if square else before
+        self._after, self._filter = after, filter
+        self._left, self._top = (self._whole[0] - width) // 2, (self._whole[1] - height) // 2
+        self._ground = np.array([*(square or (0, 0, 0)), 0], np.uint8).view(np.uint32)[0]
+        self._narrow = np.empty((self._whole[1], _words(after[0])), np.uint32)
+        self._next = self._top
+        if square:
+            empty = np.full((1, self._whole[0]), self._ground)
+            self._first_pass(empty, self._narrow[:1], left=0)
+            self._narrow[1:] = self._narrow[0]
+
+    def add(self, rows: Words | Pixels) -> None:
+        """The next rows of the picture, which the first pass resizes along their length."""
+        place = self._narrow[self._next : self._next + len(rows)]
+        self._first_pass(np.ascontiguousarray(rows), place, left=self._left)
+        self._next += len(rows)
+
+    def finish(self) -> Pixels:
+        """The second pass, along columns: the picture equals torch's `interpolate` with
+        `antialias=True`."""
+        width, height = self._after
+        made = np.empty((height, width, 3), dtype=np.uint8)
+        taps = _taps(self._whole[1], height, self._filter)
+        lines = self._narrow.view(np.uint8)[:, : 3 * width]
+        _sum_rows(lines, made.reshape(height, -1), taps.first, taps.weights, taps.bits)
+        return made
+
+    def _first_pass(self, rows: Words | Pixels, out: Words, *, left: int) -> None:
+        taps = _taps(self._whole[0], self._after[0], self._filter)
+        place = self._whole[0], left, self._ground
+        if len(rows) >= _BAND_ROWS:
+            _sum_columns(rows, out, taps.first, taps.weights, taps.bits, *place)
+            return
+        band = np.zeros((_BAND_ROWS, *rows.shape[1:]), rows.dtype)
+        band[: len(rows)] = rows
+        narrow = np.empty((_BAND_ROWS, out.shape[1]), np.uint32)
+        _sum_columns(band, narrow, taps.first, taps.weights, taps.bits, *place)
+        out[:] = narrow[: len(out)]
 
 
-def resize_rows(pixels: Pixels, height: int, filter: Filter) -> Pixels:
-    """The second pass: uint8[h, w, 3] to uint8[height, w, 3]; `pixels` itself when h is the height.
-    After the first, the picture equals torch's `interpolate` with `antialias=True`."""
-    if pixels.shape[0] == height:
-        return pixels
-    resized = np.empty((height, pixels.shape[1], 3), dtype=np.uint8)
-    taps = _taps(pixels.shape[0], height, filter)
-    _sum_rows(_joined(pixels), _joined(resized), taps.first, taps.weights, taps.bits)
-    return resized
+def resize(picture: Words | Pixels, size: tuple[int, int], filter: Filter) -> Pixels:
+    """uint8[height, width, 3] of a picture in memory."""
+    resizing = Resizing((picture.shape[1], picture.shape[0]), size, filter)
+    resizing.add(picture)
+    return resizing.finish()
 
 
-def _joined(pixels: Pixels) -> Pixels:
-    """uint8[h, w · 3]: colours side by side."""
-    return np.ascontiguousarray(pixels).reshape(len(pixels), -1)
+def _words(width: int) -> int:
+    """Words of 4 bytes that hold a row of this many pixels of 3 bytes: three for four pixels."""
+    return -(-width // 4) * 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Taps:
     """Output i is Σ over k of weights[i, k] · input[first[i] + k], divided by 2^bits.
 
-    Weights of neighbours that do not exist are 0 and stand last; `first` leaves room for them.
+    Weights of neighbours that do not exist are 0 and stand last; `first` leaves room for them. The
+    number of weights is even, so that kernels take two at a time: the last may be 0 and fall
+    outside.
     """
 
     first: NDArray[np.int32]
-    weights: NDArray[np.int32]
+    weights: NDArray[np.int16]
     bits: int
 
 
@@ -97,7 +144,8 @@ def _aligned(before: int, first: NDArray[np.int32], weights: NDArray[np.int32], 
     shift = np.maximum(first + count - before, 0)
     source = np.arange(count) - shift[:, None]
     moved = np.where(source >= 0, np.take_along_axis(weights, np.maximum(source, 0), axis=1), 0)
-    return _Taps((first - shift).astype(np.int32), moved.astype(np.int32), bits)
+    even = np.pad(moved, ((0, 0), (0, count % 2)))
+    return _Taps((first - shift).astype(np.int32), even.astype(np.int16), bits)
 
 
 def _bits(largest: float) -> int:
@@ -131,56 +179,93 @@ _CURVES: dict[Filter, tuple[float, Callable[[NDArray[np.float64]], NDArray[np.fl
 }
 
 
-def _kernel(function: Kernel) -> Kernel:
+def _given(dtype: Any, axes: int, layout: str = "C") -> types.Array:
+    return types.Array(dtype, axes, layout, readonly=True)  # as Pillow's pixels are
+
+
+def _kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
     """Compiled when this module is loaded, or read from numba's cache on disk: decoders are forked
     from a process that has loaded it, and never compile. Runs without the GIL."""
-    given = types.Array(types.uint8, 2, "C", readonly=True)  # as Pillow's pixels are
-    taps = types.int32[::1], types.int32[:, ::1], types.int64
-    signature = types.void(given, types.uint8[:, ::1], *taps)
-    return cast(Kernel, njit(signature, cache=True, nogil=True)(function))
+    every = [types.void(*signature) for signature in signatures]
+    return lambda function: cast(Kernel, njit(every, cache=True, nogil=True)(function))
 
 
-@_kernel
+_TAPS = types.int32[::1], types.int16[:, ::1], types.int64
+_OF_ROWS = *_TAPS, types.int64, types.int64, types.uint32
+
+
+@_kernel(
+    (_given(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
+    (_given(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
+)
 def _sum_columns(
-    pixels: Pixels, out: Pixels, first: NDArray[np.int32], weights: NDArray[np.int32], bits: int
+    picture: Words | Pixels,
+    out: Words,
+    first: NDArray[np.int32],
+    weights: NDArray[np.int16],
+    bits: int,
+    whole: int,
+    left: int,
+    ground: int,
 ) -> None:
-    """Bands of rows are turned on their side, so that a weight meets a whole run of neighbouring
-    bytes, which the compiler turns into vector instructions."""
-    rows, half = BAND_ROWS, np.int32(1 << (bits - 1))
-    band = np.zeros((pixels.shape[1], rows), np.uint8)
-    done = np.empty((out.shape[1], rows), np.uint8)
-    total = np.empty(rows, np.int32)
-    for top in range(0, len(pixels), rows):
-        height = min(rows, len(pixels) - top)
-        for x in range(pixels.shape[1]):
-            for y in range(height):
-                band[x, y] = pixels[top + y, x]
+    """The first pass, of at least a band of rows that stand `left` pixels into rows of `whole`
+    pixels of ground.
+
+    Bands of rows are turned on their side, so that a weight meets a whole run of neighbouring
+    bytes, which the compiler turns into vector instructions. All bands are equally high, for the
+    compiler's sake: the last one begins earlier. Turned back, four pixels lose their fourth bytes
+    and become three words.
+    """
+    rows, half = _BAND_ROWS, np.int32(1 << (bits - 1))
+    band = np.full((whole + 1, rows), ground, np.uint32)
+    done = np.zeros((-(-len(first) // 4) * 4, rows), np.uint32)
+    band_bytes, done_bytes = band.view(np.uint8), done.view(np.uint8)
+    total = np.empty(4 * rows, np.int32)
+    for start in range(0, len(picture), rows):
+        top = min(start, len(picture) - rows)
+        for x in range(picture.shape[1]):
+            for y in range(rows):
+                if picture.ndim == 2:
+                    band[left + x, y] = picture[top + y, x]
+                else:
+                    for colour in range(3):
+                        band_bytes[left + x, 4 * y + colour] = picture[top + y, x, colour]
         for i in range(len(first)):
-            for colour in range(3):
-                total[:] = half
-                for k in range(weights.shape[1]):
-                    weight, line = weights[i, k], band[(first[i] + k) * 3 + colour]
-                    for y in range(rows):
-                        total[y] += weight * np.int32(line[y])
-                line = done[i * 3 + colour]
-                for y in range(rows):
-                    line[y] = min(max(total[y] >> bits, 0), 255)
-        for y in range(height):
-            for x in range(out.shape[1]):
-                out[top + y, x] = done[x, y]
+            total[:] = half
+            for k in range(0, weights.shape[1], 2):
+                one, two = np.int32(weights[i, k]), np.int32(weights[i, k + 1])
+                line, next_line = band_bytes[first[i] + k], band_bytes[first[i] + k + 1]
+                for y in range(4 * rows):
+                    total[y] += one * np.int32(line[y]) + two * np.int32(next_line[y])
+            line = done_bytes[i]
+            for y in range(4 * rows):
+                line[y] = min(max(total[y] >> bits, 0), 255)
+        for y in range(rows):
+            for x in range(0, len(done), 4):
+                a, b, c, d = done[x, y], done[x + 1, y], done[x + 2, y], done[x + 3, y]
+                words = out[top + y, x // 4 * 3 : x // 4 * 3 + 3]
+                words[0] = a & np.uint32(0xFFFFFF) | b << np.uint32(24)
+                words[1] = b >> np.uint32(8) & np.uint32(0xFFFF) | c << np.uint32(16)
+                words[2] = c >> np.uint32(16) & np.uint32(0xFF) | d << np.uint32(8)
 
 
-@_kernel
+@_kernel((types.uint8[:, :], types.uint8[:, ::1], *_TAPS))
 def _sum_rows(
-    pixels: Pixels, out: Pixels, first: NDArray[np.int32], weights: NDArray[np.int32], bits: int
+    lines: Pixels, out: Pixels, first: NDArray[np.int32], weights: NDArray[np.int16], bits: int
 ) -> None:
-    half, length = np.int32(1 << (bits - 1)), pixels.shape[1]
-    total = np.empty(length, np.int32)
+    """The second pass, in spans of bytes whose sums stay in a core's nearest cache."""
+    half, last = np.int32(1 << (bits - 1)), len(lines) - 1
+    total = np.empty(_SPAN, np.int32)
     for i in range(len(first)):
-        total[:] = half
-        for k in range(weights.shape[1]):
-            weight, line = weights[i, k], pixels[first[i] + k]
-            for x in range(length):
-                total[x] += weight * np.int32(line[x])
-        for x in range(length):
-            out[i, x] = min(max(total[x] >> bits, 0), 255)
+        for start in range(0, out.shape[1], _SPAN):
+            end = min(start + _SPAN, out.shape[1])
+            total[:] = half
+            for k in range(0, weights.shape[1], 2):
+                one, two = np.int32(weights[i, k]), np.int32(weights[i, k + 1])
+                line = lines[first[i] + k, start:end]
+                next_line = lines[min(first[i] + k + 1, last), start:end]
+                for x in range(end - start):
+                    total[x] += one * np.int32(line[x]) + two * np.int32(next_line[x])
+            line = out[i, start:end]
+            for x in range(end - start):
+                line[x] = min(max(total[x] >> bits, 0), 255)
