@@ -1,6 +1,7 @@
 """A small model, random global batches, random plans for them, and what a single process gives."""
 
 import types
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,15 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.whole_attention import dense_attention
 from trainer_client.runtime import forward_microbatch, scatter_rows
-from trainer_client.shard import (
-    FeatureExchange,
-    Group,
-    Microbatch,
-    ModalityBatch,
-    PlanSummary,
-    Shard,
-    Wave,
-)
+from trainer_client.synthetic import SyntheticItem, SyntheticSample, SyntheticStep
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS = 13, 8, 4, 2, 2
 LONGEST = 64  # of random samples
@@ -208,117 +201,41 @@ def random_plan(samples, replicas, degrees, seed):
     return waves
 
 
-def local_layout(pack, samples, members, replica):
-    """This replica's (sample, position or None for padding), and the padded lengths."""
-    degree, index = len(members), members.index(replica)
-    unit = 2 * degree if degree > 1 else 1
-    padded = [-(-len(samples[s].ids) // unit) * unit for s in pack]
-    rows = []
-    for s, room in zip(pack, padded, strict=True):
-        chunk = room // unit
-        held = [0] if degree == 1 else [index, unit - 1 - index]
-        places = [p for c in held for p in range(c * chunk, (c + 1) * chunk)]
-        rows += [(s, p, p < len(samples[s].ids)) for p in places]
-    return rows, padded
-
-
 def make_shard(samples, waves, replicas, replica, seed, digest="ab"):
+    """The shard of `replica`, items encoded by random replicas. A sample's item is (modality,
+    values, first position, tokens), without tokens where each value is one."""
     rng = np.random.default_rng(seed + 1)
-    microbatches = []
-    for number, wave in enumerate(waves):
-        layouts = {r: ([], []) for r in range(replicas)}
-        for members, pack in wave:
-            for member in members:
-                layouts[member] = local_layout(pack, samples, members, member)
-        batches = {
-            name: modality_batch(name, wave, samples, layouts, replicas, replica, rng)
-            for name in ITEM_WIDTH
-        }
-        mine = [(m, pack) for m, pack in wave if replica in m]
-        members, pack = mine[0] if mine else ((replica,), [])
-        microbatches.append(
-            microbatch(number, members, pack, samples, layouts[replica], replica, batches)
-        )
-    groups = [
-        Wave(
-            index=k,
-            groups=tuple(Group(pack=0, replicas=m, tokens=0, predicted_s=0.0) for m, _ in wave),
-            idle=(),
-        )
-        for k, wave in enumerate(waves)
-    ]
-    plan = PlanSummary(
-        digest=digest, replicas=replicas, samples=len(samples), loss_tokens=0, predicted_s=0.0,
-        waves=tuple(groups), stages=(),
-        weighted_loss_tokens=1.0 if any(weight_of(s) != 1 for s in samples) else None,
-    )  # fmt: skip
-    return Shard(
-        job="parity", attempt=0, step=0, rank=replica, replica=replica, cursor_after="",
-        plan=plan, microbatches=tuple(microbatches), size_bytes=0,
-    )  # fmt: skip
+    step = SyntheticStep(
+        [synthetic(number, sample) for number, sample in enumerate(samples)],
+        waves,
+        replicas=replicas,
+        job="parity",
+        encoders=lambda tokens, replicas: rng.integers(0, replicas, size=len(tokens)),
+    )
+    shard = step.shard(replica)
+    return replace(shard, plan=replace(shard.plan, digest=digest))
 
 
-def microbatch(number, members, pack, samples, layout, replica, batches):
-    rows, padded = layout
-    pick = {"ids": [], "labels": [], "positions": []}
-    for s, p, real in rows:
-        pick["ids"].append(int(samples[s].ids[p]) if real else 0)
-        pick["labels"].append(int(samples[s].labels[p]) if real else -100)
-        pick["positions"].append(p)
-    ids, labels, positions = (torch.tensor(v, dtype=torch.int64) for v in pick.values())
-    weights = torch.tensor([weight_of(samples[s]) for s, *_ in rows], dtype=torch.float64)
-    weighs = any(weight_of(sample) != 1 for sample in samples)
-    return Microbatch(
-        wave=number,
-        pack=0 if pack else -1,
-        cp_group=members,
-        cp_rank=members.index(replica),
-        predicted_s=0.0,
-        input_ids=ids,
-        labels=labels,
-        position_ids=positions,
-        cu_seqlens=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
-        lengths=torch.tensor([len(samples[s].ids) for s in pack], dtype=torch.int32),
-        sample_ids=torch.tensor(pack, dtype=torch.int64),
-        weights=weights if weighs else None,
-        **batches,
+def synthetic(number, sample):
+    return SyntheticSample(
+        id=number,
+        input_ids=sample.ids,
+        labels=sample.labels,
+        weight=weight_of(sample),
+        items=tuple(synthetic_item(*item) for item in sample.items),
     )
 
 
-def modality_batch(name, wave, samples, layouts, replicas, replica, rng):
-    """Items of the wave dealt to random replicas; None when the wave has none.
-
-    A sample's item is (modality, values, first position, tokens), without tokens where each value
-    is one.
-    """
-    items = [
-        (s, values, position, *tokens)
-        for _, pack in wave
-        for s in pack
-        for modality, values, position, *tokens in samples[s].items
-        if modality == name
-    ]
-    if not items:
-        return None
-    encoder = rng.integers(0, replicas, size=len(items))
-    local = {(s, p): (r, k) for r, (rows, _) in layouts.items() for k, (s, p, _) in enumerate(rows)}
-    encoded_rows = [0] * replicas
-    moves = [[[] for _ in range(replicas)] for _ in range(replicas)]  # [source][destination]
-    for (s, values, position, *tokens), source in zip(items, encoder, strict=True):
-        for offset in range(*tokens or (len(values),)):
-            destination, place = local[s, position + offset]
-            moves[source][destination].append((encoded_rows[source], place))
-            encoded_rows[source] += 1
-    sent = [move for to in moves[replica] for move in to]
-    received = [move for source in moves for move in source[replica]]
-    return ModalityBatch(
-        items=[item[1] for item, r in zip(items, encoder, strict=True) if r == replica],
-        exchange=FeatureExchange(
-            send_rows=torch.tensor([row for row, _ in sent], dtype=torch.int64),
-            send_splits=[len(to) for to in moves[replica]],
-            recv_splits=[len(source[replica]) for source in moves],
-            recv_positions=torch.tensor([place for _, place in received], dtype=torch.int64),
-        ),
+def synthetic_item(modality, values, position, tokens=None):
+    """`values` are rows, or of an image of a foreign model with its grid."""
+    grid = getattr(values, "grid", None)
+    return SyntheticItem(
+        modality=modality,
+        values=values if grid is None else values.values,
+        position=position,
+        tokens=len(values) if tokens is None else tokens,
+        kind=-1 if grid is None else 0,
+        grid=grid or (0, 0, 0, 0),
     )
 
 
