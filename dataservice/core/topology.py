@@ -19,7 +19,7 @@ from typing import Literal
 from dataservice.core.errors import WorldSizeError
 
 Meet = Literal["wave", "step"]
-EncoderStage = Literal["first", "spread", "own"]
+EncoderStage = Literal["first", "spread", "own", "cut"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,9 @@ class ReplicaLayout:
 
     `replicas_meet`: in every wave, as where weights are sharded over replicas (FSDP), or once a
     step, as in plain data parallelism. `encoder_stage`: the pipeline stage that encodes: the first,
-    beside its part of the decoder; one of its own before the decoder's; or `spread`, all stages of
-    a replica, before the pipeline fills and after it drains. `stage_shares`: the part of the
+    beside its part of the decoder; one of its own before the decoder's; `spread`, all stages of
+    a replica, before the pipeline fills and after it drains; or `cut`, each chunk the part of the
+    encoders' seconds that `vision_shares` and `audio_shares` say. `stage_shares`: the part of the
     decoder's seconds that each model chunk takes, in model order; equal parts where it is empty.
     """
 
@@ -43,6 +44,21 @@ class ReplicaLayout:
     encoder_stage: EncoderStage = "first"
     encoders_train: bool = True
     stage_shares: tuple[float, ...] = ()
+    vision_shares: tuple[float, ...] = ()
+    audio_shares: tuple[float, ...] = ()
+
+    @property
+    def encoder_shares(self) -> tuple[tuple[float, ...], ...]:
+        """The part of each encoder's seconds that each model chunk takes, in the order of Modality:
+        all of it the first, unless encoders are cut. With `spread` they belong to no chunk."""
+        chunks = self.pipeline_stages * self.virtual_stages
+        first = (1.0,) + (0.0,) * (chunks - 1)
+        if self.encoder_stage != "cut":
+            return first, first
+        both = (self.vision_shares, self.audio_shares)
+        return tuple(
+            tuple(share / sum(shares) for share in shares) if shares else first for shares in both
+        )
 
     @property
     def chunk_shares(self) -> tuple[float, ...]:
@@ -100,12 +116,26 @@ class Topology(ReplicaLayout):
                 f"{self.pipeline_stages} pipeline stages. Make the ranks per replica tensor × "
                 "pipeline parallel."
             )
-        shares, chunks = self.stage_shares, self.pipeline_stages * self.virtual_stages
+        for name, whose in (
+            ("stage_shares", "the decoder's"),
+            ("vision_shares", "the vision encoder's"),
+            ("audio_shares", "the audio encoder's"),
+        ):
+            self._check_shares(name, whose)
+        if (self.encoder_stage == "cut") != bool(self.vision_shares or self.audio_shares):
+            raise WorldSizeError(
+                f"encoder_stage is {self.encoder_stage}, vision_shares {list(self.vision_shares)} "
+                f"and audio_shares {list(self.audio_shares)}; where encoders are cut, and nowhere "
+                "else, give each model chunk its part of them."
+            )
+
+    def _check_shares(self, name: str, whose: str) -> None:
+        shares, chunks = getattr(self, name), self.pipeline_stages * self.virtual_stages
         sound = all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
         if shares and not (len(shares) == chunks and sound):
             raise WorldSizeError(
-                f"stage_shares is {list(shares)}; give each of the {chunks} model chunks "
-                "(pipeline stages × virtual stages) its part of the decoder's seconds: 0 or more, "
+                f"{name} is {list(shares)}; give each of the {chunks} model chunks "
+                f"(pipeline stages × virtual stages) its part of {whose} seconds: 0 or more, "
                 "and not all of them 0."
             )
 

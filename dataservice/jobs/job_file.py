@@ -60,14 +60,20 @@ class TopologySpec(Strict):
     once a step, as in plain data parallelism. Plans are made for it, and predicted by it."""
     encoder_stage: EncoderStage = "first"
     """Which stages of a pipeline encode: the first, beside its part of the decoder, as
-    `run_pipeline_step` does it; one of its own before the decoder's; or all, before the pipeline
-    fills and after it drains (spread)."""
+    `run_pipeline_step` does it; one of its own before the decoder's; all, before the pipeline
+    fills and after it drains (spread); or several, whose parts `vision_shares` and `audio_shares`
+    say (cut)."""
     encoders_train: bool = True
     """Whether gradients flow into the encoders; where they are frozen, an encoder has a forward
     pass alone."""
     stage_shares: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
     """The part of the decoder's seconds that each model chunk takes, in model order, in any unit.
     Without it all chunks take the same."""
+    vision_shares: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """With `encoder_stage: cut`, the part of the vision encoder's seconds that each model chunk
+    takes, in model order, in any unit. Without it the first chunk encodes alone."""
+    audio_shares: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """The same of the audio encoder."""
 
     @model_validator(mode="after")
     def _interleaved_over_stages(self) -> "TopologySpec":
@@ -77,11 +83,18 @@ class TopologySpec(Strict):
                 "hand model chunks to itself; raise pipeline_parallel or leave virtual_stages out"
             )
         chunks = self.pipeline_parallel * self.virtual_stages
-        shares = self.stage_shares
-        if shares and not (len(shares) == chunks and max(shares) > 0):
+        for name in ("stage_shares", "vision_shares", "audio_shares"):
+            shares = getattr(self, name)
+            if shares and not (len(shares) == chunks and max(shares) > 0):
+                raise ValueError(
+                    f"{name} is {list(shares)}; give each of the {chunks} model "
+                    "chunks (pipeline_parallel × virtual_stages) its part, and not 0 to all of them"
+                )
+        if (self.encoder_stage == "cut") != bool(self.vision_shares or self.audio_shares):
             raise ValueError(
-                f"stage_shares is {list(shares)}; give each of the {chunks} model "
-                "chunks (pipeline_parallel × virtual_stages) its part, and not 0 to all of them"
+                f"encoder_stage is {self.encoder_stage}, with vision_shares of "
+                f"{len(self.vision_shares)} and audio_shares of {len(self.audio_shares)} chunks; "
+                "give them where encoders are cut, and nowhere else"
             )
         return self
 
@@ -97,6 +110,8 @@ class TopologySpec(Strict):
             encoder_stage=self.encoder_stage,
             encoders_train=self.encoders_train,
             stage_shares=self.stage_shares,
+            vision_shares=self.vision_shares,
+            audio_shares=self.audio_shares,
         )
 
 

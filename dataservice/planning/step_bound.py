@@ -56,7 +56,7 @@ class StepBound:
         """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
         of one plan, or a bound of all of them. Without effect where replicas meet once a step."""
         decoder_s = max(self._decoder_s, waves_s) if self._meet else self._decoder_s
-        stage_s = _busiest_stage(decoder_s, sum(self._encoders_s), self._topology, self._cost)
+        stage_s = _busiest_stage(decoder_s, self._encoders_s, self._topology, self._cost)
         return max(stage_s, self._longest_s) + self._cost.step.gradient_s
 
 
@@ -117,7 +117,7 @@ def _encoder(
 
 
 def _busiest_stage(
-    decoder_s: float, encoder_s: float, topology: Topology, cost: CostModel
+    decoder_s: float, encoders_s: list[float], topology: Topology, cost: CostModel
 ) -> float:
     """The stage with most to do, and the last one behind those that fill it and drain it."""
     stages = topology.pipeline_stages
@@ -125,8 +125,9 @@ def _busiest_stage(
         return 0.0
     shares = np.array(topology.chunk_shares)
     of_stage = decoder_s * shares.reshape(-1, stages).sum(axis=0)
-    outside_s = encoder_s / stages if topology.encoder_stage == "spread" else 0.0
     of_stage[-1] += cost.llm.group_s * shares[: stages - 1].sum()
-    if topology.encoder_stage != "spread":
-        of_stage[0] += encoder_s
-    return float(of_stage.max()) + outside_s
+    if topology.encoder_stage == "spread":
+        return float(of_stage.max()) + sum(encoders_s) / stages
+    for encoder_s, parts in zip(encoders_s, topology.encoder_shares, strict=True):
+        of_stage += encoder_s * np.array(parts).reshape(-1, stages).sum(axis=0)
+    return float(of_stage.max())

@@ -130,19 +130,37 @@ def _rank_seconds(phases: Phases, topology: Topology, cost: CostModel) -> RankSe
     stages, replicas = topology.pipeline_stages, phases.decode.shape[1]
     shape = (stages, replicas)
     spread = topology.encoder_stage == "spread"
-    # Encoders run on the first stage, or are shared by all; each exchanges what it encoded.
-    encodes = np.full(stages, 1.0 / stages) if spread else np.eye(stages)[0]
-    exchanges = np.ones(stages) if spread else np.eye(stages)[0]
-    exchanged_s = float(phases.exchange.sum()) * (1.0 if topology.encoders_train else 0.5)
+    # Encoders run in chunks, or are shared by all stages; each exchanges what it encoded where it
+    # ends. [modality, stage]
+    encoders = _EncoderChunks.of(topology)
+    encodes = encoders.shares.reshape(MODALITIES, -1, stages).sum(axis=1)
+    exchanges = np.eye(stages)[encoders.last % stages]
+    if spread:
+        encodes, exchanges = np.full_like(encodes, 1.0 / stages), np.ones_like(exchanges)
+    exchanged_s = phases.exchange.sum(axis=0) * (1.0 if topology.encoders_train else 0.5)
     decodes = np.array(topology.chunk_shares).reshape(-1, stages).sum(axis=0)
     encoding = phases.encode.sum(axis=0)
     return RankSeconds(
-        vision=np.outer(encodes, encoding[Modality.VISION]),
-        audio=np.outer(encodes, encoding[Modality.AUDIO]),
-        exchange=np.broadcast_to(exchanges[:, None] * exchanged_s, shape),
+        vision=np.outer(encodes[Modality.VISION], encoding[Modality.VISION]),
+        audio=np.outer(encodes[Modality.AUDIO], encoding[Modality.AUDIO]),
+        exchange=np.broadcast_to((exchanged_s @ exchanges)[:, None], shape),
         llm=np.outer(decodes, phases.decode.sum(axis=0)),
         gradients=np.full(shape, cost.step.gradient_s),
     )
+
+
+class _EncoderChunks(NamedTuple):
+    """The part of each encoder that each model chunk holds, `shares` float64[M, C]; and the chunk
+    in which it ends, whose stage exchanges its features: `last` int64[M]."""
+
+    shares: NDArray[np.float64]
+    last: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, topology: Topology) -> "_EncoderChunks":
+        shares = np.array(topology.encoder_shares, np.float64)
+        last = shares.shape[1] - 1 - np.argmax(shares[:, ::-1] > 0, axis=1)
+        return cls(shares, last.astype(np.int64))
 
 
 class ChunkTimes(NamedTuple):
@@ -162,12 +180,14 @@ def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
     forward = seconds * FORWARD_SHARE
     backward = seconds * (1.0 - FORWARD_SHARE)
     there, back = _both_ways(phases, topology)
-    before = there.max(axis=2).sum(axis=1) + _exchange_ways(phases, topology)[0].sum(axis=1)
-    after = back.max(axis=2).sum(axis=1) + _exchange_ways(phases, topology)[1].sum(axis=1)
+    moved, returned = _exchange_ways(phases, topology)
     if topology.encoder_stage == "spread":
-        return ChunkTimes(forward, backward, float((before + after).sum()))
-    forward[:, 0] += before
-    backward[:, 0] += after
+        encoding = there.max(axis=2).sum() + back.max(axis=2).sum()
+        return ChunkTimes(forward, backward, float(encoding + moved.sum() + returned.sum()))
+    encoders = _EncoderChunks.of(topology)
+    ends = np.eye(shares.size)[encoders.last]  # [modality, chunk]
+    forward += there.max(axis=2) @ encoders.shares + moved @ ends
+    backward += back.max(axis=2) @ encoders.shares + returned @ ends
     return ChunkTimes(forward, backward, 0.0)
 
 
@@ -221,6 +241,7 @@ def _met_once(phases: Phases, plan: StepPlan, items: EncoderItems, topology: Top
         moved,
         returned,
         np.array(topology.chunk_shares),
+        *_EncoderChunks.of(topology),
         make_program(plan.waves, stages, topology.virtual_stages),
         stages,
         topology.encoder_stage == "spread",
@@ -301,6 +322,8 @@ def _walk(
     moved: NDArray[np.float64],
     returned: NDArray[np.float64],
     shares: NDArray[np.float64],
+    encoded: NDArray[np.float64],
+    ends_in: NDArray[np.int64],
     program: Program,
     stages: int,
     spread: bool,
@@ -333,13 +356,14 @@ def _walk(
         stage = chunk % stages
         forward = program.kind[k] == FORWARD
         now = np.maximum(free[stage], ended[wave])
-        encodes = chunk == 0 and not spread
-        if forward and encodes:
+        if forward and not spread:
             for modality in range(modalities):
-                now += there[wave, modality]
-                phase = wave * modalities + modality
-                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                         pack_replicas, moved[wave, modality], False)  # fmt: skip
+                if encoded[modality, chunk] > 0.0:
+                    now += there[wave, modality] * encoded[modality, chunk]
+                if chunk == ends_in[modality]:
+                    phase = wave * modalities + modality
+                    _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                             pack_replicas, moved[wave, modality], False)  # fmt: skip
         share = shares[chunk] * (FORWARD_SHARE if forward else 1.0 - FORWARD_SHARE)
         for pack in range(wave_packs[wave], wave_packs[wave + 1]):
             begin = 0.0
@@ -348,12 +372,14 @@ def _walk(
             for place in range(replica_offsets[pack], replica_offsets[pack + 1]):
                 replica = pack_replicas[place]
                 now[replica] = begin + decode[wave, replica] * share
-        if not forward and encodes and trains:
+        if not forward and not spread and trains:
             for modality in range(modalities - 1, -1, -1):
-                phase = wave * modalities + modality
-                _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                         pack_replicas, returned[wave, modality], True)  # fmt: skip
-                now += back[wave, modality]
+                if chunk == ends_in[modality]:
+                    phase = wave * modalities + modality
+                    _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
+                             pack_replicas, returned[wave, modality], True)  # fmt: skip
+                if encoded[modality, chunk] > 0.0:
+                    now += back[wave, modality] * encoded[modality, chunk]
         free[stage] = now
         ended[wave] = now
     for stage in range(stages):

@@ -49,7 +49,7 @@ RICH = CostModel(
 def topologies() -> st.SearchStrategy[Topology]:
     """Trainers of up to 8 replicas, in every layout that the evaluator knows."""
     return st.builds(
-        lambda replicas, stages, virtual, node, meet, encoders, train: Topology(
+        lambda replicas, stages, virtual, node, meet, encoders, train, parts: Topology(
             world_size=replicas * stages,
             ranks_per_replica=stages,
             pipeline_stages=stages,
@@ -58,15 +58,23 @@ def topologies() -> st.SearchStrategy[Topology]:
             replicas_meet=meet,
             encoder_stage=encoders,
             encoders_train=train,
+            vision_shares=_cut(encoders, parts, stages * (virtual if stages > 1 else 1)),
+            audio_shares=_cut(encoders, parts[1:], stages * (virtual if stages > 1 else 1)),
         ),
         replicas=st.integers(1, 8),
         stages=st.sampled_from([1, 1, 2, 4]),
         virtual=st.integers(1, 2),
         node=st.sampled_from([None, 2, 4]),
         meet=st.sampled_from(["wave", "step"]),
-        encoders=st.sampled_from(["first", "spread", "own"]),
+        encoders=st.sampled_from(["first", "spread", "own", "cut"]),
         train=st.booleans(),
+        parts=st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=9, max_size=9),
     )
+
+
+def _cut(encoders: str, parts: list[float], chunks: int) -> tuple[float, ...]:
+    """Parts of an encoder for so many chunks, where encoders are cut."""
+    return (1.0, *parts[: chunks - 1]) if encoders == "cut" else ()
 
 
 def composed(samples: StepSamples, topology: Topology, **options: object) -> StepPlan:
@@ -124,21 +132,28 @@ def ends_by_hand(plan: StepPlan, topology: Topology, cost: CostModel) -> float:
     there = FORWARD_SHARE if trains else 1.0
     parts = stages if topology.encoder_stage == "spread" else 1
 
-    def encoding(now: dict[int, float], wave: int, forward: bool) -> dict[int, float]:
+    def encoding(
+        now: dict[int, float], wave: int, forward: bool, chunk: int | None = None
+    ) -> dict[int, float]:
         for modality in list(Modality) if forward else list(Modality)[::-1]:
-            seconds = phases.encode[wave, modality] / parts
+            share, last = 1.0, True
+            if chunk is not None:  # the part of this chunk, and whether the encoder ends in it
+                mine = topology.encoder_shares[modality]
+                share, last = mine[chunk], not any(mine[chunk + 1 :]) and mine[chunk] > 0
+            seconds = phases.encode[wave, modality] / parts * share
             own = {r: seconds[r] * (there if forward else 1 - there) for r in now}
             if forward:
                 now = {r: t + own[r] for r, t in now.items()}
             before = dict(now)
-            for item in np.flatnonzero(plan.item_modality == modality).tolist():
+            for item in np.flatnonzero(plan.item_modality == modality).tolist() if last else []:
                 if plan.pack_wave[pack_of[item]] != wave:
                     continue
                 encoder = int(plan.item_replica[item])
                 for member in plan.replicas_of(int(pack_of[item])):
                     first, then = (encoder, member) if forward else (member, encoder)
                     now[then] = max(now[then], before[first])
-            now = {r: t + phases.exchange[wave, modality] / 2 for r, t in now.items()}
+            moving = phases.exchange[wave, modality] / 2 if last else 0.0
+            now = {r: t + moving for r, t in now.items()}
             if not forward:
                 now = {r: t + own[r] for r, t in now.items()}
         return now
@@ -154,16 +169,16 @@ def ends_by_hand(plan: StepPlan, topology: Topology, cost: CostModel) -> float:
         wave, chunk = int(program.position[k]), int(program.chunk[k])
         stage, forward = chunk % stages, program.kind[k] == FORWARD
         now = {r: max(free[stage, r], ended[wave, r]) for r in replicas}
-        encodes = chunk == 0 and topology.encoder_stage != "spread"
+        encodes = topology.encoder_stage != "spread"
         if forward and encodes:
-            now = encoding(now, wave, True)
+            now = encoding(now, wave, True, chunk)
         for pack in packs[wave]:
             members = plan.replicas_of(pack)
             part = FORWARD_SHARE if forward else 1 - FORWARD_SHARE
             end = max(now[r] for r in members) + plan.pack_seconds[pack] * shares[chunk] * part
             now.update(dict.fromkeys(members, end))
         if not forward and encodes and trains:
-            now = encoding(now, wave, False)
+            now = encoding(now, wave, False, chunk)
         for r in replicas:
             free[stage, r] = ended[wave, r] = now[r]
     last = {r: max(free[stage, r] for stage in range(stages)) for r in replicas}

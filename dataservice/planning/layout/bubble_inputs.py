@@ -53,9 +53,10 @@ class KernelTimes:
 class BackboneTimes:
     """The backbone of one replica: kernels of a microbatch on one device, and how it is cut.
 
-    Layers are cut evenly into `pipeline_parallel` · `virtual_stages` chunks, the first ones a layer
-    longer where that does not divide. `gather_s` comes before the first forward (all-gather of
-    parameters), `scatter_s` after the last backward of each stage (reduce-scatter of gradients).
+    Layers are cut into `pipeline_parallel` · `virtual_stages` chunks at `bounds` int64[chunks + 1];
+    without them evenly, the first ones a layer longer where that does not divide. `gather_s` comes
+    before the first forward (all-gather of parameters), `scatter_s` after the last backward of each
+    stage (reduce-scatter of gradients).
     `held_bytes` float64[stage]: what the backbone keeps on one GPU, activations included.
     """
 
@@ -68,6 +69,7 @@ class BackboneTimes:
     gather_s: float = 0.0
     scatter_s: float = 0.0
     held_bytes: NDArray[np.float64] | None = None
+    bounds: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "pipeline_parallel", "virtual_stages", "tensor_parallel"):
@@ -90,6 +92,21 @@ class BackboneTimes:
                 f"{self.pipeline_parallel} stages"
             )
         object.__setattr__(self, "held_bytes", held)
+        if self.bounds is not None:
+            cuts = np.array(self.bounds, np.int64)
+            rising = cuts.shape == (self.chunks + 1,) and bool((np.diff(cuts) > 0).all())
+            if not (rising and cuts[0] == 0 and cuts[-1] == layers):
+                raise PlanningError(
+                    f"bounds are {cuts.tolist()}; give where each of the {self.chunks} chunks "
+                    f"begins, rising from 0, and {layers}, the number of layers, at the end"
+                )
+            object.__setattr__(self, "bounds", cuts)
+
+    @property
+    def chunk_bounds(self) -> NDArray[np.int64]:
+        """Where chunks begin, and the end: int64[chunks + 1]."""
+        even = even_bounds(self.forward.layers, self.chunks)
+        return even if self.bounds is None else self.bounds
 
     @property
     def chunks(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.layout.bubble_inputs import BackboneTimes, KernelTimes, even_bounds
+from dataservice.planning.layout.bubble_inputs import BackboneTimes, KernelTimes
 from dataservice.planning.layout.bubble_placement import COMPUTE, LINKS, Gaps
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program, make_program
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
@@ -72,7 +72,7 @@ def _timeline(backbone: BackboneTimes, limit: NDArray[np.int64] | None) -> Timel
     shape = (backbone.microbatches, backbone.chunks)
     durations = np.empty((2, *shape))  # [kind, microbatch, chunk]
     for kind, times in enumerate((backbone.forward, backbone.backward)):
-        durations[kind] = _chunk_seconds(times, backbone.chunks)
+        durations[kind] = np.add.reduceat(times.seconds.sum(axis=1), backbone.chunk_bounds[:-1])
     alone = simulate_1f1b(*durations, virtual_stages=virtual, activation_limit=limit)
     program = make_program(backbone.microbatches, stages, virtual, limit)
     start_s = alone.start_s + backbone.gather_s
@@ -88,11 +88,6 @@ def _timeline(backbone: BackboneTimes, limit: NDArray[np.int64] | None) -> Timel
         last_s=last_s,
         step_s=float(last_s.max()) + backbone.scatter_s,
     )
-
-
-def _chunk_seconds(times: KernelTimes, chunks: int) -> NDArray[np.float64]:
-    bounds = even_bounds(times.layers, chunks)
-    return np.add.reduceat(times.seconds.sum(axis=1), bounds[:-1])
 
 
 @kernel
@@ -123,7 +118,7 @@ def kernel_rows(backbone: BackboneTimes, timeline: Timeline) -> KernelRows:
     """Every kernel of the backbone with its time, those of 0 s left out."""
     parts = []
     for direction, times in enumerate((backbone.forward, backbone.backward)):
-        bounds = even_bounds(times.layers, backbone.chunks)
+        bounds = backbone.chunk_bounds
         chunk_of = np.repeat(np.arange(backbone.chunks), np.diff(bounds))  # int64[layer]
         after = _seconds_after_chunk_start(times, bounds, backward=direction == 1)
         starts = timeline.start_s[:, chunk_of, direction][:, :, None] + after[:, :, 0]

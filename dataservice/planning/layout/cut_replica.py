@@ -2,8 +2,10 @@
 
 entries   vision.input vision.0 … vision.projector │ decoder.embedding decoder.0 │ decoder.1 …
 first     └──────────────── one unit with the decoder's first layer ─────────────┘
+cut       └─ one unit ──────────┘ └ every other layer is one: stages end anywhere
 own       └──────── chunk 0 ───────────────────────┘└───── cut into the other stages
 spread    └──────── on all stages, recomputed ─────┘└───── cut into all stages
+bubbles   └──────── on all stages, later ──────────┘└───── cut into all stages
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.planning.layout.bubble_replica import least_encoder_bytes
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile, LayerWork
 from dataservice.planning.layout.recompute import FULL, RecomputeChoice, choose_recompute
@@ -35,12 +38,14 @@ class CutTask:
     batch_microbatches: int
     ring_token_bytes: float
     row_bytes: float
+    overlap_gradients: bool = False
 
     def cut(self, *, even: bool = False) -> Replica:
         """Stages by `partition_stages`, or of equally many layers; then the least recomputation
         that fits. Raises PlanningError."""
         bounds = self._bounds(even=even)
-        fixed_bytes = self._spread_bytes()
+        fixed_bytes = self._outside_bytes()
+        both = np.stack([seconds.mean(axis=0) for seconds in self.profile.seconds(self.work)])
         return Replica(
             parallel=self.parallel,
             profile=self.profile,
@@ -49,6 +54,7 @@ class CutTask:
             ring_token_bytes=self.ring_token_bytes,
             row_bytes=self.row_bytes,
             encoder_fixed_bytes=fixed_bytes,
+            last_pass=both if self.overlap_gradients else None,
         )
 
     @property
@@ -58,11 +64,16 @@ class CutTask:
 
     def _starts(self) -> NDArray[np.int64]:
         """First entries of what may be cut apart, and the end: int64[units + 1]."""
-        first = self._encoding
-        skipped = 2 if self.profile.names[first].endswith(".embedding") else 1
-        begin = 0 if self.parallel.encoder_stage == "first" else first
-        rest = np.arange(first + skipped, len(self.profile.names) + 1)
-        return np.concatenate(([begin], rest)).astype(np.int64)
+        first, names = self._encoding, self.profile.names
+        skipped = 2 if names[first].endswith(".embedding") else 1
+        rest = np.arange(first + skipped, len(names) + 1)
+        if self.parallel.encoder_stage == "cut":
+            # What comes in stays with the layer behind it.
+            inside = (at for at in range(1, first + 1) if not names[at - 1].endswith(".input"))
+            begin = [0, *inside]
+        else:
+            begin = [0 if self.parallel.encoder_stage == "first" else first]
+        return np.concatenate((begin, rest)).astype(np.int64)
 
     def _bounds(self, *, even: bool) -> NDArray[np.int64]:
         """int64[chunks + 1] over entries."""
@@ -102,10 +113,15 @@ class CutTask:
         ).best
         return split.bounds.astype(np.int64)
 
-    def _spread_bytes(self) -> float:
+    def _outside_bytes(self) -> float:
         """With encoders on all stages: their states, and what all that a rank encodes in a step
-        keeps, every layer recomputed, until the pipeline has drained."""
+        keeps, every layer recomputed, until the pipeline has drained. In bubbles, what they need at
+        least."""
         parallel, profile = self.parallel, self.profile
+        if parallel.encoder_stage == "bubbles":
+            return least_encoder_bytes(
+                profile, self.work, stages=parallel.pipeline_stages, replicas=parallel.replicas
+            )
         if parallel.encoder_stage != "spread":
             return 0.0
         encodes = ~decoding(profile)
@@ -114,7 +130,7 @@ class CutTask:
         ranks = parallel.replicas * parallel.pipeline_stages
         return float(states[encodes].sum() + kept * self.batch_microbatches / ranks)
 
-    def _recompute(self, bounds: NDArray[np.int64], spread_bytes: float) -> RecomputeChoice:
+    def _recompute(self, bounds: NDArray[np.int64], outside_bytes: float) -> RecomputeChoice:
         first = int(bounds[0])
         profile, work, parallel = self.profile, self.work, self.parallel
         forward, backward = (seconds[:, first:] for seconds in profile.seconds(work))
@@ -130,7 +146,7 @@ class CutTask:
             stages=parallel.pipeline_stages,
             virtual_stages=parallel.virtual_stages,
             memory_bytes=self.group.device.memory_bytes,
-            fixed_bytes=states_of(profile, bounds, parallel) + spread_bytes,
+            fixed_bytes=states_of(profile, bounds, parallel) + outside_bytes,
             working_bytes=np.maximum(working, 0.0),
             objective="stage",
         )

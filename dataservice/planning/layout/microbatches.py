@@ -38,6 +38,15 @@ def microbatch_work(
     return FilledBatch(work, sums.size)
 
 
+def mean_work(batch: StepSamples, microbatches: int, modules: Sequence[str]) -> LayerWork:
+    """One of so many equal microbatches that the batch is taken to have."""
+    whole = batch_work(batch, modules)
+    return LayerWork(
+        tokens={name: tokens / microbatches for name, tokens in whole.tokens.items()},
+        squares={name: squares / microbatches for name, squares in whole.squares.items()},
+    )
+
+
 def batch_work(batch: StepSamples, modules: Sequence[str]) -> LayerWork:
     """All of a batch as one microbatch."""
     lengths = batch.lengths.llm_tokens.astype(np.float64)

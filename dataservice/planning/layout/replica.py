@@ -7,6 +7,7 @@ model, which is all that the evaluator of steps knows of a model.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,15 @@ from numpy.typing import NDArray
 from dataservice.core.cost import ContextCost, PhaseCost, StepCost
 from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel
-from dataservice.core.topology import EncoderStage, Topology
+from dataservice.core.topology import Topology
+from dataservice.planning.layout.bubbles import BubbleSchedule
 from dataservice.planning.layout.cluster import NodeGroup
+from dataservice.planning.layout.gradients import shown_gradients_s, whole_gradients_s
 from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile
 from dataservice.planning.layout.recompute import RecomputeChoice
 
+Place = Literal["first", "own", "cut", "spread", "bubbles"]
+PLACES: tuple[Place, ...] = get_args(Place)
 DECODER = "decoder"
 # Keys and values forward; again, with their gradients, backward (FlexSP's 1.5 MB of a token).
 _RING_PASSES = 3
@@ -26,13 +31,14 @@ _RING_PASSES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How many ranks share a replica, and as what. `encoder_stage`: where encoders run."""
+    """How many ranks share a replica, and as what. `encoder_stage`: where encoders run: as
+    ReplicaLayout has it, or in the bubbles of the decoder's stages."""
 
     tensor_ranks: int
     pipeline_stages: int
     virtual_stages: int
     replicas: int
-    encoder_stage: EncoderStage = "first"
+    encoder_stage: Place = "first"
 
     @property
     def ranks_per_replica(self) -> int:
@@ -55,11 +61,32 @@ class Parallel:
         """Replicas that lie in one node; 1 where one fills a node or more."""
         return max(1, group.gpus_per_node // self.ranks_per_replica)
 
+    def link_bytes_per_s(self, group: NodeGroup, replicas: int) -> float:
+        """Bytes a second between so many neighbouring replicas."""
+        inside = replicas <= self.replicas_per_node(group)
+        return group.inside_bytes_per_s if inside else group.between_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InBubbles:
+    """Encoders in the bubbles of a replica's backbone: their schedule for `microbatches` equal
+    ones, and their layers by name, in the numbers of its actions. `gradient_bytes` of a GPU's
+    weights and gradients of encoders, summed over `gradient_ranks`."""
+
+    schedule: BubbleSchedule
+    microbatches: int
+    layers: dict[str, tuple[str, ...]]
+    gradient_bytes: float
+    gradient_ranks: int
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
     """A model cut and placed. `bounds` int64[chunks + 1] over the profile's entries; with encoders
-    spread over all stages, the first entries are theirs and belong to no chunk."""
+    spread over all stages, or in their bubbles, the first entries are theirs and belong to no
+    chunk. `encoding_shown`: the part of the encoders' seconds that a step is longer by. `last_pass`
+    float64[2, entries]: forward and backward seconds of a mean microbatch, under which gradients
+    and weights travel; None where they wait for the step's end."""
 
     parallel: Parallel
     profile: LayerProfile
@@ -68,6 +95,14 @@ class Replica:
     ring_token_bytes: float
     row_bytes: float
     encoder_fixed_bytes: float = 0.0
+    encoding_shown: float = 1.0
+    in_bubbles: InBubbles | None = None
+    last_pass: Floats | None = None
+
+    @property
+    def outside(self) -> bool:
+        """Whether encoders are on all stages, and in no chunk."""
+        return self.parallel.encoder_stage in ("spread", "bubbles")
 
     def topology(self, group: NodeGroup) -> Topology:
         """Replicas of this shape. They meet once a step: ZeRO-1 shards optimizer states alone."""
@@ -79,15 +114,35 @@ class Replica:
             virtual_stages=parallel.virtual_stages,
             replicas_per_node=parallel.replicas_per_node(group),
             replicas_meet="step",
-            encoder_stage=parallel.encoder_stage,
+            encoder_stage=(
+                "spread" if parallel.encoder_stage == "bubbles" else parallel.encoder_stage
+            ),
             encoders_train=bool(self._train(~self._decoding).any()),
             stage_shares=self.chunk_shares,
+            vision_shares=self.encoder_shares("vision"),
+            audio_shares=self.encoder_shares("audio"),
         )
 
     @property
     def chunk_shares(self) -> tuple[float, ...]:
         """The part of the decoder's seconds that each chunk takes, by tokens."""
-        token_s = np.where(self._decoding, self._total("token_s"), 0.0)
+        return self._shares(self._decoding)
+
+    def encoder_shares(self, module: str) -> tuple[float, ...]:
+        """The same of an encoder's seconds, where encoders are cut; else empty."""
+        mine = np.array([each == module for each in self.profile.modules])
+        if self.parallel.encoder_stage != "cut" or not mine.any():
+            return ()
+        return self._shares(mine)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether encoders lie in several chunks."""
+        last = int(np.flatnonzero(~self._decoding).max(initial=-1))
+        return last >= self.bounds[1]
+
+    def _shares(self, entries: NDArray[np.bool_]) -> tuple[float, ...]:
+        token_s = np.where(entries, self._total("token_s"), 0.0)
         by_chunk = np.add.reduceat(token_s, self.bounds[:-1])
         return tuple((by_chunk / by_chunk.sum()).tolist())
 
@@ -95,15 +150,17 @@ class Replica:
         """Seconds of one replica's ranks, its recomputation among them."""
         parallel, token, square = self.parallel, self._total("token_s"), self._total("square_s")
         constant, decodes = self._total("constant_s"), self._decoding
-        near, far = self._link(group, 2), self._link(group, parallel.replicas)
-        ring = self.ring_token_bytes * _RING_PASSES / parallel.tensor_ranks
+        shown = self.encoding_shown
+        near = parallel.link_bytes_per_s(group, 2)
+        far = parallel.link_bytes_per_s(group, parallel.replicas)
+        ring_intra_s, ring_inter_s = ring_seconds(parallel, group, self.ring_token_bytes)
         phases = {}
         for name in ("vision", "audio"):
             mine = np.array([module == name for module in self.profile.modules])
             phases[name] = PhaseCost(
-                linear_s_per_token=float(token[mine].sum()),
-                quadratic_s_per_token2=float(square[mine].sum()),
-                batch_s=float(constant[mine].sum()),
+                linear_s_per_token=float(token[mine].sum()) * shown,
+                quadratic_s_per_token2=float(square[mine].sum()) * shown,
+                batch_s=float(constant[mine].sum()) * shown,
             )
         rows = 2.0 * self.row_bytes / parallel.tensor_ranks  # there, and its gradient back
         return CostModel(
@@ -111,8 +168,8 @@ class Replica:
                 linear_s_per_token=float(token[decodes].sum()),
                 attention_s_per_token2=float(square[decodes].sum()),
                 group_s=float(constant[decodes].sum()),
-                ring_intra_s_per_token=ring / near,
-                ring_inter_s_per_token=ring / min(near, far),
+                ring_intra_s_per_token=ring_intra_s,
+                ring_inter_s_per_token=ring_inter_s,
             ),
             vision=phases["vision"],
             audio=phases["audio"],
@@ -135,13 +192,13 @@ class Replica:
             token = max(float(kept[mine].sum()) * held, 1.0)
             rows.append(((budget - states) / token, states, token))
         _, states, token = min(rows)
-        spread = self.parallel.encoder_stage == "spread"  # counted beforehand, with the states
+        # Those outside of the chunks were counted beforehand, with the states.
         return MemoryModel(
             budget_bytes=budget,
             llm_token_bytes=token,
             states_bytes=states,
-            vision_token_bytes=0.0 if spread else encoders["vision"],
-            audio_token_bytes=0.0 if spread else encoders["audio"],
+            vision_token_bytes=0.0 if self.outside else encoders["vision"],
+            audio_token_bytes=0.0 if self.outside else encoders["audio"],
         )
 
     def held_tokens(self, group: NodeGroup, tokens: int) -> int:
@@ -186,25 +243,45 @@ class Replica:
         return mine
 
     def _gradient_s(self, group: NodeGroup) -> float:
-        """ZeRO-1: gradients reduced and scattered, weights gathered, of the fullest stage. Nothing
-        hides it."""
-        replicas = self.parallel.replicas
-        if replicas == 1:
-            return 0.0
-        trained = self._train(np.ones(len(self.profile.names), np.bool_))
-        bytes_of = [
-            float(self.profile.state_bytes[trained & self._entries_of(device)].sum())
-            for device in range(self.parallel.pipeline_stages)
-        ]
-        if self.parallel.encoder_stage == "spread":
-            spread = trained & ~self._decoding
-            bytes_of = [each + float(self.profile.state_bytes[spread].sum()) for each in bytes_of]
-        return max(bytes_of) * (replicas - 1) / replicas / self._link(group, replicas)
+        """ZeRO-1: gradients reduced and scattered, weights gathered; what the step is longer by."""
+        replicas, profile = self.parallel.replicas, self.profile
+        link = self.parallel.link_bytes_per_s(group, replicas)
+        trained = self._train(np.ones(len(profile.names), np.bool_))
+        device = device_of(profile, self.bounds, self.parallel)
+        outside_s = whole_gradients_s(
+            profile.state_bytes[trained & (device < 0)].sum(), replicas, link
+        )
+        if self.parallel.encoder_stage == "bubbles":
+            outside_s = self._bubbles_gradient_s(group)
+        scatter_s = whole_gradients_s(profile.gradient_bytes * trained, replicas, link)
+        both_s = whole_gradients_s(profile.state_bytes * trained, replicas, link)
+        stages, first = self.parallel.pipeline_stages, int(self.bounds[0])
+        if self.last_pass is None:
+            of_stage = np.bincount(device[first:], both_s[first:], minlength=stages)
+            return float(outside_s + of_stage.max())
+        return float(outside_s) + shown_gradients_s(
+            scatter_s[first:],
+            (both_s - scatter_s)[first:],
+            self.last_pass[:, first:],
+            bounds=self.bounds - first,
+            stages=stages,
+        )
 
-    def _link(self, group: NodeGroup, replicas: int) -> float:
-        """Bytes a second between so many neighbouring replicas."""
-        inside = replicas <= self.parallel.replicas_per_node(group)
-        return group.inside_bytes_per_s if inside else group.between_bytes_per_s
+    def _bubbles_gradient_s(self, group: NodeGroup) -> Floats:
+        if self.in_bubbles is None:  # not scheduled yet
+            return np.float64(0.0)
+        ranks = self.in_bubbles.gradient_ranks
+        link = self.parallel.link_bytes_per_s(group, ranks)
+        return whole_gradients_s(self.in_bubbles.gradient_bytes, ranks, link)
+
+
+def ring_seconds(parallel: Parallel, group: NodeGroup, token_bytes: float) -> tuple[float, float]:
+    """Seconds of a token in a ring of neighbouring replicas, and in one that crosses nodes, whose
+    keys and values are `token_bytes`."""
+    near = parallel.link_bytes_per_s(group, 2)
+    far = parallel.link_bytes_per_s(group, parallel.replicas)
+    ring = token_bytes * _RING_PASSES / parallel.tensor_ranks
+    return ring / near, ring / min(near, far)
 
 
 def decoding(profile: LayerProfile) -> NDArray[np.bool_]:

@@ -3,65 +3,53 @@
     every parallelism ─► stages ─► recomputation ─► topology, cost, memory ─► steps of the index
                          partition_  choose_          Replica                  compose_step, its
                          stages      recompute                                 evaluator
+                                                 └─► bubbles of the most promising: schedule_bubbles
 
 A candidate costs what the step planner, with the candidate's own seconds and bytes, makes of steps
 drawn from the index: so it is judged by balanced steps, and by the one evaluator. All are planned
 in one pass (`pack: balanced`), those near the best by strategy `full`, as training will be.
+
+Encoders in bubbles take a schedule of each candidate. Those are made in the order of what the
+candidate could reach if encoding cost nothing, until no other could still be better.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
 from dataservice.core.errors import PlanningError
-from dataservice.core.plan_options import PlanOptions
-from dataservice.core.topology import EncoderStage
-from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.layout.cluster import NodeGroup
-from dataservice.planning.layout.costs import LayerShares, Precision, analytic_profile
+from dataservice.planning.layout.bubble_replica import BubbleAsk
 from dataservice.planning.layout.cut_replica import CutTask
-from dataservice.planning.layout.measured_profile import measured_profile, require_measured
-from dataservice.planning.layout.microbatches import batch_work, microbatch_work
-from dataservice.planning.layout.model import ModelDescription
+from dataservice.planning.layout.microbatches import microbatch_work
 from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel, Replica
+from dataservice.planning.layout.search_bound import least_step_s
+from dataservice.planning.layout.search_shapes import (
+    MICROBATCH_TOKENS,
+    VIRTUAL_STAGES,
+    shape_words,
+    shapes,
+)
+from dataservice.planning.layout.step_planner import StepPlanner
+from dataservice.planning.layout.task import LayoutTask
 
-MICROBATCH_TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
-VIRTUAL_STAGES = (1, 2)
+__all__ = [
+    "MICROBATCH_TOKENS",
+    "VIRTUAL_STAGES",
+    "Candidate",
+    "Choice",
+    "Layout",
+    "LayoutTask",
+    "Progress",
+    "search_layout",
+]
+
 FINALISTS = 8
-ENCODER_STAGES: tuple[EncoderStage, ...] = ("first", "own", "spread")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutTask:
-    """What is asked: `model` on the GPUs of `group`, trained on steps such as `batches`; its layers
-    as they were `measured`, or else computed."""
-
-    model: ModelDescription
-    group: NodeGroup
-    batches: tuple[StepSamples, ...]
-    precision: Precision = field(default_factory=Precision)
-    measured: LayerProfile | None = None
-
-    def __post_init__(self) -> None:
-        if self.measured is not None:
-            require_measured(self.measured, self.model)
-        if not self.batches or not all(len(batch.lengths) for batch in self.batches):
-            raise PlanningError("a layout is made for steps; give one batch of samples at least")
-        names = [encoder.name for encoder in self.model.encoders]
-        if strange := [name for name in names if name not in ("vision", "audio")]:
-            raise PlanningError(
-                f"an encoder is called {strange[0]!r}; the index has lengths for vision and audio: "
-                "give it one of these names"
-            )
-        if self.model.generator:
-            raise PlanningError(
-                f"{self.model.name} has a generator, for whose work an index has no lengths: leave "
-                "it out here, and use allocate_modules with its load"
-            )
+# Bubble schedules that are made at most: each takes up to a second or two.
+SCHEDULES = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +87,16 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The best of the candidates, the others behind it, and what no layout goes below:
-    `lower_bound_s`, all work without recomputation spread over all GPUs."""
+    """The best of the candidates, the others behind it, and what no layout goes below,
+    `lower_bound_s`; why others cannot be, and how many with encoders in bubbles could not have
+    been better than one that was scheduled."""
 
     best: Candidate
     others: tuple[Candidate, ...]
     choices: tuple[Choice, ...]
     lower_bound_s: float
     refused: tuple[str, ...]
+    unscheduled: int = 0
 
     @property
     def gap(self) -> float:
@@ -121,31 +111,126 @@ Progress = Callable[[int, int, float], None]
 def search_layout(task: LayoutTask, *, progress: Progress | None = None) -> Layout:
     """The layout whose steps take least. Every combination of the sizes above that divides the GPUs
     is tried. Raises PlanningError where none fits, with what the nearest one lacks."""
-    shapes = list(_shapes(task))
-    planner = _StepPlanner(task)
-    found: list[Candidate] = []
-    refused: list[str] = []
-    profiles = {ranks: _profile(task, ranks) for ranks in _tensor_ranks(task)}
-    bound = min(_least_step_s(task, profile, ranks) for ranks, profile in profiles.items())
-    for done, (parallel, tokens) in enumerate(shapes):
-        profile = profiles[parallel.tensor_ranks]
+    return _Search(task, progress).layout()
+
+
+class _Search:
+    """One search: what was found so far, and why the rest cannot be."""
+
+    def __init__(self, task: LayoutTask, progress: Progress | None) -> None:
+        self._task, self._progress = task, progress
+        profile = cache(task.profile)
+        self._profiles = {ranks: profile(ranks) for ranks in task.tensor_ranks}
+        ask = BubbleAsk(
+            group=task.group,
+            profile=profile,
+            linkless=cache(partial(task.profile, linkless=True)),
+        )
+        self._planner = StepPlanner(task, ask)
+        self._found: list[Candidate] = []
+        self._refused: list[str] = []
+        self._unscheduled = self._done = self._total = 0
+
+    def layout(self) -> Layout:
+        """See `search_layout`."""
+        tried = list(shapes(self._task))
+        self._total = len(tried) + FINALISTS
+        waiting: list[Candidate] = []
+        for parallel, tokens in tried:
+            made = self._candidate(parallel, tokens)
+            if made is not None and parallel.encoder_stage == "bubbles":
+                waiting.append(made)
+            elif made is not None:
+                self._found.append(made)
+                self._tell()
+        self._schedule(sorted(waiting, key=lambda each: each.step_s))
+        ranked = self._ranked() if self._found else []
+        if not ranked or not np.isfinite(ranked[0].step_s):
+            raise _nothing_fits(self._task, self._profiles, self._refused)
+        best = ranked[0]
+        return Layout(
+            best=best,
+            others=tuple(ranked[1:]),
+            choices=tuple(_choices(self._planner, best, ranked)),
+            lower_bound_s=min(least_step_s(self._task, self._profiles), best.step_s),
+            refused=tuple(self._refused),
+            unscheduled=self._unscheduled,
+        )
+
+    def _tell(self, more: int = 1) -> None:
+        self._done += more
+        if self._progress is not None:
+            best_s = min((each.step_s for each in self._found), default=np.inf)
+            self._progress(self._done, self._total, best_s)
+
+    def _candidate(self, parallel: Parallel, tokens: int) -> Candidate | None:
+        """One shape, cut and priced; None where it cannot be, or is another one."""
         try:
-            found.append(_candidate(planner, profile, parallel, tokens))
+            cutting = self._cutting(parallel, tokens)
+            replica = cutting.cut()
+            if parallel.encoder_stage == "cut" and not replica.is_cut:
+                raise PlanningError("no stage ends inside an encoder: it is another place")
+            if parallel.encoder_stage == "bubbles":  # what it could reach: bubbles hide everything
+                replica = replace(replica, encoding_shown=0.0)
+            step_s = self._planner.rough_s(replica, tokens)
         except PlanningError as error:
-            refused.append(f"{_words(parallel, tokens)}: {error}")
-        if progress is not None:
-            progress(done + 1, len(shapes), min((each.step_s for each in found), default=np.inf))
-    ranked = _ranked(planner, found) if found else []
-    if not ranked or not np.isfinite(ranked[0].step_s):
-        raise _nothing_fits(task, profiles, refused)
-    best = ranked[0]
-    return Layout(
-        best=best,
-        others=tuple(ranked[1:]),
-        choices=tuple(_choices(planner, best, ranked)),
-        lower_bound_s=min(bound, best.step_s),
-        refused=tuple(refused),
-    )
+            self._refuse(parallel, tokens, error)
+            return None
+        return Candidate(cutting=cutting, replica=replica, microbatch_tokens=tokens, step_s=step_s)
+
+    def _refuse(self, parallel: Parallel, tokens: int, error: PlanningError) -> None:
+        self._refused.append(f"{shape_words(parallel, tokens)}: {error}")
+        self._tell()
+
+    def _cutting(self, parallel: Parallel, tokens: int) -> CutTask:
+        task = self._task
+        modules, decoder = task.model.module_names, task.model.decoder
+        filled = microbatch_work(task.batches[0], tokens, parallel.replicas, modules)
+        return CutTask(
+            profile=self._profiles[parallel.tensor_ranks],
+            parallel=parallel,
+            group=task.group,
+            work=filled.work,
+            batch_microbatches=filled.in_batch,
+            ring_token_bytes=task.ring_token_bytes,
+            row_bytes=decoder.hidden_size * task.precision.kept_bytes,
+            overlap_gradients=task.overlap_gradients,
+        )
+
+    def _schedule(self, waiting: Sequence[Candidate]) -> None:
+        """Schedules of bubbles, most promising first, until none can be better any more."""
+        best_s = np.inf
+        for number, each in enumerate(waiting):
+            if number >= SCHEDULES or each.step_s >= best_s:
+                self._unscheduled += 1
+                self._tell()
+                continue
+            parallel, tokens = each.replica.parallel, each.microbatch_tokens
+            try:
+                replica = self._planner.placed(each.replica, tokens)
+                step_s = self._planner.rough_s(replica, tokens)
+            except PlanningError as error:
+                self._refuse(parallel, tokens, error)
+                continue
+            self._found.append(replace(each, replica=replica, step_s=step_s))
+            best_s = min(best_s, step_s)
+            self._tell()
+
+    def _ranked(self) -> list[Candidate]:
+        """Fastest first: the finalists planned in full, behind them the others as they were."""
+        rough = sorted(self._found, key=lambda each: each.step_s)
+        finalists = set(range(min(FINALISTS, len(rough))))
+        for name in rough[0].choices:  # and the best of every other value, to be named beside it
+            values = [each.choices[name] for each in rough]
+            finalists |= {values.index(value) for value in set(values)}
+        self._total = self._done + len(finalists)
+        final = []
+        for k in sorted(finalists):
+            step_s = self._planner.full_s(rough[k].replica, rough[k].microbatch_tokens)
+            final.append(replace(rough[k], step_s=step_s))
+            self._tell()
+        final.sort(key=lambda each: each.step_s)
+        return final + [each for k, each in enumerate(rough) if k not in finalists]
 
 
 def _nothing_fits(
@@ -173,148 +258,15 @@ def _nothing_fits(
     return PlanningError(f"{head}. The last of {len(refused)} that were tried: {refused[-1]}")
 
 
-def _tensor_ranks(task: LayoutTask) -> list[int]:
-    """Powers of two inside a node that divide the GPUs."""
-    powers = (1 << k for k in range(task.group.gpus_per_node.bit_length()))
-    return [
-        ranks
-        for ranks in powers
-        if task.group.gpus_per_node % ranks == 0 and task.group.gpus % ranks == 0
-    ]
-
-
-def _shapes(task: LayoutTask) -> Iterator[tuple[Parallel, int]]:
-    """Every parallelism, with every size of a microbatch."""
-    layers, gpus = task.model.decoder.layers, task.group.gpus
-    longest = max(int(batch.lengths.llm_tokens.max()) for batch in task.batches)
-    stages = [p for p in range(1, layers + 1) if p & (p - 1) == 0 and gpus % p == 0]
-    places = ENCODER_STAGES if task.model.encoders else ENCODER_STAGES[:1]
-    for ranks, pipeline, virtual, place in product(
-        _tensor_ranks(task), stages, VIRTUAL_STAGES, places
-    ):
-        if gpus % (ranks * pipeline) or virtual * pipeline > layers:
-            continue
-        if pipeline == 1 and (virtual > 1 or place != "first"):
-            continue
-        if place == "own" and virtual > 1:
-            continue
-        parallel = Parallel(
-            tensor_ranks=ranks,
-            pipeline_stages=pipeline,
-            virtual_stages=virtual,
-            replicas=gpus // (ranks * pipeline),
-            encoder_stage=place,
-        )
-        for tokens in MICROBATCH_TOKENS:
-            if longest <= tokens * parallel.replicas:
-                yield parallel, tokens
-            if tokens >= longest:
-                break  # a larger one only fills the pipeline worse
-
-
-def _words(parallel: Parallel, tokens: int) -> str:
-    return (
-        f"TP {parallel.tensor_ranks}, PP {parallel.pipeline_stages}, {parallel.virtual_stages} "
-        f"virtual stages, encoders {parallel.encoder_stage}, {tokens:,} tokens a microbatch"
-    )
-
-
-def _profile(task: LayoutTask, ranks: int) -> LayerProfile:
-    if task.measured is not None:
-        return measured_profile(
-            task.measured, task.model, task.group, tensor_ranks=ranks, precision=task.precision
-        )
-    shares = LayerShares(tensor_ranks=ranks)
-    return analytic_profile(task.model, task.group, shares=shares, precision=task.precision)
-
-
-def _least_step_s(task: LayoutTask, profile: LayerProfile, ranks: int) -> float:
-    """All work of a batch, nothing recomputed, spread over all GPUs; mean over the batches."""
-    seconds = []
-    for batch in task.batches:
-        tokens, squares = batch_work(batch, task.model.module_names).columns(profile.modules)
-        both = (
-            pace.token_s * tokens + pace.square_s * squares
-            for pace in (profile.forward, profile.backward)
-        )
-        seconds.append(float(sum(each.sum() for each in both)))
-    return float(np.mean(seconds)) * ranks / task.group.gpus
-
-
-def _candidate(
-    planner: "_StepPlanner", profile: LayerProfile, parallel: Parallel, tokens: int
-) -> Candidate:
-    task = planner.task
-    decoder, precision = task.model.decoder, task.precision
-    filled = microbatch_work(task.batches[0], tokens, parallel.replicas, task.model.module_names)
-    cutting = CutTask(
-        profile=profile,
-        parallel=parallel,
-        group=task.group,
-        work=filled.work,
-        batch_microbatches=filled.in_batch,
-        ring_token_bytes=2.0 * decoder.key_width * decoder.layers * precision.kept_bytes,
-        row_bytes=decoder.hidden_size * precision.kept_bytes,
-    )
-    replica = cutting.cut()
-    step_s = planner.step_s(replica, tokens, one_pass=True)
-    return Candidate(cutting=cutting, replica=replica, microbatch_tokens=tokens, step_s=step_s)
-
-
-def _ranked(planner: "_StepPlanner", found: Sequence[Candidate]) -> list[Candidate]:
-    """Fastest first: the finalists planned in full, behind them the others as they were."""
-    rough = sorted(found, key=lambda each: each.step_s)
-    finalists = set(range(min(FINALISTS, len(rough))))
-    for name in rough[0].choices:  # and the best of every other value, to be named beside it
-        values = [each.choices[name] for each in rough]
-        finalists |= {values.index(value) for value in set(values)}
-    planned = [planner.in_full(rough[k]) for k in sorted(finalists)]
-    final = sorted(planned, key=lambda each: each.step_s)
-    return final + [each for k, each in enumerate(rough) if k not in finalists]
-
-
-@dataclass(frozen=True, slots=True)
-class _StepPlanner:
-    """Asks the step planner for the seconds of a replica's steps."""
-
-    task: LayoutTask
-
-    def step_s(self, replica: Replica, tokens: int, *, one_pass: bool = False) -> float:
-        """Mean seconds of the batches' steps. Raises PlanningError."""
-        group = self.task.group
-        topology = replica.topology(group)
-        options = PlanOptions(
-            memory_tokens=replica.held_tokens(group, tokens),
-            cost=replica.cost(group),
-            pack="balanced" if one_pass else None,
-            order="mmscale" if one_pass else None,
-        )
-        batches = self.task.batches
-        seconds = [
-            compose_step(batch, step=0, topology=topology, options=options).predicted_s
-            for batch in (batches[:1] if one_pass else batches)
-        ]
-        return float(np.mean(seconds))
-
-    def in_full(self, candidate: Candidate) -> Candidate:
-        """With the seconds of all batches, planned as in training; infinite where one of them has a
-        sample that does not fit."""
-        try:
-            step_s = self.step_s(candidate.replica, candidate.microbatch_tokens)
-        except PlanningError:
-            step_s = np.inf
-        return replace(candidate, step_s=step_s)
-
-
 def _choices(
-    planner: "_StepPlanner", best: Candidate, ranked: Sequence[Candidate]
+    planner: StepPlanner, best: Candidate, ranked: Sequence[Candidate]
 ) -> Iterator[Choice]:
     """Every decision beside the best that any other value of it reaches."""
     for name, chosen in best.choices.items():
         other = next((each for each in ranked if each.choices[name] != chosen), None)
         if other is not None:
             yield _choice(best, name, chosen, other.choices[name], other.step_s)
-    even = _tried(planner, best, lambda: best.cutting.cut(even=True))
+    even = _tried(planner, best, partial(best.cutting.cut, even=True))
     counts = np.diff(best.replica.bounds).tolist()
     yield _choice(best, "stage_entries", counts, "equally many", even)
     everywhere = replace(
@@ -326,10 +278,11 @@ def _choices(
     yield _choice(best, "recompute_entries", chosen_kinds, "full everywhere", full)
 
 
-def _tried(planner: "_StepPlanner", best: Candidate, make: Callable[[], Replica]) -> float:
+def _tried(planner: StepPlanner, best: Candidate, make: Callable[[], Replica]) -> float:
     """Seconds of the best candidate's steps with another replica; infinite where it has no room."""
+    tokens = best.microbatch_tokens
     try:
-        return planner.step_s(make(), best.microbatch_tokens)
+        return planner.full_s(planner.placed(make(), tokens), tokens)
     except PlanningError:
         return np.inf
 

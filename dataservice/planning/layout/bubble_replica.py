@@ -1,0 +1,248 @@
+"""Encoders of a replica in the bubbles of its backbone (Optimus), asked of `schedule_bubbles`.
+
+    the decoder's chunks     ──► BackboneTimes ─┐
+    profiles at every TP     ──► EncoderTimes  ─┼─► schedule_bubbles ─► encoding_shown, layers,
+    a step's mean microbatch ──► KernelTimes   ─┘                       gradients
+
+A bubble schedule takes microbatches to be equal: it is made for as many as the planned step has,
+each of them its mean. What its step takes longer than the same backbone alone, so scheduled, is
+what encoding costs. The step planner has encoders that are spread over all stages and take only
+that part of their seconds: unequal microbatches and items are priced as for any other layout.
+
+A layer is two kernels between its collectives: gathers and scatters take a quarter each of what its
+ranks exchange, and the halves of its compute are taken to be equal. Without tensor parallelism it
+is one kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.errors import PlanningError
+from dataservice.planning.layout.bubble_inputs import (
+    BackboneTimes,
+    EncoderPlan,
+    EncoderTimes,
+    KernelTimes,
+    even_bounds,
+)
+from dataservice.planning.layout.bubbles import BubbleSchedule, schedule_bubbles
+from dataservice.planning.layout.cluster import NodeGroup
+from dataservice.planning.layout.gradients import whole_gradients_s
+from dataservice.planning.layout.profile import (
+    RECOMPUTE,
+    Floats,
+    LayerProfile,
+    LayerWork,
+    Recompute,
+)
+from dataservice.planning.layout.replica import DECODER, InBubbles, Replica, decoding
+
+# A schedule of more, of which each is a small part of the step, takes long and gains little.
+MOST_MICROBATCHES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BubbleAsk:
+    """The GPUs, and profiles of the whole model over every number of tensor-parallel ranks: as they
+    are, and without the seconds of what ranks exchange."""
+
+    group: NodeGroup
+    profile: Callable[[int], LayerProfile]
+    linkless: Callable[[int], LayerProfile]
+
+
+def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: int) -> Replica:
+    """The replica with its encoders in bubbles, of a step of so many microbatches of `mean` work.
+    Raises PlanningError where there are too many, and where encoders have no room."""
+    if microbatches > MOST_MICROBATCHES:
+        raise PlanningError(
+            f"a replica has {microbatches} microbatches, and bubbles are filled for up to "
+            f"{MOST_MICROBATCHES}: use larger ones"
+        )
+    backbone = _backbone(replica, ask, mean, microbatches)
+    memory_bytes = ask.group.device.memory_bytes
+    made = None
+    for recompute in ("none", "full"):
+        try:
+            encoders = _encoders(replica, ask, mean, recompute)
+            made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
+            break
+        except PlanningError:
+            if recompute == "full":
+                raise
+    assert made is not None
+    gradient_bytes, ranks = _gradients(replica, ask, made.plan)
+    return replace(
+        replica,
+        encoding_shown=_shown(replica, ask, mean, microbatches, made),
+        in_bubbles=InBubbles(
+            schedule=made,
+            microbatches=microbatches,
+            layers={name: names for name, (names, _) in _modules(replica.profile).items()},
+            gradient_bytes=gradient_bytes,
+            gradient_ranks=ranks,
+        ),
+    )
+
+
+def _modules(profile: LayerProfile) -> dict[str, tuple[tuple[str, ...], NDArray[np.bool_]]]:
+    """Every module's entries, by name and as bool[entries], the backbone's last."""
+    found = {}
+    for module in dict.fromkeys(profile.modules):
+        mine = np.array([each == module for each in profile.modules])
+        names = tuple(name for name, ours in zip(profile.names, mine, strict=True) if ours)
+        found["backbone" if module == DECODER else module] = names, mine
+    return found
+
+
+def _backbone(
+    replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: int
+) -> BackboneTimes:
+    parallel, profile = replica.parallel, replica.profile
+    first = int(replica.bounds[0])
+    passes = _passes(ask, parallel.tensor_ranks, mean, replica.recompute.choice)
+    states = profile.state_bytes * (profile.optimizer_bytes > 0)
+    link = parallel.link_bytes_per_s(ask.group, parallel.replicas)
+    scatter_s, gather_s = (
+        _fullest(replica, whole_gradients_s(each, parallel.replicas, link))
+        for each in (profile.gradient_bytes, states - profile.gradient_bytes)
+    )
+    return BackboneTimes(
+        forward=passes.forward.kernels(slice(first, None)),
+        backward=passes.backward.kernels(slice(first, None)),
+        microbatches=microbatches,
+        pipeline_parallel=parallel.pipeline_stages,
+        virtual_stages=parallel.virtual_stages,
+        tensor_parallel=parallel.tensor_ranks,
+        gather_s=gather_s,
+        scatter_s=scatter_s,
+        held_bytes=np.maximum(replica.recompute.peak_bytes - replica.encoder_fixed_bytes, 0.0),
+        bounds=replica.bounds - first,
+    )
+
+
+def _fullest(replica: Replica, seconds: Floats) -> float:
+    """Of the stage whose layers take most: of `seconds` float64[entries]."""
+    first, parallel = int(replica.bounds[0]), replica.parallel
+    chunks = np.add.reduceat(seconds[first:], replica.bounds[:-1] - first)
+    return float(chunks.reshape(-1, parallel.pipeline_stages).sum(axis=0).max())
+
+
+def _encoders(
+    replica: Replica, ask: BubbleAsk, mean: LayerWork, recompute: Recompute
+) -> list[EncoderTimes]:
+    """Every encoder at every degree that divides the backbone's."""
+    parallel, whole = replica.parallel, ask.profile(1)
+    degrees = _powers(parallel.tensor_ranks)
+    choice = np.full(len(whole.names), RECOMPUTE.index(recompute), np.int8)
+    passes = {degree: _passes(ask, degree, mean, choice) for degree in degrees}
+    handed = whole.handed_on_bytes(mean)[0]
+    link = ask.group.link_bytes_per_s(parallel.ranks_per_replica)
+    found = []
+    for name, (_, mine) in _modules(whole).items():
+        if name == "backbone":
+            continue
+        backward = {degree: each.backward.kernels(mine) for degree, each in passes.items()}
+        trains = any(times.seconds.any() for times in backward.values())
+        found.append(
+            EncoderTimes(
+                name=name,
+                forward={degree: each.forward.kernels(mine) for degree, each in passes.items()},
+                backward=backward if trains else None,
+                layer_bytes=(whole.state_bytes + whole.optimizer_bytes / parallel.replicas)[mine],
+                activation_bytes=whole.kept_bytes(mean, recompute)[0][mine],
+                transfer_s=float(handed[mine].max()) / parallel.tensor_ranks / link,
+            )
+        )
+    return found
+
+
+def _powers(ranks: int) -> list[int]:
+    """Powers of two up to `ranks`, which is one."""
+    return [1 << k for k in range(ranks.bit_length())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One direction: seconds of compute and of what ranks exchange, float64[entries]."""
+
+    compute_s: Floats
+    links_s: Floats
+
+    def kernels(self, entries: slice | NDArray[np.bool_]) -> KernelTimes:
+        """Of these entries, one row each."""
+        compute, links = self.compute_s[entries], self.links_s[entries]
+        if not self.links_s.any():
+            return KernelTimes(seconds=compute[:, None], communicates=np.array([False]))
+        row = [links / 4, compute / 2, links / 2, compute / 2, links / 4]
+        kinds = np.array([True, False, True, False, True])
+        return KernelTimes(seconds=np.stack(row, axis=1), communicates=kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    forward: _Pass
+    backward: _Pass
+
+
+def _passes(ask: BubbleAsk, ranks: int, mean: LayerWork, choice: NDArray[np.int8]) -> _Passes:
+    """Both directions of every entry, recomputed as `choice` int8[entries] says."""
+    both = [_both_s(profile, mean, choice) for profile in (ask.profile(ranks), ask.linkless(ranks))]
+    (forward, backward), (bare_forward, bare_backward) = both
+    return _Passes(
+        forward=_Pass(bare_forward, forward - bare_forward),
+        backward=_Pass(bare_backward, backward - bare_backward),
+    )
+
+
+def _both_s(
+    profile: LayerProfile, mean: LayerWork, choice: NDArray[np.int8]
+) -> tuple[Floats, Floats]:
+    forward, backward = profile.seconds(mean)
+    added = np.choose(choice, [profile.added_s(mean, kind)[0] for kind in RECOMPUTE])
+    return forward[0], backward[0] + added
+
+
+def _shown(
+    replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: int, made: BubbleSchedule
+) -> float:
+    """What encoding adds to the step, as a part of what it takes spread over all stages."""
+    cost = replace(replica, encoding_shown=1.0).cost(ask.group)
+    encoding_s = 0.0
+    for name, phase in (("vision", cost.vision), ("audio", cost.audio)):
+        if name in mean.tokens:
+            encoding_s += (
+                phase.linear_s_per_token * float(mean.tokens[name][0])
+                + phase.quadratic_s_per_token2 * float(mean.squares[name][0])
+                + phase.batch_s
+            )
+    spread_s = encoding_s * microbatches / replica.parallel.pipeline_stages
+    return (made.before_s + made.after_s) / spread_s if spread_s > 0 else 0.0
+
+
+def _gradients(replica: Replica, ask: BubbleAsk, plan: EncoderPlan) -> tuple[float, int]:
+    """Weights and gradients of encoders on the GPU that has most of them, and the ranks over which
+    they are summed."""
+    profile = ask.profile(plan.tensor_parallel)
+    trained = profile.state_bytes * (profile.optimizer_bytes > 0)
+    hops = np.zeros(plan.pipeline_parallel)
+    for name, (_, mine) in _modules(profile).items():
+        if name != "backbone":
+            bounds = even_bounds(int(mine.sum()), plan.pipeline_parallel)
+            hops += np.add.reduceat(trained[mine], bounds[:-1])
+    return float(hops.max()), replica.parallel.replicas * plan.pipelines
+
+
+def least_encoder_bytes(
+    profile: LayerProfile, work: LayerWork, *, stages: int, replicas: int
+) -> float:
+    """Room that encoders in bubbles need on a GPU at least, or nearly so: states over all stages,
+    and what two microbatches keep, every layer recomputed."""
+    encodes = ~decoding(profile)
+    states = (profile.state_bytes + profile.optimizer_bytes / replicas)[encodes]
+    kept = profile.kept_bytes(work, "full")[:, encodes].sum(axis=1).mean()
+    share = max(float(states.sum()) / stages, float(states.max(initial=0.0)))
+    return share + 2.0 * float(kept)
