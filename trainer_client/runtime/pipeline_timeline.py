@@ -69,10 +69,15 @@ class Timeline:
         return self.end_s[..., 1] - self.start_s[..., 1]
 
     @property
+    def encoder_s(self) -> dict[tuple[int, EncoderAction], float]:
+        """Seconds of each encoder action of each stage."""
+        return {(span.stage, span.action): span.end_s - span.start_s for span in self.encoders}
+
+    @property
     def bubble_fraction(self) -> float:
         """Fraction of the stages' time in which they ran nothing."""
         busy_s = float(self.forward_s.sum() + self.backward_s.sum())
-        busy_s += sum(span.end_s - span.start_s for span in self.encoders)
+        busy_s += sum(self.encoder_s.values())
         whole_s = self.stages * self.makespan_s
         return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
 
