@@ -17,7 +17,13 @@ from torch.nn import functional
 
 from demo.model import AudioEncoder, Block, DemoModel, VisionEncoder, run_layers
 from trainer_client import Microbatch, ModalityBatch
-from trainer_client.runtime import Features, PackedAttention, PipelineMesh, StageLayout
+from trainer_client.runtime import (
+    Features,
+    PackedAttention,
+    PipelineMesh,
+    StageLayout,
+    sum_of_stages,
+)
 
 
 def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
@@ -124,13 +130,7 @@ class LaterChunk(nn.Module):
 
 def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
     """Add up the gradients of the embedding's two uses, on the stages that hold it. Call it after
-    `run_pipeline_step`. Collective over the stages of a replica."""
+    `run_pipeline_step`."""
     ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
-    held = [chunk.tokens.weight for chunk in ours if chunk.tokens is not None]
-    some = next(ours[0].parameters())
-    grad = some.new_zeros(ours[0].config.vocabulary, ours[0].config.width)
-    if held and held[0].grad is not None:
-        grad += held[0].grad
-    mesh.row.post_sum(grad, action="summing the tied embedding's gradient").wait()
-    if held:
-        held[0].grad = grad
+    for held in {chunk.tokens.weight for chunk in ours if chunk.tokens is not None}:
+        sum_of_stages(held, mesh)

@@ -18,7 +18,11 @@ from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
-from trainer_client.runtime.pipeline_parallel import PipelineResult, run_pipeline_step
+from trainer_client.runtime.pipeline_parallel import (
+    PipelineResult,
+    run_pipeline_step,
+    sum_of_stages,
+)
 from trainer_client.runtime.pipeline_schedule import (
     Action,
     PipelineSchedule,
@@ -85,5 +89,6 @@ __all__ = [
     "simulate",
     "spread_encoders",
     "sum_gradients",
+    "sum_of_stages",
     "token_weighted_loss",
 ]

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.bubble_schedule import (
@@ -88,7 +88,8 @@ def run_pipeline_step(
         ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain.
     upcoming: the next step's shard where it has arrived; see ``run_step``.
 
-    Weights that several stages share (a tied embedding) are the caller's to add up.
+    Weights that several stages share are the caller's to add up: a tied embedding by
+    ``sum_of_stages``.
 
     Raises PlanMismatchError, PeerError, LayoutError, NotFetched. Collective over all ranks.
     """
@@ -134,6 +135,17 @@ def _reductions_of(chunks: Sequence[Module], everyone: PeerGroup) -> list[Gradie
     if any(isinstance(chunk, FSDPModule) for chunk in chunks):
         return [reduction_of(chunk, everyone) for chunk in chunks]
     return [reduction_of(ModuleList(chunks), everyone)] * len(chunks)
+
+
+def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
+    """Add up the gradients of a weight that the first and the last stage hold, such as a tied
+    embedding. Call it on both, after ``run_pipeline_step``; collective over the two."""
+    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if mesh.stages > 1:
+        with mesh.naming_stages():
+            ends = mesh.channel("tied", 0, mesh.stages - 1)
+            ends.post_sum(grad, action="summing a tied weight's gradient").wait()
+    weight.grad = grad
 
 
 def _plain_schedule(
