@@ -5,6 +5,7 @@
 
 Chunks share the whole model's own modules. Its output head is its embedding, so the first and the
 last stage each compute a part of that weight's gradient; `sum_tied_gradient` adds the parts.
+`DemoEncoders` are for schedules in which encoders run by themselves, on any stage.
 """
 
 import itertools
@@ -15,8 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demo.model import AudioEncoder, Block, DemoModel, VisionEncoder, run_layers
-from trainer_client import Microbatch
-from trainer_client.runtime import Features, PackedAttention, PipelineMesh, StageLayout
+from trainer_client import Microbatch, ModalityBatch
+from trainer_client.runtime import (
+    Features,
+    PackedAttention,
+    PipelineMesh,
+    StageLayout,
+    sum_of_stages,
+)
 
 
 def cut_model(model: DemoModel, chunks: int) -> list[nn.Module]:
@@ -65,6 +72,44 @@ class FirstChunk(DemoModel):
         return run_layers(self.layers, x, microbatch.position_ids, attention)
 
 
+class DemoEncoders(nn.Module):
+    """Both encoders, layer by layer: `LayeredEncoders` of the runtime."""
+
+    modalities = ("vision", "audio")
+
+    def __init__(self, model: DemoModel) -> None:
+        super().__init__()
+        self.encoders, self.config = model.encoders, model.config
+        self.encoder_trains = model.encoder_trains
+
+    def layers(self, modality: str) -> int:
+        """Blocks of an encoder."""
+        return len(self._encoder(modality).blocks)
+
+    def run_layer(
+        self, modality: str, batch: ModalityBatch, layer: int, hidden: Tensor | None
+    ) -> Tensor:
+        """One block; the first also embeds the items, the last makes feature rows."""
+        encoder = self._encoder(modality)
+        angles, spans = encoder.places(batch.items)
+        x = encoder.rows(batch.items) if hidden is None else hidden
+        x = encoder.blocks[layer](x, angles, spans)
+        return x if layer + 1 < len(encoder.blocks) else encoder.merged(x, spans)
+
+    def shape_of(self, modality: str, batch: ModalityBatch, layer: int) -> tuple[int, int]:
+        """Of a block's rows; behind the last, of feature rows, which the plan counts."""
+        encoder = self._encoder(modality)
+        if layer + 1 == len(encoder.blocks):
+            return len(batch.exchange.send_rows), self.config.width
+        _, spans = encoder.places(batch.items)
+        return sum(count * length for count, length in spans), self.config.encoder_width
+
+    def _encoder(self, modality: str) -> VisionEncoder | AudioEncoder:
+        encoder = self.encoders[modality]
+        assert isinstance(encoder, VisionEncoder | AudioEncoder)
+        return encoder
+
+
 class LaterChunk(nn.Module):
     """Some layers; the last chunk also has norm and head."""
 
@@ -85,13 +130,7 @@ class LaterChunk(nn.Module):
 
 def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
     """Add up the gradients of the embedding's two uses, on the stages that hold it. Call it after
-    `run_pipeline_step`. Collective over the stages of a replica."""
+    `run_pipeline_step`."""
     ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
-    held = [chunk.tokens.weight for chunk in ours if chunk.tokens is not None]
-    some = next(ours[0].parameters())
-    grad = some.new_zeros(ours[0].config.vocabulary, ours[0].config.width)
-    if held and held[0].grad is not None:
-        grad += held[0].grad
-    mesh.row.post_sum(grad, action="summing the tied embedding's gradient").wait()
-    if held:
-        held[0].grad = grad
+    for held in {chunk.tokens.weight for chunk in ours if chunk.tokens is not None}:
+        sum_of_stages(held, mesh)

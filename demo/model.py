@@ -248,23 +248,38 @@ class VisionEncoder(nn.Module):
 
         Raises ValueError when a side is not a multiple of 28.
         """
+        x, (angles, spans) = self.rows(items), self.places(items)
+        for block in self.blocks:
+            x = block(x, angles, spans)
+        return self.merged(x, spans)
+
+    def rows(self, items: Sequence[Tensor]) -> Tensor:
+        """Embedded patches: [Σ ⌈frames/2⌉ · height/14 · width/14, width]."""
         dtype = self.embed.weight.dtype
-        patches, places, spans = [], [], []
-        for pixels in items:
-            rows, (t, h, w) = patchify(
+        patches = [
+            patchify(
                 normalize_pixels(pixels, PIXEL_MEAN, PIXEL_STD, dtype),
                 patch=PATCH,
                 temporal_patch=TEMPORAL_PATCH,
                 merge=MERGE,
-            )
-            patches.append(self.embed(rows))
-            places.append(patch_places(h, w).repeat(t, 1))
-            spans.append((t, h * w))
-        x = torch.cat(patches)
-        angles = rotary_angles(torch.cat(places).to(x.device), self.head_dim, dtype)
-        for block in self.blocks:
-            x = block(x, angles, spans)
-        # [patches, width] → [LLM tokens, merge² · width]: neighbours are adjacent rows
+            )[0]
+            for pixels in items
+        ]
+        return torch.cat([self.embed(rows) for rows in patches])
+
+    def places(self, items: Sequence[Tensor]) -> tuple[Angles, list[Span]]:
+        """Where the patches of items lie, and which see one another."""
+        grids = [
+            (-(-frames // TEMPORAL_PATCH), height // PATCH, width // PATCH)
+            for frames, height, width, _ in (item.shape for item in items)
+        ]
+        places = torch.cat([patch_places(h, w).repeat(t, 1) for t, h, w in grids])
+        weight = self.embed.weight
+        angles = rotary_angles(places.to(weight.device), self.head_dim, weight.dtype)
+        return angles, [(t, h * w) for t, h, w in grids]
+
+    def merged(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
+        """[patches, width] to [LLM tokens, decoder width]: neighbours are adjacent rows."""
         merged: Tensor = self.merge(self.norm(x).reshape(-1, MERGE**2 * x.shape[1]))
         return merged
 
@@ -291,15 +306,30 @@ class AudioEncoder(nn.Module):
 
     def forward(self, items: Sequence[Tensor]) -> Tensor:
         """float32 [samples] at 16 kHz each to [Σ ((samples/160 − 1) // 2 + 1) // pool, width]."""
-        dtype = self.project.weight.dtype
-        stems = [self.stem(log_mel(audio, n_mels=MEL_BINS).to(dtype)[None])[0].T for audio in items]
-        lengths = [len(stem) for stem in stems]
-        places = torch.cat([torch.arange(length, device=stems[0].device) for length in lengths])
-        angles = rotary_angles(places[:, None], self.head_dim, dtype)
-        x = torch.cat(stems)
+        x, (angles, spans) = self.rows(items), self.places(items)
         for block in self.blocks:
-            x = block(x, angles, [(1, length) for length in lengths])
-        # Remaining rows that do not fill a pool are dropped, as average pooling does.
+            x = block(x, angles, spans)
+        return self.merged(x, spans)
+
+    def rows(self, items: Sequence[Tensor]) -> Tensor:
+        """What the stem gives: [Σ rows, width]."""
+        dtype = self.project.weight.dtype
+        mels = [log_mel(audio, n_mels=MEL_BINS).to(dtype)[None] for audio in items]
+        return torch.cat([self.stem(mel)[0].T for mel in mels])
+
+    def places(self, items: Sequence[Tensor]) -> tuple[Angles, list[Span]]:
+        """Where the rows of items lie, and which see one another."""
+        frames = [len(audio) // (ROW_SAMPLES // 2) for audio in items]
+        lengths = [max(1, (count - 1) // 2 + 1) for count in frames]
+        weight = self.project.weight
+        places = torch.cat([torch.arange(length, device=weight.device) for length in lengths])
+        angles = rotary_angles(places[:, None], self.head_dim, weight.dtype)
+        return angles, [(1, length) for length in lengths]
+
+    def merged(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
+        """[rows, width] to [LLM tokens, decoder width]. Remaining rows that do not fill a pool are
+        dropped, as average pooling does."""
+        lengths = [length for _, length in spans]
         pooled = [
             rows[: length // self.pool * self.pool].unflatten(0, (-1, self.pool)).mean(1)
             for rows, length in zip(self.norm(x).split(lengths), lengths, strict=True)

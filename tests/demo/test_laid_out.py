@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from demo.chunks import lay_out_model, sum_tied_gradient
+from demo.chunks import DemoEncoders, lay_out_model, sum_tied_gradient
 from demo.model import DemoModel, ModelConfig
 from tests.demo.scripted_steps import (
     ONE_REPLICA,
@@ -35,6 +35,13 @@ BOUNDS = {
     (3, 1, 1): (0, 6, 7, 8),
     (4, 1, 1): (0, 3, 5, 6, 8),
 }
+# Encoders spread over all stages: bounds of the decoder's layers alone.
+SPREAD = {
+    (2, 1, 2): (0, 2, 5),
+    (2, 2, 2): (0, 1, 2, 4, 5),
+    (4, 1, 1): (0, 2, 3, 4, 5),
+}
+CASES = [*((case, "own or first") for case in BOUNDS), *((case, "spread") for case in SPREAD)]
 
 
 def make_model():
@@ -42,29 +49,44 @@ def make_model():
     return DemoModel(CONFIG).double()
 
 
-def train_case(rank, case):
+def laid_out(case, place):
+    if place != "spread":
+        return StageLayout(modules=MODULES, bounds=BOUNDS[case], recompute=MIXED)
+    modules, recompute = MODULES[3:], MIXED[3:]
+    bounds = SPREAD[case]
+    return StageLayout(modules=modules, bounds=bounds, recompute=recompute, encoder_stage=place)
+
+
+def train_case(rank, case, place):
     stages, virtual_stages, replicas = case
     samples = scripted_samples()
     packs, encodes = (TWO_REPLICAS, [1, 1, 0, 0, 1, 1]) if replicas == 2 else (ONE_REPLICA, [0] * 6)
     model = make_model()
-    layout = StageLayout(modules=MODULES, bounds=BOUNDS[case], recompute=MIXED)
+    layout = laid_out(case, place)
+    spread = place == "spread"
     with PipelineMesh(
         stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
-        timeout_s=60, lane=str(case),
+        timeout_s=60, lane=f"{case} {place}",
     ) as mesh:  # fmt: skip
         chunks = lay_out_model(model, layout)[mesh.stage :: stages]
         shard = shard_of(step_plan(samples, packs, encodes), samples, mesh.replica)
         hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
-        result = run_pipeline_step(chunks, shard, mesh, hidden)
+        encoders = DemoEncoders(model) if spread else None
+        result = run_pipeline_step(chunks, shard, mesh, hidden, encoders=encoders)
         sum_tied_gradient(chunks, mesh)
-    mine = {id(weight) for chunk in chunks for weight in chunk.parameters()}
+    held = [*chunks, *([encoders] if spread else [])]
+    mine = {id(weight) for part in held for weight in part.parameters()}
     grads = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
     return {"loss": result.loss, "grads": grads}
 
 
 def every_case(rank, size):
     torch.set_num_threads(1)
-    return {case: train_case(rank, case) for case in BOUNDS if rank < case[0] * case[2]}
+    return {
+        (case, place): train_case(rank, case, place)
+        for case, place in CASES
+        if rank < case[0] * case[2]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +94,11 @@ def trained(tmp_path_factory):
     return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
 
 
-@pytest.mark.parametrize("case", BOUNDS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case):
     whole = make_model()
     loss = plain_loop(whole, scripted_samples())
+    assert sum(case in answer for answer in trained.values()) == case[0][0] * case[0][2]
     expected = {name: weight.grad for name, weight in whole.named_parameters()}
     seen = set()
     for answer in trained.values():

@@ -1,6 +1,9 @@
 """The runtime inside a rank: trains a rank shard, with the gradients of the unbalanced run."""
 
 from trainer_client.notices import SlowAttention
+from trainer_client.runtime.bubble_schedule import BubbleSchedule, EncoderAction, spread_encoders
+from trainer_client.runtime.bubble_text import read_bubbles
+from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.exchange import exchange_features, scatter_rows
 from trainer_client.runtime.faults import (
     GroupFormationError,
@@ -16,19 +19,19 @@ from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
 from trainer_client.runtime.pipeline_parallel import (
-    HiddenStates,
-    LaterChunk,
     PipelineResult,
     run_pipeline_step,
+    sum_of_stages,
 )
 from trainer_client.runtime.pipeline_schedule import (
     Action,
     PipelineSchedule,
     one_forward_one_backward,
 )
-from trainer_client.runtime.pipeline_timeline import Timeline, gantt
+from trainer_client.runtime.pipeline_stage import HiddenStates, LaterChunk
+from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline, gantt, simulate
 from trainer_client.runtime.ring_attention import PackedAttention, ring_attention
-from trainer_client.runtime.stage_layout import Recompute, StageLayout, recomputed
+from trainer_client.runtime.stage_layout import EncoderStage, Recompute, StageLayout, recomputed
 from trainer_client.runtime.step import (
     Features,
     MultimodalModel,
@@ -41,6 +44,10 @@ from trainer_client.runtime.step import (
 
 __all__ = [
     "Action",
+    "BubbleSchedule",
+    "EncoderAction",
+    "EncoderSpan",
+    "EncoderStage",
     "Features",
     "FsdpReduction",
     "GradientReduction",
@@ -49,6 +56,7 @@ __all__ = [
     "GroupPoolError",
     "HiddenStates",
     "LaterChunk",
+    "LayeredEncoders",
     "LayoutError",
     "MultimodalModel",
     "PackedAttention",
@@ -72,11 +80,15 @@ __all__ = [
     "global_loss_tokens",
     "one_forward_one_backward",
     "place_in_mesh",
+    "read_bubbles",
     "recomputed",
     "ring_attention",
     "run_pipeline_step",
     "run_step",
     "scatter_rows",
+    "simulate",
+    "spread_encoders",
     "sum_gradients",
+    "sum_of_stages",
     "token_weighted_loss",
 ]

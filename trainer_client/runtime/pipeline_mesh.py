@@ -32,6 +32,7 @@ each has its own communicator and stream, so messages that cross cannot block on
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -66,6 +67,7 @@ class PipelineMesh:
     ----------
     stages, tensor_ranks: pipeline and tensor parallel sizes, as in the job's topology.
     virtual_stages: model chunks a stage, for interleaved 1F1B.
+    encoder_stage: as in the job's topology; where encoders are "spread", all stages read inputs.
     rank, world_size: from ``torch.distributed`` when not given.
     max_groups, timeout_s: of ``groups``, the column's pool; see ``GroupPool``.
     lane: a name that keeps meshes of one job apart.
@@ -83,6 +85,7 @@ class PipelineMesh:
         stages: int,
         virtual_stages: int = 1,
         tensor_ranks: int = 1,
+        encoder_stage: str = "first",
         rank: int | None = None,
         world_size: int | None = None,
         max_groups: int = 64,
@@ -116,20 +119,23 @@ class PipelineMesh:
         if world > 1 and ready:
             store = _OneClient("rows", dist.distributed_c10d._get_default_store())
             self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
-        self._pools = self._make_rows(store, timeout_s, lane)
+        self._encodes = encoder_stage == "spread" or self.stage == 0
+        self._open_row = partial(self._row, store, timeout_s, lane)
+        self._pools: dict[str, GroupPool] = {}
         with self.naming_ranks(), self.naming_stages():
-            self.row: PeerGroup = self._pools[FORWARD].everyone
+            self.row: PeerGroup = self._pool(FORWARD).everyone
             for kind, sender, receiver in self._channels():
                 self.channel(kind, sender, receiver)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What this stage reads of its microbatches: ``ShardDataset(..., parts=mesh.parts)``."""
-        return ("inputs",) * (self.stage == 0) + ("labels",) * (self.stage == self.stages - 1)
+        return ("inputs",) * self._encodes + ("labels",) * (self.stage == self.stages - 1)
 
     def channel(self, kind: str, sender: int, receiver: int) -> PeerGroup:
-        """The group of two that carries one kind of message one way; the sender is first."""
-        return self._pools[kind].get((sender, receiver))
+        """The group of two that carries one kind of message one way; the sender is first. Its first
+        use is collective over both."""
+        return self._pool(kind).get((sender, receiver))
 
     def rank_at(self, replica: int, stage: int) -> int:
         """The rank at this replica and stage that has this rank's tensor rank."""
@@ -180,17 +186,20 @@ class PipelineMesh:
         replica, stage, _ = place_in_mesh(rank, stages=self.stages, tensor_ranks=self.tensor_ranks)
         return f"rank {rank} (replica {replica}, stage {stage})"
 
-    def _make_rows(self, store: Store | None, timeout_s: float, lane: str) -> dict[str, GroupPool]:
-        return {
-            kind: GroupPool(
-                timeout_s=timeout_s,
-                store=store,
-                replica=self.stage,
-                replicas=self.stages,
-                lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
-            )
-            for kind in (FORWARD, BACKWARD)
-        }
+    def _pool(self, kind: str) -> GroupPool:
+        """Groups of stages of this replica that carry one kind of message."""
+        if kind not in self._pools:
+            self._pools[kind] = self._open_row(kind)
+        return self._pools[kind]
+
+    def _row(self, store: Store | None, timeout_s: float, lane: str, kind: str) -> GroupPool:
+        return GroupPool(
+            timeout_s=timeout_s,
+            store=store,
+            replica=self.stage,
+            replicas=self.stages,
+            lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
+        )
 
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""

@@ -1,74 +1,50 @@
 """Trains one optimizer step of one pipeline stage, as its rank shard and the schedule say.
 
-Microbatches have different shapes, which the plan knows, and come in the plan's order. The
-first chunk encodes, exchanges features and embeds; each chunk hands hidden states [local
-tokens, width] to the next; the last one gives logits and takes the loss. Gradients add up over
-microbatches and are summed over replicas at the end.
+All ranks compare plans, each stage walks through its actions (``pipeline_stage.py``), gradients add
+up over microbatches and are summed over replicas at the end; then the stages of a replica share
+the loss and when each action ran.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_client.runtime.clock import OTHER, Clock, phase_clock, start_clock, switch_phase
+from trainer_client.runtime.bubble_schedule import (
+    BubbleSchedule,
+    EncoderAction,
+    spread_encoders,
+)
+from trainer_client.runtime.clock import phase_clock
+from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
-from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import LossTokens, microbatch_loss, step_loss_tokens
-from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.runtime.loss import (
+    step_loss_tokens,
+    sum_gradients,
+)
+from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.phases import (
     BUBBLE,
     END,
     GRADIENTS,
     START,
-    pack_place,
     seconds_by_phase,
 )
-from trainer_client.runtime.pipeline_mesh import PipelineMesh, StageLinks, empty_message
+from trainer_client.runtime.pipeline_mesh import PipelineMesh
 from trainer_client.runtime.pipeline_schedule import (
-    FORWARD,
-    Action,
     PipelineSchedule,
     one_forward_one_backward,
 )
-from trainer_client.runtime.pipeline_timeline import Timeline
-from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import MultimodalModel, forward_microbatch
-from trainer_client.shard import Microbatch, Shard
-
-CPU = torch.device("cpu")
-
-
-class LaterChunk(Protocol):
-    """The interface of every model chunk after the first; each is a ``torch.nn.Module``.
-
-    The first chunk is a ``MultimodalModel`` whose ``decode`` returns hidden states.
-    """
-
-    def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
-        """Hidden states [rows, width] through this chunk's layers; of the last chunk, logits
-        [rows, vocabulary]. There is at least one row. Of the microbatch's tensors only
-        ``position_ids`` can be relied on."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HiddenStates:
-    """What travels between stages: [local tokens, ``width``] of one type, on one device."""
-
-    width: int
-    dtype: torch.dtype
-    device: torch.device = CPU
+from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
+from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline
+from trainer_client.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +70,8 @@ def run_pipeline_step(
     mesh: PipelineMesh,
     hidden: HiddenStates,
     *,
-    schedule: PipelineSchedule | None = None,
+    schedule: PipelineSchedule | BubbleSchedule | None = None,
+    encoders: LayeredEncoders | None = None,
     upcoming: Shard | None = None,
 ) -> PipelineResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
@@ -106,29 +83,36 @@ def run_pipeline_step(
         hold several microbatches at a time, and plain chunks are summed as it would.
     shard: needs ``parts`` "inputs" on the first stage and "labels" on the last.
     schedule: interleaved 1F1B when not given; the same on every rank.
+    encoders: where encoders run by themselves on all stages, as a ``BubbleSchedule`` places them,
+        or else before the pipeline fills and after it drains. Every stage has all of them, needs
+        ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain.
     upcoming: the next step's shard where it has arrived; see ``run_step``.
 
-    Weights that several stages share (a tied embedding) are the caller's to add up.
+    Weights that several stages share are the caller's to add up: a tied embedding by
+    ``sum_of_stages``.
 
     Raises PlanMismatchError, PeerError, LayoutError, NotFetched. Collective over all ranks.
     """
     started = time.perf_counter()
-    schedule = schedule or one_forward_one_backward(
-        mesh.stages, mesh.virtual_stages, len(shard.microbatches)
-    )
-    _check_arguments(chunks, shard, mesh, schedule)
+    schedule = schedule or _plain_schedule(shard, mesh, encoders)
+    _check_arguments(chunks, shard, mesh, schedule, encoders)
     lost = mesh.groups.naming_lost("a step")
     with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
         everyone = mesh.groups.everyone
-        reductions = _reductions_of(chunks, everyone)
+        reductions = _reductions_of([*chunks, *_modules(encoders)], everyone)
         _meet(shard, upcoming, mesh)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
-        stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
+        stage = PipelineStage(
+            chunks, shard, mesh, hidden, schedule, reductions, loss_tokens, encoders
+        )
         stage.run()
         clock.switch(GRADIENTS, END)
         for reduction in dict.fromkeys(reductions):
             reduction.finish()
+        for shared in _modules(encoders):  # on each stage, of what it encoded
+            with mesh.naming_stages():
+                sum_gradients(shared, mesh.row)
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
         clock.switch(BUBBLE)
         count = loss_tokens.count if labelled else 0
@@ -145,149 +129,6 @@ def run_pipeline_step(
     )
 
 
-class _Stage:
-    """Walks through one stage's actions."""
-
-    def __init__(
-        self,
-        chunks: Sequence[Module],
-        shard: Shard,
-        mesh: PipelineMesh,
-        hidden: HiddenStates,
-        schedule: PipelineSchedule,
-        reductions: Sequence[GradientReduction],
-        loss_tokens: LossTokens,
-    ) -> None:
-        self._microbatches = shard.microbatches
-        self._mesh = mesh
-        self._schedule = schedule
-        self._actions = schedule.actions[mesh.stage]
-        self._reductions = reductions
-        self._loss_tokens = loss_tokens
-        self._chunks = chunks
-        rows = [microbatch.local_tokens for microbatch in shard.microbatches]
-        like = empty_message(hidden.width, hidden.dtype, hidden.device)
-        self._links = StageLinks(mesh, schedule, rows, like)
-        self._like = like
-        # What a backward needs from its forward: the hidden states taken in, and the output.
-        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
-        self._marks: list[tuple[Action, int, int]] = []
-        self._clock: Clock = start_clock(hidden.device)
-        home = mesh.groups.everyone.home_of_sums(hidden.device)
-        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
-
-    def run(self) -> None:
-        """Run every action, each receive posted one action ahead."""
-        posted = self._post_receive(0)
-        for place, action in enumerate(self._actions):
-            switch_phase(BUBBLE)
-            arriving, posted = posted, self._post_receive(place + 1)
-            taken = None if arriving is None else self._links.receive(action, arriving)
-            compute = self._forward if action.kind == FORWARD else self._backward
-            self._switch_to(action)
-            begun = self._clock.mark()
-            given = compute(action, taken)
-            self._marks.append((action, begun, self._clock.mark()))
-            if given is not None:
-                self._links.send(action, given)
-        switch_phase(BUBBLE)
-        self._links.finish()
-        switch_phase(OTHER)
-
-    def _switch_to(self, action: Action) -> None:
-        passing = "forward" if action.kind == FORWARD else "backward"
-        microbatch = self._microbatches[action.microbatch]
-        place = pack_place(microbatch, passing, chunk=action.virtual_stage)
-        switch_phase(f"llm_{passing}", place)
-
-    def _post_receive(self, place: int) -> tuple[Tensor, Transfer] | None:
-        if place >= len(self._actions):
-            return None
-        return self._links.post_receive(self._actions[place])
-
-    def timeline(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Start and end of this stage's actions, 0 for those of others."""
-        shape = (self._schedule.microbatches, self._schedule.chunks, 2)
-        start_s, end_s = np.zeros(shape), np.zeros(shape)
-        moments_s = self._clock.read()
-        for action, begun, ended in self._marks:
-            chunk = self._schedule.chunk(self._mesh.stage, action)
-            at = action.microbatch, chunk, int(action.kind != FORWARD)
-            start_s[at], end_s[at] = moments_s[begun], moments_s[ended]
-        return start_s, end_s
-
-    def _forward(self, action: Action, taken: Tensor | None) -> Tensor | None:
-        """The hidden states for the next chunk; None after the last."""
-        microbatch = self._microbatches[action.microbatch]
-        chunk = self._chunks[action.virtual_stage]
-        if taken is None:
-            given = _call_first(chunk)(microbatch, self._mesh.groups)
-        else:
-            given = _call_later(chunk, microbatch, taken.requires_grad_(), self._mesh.groups)
-        if self._schedule.target(self._mesh.stage, action) is None:
-            given = microbatch_loss(given, microbatch, self._loss_tokens)
-            self.loss_sum += given.detach().to(self.loss_sum)
-        else:
-            self._check(action, given, microbatch)
-        self._held[action.microbatch, action.virtual_stage] = taken, given
-        return given.detach()
-
-    def _backward(self, action: Action, grad: Tensor | None) -> Tensor | None:
-        """The gradient for the previous chunk; None before the first."""
-        taken, given = self._held.pop((action.microbatch, action.virtual_stage))
-        reduction = self._reductions[action.virtual_stage]
-        if grad is None:  # the loss
-            given = given * reduction.averaged_over
-        last = action == self._last_backward[action.virtual_stage]
-        with reduction.microbatch(last=last):
-            if given.requires_grad:  # else nothing before it trains
-                torch.autograd.backward(given, grad)
-        if taken is None:
-            return None
-        return torch.zeros_like(taken) if taken.grad is None else taken.grad
-
-    def _check(self, action: Action, given: Tensor, microbatch: Microbatch) -> None:
-        wanted = (microbatch.local_tokens, self._like.shape[1])
-        if given.shape != wanted or given.dtype != self._like.dtype:
-            raise LayoutError(
-                f"{action} of stage {self._mesh.stage} gave {given.dtype} {tuple(given.shape)}; "
-                f"the next stage takes in {self._like.dtype} {wanted} (local tokens × width). "
-                "Give HiddenStates the model's own width and type."
-            )
-
-
-def _call_first(chunk: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
-    """A sharded chunk is called, so that its hooks run."""
-    if isinstance(chunk, FSDPModule):
-        return cast(Callable[[Microbatch, GroupPool], Tensor], chunk)
-    return partial(forward_microbatch, cast(MultimodalModel, chunk))
-
-
-def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: GroupPool) -> Tensor:
-    """A chunk's output. On an idle replica the chunk runs on one row that the loss does not see,
-    so that its modules run everywhere, and the output has no rows."""
-    if not microbatch.idle:
-        attention = PackedAttention(
-            microbatch.cu_seqlens,
-            group=groups.get(microbatch.cp_group),
-            lengths=microbatch.lengths,
-        )
-        given: Tensor = chunk(microbatch, hidden, attention)
-        return given
-    one_row = replace(
-        microbatch,
-        input_ids=None,
-        labels=None,
-        position_ids=microbatch.position_ids.new_zeros(1),
-        cu_seqlens=microbatch.cu_seqlens.new_tensor([0, 1]),
-        lengths=microbatch.cu_seqlens.new_tensor([1]),
-    )
-    padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-    given = chunk(one_row, padded, PackedAttention([0, 1]))
-    return given[:0].clone()  # FSDP's hooks want no views
-
-
 def _reductions_of(chunks: Sequence[Module], everyone: PeerGroup) -> list[GradientReduction]:
     """One reduction per chunk; plain chunks have one in common, so that a weight which several of
     them use is summed once."""
@@ -296,9 +137,53 @@ def _reductions_of(chunks: Sequence[Module], everyone: PeerGroup) -> list[Gradie
     return [reduction_of(ModuleList(chunks), everyone)] * len(chunks)
 
 
+def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
+    """Add up the gradients of a weight that the first and the last stage hold, such as a tied
+    embedding. Call it on both, after ``run_pipeline_step``; collective over the two."""
+    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if mesh.stages > 1:
+        with mesh.naming_stages():
+            ends = mesh.channel("tied", 0, mesh.stages - 1)
+            ends.post_sum(grad, action="summing a tied weight's gradient").wait()
+    weight.grad = grad
+
+
+def _plain_schedule(
+    shard: Shard, mesh: PipelineMesh, encoders: LayeredEncoders | None
+) -> PipelineSchedule | BubbleSchedule:
+    backbone = one_forward_one_backward(mesh.stages, mesh.virtual_stages, len(shard.microbatches))
+    if encoders is None:
+        return backbone
+    return spread_encoders(
+        backbone,
+        [encoders.layers(modality) for modality in encoders.modalities],
+        trains=[encoders.encoder_trains(modality) for modality in encoders.modalities],
+    )
+
+
+def _modules(encoders: LayeredEncoders | None) -> list[Module]:
+    return [] if encoders is None else [cast(Module, encoders)]
+
+
 def _check_arguments(
-    chunks: Sequence[Module], shard: Shard, mesh: PipelineMesh, schedule: PipelineSchedule
+    chunks: Sequence[Module],
+    shard: Shard,
+    mesh: PipelineMesh,
+    schedule: PipelineSchedule | BubbleSchedule,
+    encoders: LayeredEncoders | None,
 ) -> None:
+    if isinstance(schedule, BubbleSchedule) != (encoders is not None):
+        raise LayoutError(
+            "a BubbleSchedule goes with `encoders`, and only such a schedule: it says when they run"
+        )
+    sharded = [chunk for chunk in chunks if isinstance(chunk, FSDPModule)]
+    if encoders is not None and sharded:
+        raise LayoutError(
+            f"{type(sharded[0]).__name__} is sharded, and encoders that run by themselves need "
+            "plain chunks: leave out fully_shard, or `encoders`"
+        )
+    if isinstance(schedule, BubbleSchedule):
+        schedule = schedule.backbone
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):
             raise LayoutError(
@@ -352,15 +237,34 @@ def _meet(shard: Shard, upcoming: Shard | None, mesh: PipelineMesh) -> None:
 
 
 def _share(
-    stage: _Stage, loss_tokens: int, mesh: PipelineMesh, schedule: PipelineSchedule
+    stage: PipelineStage,
+    loss_tokens: int,
+    mesh: PipelineMesh,
+    schedule: PipelineSchedule | BubbleSchedule,
 ) -> tuple[float, int, Timeline]:
     """Loss, loss tokens and timeline of the row, summed over what each of its stages has."""
     start_s, end_s = stage.timeline()
-    numbers = np.concatenate([[float(stage.loss_sum), loss_tokens], start_s.ravel(), end_s.ravel()])
+    encoding = [
+        (number, action)
+        for number, actions in enumerate(schedule.actions)
+        for action in actions
+        if isinstance(action, EncoderAction)
+    ]
+    spans_s = np.zeros((len(encoding), 2))
+    spans_s[[number == mesh.stage for number, _ in encoding]] = stage.encoder_spans()
+    parts = [start_s, end_s, spans_s]
+    numbers = np.concatenate([[float(stage.loss_sum), loss_tokens], *map(np.ravel, parts)])
     shared = torch.from_numpy(numbers).to(mesh.row.device)
     with mesh.naming_stages():
         mesh.row.post_sum(shared, action="sharing the loss").wait()
     summed = shared.cpu().numpy()
-    start_s, end_s = summed[2:].reshape(2, *start_s.shape)
-    timeline = Timeline(stages=schedule.stages, start_s=start_s, end_s=end_s)
+    of_chunks, of_encoders = np.split(summed[2:], [2 * start_s.size])
+    start_s, end_s = of_chunks.reshape(2, *start_s.shape)
+    encoders = tuple(
+        EncoderSpan(stage=number, action=action, start_s=float(begun), end_s=float(ended))
+        for (number, action), (begun, ended) in zip(
+            encoding, of_encoders.reshape(-1, 2), strict=True
+        )
+    )
+    timeline = Timeline(stages=schedule.stages, start_s=start_s, end_s=end_s, encoders=encoders)
     return float(summed[0]), int(summed[1]), timeline

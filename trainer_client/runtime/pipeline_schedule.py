@@ -13,13 +13,16 @@ between two stages are received in the order in which they are sent.
 """
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from trainer_client.runtime.faults import LayoutError
 
 FORWARD, BACKWARD = "F", "B"
+Acted = TypeVar("Acted")
 
 _ACTION = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
 
@@ -67,7 +70,7 @@ class PipelineSchedule:
         for stage, actions in enumerate(self.actions):
             self._check_complete(stage, actions)
         self._check_channels()
-        self._check_runnable()
+        deque(self.walk(), maxlen=0)  # raises where the stages wait for ever
 
     @property
     def stages(self) -> int:
@@ -149,12 +152,18 @@ class PipelineSchedule:
                     f"order than they are sent: {' '.join(map(str, messages))}"
                 )
 
-    def _check_runnable(self) -> None:
-        if (stuck := _stuck(self)) is not None:
-            raise LayoutError(
-                f"the stages wait for one another for ever at {', '.join(stuck)}; move forwards "
-                "to the front (a longer warm-up)"
-            )
+    def needs(self, stage: int, action: Action) -> Iterator[tuple[int, Action]]:
+        """The stages and actions that must be over before this one begins, besides those before it
+        on its stage."""
+        source = self.source(stage, action)
+        if source is not None:
+            yield source
+        if action.kind == BACKWARD:
+            yield stage, Action(FORWARD, action.microbatch, action.virtual_stage)
+
+    def walk(self) -> Iterator[tuple[int, Action]]:
+        """All actions with their stages, in an order in which they can run."""
+        return walk(self.actions, self.needs)
 
     def _each(self) -> Iterator[tuple[int, Action]]:
         for stage, actions in enumerate(self.actions):
@@ -233,30 +242,32 @@ def _place(index: int, stages: int, virtual_stages: int, microbatches: int) -> t
     return rounds * stages + inside % size, inside // size
 
 
-def _stuck(schedule: PipelineSchedule) -> list[str] | None:
-    """The action that each stage waits at if none can go on; None if all stages finish."""
-    done: set[tuple[int, Action]] = set()
-    at = [0] * schedule.stages
+def walk(
+    actions: Sequence[Sequence[Acted]], needs: Callable[[int, Acted], Iterable[tuple[int, Acted]]]
+) -> Iterator[tuple[int, Acted]]:
+    """Every stage's actions in an order in which they can run: each after those before it on its
+    stage, and after the (stage, action) pairs that it needs. O(actions).
+
+    Raises LayoutError at the point where no stage can go on.
+    """
+    done: set[tuple[int, Acted]] = set()
+    at = [0] * len(actions)
     moved = True
     while moved:
         moved = False
-        for stage, actions in enumerate(schedule.actions):
-            while at[stage] < len(actions) and _ready(schedule, stage, actions[at[stage]], done):
-                done.add((stage, actions[at[stage]]))
+        for stage, mine in enumerate(actions):
+            while at[stage] < len(mine) and done.issuperset(needs(stage, mine[at[stage]])):
+                yield stage, mine[at[stage]]
+                done.add((stage, mine[at[stage]]))
                 at[stage] += 1
                 moved = True
-    if all(place == len(actions) for place, actions in zip(at, schedule.actions, strict=True)):
-        return None
-    return [
-        f"{actions[place]} of stage {stage}"
-        for stage, (place, actions) in enumerate(zip(at, schedule.actions, strict=True))
-        if place < len(actions)
+    stuck = [
+        f"{mine[place]} of stage {stage}"
+        for stage, (place, mine) in enumerate(zip(at, actions, strict=True))
+        if place < len(mine)
     ]
-
-
-def _ready(
-    schedule: PipelineSchedule, stage: int, action: Action, done: set[tuple[int, Action]]
-) -> bool:
-    source = schedule.source(stage, action)
-    own = Action(FORWARD, action.microbatch, action.virtual_stage)
-    return (source is None or source in done) and (action.kind == FORWARD or (stage, own) in done)
+    if stuck:
+        raise LayoutError(
+            f"the stages wait for one another for ever at {', '.join(stuck)}; move forwards "
+            "to the front (a longer warm-up)"
+        )

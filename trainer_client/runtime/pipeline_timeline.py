@@ -1,8 +1,8 @@
-"""When each action of a pipeline step ran: measured here, simulated by the planner, overlaid.
+"""When each action of a pipeline step ran: measured here, or simulated, overlaid.
 
 Axes are those of the planner's simulator: ``[microbatch, model chunk, 2]``, forward at 0 and
-backward at 1, seconds; chunk c runs on stage c mod p. So the simulator's arrays make a ``Timeline``
-too, and the durations of a measured one can be given to the simulator.
+backward at 1, seconds; chunk c runs on stage c mod p. So the planner's arrays make a ``Timeline``
+too, and ``simulate`` makes one of any schedule and its actions' seconds.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainer_client.runtime.bubble_schedule import ENCODE, BubbleSchedule, EncoderAction
+from trainer_client.runtime.pipeline_schedule import FORWARD, Action, PipelineSchedule
+
 Floats = npt.NDArray[np.float64]
 
 IDLE = "·"
+ENCODING, RETURNING = "E", "G"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderSpan:
+    """Layers of an encoder that a stage ran by themselves: one `EncoderAction` of its schedule."""
+
+    stage: int
+    action: EncoderAction
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
-    """A pipeline step: ``start_s``, ``end_s`` float64[microbatch, chunk, 2].
+    """A pipeline step: ``start_s``, ``end_s`` float64[microbatch, chunk, 2]; ``encoders``: what ran
+    beside the chunks, where encoders are scheduled by themselves.
 
     An action starts when its input has arrived, so waiting for another stage lies between
     actions; waiting for other replicas (a ring, an exchange) lies inside.
@@ -27,11 +42,21 @@ class Timeline:
     stages: int
     start_s: Floats
     end_s: Floats
+    encoders: tuple[EncoderSpan, ...] = ()
+
+    @property
+    def begin_s(self) -> float:
+        """The first start."""
+        spans = min((span.start_s for span in self.encoders), default=np.inf)
+        return float(min(self.start_s.min(initial=np.inf), spans))
 
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        return float(self.end_s.max() - self.start_s.min()) if self.end_s.size else 0.0
+        if not self.end_s.size:
+            return 0.0
+        spans = max((span.end_s for span in self.encoders), default=-np.inf)
+        return float(max(self.end_s.max(), spans)) - self.begin_s
 
     @property
     def forward_s(self) -> Floats:
@@ -44,18 +69,59 @@ class Timeline:
         return self.end_s[..., 1] - self.start_s[..., 1]
 
     @property
+    def encoder_s(self) -> dict[tuple[int, EncoderAction], float]:
+        """Seconds of each encoder action of each stage."""
+        return {(span.stage, span.action): span.end_s - span.start_s for span in self.encoders}
+
+    @property
     def bubble_fraction(self) -> float:
         """Fraction of the stages' time in which they ran nothing."""
         busy_s = float(self.forward_s.sum() + self.backward_s.sum())
+        busy_s += sum(self.encoder_s.values())
         whole_s = self.stages * self.makespan_s
         return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
+
+
+def simulate(
+    schedule: PipelineSchedule | BubbleSchedule,
+    forward_s: Floats,
+    backward_s: Floats,
+    encoder_s: Mapping[tuple[int, EncoderAction], float] | None = None,
+) -> Timeline:
+    """The schedule, each action begun as soon as its stage is free and its input is there.
+
+    ``forward_s``, ``backward_s`` float64[microbatch, chunk]. ``encoder_s``: seconds of the encoder
+    actions of each stage; 0 where they are left out. Messages take no time. O(actions).
+    """
+    backbone = schedule.backbone if isinstance(schedule, BubbleSchedule) else schedule
+    shape = (backbone.microbatches, backbone.chunks, 2)
+    start_s, end_s = np.zeros(shape), np.zeros(shape)
+    spans: list[EncoderSpan] = []
+    free_s = [0.0] * backbone.stages
+    over_s: dict[tuple[int, Action | EncoderAction], float] = {}
+    for stage, action in schedule.walk():
+        needed_s = [over_s[need] for need in schedule.needs(stage, action)]
+        begin_s = max(free_s[stage], *needed_s, 0.0)
+        if isinstance(action, EncoderAction):
+            seconds = (encoder_s or {}).get((stage, action), 0.0)
+            spans.append(
+                EncoderSpan(stage=stage, action=action, start_s=begin_s, end_s=begin_s + seconds)
+            )
+        else:
+            forward = action.kind == FORWARD
+            place = action.microbatch, backbone.chunk(stage, action)
+            seconds = float((forward_s if forward else backward_s)[place])
+            start_s[place][int(not forward)] = begin_s
+            end_s[place][int(not forward)] = begin_s + seconds
+        free_s[stage] = over_s[stage, action] = begin_s + seconds
+    return Timeline(stages=backbone.stages, start_s=start_s, end_s=end_s, encoders=tuple(spans))
 
 
 def gantt(timelines: Mapping[str, Timeline], *, columns: int = 96) -> str:
     """Timelines of the same pipeline as text, one under the other on one axis of seconds.
 
     A line a stage: 0-9 is the forward of the microbatch with that last digit, a-j its
-    backward, a dot is idle.
+    backward, a dot is idle. E is an encoder that runs by itself, G its backward.
 
         stage 0  measured   000111aaa·222bbb...
                  simulated  000111·aaa222bbb...
@@ -79,14 +145,20 @@ def _row(timeline: Timeline, stage: int, longest_s: float, columns: int) -> str:
     row = [IDLE] * columns
     if longest_s <= 0:
         return "".join(row)
-    begin_s = timeline.start_s.min()
+
+    def fill(start_s: float, end_s: float, mark: str) -> None:
+        first, last = (
+            round((moment - timeline.begin_s) / longest_s * columns) for moment in (start_s, end_s)
+        )
+        row[first:last] = mark * (last - first)
+
+    for span in timeline.encoders:
+        if span.stage == stage:
+            fill(span.start_s, span.end_s, ENCODING if span.action.kind == ENCODE else RETURNING)
     for microbatch in range(timeline.start_s.shape[0]):
         for chunk in range(stage, timeline.start_s.shape[1], timeline.stages):
             for kind in range(2):
-                first, last = (
-                    round((moment[microbatch, chunk, kind] - begin_s) / longest_s * columns)
-                    for moment in (timeline.start_s, timeline.end_s)
-                )
+                at = microbatch, chunk, kind
                 mark = ("0123456789", "abcdefghij")[kind][microbatch % 10]
-                row[first:last] = mark * (last - first)
+                fill(timeline.start_s[at], timeline.end_s[at], mark)
     return "".join(row)

@@ -8,7 +8,7 @@ all items of a microbatch at once, and the decoder through the model's ``forward
 takes embeddings. A family is known by its config's ``model_type``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,15 @@ class TextFamily:
         self.decoder = model.get_decoder()
         self._normalization = normalization
 
+    def of(self, model: Any) -> "TextFamily":
+        """The same for another model of the family."""
+        return type(self)(model, self._normalization)
+
+    @property
+    def deep_layers(self) -> int:
+        """Decoder layers behind which features are added, from the first on."""
+        return 0
+
     def weights(self, modality: str) -> list[Parameter]:
         """What makes a modality's feature rows.
 
@@ -77,11 +86,20 @@ class TextFamily:
         attention: PackedAttention,
     ) -> Tensor:
         """Logits [local rows, vocabulary]."""
+        taken = self.taken(microbatch.input_ids[None], features)
+        return self.through(self.logits, taken, microbatch, attention)
+
+    def through(
+        self,
+        compute: Callable[..., Tensor],
+        taken: Mapping[str, Any],
+        microbatch: Microbatch,
+        attention: PackedAttention,
+    ) -> Tensor:
+        """Rows of what `compute` (`logits`, or `hidden`) makes of what it takes of a microbatch."""
         packed = self.pack(microbatch, attention)
-        ids = microbatch.input_ids[None]
         positions = self.positions(microbatch)
-        taken = self.taken(ids, features)
-        logits = self.logits(**taken, position_ids=positions, use_cache=False, packed=packed)
+        made = compute(**taken, position_ids=positions, use_cache=False, packed=packed)
         layers = self.decoder.config.num_hidden_layers
         if packed.calls != layers:
             raise UnsupportedModel(
@@ -90,7 +108,7 @@ class TextFamily:
                 "the samples of a pack"
             )
         # Not a view of the batch of one, on which FSDP's hooks would warn.
-        rows: Tensor = torch.ops.aten._unsafe_view(logits, logits.shape[1:])
+        rows: Tensor = torch.ops.aten._unsafe_view(made, made.shape[1:])
         return rows
 
     def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
@@ -101,6 +119,11 @@ class TextFamily:
         """Logits [1, rows, vocabulary]. The model never sees labels, which are shifted already."""
         logits: Tensor = self.model(**taken).logits
         return logits
+
+    def hidden(self, **taken: Any) -> Tensor:
+        """What the decoder gives [1, rows, width], before the head."""
+        states: Tensor = self.decoder(**taken).last_hidden_state
+        return states
 
     def pack(self, microbatch: Microbatch, attention: PackedAttention) -> PackAttention:
         """The attention that the layers of this microbatch are given."""
@@ -226,6 +249,10 @@ class Qwen3VL(QwenVL):
     exchange brings them along.
     """
 
+    @property
+    def deep_layers(self) -> int:
+        return len(self.model.config.vision_config.deepstack_visual_indexes)
+
     def _rows(self, found: Any) -> Tensor:
         return torch.cat([super()._rows(found), *map(_joined, found.deepstack_features)], dim=1)
 
@@ -246,8 +273,7 @@ class Qwen3VL(QwenVL):
 
     def logits(self, **taken: Any) -> Tensor:
         # The model's own forward takes deepstack features with pixels only.
-        hidden = self.decoder(**taken).last_hidden_state
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        logits: Tensor = self.model.lm_head(self.hidden(**taken))
         return logits
 
 

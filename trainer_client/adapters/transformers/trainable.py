@@ -69,6 +69,11 @@ class TrainableModel(Module):
         self.model = model
         self._family = family
 
+    @property
+    def family(self) -> TextFamily:
+        """How the model takes items and features."""
+        return self._family
+
     def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
         """Logits [local rows, vocabulary]; DDP and FSDP2 hook into this."""
         return forward_microbatch(self, microbatch, groups)

@@ -1,0 +1,223 @@
+"""Models of transformers, cut into pipeline chunks by a layout, against the library's own forward
+of one sample at a time."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from tests.trainer_client.adapters.foreign_models import (
+    FAMILIES,
+    PROCESSOR,
+    Text,
+    one_at_a_time,
+)
+from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
+from trainer_client.adapters.transformers import (
+    UnsupportedModel,
+    WholeEncoders,
+    hidden_states,
+    pipeline_chunks,
+    sum_tied_gradient,
+    trainable,
+)
+from trainer_client.runtime import LayoutError, PipelineMesh, StageLayout, run_pipeline_step
+
+EXACT = 1e-10
+TIED = Text("LlamaConfig", tie_word_embeddings=True)
+DECODER = ("llm",) * 3
+SEEING = ("vision",) * 2 + DECODER
+MIXED = ("full", "selective", "selective", "full", "none")
+
+# name → (family, replicas, how often to encode, layout)
+CASES = {
+    "two stages": ("qwen2_5_vl", 2, StageLayout(modules=SEEING, bounds=(0, 3, 5), recompute=MIXED)),
+    "four stages, the first encodes": (
+        "qwen2_5_vl", 1,
+        StageLayout(modules=SEEING, bounds=(0, 2, 3, 4, 5), recompute=MIXED, encoder_stage="own"),
+    ),
+    "two virtual stages": (
+        "qwen2_5_vl", 2,
+        StageLayout(modules=SEEING, bounds=(0, 3, 4, 5, 5), recompute=MIXED, virtual_stages=2),
+    ),
+    "spread": (
+        "qwen2_5_vl", 2,
+        StageLayout(modules=DECODER, bounds=(0, 1, 3), encoder_stage="spread"),
+    ),
+    "deepstack": (
+        "qwen3_vl", 2, StageLayout(modules=SEEING, bounds=(0, 4, 5), recompute=MIXED)
+    ),
+    "windows": ("mistral", 1, StageLayout(modules=DECODER, bounds=(0, 1, 3))),
+    "tied": ("tied", 1, StageLayout(modules=DECODER, bounds=(0, 1, 2, 3, 3))),
+}  # fmt: skip
+
+
+def family_of(name):
+    return TIED if name == "tied" else FAMILIES[name]
+
+
+def samples_for(name, family):
+    if name != "tied":
+        return samples_of(name, family.build(), 4)
+    return samples_of("llama", family.build(), 4)
+
+
+def train_case(rank, case):
+    name, replicas, layout = CASES[case]
+    family = family_of(name)
+    samples = samples_for(name, family)
+    degrees = (1,) if replicas == 1 else (1, 2)
+    model = trainable(family.build(), processor=PROCESSOR)
+    spread = layout.encoder_stage == "spread"
+    with PipelineMesh(
+        stages=layout.stages, virtual_stages=layout.virtual_stages, rank=rank,
+        world_size=layout.stages * replicas, timeout_s=60, lane=case,
+    ) as mesh:  # fmt: skip
+        chunks = pipeline_chunks(model, layout)[mesh.stage :: layout.stages]
+        encoders = WholeEncoders(model) if spread else None
+        shard = shard_of(samples, replicas, mesh.replica, 4, degrees)
+        result = run_pipeline_step(chunks, shard, mesh, hidden_states(model), encoders=encoders)
+        sum_tied_gradient(chunks, mesh)
+    held = [*chunks, *([encoders] if spread else [])]
+    mine = {id(weight) for part in held for weight in part.parameters()}
+    names = {id(weight): key for key, weight in model.model.named_parameters()}
+    assert mine <= names.keys(), "chunks share the model's own weights"
+    grads = {key: p.grad for key, p in model.model.named_parameters() if id(p) in mine}
+    return result.loss, grads
+
+
+def train_cases(rank, size, cases):
+    torch.set_num_threads(1)
+    return {
+        case: train_case(rank, case)
+        for case in cases
+        if rank < CASES[case][2].stages * CASES[case][1]
+    }
+
+
+QUICK = ("two stages", "four stages, the first encodes")
+
+
+def test_a_pipeline_of_chunks_trains_what_transformers_trains(world):
+    trained = world(train_cases, 4, QUICK)
+    for case in QUICK:
+        check(trained, case)
+
+
+@pytest.mark.long
+def test_so_it_does_in_every_place_of_encoders_with_virtual_stages_and_tied_weights(world):
+    trained = world(train_cases, 4, [case for case in CASES if case not in QUICK])
+    for case in CASES:
+        if case not in QUICK:
+            check(trained, case)
+
+
+def check(trained, case):
+    name, replicas, layout = CASES[case]
+    family = family_of(name)
+    model = family.build()
+    loss, expected = one_at_a_time(family, model, samples_for(name, family))
+    answers = [answer[case] for answer in trained.values() if case in answer]
+    assert len(answers) == layout.stages * replicas
+    seen = set()
+    for found, grads in answers:
+        assert found == pytest.approx(loss, rel=EXACT)
+        for key, grad in grads.items():
+            good = expected[key]
+            assert (grad is None) == (good is None), key
+            if good is not None:
+                assert (grad - good).norm() <= EXACT * good.norm().clamp_min(1e-3), key
+        seen |= grads.keys()
+    assert seen == expected.keys()
+
+
+def chunks_of(family, layout, **changed):
+    model = family.build()
+    for name, value in changed.items():
+        setattr(model.config, name, value)
+    return pipeline_chunks(trainable(model, processor=PROCESSOR), layout)
+
+
+def test_each_chunk_has_the_weights_of_its_own_layers_alone():
+    layout = StageLayout(modules=SEEING, bounds=(0, 3, 4, 5))
+    chunks = chunks_of(FAMILIES["qwen2_5_vl"], layout)
+    weights = [set(map(id, chunk.parameters())) for chunk in chunks]
+    assert not any(one & other for one, other in itertools.combinations(weights, 2))
+    names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks]
+    assert any("visual" in name for name in names[0])
+    assert not any("visual" in name or "embed_tokens" in name for name in names[1] | names[2])
+    assert [any("lm_head" in name for name in each) for each in names] == [False, False, True]
+    for each in names:
+        assert {name.split("layers.")[1][0] for name in each if "layers." in name} == {"0"}
+
+
+def kept_by(how):
+    """Elements that a decoder layer's forward keeps for its backward."""
+    layout = StageLayout(modules=DECODER, bounds=(0, 1, 3), recompute=(how,) * 3)
+    layer = chunks_of(FAMILIES["llama"], layout)[0].model.model.layers[0]
+    x = torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.manual_seed(0))
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    def packed(q, k, v, **_):
+        return q + (k + v).repeat(1, 2, 1)
+
+    angles = (torch.ones(1, 9, 8).double(), torch.zeros(1, 9, 8).double())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x.requires_grad_(), position_embeddings=angles, attention_mask=None, packed=packed)
+    weights = {weight.data_ptr() for weight in layer.parameters()}
+    return sum(count for place, count in kept.items() if place not in weights)
+
+
+def test_a_layer_that_recomputes_more_keeps_less():
+    none, selective, full = (kept_by(how) for how in ("none", "selective", "full"))
+    assert none > 1.3 * selective > 1.3 * full
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "error", "words"),
+    [
+        (
+            "qwen3_vl", StageLayout(modules=SEEING, bounds=(0, 3, 5)), LayoutError,
+            "1 decoder layers, and Qwen3VL.* adds features behind its first 2",
+        ),
+        (
+            "llama", StageLayout(modules=SEEING, bounds=(0, 3, 5)), LayoutError,
+            "2 layers of vision and the model 0",
+        ),
+        (
+            "llama", StageLayout(modules=("llm",) * 4, bounds=(0, 3, 4)), LayoutError,
+            "4 layers of llm and the model 3",
+        ),
+        ("llama", StageLayout(modules=DECODER, bounds=(0, 3)), LayoutError, "which is one chunk"),
+        (
+            "gemma3", StageLayout(modules=SEEING, bounds=(0, 3, 5)), UnsupportedModel,
+            "lets the tokens of an image see one another",
+        ),
+        (
+            "qwen2_audio",
+            StageLayout(
+                modules=("audio", "audio", *DECODER), bounds=(0, 3, 5), recompute=("selective",) * 5
+            ),
+            UnsupportedModel, "cannot recompute in part",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(name, layout, error, words):
+    with pytest.raises(error, match=words):
+        chunks_of(FAMILIES[name], layout)
+
+
+def test_a_decoder_that_scales_its_embeddings_is_refused():
+    class Scaled(Text):
+        def settings(self):
+            return {**super().settings(), "embedding_multiplier": 12.0}
+
+    layout = StageLayout(modules=DECODER, bounds=(0, 1, 3))
+    assert hasattr(transformers, "GraniteConfig")
+    with pytest.raises(UnsupportedModel, match="changes what it takes before its first layer"):
+        chunks_of(Scaled("GraniteConfig"), layout)

@@ -1,0 +1,308 @@
+"""Encoders that run by themselves on any stage, as a schedule places them.
+
+    stage 1   EF2 ── features ─────────────┐        ┌── gradients ──▶ EB2   layer by layer
+    stage 0                      F2: exchange, embed …  B2
+
+Every layer's output is cut out of the graph, so that a layer's backward can run whenever its own
+action comes. Stage 0 takes the features as leaves, and hands their gradients back.
+
+Contract
+--------
+Shapes: features are [rows, row width], of which the plan knows the rows; what one stage hands
+another between layers has the shape that the encoder says. Both sides read them from the
+microbatch. Order: a channel carries the messages of one encoder, one way, between two stages; the
+schedule was checked to take them in the order in which they are sent. A receive is posted one
+message ahead, a send never blocks. Failure: as for the messages between chunks.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from trainer_client.runtime.bubble_schedule import (
+    ENCODE,
+    RETURN,
+    BubbleSchedule,
+    EncoderAction,
+    Hop,
+)
+from trainer_client.runtime.clock import switch_phase
+from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.peers import PeerGroup, Transfer
+from trainer_client.runtime.pipeline_mesh import PipelineMesh
+from trainer_client.runtime.ring_attention import PackedAttention
+from trainer_client.runtime.step import Features, MultimodalModel
+from trainer_client.shard import Microbatch, ModalityBatch
+
+
+class LayeredEncoders(Protocol):
+    """The encoders of a model as rows of layers: a ``torch.nn.Module`` whose weights are theirs,
+    the same on every stage. What comes before the first layer belongs to it, and a projector to the
+    last.
+
+    ``modalities``: in the order in which schedules number them.
+    """
+
+    modalities: Sequence[str]
+
+    def layers(self, modality: str) -> int:
+        """How many layers an encoder has."""
+        ...
+
+    def encoder_trains(self, modality: str) -> bool:
+        """Whether gradients flow into this encoder; the same answer on all ranks."""
+        ...
+
+    def run_layer(
+        self, modality: str, batch: ModalityBatch, layer: int, hidden: Tensor | None
+    ) -> Tensor:
+        """What a layer makes of what the one before it gave: the first of ``batch.items`` alone,
+        the last the feature rows [rows, row width]. There is at least one item."""
+        ...
+
+    def shape_of(self, modality: str, batch: ModalityBatch, layer: int) -> tuple[int, ...]:
+        """The shape of what ``run_layer`` gives."""
+        ...
+
+
+class ReadyFeatures:
+    """A ``MultimodalModel`` whose encoders ran elsewhere: its first chunk, and the rows that they
+    gave for one microbatch."""
+
+    def __init__(self, chunk: MultimodalModel, rows: Mapping[str, Tensor]) -> None:
+        self._chunk = chunk
+        self._rows = rows
+
+    def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        return self._rows[modality]
+
+    def dummy_item(self, modality: str) -> Tensor:
+        return self._chunk.dummy_item(modality)
+
+    def encoder_trains(self, modality: str) -> bool:
+        return self._chunk.encoder_trains(modality)
+
+    def decode(
+        self,
+        microbatch: Microbatch,
+        features: Mapping[str, Features],
+        attention: PackedAttention,
+    ) -> Tensor:
+        return self._chunk.decode(microbatch, features, attention)
+
+
+@dataclass(kw_only=True)
+class _Channel:
+    """One encoder's messages one way, between this stage and another. ``expected``: those that this
+    stage takes, in the order in which they are sent; the first of them is ``posted``."""
+
+    group: PeerGroup
+    expected: deque[Hop]
+    posted: tuple[Tensor, Transfer] | None = None
+
+
+class EncoderRuns:
+    """One step's encoder actions of one stage, and the messages that they take and give.
+
+    Raises LayoutError where the schedule is of other encoders. Making one is collective over the
+    stages of a replica.
+    """
+
+    def __init__(
+        self,
+        encoders: LayeredEncoders,
+        microbatches: Sequence[Microbatch],
+        mesh: PipelineMesh,
+        schedule: BubbleSchedule,
+    ) -> None:
+        _check_schedule(encoders, schedule)
+        self._encoders = encoders
+        self._microbatches = microbatches
+        self._mesh = mesh
+        self._schedule = schedule
+        self._like = next(cast(Module, encoders).parameters()).detach()
+        # Of each layer that ran: what it took and what it gave, until its backward.
+        self._held: dict[tuple[int, int], list[tuple[Tensor | None, Tensor]]] = {}
+        self._leaves: dict[tuple[int, int], Tensor] = {}  # features, on stage 0
+        self._kept: dict[Hop, Tensor] = {}  # messages of this stage to itself
+        self._sent: list[Transfer] = []
+        self._channels = self._connect()
+
+    def receive(self, action: EncoderAction) -> Tensor | None:
+        """Wait for what an action takes: hidden states, or a gradient; None where it takes none."""
+        key = action.encoder, action.microbatch
+        layer = action.first - 1 if action.kind == ENCODE else action.end - 1
+        if layer < 0 or not self._items(*key):
+            return None
+        return self._take(Hop(action.kind, *key, layer))
+
+    def run(self, action: EncoderAction, taken: Tensor | None) -> None:
+        """Run some layers of an encoder, and hand on what they give."""
+        if not self._items(action.encoder, action.microbatch):
+            return
+        passing = "forward" if action.kind == ENCODE else "backward"
+        switch_phase(f"{self._encoders.modalities[action.encoder]}_{passing}")
+        if action.kind == ENCODE:
+            self._forward(action, taken)
+        else:
+            assert taken is not None  # the gradient of its last layer
+            self._backward(action, taken)
+
+    def take_features(self, microbatch: int) -> dict[str, Tensor]:
+        """On stage 0, before a microbatch's forward: by modality, the feature rows of this
+        replica's items, as leaves."""
+        rows = {}
+        for encoder, modality in enumerate(self._encoders.modalities):
+            batch = self._batch(encoder, microbatch)
+            if batch is None:
+                continue
+            last = self._schedule.encoder_layers[encoder] - 1
+            if batch.items:
+                leaf = self._take(Hop(ENCODE, encoder, microbatch, last)).detach()
+            else:
+                leaf = self._like.new_empty(self._encoders.shape_of(modality, batch, last))
+            leaf.requires_grad_(self._encoders.encoder_trains(modality))
+            rows[modality] = self._leaves[encoder, microbatch] = leaf
+        return rows
+
+    def give_gradients(self, microbatch: int) -> None:
+        """On stage 0, after a microbatch's backward: hand back the gradients of those rows."""
+        for encoder in range(len(self._encoders.modalities)):
+            leaf = self._leaves.pop((encoder, microbatch), None)
+            if leaf is None or not leaf.requires_grad or not self._items(encoder, microbatch):
+                continue
+            last = self._schedule.encoder_layers[encoder] - 1
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            self._give(Hop(RETURN, encoder, microbatch, last), grad)
+
+    def finish(self) -> None:
+        """Wait until every message was taken."""
+        with self._mesh.naming_stages():
+            for transfer in self._sent:
+                transfer.wait()
+        self._sent.clear()
+
+    def _forward(self, action: EncoderAction, hidden: Tensor | None) -> None:
+        modality = self._encoders.modalities[action.encoder]
+        batch = self._batch(action.encoder, action.microbatch)
+        assert batch is not None  # it has items
+        trains = self._encoders.encoder_trains(modality)
+        held = self._held.setdefault((action.encoder, action.microbatch), [])
+        for layer in range(action.first, action.end):
+            taken = None if hidden is None else hidden.detach().requires_grad_(trains)
+            with torch.set_grad_enabled(trains):
+                given = self._encoders.run_layer(modality, batch, layer, taken)
+            self._check_shape(modality, batch, layer, given)
+            if trains:
+                held.append((taken, given))
+            hidden = given.detach()
+        assert hidden is not None  # an action has at least one layer
+        self._give(Hop(ENCODE, action.encoder, action.microbatch, action.end - 1), hidden)
+
+    def _backward(self, action: EncoderAction, grad: Tensor) -> None:
+        held = self._held[action.encoder, action.microbatch]
+        for _ in range(action.first, action.end):
+            taken, given = held.pop()
+            if given.requires_grad:
+                torch.autograd.backward(given, grad)
+            if taken is not None:
+                grad = torch.zeros_like(taken) if taken.grad is None else taken.grad
+        below = action.first - 1
+        if self._schedule.runs(RETURN, action.microbatch, action.encoder, below):
+            self._give(Hop(RETURN, action.encoder, action.microbatch, below), grad)
+        else:  # what is below does not train
+            self._held.pop((action.encoder, action.microbatch))
+
+    def _batch(self, encoder: int, microbatch: int) -> ModalityBatch | None:
+        modality = self._encoders.modalities[encoder]
+        batch: ModalityBatch | None = getattr(self._microbatches[microbatch], modality)
+        return batch
+
+    def _items(self, encoder: int, microbatch: int) -> bool:
+        """Whether this replica encodes anything, so that there are messages."""
+        batch = self._batch(encoder, microbatch)
+        return batch is not None and bool(batch.items)
+
+    def _give(self, hop: Hop, tensor: Tensor) -> None:
+        stage = self._schedule.taker(hop)
+        if stage == self._mesh.stage:
+            self._kept[hop] = tensor
+            return
+        channel = self._channels[hop.kind, hop.encoder, self._mesh.stage, stage]
+        with self._mesh.naming_stages():
+            sent = [(tensor.contiguous(), 1)]
+            self._sent.append(channel.group.post(sent, [], action=f"handing on {hop}"))
+
+    def _take(self, hop: Hop) -> Tensor:
+        stage = self._schedule.giver(hop)
+        if stage == self._mesh.stage:
+            return self._kept.pop(hop)
+        channel = self._channels[hop.kind, hop.encoder, stage, self._mesh.stage]
+        assert channel.posted is not None
+        assert channel.expected[0] == hop  # the schedule's channels are in order
+        arriving, transfer = channel.posted
+        with self._mesh.naming_stages():
+            transfer.wait()
+        channel.expected.popleft()
+        self._post_next(channel)
+        return arriving
+
+    def _connect(self) -> dict[tuple[str, int, int, int], _Channel]:
+        """This stage's channels, connected in an order that all stages share."""
+        channels = {}
+        for key, (_, taken) in sorted(self._schedule.hops().items()):
+            kind, encoder, sender, receiver = key
+            if self._mesh.stage not in (sender, receiver):
+                continue
+            mine = taken if receiver == self._mesh.stage else []
+            channel = _Channel(
+                group=self._mesh.channel(f"{kind}.{encoder}", sender, receiver),
+                expected=deque(hop for hop in mine if self._items(hop.encoder, hop.microbatch)),
+            )
+            channels[key] = channel
+        for channel in channels.values():
+            self._post_next(channel)
+        return channels
+
+    def _post_next(self, channel: _Channel) -> None:
+        if not channel.expected:
+            channel.posted = None
+            return
+        hop = channel.expected[0]
+        batch = self._batch(hop.encoder, hop.microbatch)
+        assert batch is not None  # else nothing is expected
+        shape = self._encoders.shape_of(self._encoders.modalities[hop.encoder], batch, hop.layer)
+        arriving = self._like.new_empty(shape)
+        with self._mesh.naming_stages():
+            transfer = channel.group.post([], [(arriving, 0)], action=f"taking in {hop}")
+        channel.posted = arriving, transfer
+
+    def _check_shape(self, modality: str, batch: ModalityBatch, layer: int, given: Tensor) -> None:
+        wanted = self._encoders.shape_of(modality, batch, layer)
+        if tuple(given.shape) != tuple(wanted) or given.dtype != self._like.dtype:
+            raise LayoutError(
+                f"layer {layer} of the {modality} encoder gave {given.dtype} {tuple(given.shape)}, "
+                f"and its shape_of says {self._like.dtype} {tuple(wanted)}; other stages rely on "
+                "that"
+            )
+
+
+def _check_schedule(encoders: LayeredEncoders, schedule: BubbleSchedule) -> None:
+    given = tuple(encoders.layers(modality) for modality in encoders.modalities)
+    if given != schedule.encoder_layers:
+        raise LayoutError(
+            f"the schedule is for encoders of {schedule.encoder_layers} layers, and these "
+            f"({', '.join(encoders.modalities)}) have {given}; lay out the model that is trained"
+        )
+    for encoder, modality in enumerate(encoders.modalities):
+        returns, trains = schedule.returns(encoder), encoders.encoder_trains(modality)
+        if returns != trains:
+            raise LayoutError(
+                f"the schedule has {'a' if returns else 'no'} backward of the {modality} encoder, "
+                f"which is {'trained' if trains else 'frozen'}; make it for encoders as they train"
+            )

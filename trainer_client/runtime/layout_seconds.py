@@ -1,0 +1,99 @@
+"""What a layout's planner predicts of a step's actions, to be laid beside what was measured.
+
+A shard says what each microbatch takes in the decoder; the layout says which part of that each
+chunk has, and what encoders take. Sums of both are the planner's own; how a pass divides into
+forward and backward is its rule: a backward works twice as much.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_client.features import HOP_SAMPLES
+from trainer_client.runtime.phases import MODALITIES
+from trainer_client.shard import Microbatch, ModalityBatch, Shard
+
+Floats = npt.NDArray[np.float64]
+FORWARD_SHARE = 1.0 / 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderCost:
+    """Seconds of an encoder's forward and backward: of a token, of a squared length (of an item),
+    of an item, and of a batch of them."""
+
+    token_s: float = 0.0
+    square_s: float = 0.0
+    item_s: float = 0.0
+    batch_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSeconds:
+    """``shares``: the part of the decoder's seconds that each chunk takes, their sum 1.
+    ``encoders``: of each modality. ``encoders_train``: whether they have a backward."""
+
+    shares: tuple[float, ...]
+    encoders: Mapping[str, EncoderCost]
+    encoders_train: bool = True
+
+    @classmethod
+    def of(cls, topology: Mapping[str, Any], cost: Mapping[str, Any]) -> "LayoutSeconds | None":
+        """From the keys of a job; None where they do not say the chunks' shares."""
+        shares = tuple(float(share) for share in topology.get("stage_shares") or ())
+        if not sum(shares) > 0:
+            return None
+        of_modality = {name: cost.get(name) or {} for name in MODALITIES}
+        encoders = {
+            name: EncoderCost(
+                token_s=float(keys.get("linear_s_per_token", 0.0)),
+                square_s=float(keys.get("quadratic_s_per_token2", 0.0)),
+                item_s=float(keys.get("item_s", 0.0)),
+                batch_s=float(keys.get("batch_s", 0.0)),
+            )
+            for name, keys in of_modality.items()
+        }
+        return cls(
+            shares=tuple(share / sum(shares) for share in shares),
+            encoders=encoders,
+            encoders_train=bool(topology.get("encoders_train", True)),
+        )
+
+    def decoding_s(self, shard: Shard) -> tuple[Floats, Floats]:
+        """Forward and backward of the decoder's part of each chunk: float64[microbatch, chunk]."""
+        of_pack = np.array([microbatch.predicted_s for microbatch in shard.microbatches])
+        both = of_pack[:, None] * np.array(self.shares)
+        return both * FORWARD_SHARE, both * (1.0 - FORWARD_SHARE)
+
+    def encoding_s(self, microbatch: Microbatch, modality: str) -> tuple[float, float]:
+        """Forward and backward of what this replica encodes for a microbatch. A rank that has not
+        asked for its inputs knows of none."""
+        batch: ModalityBatch | None = getattr(microbatch, modality)
+        if batch is None or not batch.item_count:
+            return 0.0, 0.0
+        tokens, cost = encoder_tokens(batch, modality), self.encoders[modality]
+        both = (
+            cost.token_s * float(tokens.sum())
+            + cost.square_s * float((tokens**2).sum())
+            + cost.item_s * len(tokens)
+            + cost.batch_s
+        )
+        forward = FORWARD_SHARE if self.encoders_train else 1.0
+        return both * forward, both * (1.0 - forward)
+
+
+def encoder_tokens(batch: ModalityBatch, modality: str) -> Floats:
+    """Tokens of each item before the encoder merges them, as the index counts them: patches, or
+    rows of 20 ms of sound. Where an item has no grid, its pixels count as patches of 14 × 14."""
+    if modality == "audio":
+        return np.array([item.shape[0] / (2 * HOP_SAMPLES) for item in batch.items])
+    patches = np.array(
+        [item.shape[0] * item.shape[1] * item.shape[2] / 196 for item in batch.items]
+    )
+    if batch.notes is None:
+        return patches
+    of_grid = batch.notes.grid[:, :3].prod(axis=1).astype(np.float64)
+    return np.where(of_grid > 0, of_grid, patches)

@@ -1,0 +1,258 @@
+"""One stage of a pipeline step: its actions one after the other, and when each of them ran.
+
+Microbatches have different shapes, which the plan knows, and come in the plan's order. The
+first chunk encodes, exchanges features and embeds; each chunk hands hidden states [local
+tokens, width] to the next; the last one gives logits and takes the loss.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from trainer_client.runtime.bubble_schedule import (
+    AnyAction,
+    BubbleSchedule,
+    EncoderAction,
+)
+from trainer_client.runtime.clock import OTHER, Clock, start_clock, switch_phase
+from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders, ReadyFeatures
+from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.gradients import GradientReduction
+from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.loss import (
+    LossTokens,
+    microbatch_loss,
+)
+from trainer_client.runtime.peers import Transfer
+from trainer_client.runtime.phases import (
+    BUBBLE,
+    pack_place,
+)
+from trainer_client.runtime.pipeline_mesh import PipelineMesh, StageLinks, empty_message
+from trainer_client.runtime.pipeline_schedule import (
+    FORWARD,
+    Action,
+    PipelineSchedule,
+)
+from trainer_client.runtime.ring_attention import PackedAttention
+from trainer_client.runtime.step import MultimodalModel, forward_microbatch
+from trainer_client.shard import Microbatch, Shard
+
+CPU = torch.device("cpu")
+
+
+class LaterChunk(Protocol):
+    """The interface of every model chunk after the first; each is a ``torch.nn.Module``.
+
+    The first chunk is a ``MultimodalModel`` whose ``decode`` returns hidden states.
+    """
+
+    def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
+        """Hidden states [rows, width] through this chunk's layers; of the last chunk, logits
+        [rows, vocabulary]. There is at least one row. Of the microbatch's tensors only
+        ``position_ids`` and ``positions`` can be relied on."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenStates:
+    """What travels between stages: [local tokens, ``width``] of one type, on one device."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device = CPU
+
+
+class PipelineStage:
+    """Walks through one stage's actions."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        shard: Shard,
+        mesh: PipelineMesh,
+        hidden: HiddenStates,
+        schedule: PipelineSchedule | BubbleSchedule,
+        reductions: Sequence[GradientReduction],
+        loss_tokens: LossTokens,
+        encoders: LayeredEncoders | None,
+    ) -> None:
+        self._microbatches = shard.microbatches
+        self._mesh = mesh
+        self._encoding: EncoderRuns | None = None
+        self._order: Sequence[AnyAction] = schedule.actions[mesh.stage]
+        if isinstance(schedule, BubbleSchedule):
+            assert encoders is not None  # it was checked
+            self._encoding = EncoderRuns(encoders, shard.microbatches, mesh, schedule)
+            schedule = schedule.backbone
+        self._schedule = schedule
+        self._actions = schedule.actions[mesh.stage]
+        self._reductions = reductions
+        self._loss_tokens = loss_tokens
+        self._chunks = chunks
+        rows = [microbatch.local_tokens for microbatch in shard.microbatches]
+        like = empty_message(hidden.width, hidden.dtype, hidden.device)
+        self._links = StageLinks(mesh, schedule, rows, like)
+        self._like = like
+        # What a backward needs from its forward: the hidden states taken in, and the output.
+        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
+        self._marks: list[tuple[AnyAction, int, int]] = []
+        self._clock: Clock = start_clock(hidden.device)
+        home = mesh.groups.everyone.home_of_sums(hidden.device)
+        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
+
+    def run(self) -> None:
+        """Run every action, each receive between chunks posted one action ahead."""
+        self._posted = self._post_receive(0)
+        place = 0
+        for action in self._order:
+            switch_phase(BUBBLE)
+            if isinstance(action, EncoderAction):
+                self._encode(action)
+            else:
+                self._compute(action, place)
+                place += 1
+        switch_phase(BUBBLE)
+        self._links.finish()
+        if self._encoding is not None:
+            self._encoding.finish()
+        switch_phase(OTHER)
+
+    def _encode(self, action: EncoderAction) -> None:
+        assert self._encoding is not None  # only its schedule has such actions
+        taken = self._encoding.receive(action)
+        begun = self._clock.mark()
+        self._encoding.run(action, taken)
+        self._marks.append((action, begun, self._clock.mark()))
+
+    def _compute(self, action: Action, place: int) -> None:
+        arriving, self._posted = self._posted, self._post_receive(place + 1)
+        taken = None if arriving is None else self._links.receive(action, arriving)
+        first = self._encoding is not None and self._schedule.chunk(self._mesh.stage, action) == 0
+        if first and action.kind == FORWARD and self._encoding is not None:
+            self._rows = self._encoding.take_features(action.microbatch)
+        compute = self._forward if action.kind == FORWARD else self._backward
+        self._switch_to(action)
+        begun = self._clock.mark()
+        given = compute(action, taken)
+        self._marks.append((action, begun, self._clock.mark()))
+        if given is not None:
+            self._links.send(action, given)
+        if first and action.kind != FORWARD and self._encoding is not None:
+            self._encoding.give_gradients(action.microbatch)
+
+    def _switch_to(self, action: Action) -> None:
+        passing = "forward" if action.kind == FORWARD else "backward"
+        microbatch = self._microbatches[action.microbatch]
+        place = pack_place(microbatch, passing, chunk=action.virtual_stage)
+        switch_phase(f"llm_{passing}", place)
+
+    def _post_receive(self, place: int) -> tuple[Tensor, Transfer] | None:
+        if place >= len(self._actions):
+            return None
+        return self._links.post_receive(self._actions[place])
+
+    def timeline(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Start and end of this stage's actions, 0 for those of others."""
+        shape = (self._schedule.microbatches, self._schedule.chunks, 2)
+        start_s, end_s = np.zeros(shape), np.zeros(shape)
+        moments_s = self._clock.read()
+        for action, begun, ended in self._marks:
+            if isinstance(action, EncoderAction):
+                continue
+            chunk = self._schedule.chunk(self._mesh.stage, action)
+            at = action.microbatch, chunk, int(action.kind != FORWARD)
+            start_s[at], end_s[at] = moments_s[begun], moments_s[ended]
+        return start_s, end_s
+
+    def encoder_spans(self) -> npt.NDArray[np.float64]:
+        """Start and end of this stage's encoder actions, float64[action, 2], in their order."""
+        moments_s = self._clock.read()
+        spans = [
+            (moments_s[begun], moments_s[ended])
+            for action, begun, ended in self._marks
+            if isinstance(action, EncoderAction)
+        ]
+        return np.array(spans, np.float64).reshape(-1, 2)
+
+    def _forward(self, action: Action, taken: Tensor | None) -> Tensor | None:
+        """The hidden states for the next chunk; None after the last."""
+        microbatch = self._microbatches[action.microbatch]
+        chunk = self._chunks[action.virtual_stage]
+        if taken is None:
+            given = self._call_first(chunk)(microbatch, self._mesh.groups)
+        else:
+            given = _call_later(chunk, microbatch, taken.requires_grad_(), self._mesh.groups)
+        if self._schedule.target(self._mesh.stage, action) is None:
+            given = microbatch_loss(given, microbatch, self._loss_tokens)
+            self.loss_sum += given.detach().to(self.loss_sum)
+        else:
+            self._check(action, given, microbatch)
+        self._held[action.microbatch, action.virtual_stage] = taken, given
+        return given.detach()
+
+    def _backward(self, action: Action, grad: Tensor | None) -> Tensor | None:
+        """The gradient for the previous chunk; None before the first."""
+        taken, given = self._held.pop((action.microbatch, action.virtual_stage))
+        reduction = self._reductions[action.virtual_stage]
+        if grad is None:  # the loss
+            given = given * reduction.averaged_over
+        last = action == self._last_backward[action.virtual_stage]
+        with reduction.microbatch(last=last):
+            if given.requires_grad:  # else nothing before it trains
+                torch.autograd.backward(given, grad)
+        if taken is None:
+            return None
+        return torch.zeros_like(taken) if taken.grad is None else taken.grad
+
+    def _call_first(self, chunk: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
+        """A sharded chunk is called, so that its hooks run."""
+        if isinstance(chunk, FSDPModule):
+            return cast(Callable[[Microbatch, GroupPool], Tensor], chunk)
+        model = cast(MultimodalModel, chunk)
+        if self._encoding is not None:
+            model = ReadyFeatures(model, self._rows)
+        return partial(forward_microbatch, model)
+
+    def _check(self, action: Action, given: Tensor, microbatch: Microbatch) -> None:
+        wanted = (microbatch.local_tokens, self._like.shape[1])
+        if given.shape != wanted or given.dtype != self._like.dtype:
+            raise LayoutError(
+                f"{action} of stage {self._mesh.stage} gave {given.dtype} {tuple(given.shape)}; "
+                f"the next stage takes in {self._like.dtype} {wanted} (local tokens × width). "
+                "Give HiddenStates the model's own width and type."
+            )
+
+
+def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: GroupPool) -> Tensor:
+    """A chunk's output. On an idle replica the chunk runs on one row that the loss does not see,
+    so that its modules run everywhere, and the output has no rows."""
+    if not microbatch.idle:
+        attention = PackedAttention(
+            microbatch.cu_seqlens,
+            group=groups.get(microbatch.cp_group),
+            lengths=microbatch.lengths,
+        )
+        given: Tensor = chunk(microbatch, hidden, attention)
+        return given
+    one_row = replace(
+        microbatch,
+        input_ids=None,
+        labels=None,
+        position_ids=microbatch.position_ids.new_zeros(1),
+        mrope=None if microbatch.mrope is None else microbatch.mrope.new_zeros(3, 1),
+        cu_seqlens=microbatch.cu_seqlens.new_tensor([0, 1]),
+        lengths=microbatch.cu_seqlens.new_tensor([1]),
+    )
+    padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+    given = chunk(one_row, padded, PackedAttention([0, 1]))
+    return given[:0].clone()  # FSDP's hooks want no views
