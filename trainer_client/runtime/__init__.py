@@ -1,6 +1,7 @@
 """The runtime inside a rank: trains a rank shard, with the gradients of the unbalanced run."""
 
 from trainer_client.notices import SlowAttention
+from trainer_client.runtime.agreement import check_same_plan
 from trainer_client.runtime.exchange import exchange_features, scatter_rows
 from trainer_client.runtime.faults import (
     GroupFormationError,
@@ -9,6 +10,7 @@ from trainer_client.runtime.faults import (
     PeerError,
     PlanMismatchError,
     RuntimeFault,
+    TransportMismatchError,
 )
 from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
@@ -32,12 +34,11 @@ from trainer_client.runtime.stage_layout import Recompute, StageLayout, recomput
 from trainer_client.runtime.step import (
     Features,
     MultimodalModel,
-    StepResult,
-    check_same_plan,
     evaluate_step,
     forward_microbatch,
     run_step,
 )
+from trainer_client.runtime.step_result import StepResult
 
 __all__ = [
     "Action",
@@ -64,6 +65,7 @@ __all__ = [
     "StageLayout",
     "StepResult",
     "Timeline",
+    "TransportMismatchError",
     "check_same_plan",
     "evaluate_step",
     "exchange_features",

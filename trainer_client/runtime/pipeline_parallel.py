@@ -95,7 +95,6 @@ def run_pipeline_step(
     hidden: HiddenStates,
     *,
     schedule: PipelineSchedule | None = None,
-    upcoming: Shard | None = None,
 ) -> PipelineResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
@@ -106,7 +105,6 @@ def run_pipeline_step(
         hold several microbatches at a time, and plain chunks are summed as it would.
     shard: needs ``parts`` "inputs" on the first stage and "labels" on the last.
     schedule: interleaved 1F1B when not given; the same on every rank.
-    upcoming: the next step's shard where it has arrived; see ``run_step``.
 
     Weights that several stages share (a tied embedding) are the caller's to add up.
 
@@ -121,7 +119,7 @@ def run_pipeline_step(
     with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
         everyone = mesh.groups.everyone
         reductions = _reductions_of(chunks, everyone)
-        _meet(shard, upcoming, mesh)
+        _meet(shard, mesh)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
         stage = _Stage(chunks, shard, mesh, hidden, schedule, reductions, loss_tokens)
@@ -322,33 +320,25 @@ def _check_arguments(
         )
 
 
-def _meet(shard: Shard, upcoming: Shard | None, mesh: PipelineMesh) -> None:
-    """All ranks compare plans; then the column's groups are connected in the background.
+def _meet(shard: Shard, mesh: PipelineMesh) -> None:
+    """All ranks compare plans.
 
     Raises PlanMismatchError, on every rank, where any two of them differ.
     """
     digest = shard.plan.digest
-    following = upcoming.plan.digest if upcoming is not None else ""
-    text = digest + following.ljust(len(digest), "-")[: len(digest)]
     everyone = mesh.groups.everyone
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
     action = "comparing plan digests"
     with mesh.naming_stages():
         row = torch.cat(mesh.row.gather(own.to(mesh.row.device), action=action))
     rows = everyone.gather(row.to(everyone.device), action=action)
     replicas_of: dict[str, list[int]] = {}
-    texts: set[str] = set()
     for replica, gathered in enumerate(rows):
         held = bytes(gathered.tolist()).decode()
-        of_stages = {held[i : i + len(text)] for i in range(0, len(held), len(text))}
-        texts |= of_stages
-        for each in sorted({of_stage[: len(digest)] for of_stage in of_stages}):
+        for each in sorted({held[i : i + len(digest)] for i in range(0, len(held), len(digest))}):
             replicas_of.setdefault(each, []).append(replica)
     if len(replicas_of) > 1:
         raise PlanMismatchError(replicas_of)
-    for step in (shard, upcoming if following and len(texts) == 1 else None):
-        if step is not None:
-            mesh.groups.prewarm(group.replicas for group in step.plan.groups)
 
 
 def _share(
