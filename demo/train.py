@@ -21,7 +21,7 @@ import torch.distributed as dist
 from demo.model import DemoModel
 from trainer_client import ClientError, Shard, ShardDataset
 from trainer_client.runtime import GroupPool, RuntimeFault, run_step
-from trainer_client.runtime.step import StepResult
+from trainer_client.runtime.step_result import StepResult
 
 SEED = 0
 CHECKPOINTS_KEPT = 2
@@ -43,7 +43,7 @@ def train(dataset: ShardDataset, groups: GroupPool, options: argparse.Namespace)
             began_s = time.perf_counter()
             optimizer.zero_grad()
             # Compares plan digests, encodes, exchanges, attends over CP groups, sums gradients.
-            result = run_step(model, shard, groups, upcoming=dataset.peek(wait=False))
+            result = run_step(model, shard, groups)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)

@@ -40,8 +40,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     with dataset, GroupPool(timeout_s=PEER_TIMEOUT_S) as groups:
         for shard in dataset:
             # Leaves the gradients of the whole global batch, weighted by tokens, in `.grad`.
-            # The next step, if it is here, lets its process groups connect meanwhile.
-            result = run_step(ddp, shard, groups, upcoming=dataset.peek(wait=False))
+            result = run_step(ddp, shard, groups)
             clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -238,7 +238,8 @@ class Microbatch:
     on ranks that asked neither for tokens nor for media. `items` are those of the whole pack,
     known at any degree and wherever they are encoded. `loss_weights` weigh the loss of each token:
     float64[local tokens], that of its sample times that of the source, and 1 in steps without
-    weights. `reads` names which of labels, weights and positions were read.
+    weights. `reads` names which of labels, weights and positions were read. `counted` is what
+    `loss_tokens` gives, noted before the labels left the host.
     """
 
     wave: int
@@ -258,6 +259,14 @@ class Microbatch:
     mrope: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     reads: set[str] = field(default_factory=set)
+    counted: tuple[int, float] | None = None
+
+    def loss_tokens(self) -> tuple[int, float]:
+        """Labels other than -100, and the sum of their weights. Waits for the labels' device, where
+        they were not brought there by `mapped`."""
+        if self.counted is not None:
+            return self.counted
+        return _count_loss_tokens(self.labels, self.weights)
 
     @property
     def loss_weights(self) -> torch.Tensor:
@@ -296,15 +305,28 @@ class Microbatch:
             position_ids=move(self.__dict__["position_ids"]),
             mrope=mrope,
             weights=None if self.weights is None else move(self.weights),
+            counted=self._counted_on_host(),
             vision=self.vision and self.vision.mapped(move),
             audio=self.audio and self.audio.mapped(move),
         )
+
+    def _counted_on_host(self) -> tuple[int, float] | None:
+        labels = self.__dict__["labels"]  # reading it would count as reading it
+        if self.counted is not None or labels is None or labels.device.type != "cpu":
+            return self.counted
+        return _count_loss_tokens(labels, self.weights)
 
     def __repr__(self) -> str:
         return (
             f"Microbatch(wave={self.wave}, pack={self.pack}, cp_rank={self.cp_rank} of "
             f"{list(self.cp_group)}, local_tokens={self.local_tokens})"
         )
+
+
+def _count_loss_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> tuple[int, float]:
+    have = labels != -100
+    count = int(have.sum())
+    return count, float(count) if weights is None else float(weights[have].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

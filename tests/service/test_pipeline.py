@@ -67,9 +67,7 @@ def pipeline(rank, size, address, job):
         )
 
         def step(shard):
-            result = run_pipeline_step(
-                chunks, shard, mesh, hidden, upcoming=dataset.peek(wait=False)
-            )
+            result = run_pipeline_step(chunks, shard, mesh, hidden)
             sum_tied_gradient(chunks, mesh)
             return result
 

@@ -33,9 +33,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainer_client.adapters.group_ledger import GroupLedger, Members
 from trainer_client.errors import BadArgument
 from trainer_client.positions import held_rows
-from trainer_client.runtime.group_ledger import GroupLedger, Members
 from trainer_client.shard import Microbatch, PlanSummary
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel

@@ -1,6 +1,7 @@
 """The runtime inside a rank: trains a rank shard, with the gradients of the unbalanced run."""
 
 from trainer_client.notices import SlowAttention
+from trainer_client.runtime.agreement import check_same_plan
 from trainer_client.runtime.bubble_schedule import BubbleSchedule, EncoderAction, spread_encoders
 from trainer_client.runtime.bubble_text import read_bubbles
 from trainer_client.runtime.encoder_runs import LayeredEncoders
@@ -12,6 +13,7 @@ from trainer_client.runtime.faults import (
     PeerError,
     PlanMismatchError,
     RuntimeFault,
+    TransportMismatchError,
 )
 from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
@@ -35,12 +37,11 @@ from trainer_client.runtime.stage_layout import EncoderStage, Recompute, StageLa
 from trainer_client.runtime.step import (
     Features,
     MultimodalModel,
-    StepResult,
-    check_same_plan,
     evaluate_step,
     forward_microbatch,
     run_step,
 )
+from trainer_client.runtime.step_result import StepResult
 
 __all__ = [
     "Action",
@@ -72,6 +73,7 @@ __all__ = [
     "StageLayout",
     "StepResult",
     "Timeline",
+    "TransportMismatchError",
     "check_same_plan",
     "evaluate_step",
     "exchange_features",

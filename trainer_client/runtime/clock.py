@@ -75,7 +75,8 @@ class _StreamClock:
         return len(self._moments) - 1
 
     def read(self) -> list[float]:
-        self._stream.synchronize()
+        if self._moments:
+            self._moments[-1].synchronize()  # not the stream, on which more may be queued by now
         return [self._origin.elapsed_time(moment) / 1e3 for moment in self._moments]
 
     def _event(self) -> torch.cuda.Event:
@@ -92,15 +93,22 @@ class PhaseClock:
 
     def __init__(self, device: torch.device, *, place: Hashable = None) -> None:
         self._clock = start_clock(device)
+        self.on_stream = isinstance(self._clock, _StreamClock)
         self._begun = [(OTHER, place, self._clock.mark())]
+        self._ended: int | None = None
 
     def switch(self, phase: str, place: Hashable = None) -> None:
         """Begin this phase, at this place."""
         self._begun.append((phase, place, self._clock.mark()))
 
+    def stop(self) -> None:
+        """End the last phase."""
+        self._ended = self._clock.mark()
+
     def seconds(self) -> dict[tuple[str, Hashable], float]:
-        """Seconds of every phase so far, at each of its places. Waits for the device."""
-        ended = self._clock.mark()
+        """Seconds of every phase until it was stopped, or so far, at each of its places. Waits for
+        the device to come that far."""
+        ended = self._clock.mark() if self._ended is None else self._ended
         moments_s = self._clock.read()
         spent: dict[tuple[str, Hashable], float] = {}
         ends = [mark for *_, mark in self._begun[1:]] + [ended]

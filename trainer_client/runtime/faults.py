@@ -4,6 +4,7 @@
     ├── LayoutError         a pack that cannot be cut, or rows that do not add up; also a ValueError
     ├── GroupPoolError      the pool was asked for something it cannot give
     ├── PlanMismatchError   replicas opened the same step with different plans
+    ├── TransportMismatchError   replicas would communicate in different ways
     └── PeerError           a peer died, hung or closed its connection
         └── GroupFormationError   members never arrived when a group was being made
 
@@ -25,7 +26,8 @@ class LayoutError(RuntimeFault, ValueError):
 
 
 class GroupPoolError(RuntimeFault):
-    """A group was requested that this replica is not in, or more groups than may be kept."""
+    """A group was requested that this replica is not in, or connections were used that are closed,
+    or in a way that they do not serve."""
 
 
 class PlanMismatchError(RuntimeFault):
@@ -44,6 +46,23 @@ class PlanMismatchError(RuntimeFault):
             f"the replicas hold {len(self.replicas_of)} different plans for this step: {held}. "
             "Training stops here, because their groups would not match. "
             "Restart all ranks from one checkpoint against one service."
+        )
+
+
+class TransportMismatchError(RuntimeFault):
+    """Replicas that cannot communicate, because they would do it in different ways.
+
+    Attributes: ``replicas_of``, what replicas said of themselves → those that said it.
+    """
+
+    def __init__(self, replicas_of: Mapping[str, Sequence[int]]) -> None:
+        self.replicas_of = {said: tuple(replicas) for said, replicas in replicas_of.items()}
+        held = "; ".join(
+            f"{said} on replicas {list(replicas)}" for said, replicas in self.replicas_of.items()
+        )
+        super().__init__(
+            f"the replicas would communicate in {len(self.replicas_of)} different ways: {held}. "
+            "Start all ranks from one environment, with one backend."
         )
 
 

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import cross_entropy
 
 from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.host_numbers import sum_numbers
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.shard import Microbatch, Shard
 
@@ -79,18 +80,27 @@ class LossTokens:
     weight: float
 
 
+def own_loss_tokens(shard: Shard, *, labelled: bool = True) -> LossTokens:
+    """The loss tokens of this replica's labels, or none on a rank without (`labelled`). Samples
+    that were masked while decoding do not count."""
+    counts = [mb.loss_tokens() for mb in shard.microbatches] if labelled else []
+    return LossTokens(
+        count=sum(count for count, _ in counts), weight=sum(weight for _, weight in counts)
+    )
+
+
 def step_loss_tokens(shard: Shard, group: PeerGroup, *, labelled: bool = True) -> LossTokens:
-    """The loss tokens of a step, from this replica's labels, or from nothing on a rank without
-    (`labelled`). Samples that were masked while decoding do not count. Collective over `group`."""
-    microbatches = shard.microbatches if labelled else ()
-    count = global_loss_tokens(count_loss_tokens(mb.labels for mb in microbatches), group)
-    if shard.plan.weighted_loss_tokens is None:
-        return LossTokens(count=count, weight=count)
-    weights = [mb.loss_weights[mb.labels != IGNORED].sum() for mb in microbatches]
-    own = float(torch.stack(weights).sum()) if weights else 0.0
-    total = torch.tensor([own], dtype=torch.float64, device=group.device)
-    group.post_sum(total, action="summing the loss weights").wait()
-    return LossTokens(count=count, weight=float(total))
+    """The loss tokens of a step over all replicas; see ``own_loss_tokens``. Collective over
+    `group`."""
+    own = own_loss_tokens(shard, labelled=labelled)
+    sums = sum_numbers([own.count, own.weight], group, action="counting loss tokens")
+    return summed_loss_tokens(shard, *sums)
+
+
+def summed_loss_tokens(shard: Shard, count: float, weight: float) -> LossTokens:
+    """The step's loss tokens from the sums over its replicas."""
+    weighed = shard.plan.weighted_loss_tokens is not None
+    return LossTokens(count=int(count), weight=weight if weighed else int(count))
 
 
 def microbatch_loss(logits: Tensor, microbatch: Microbatch, tokens: LossTokens) -> Tensor:
@@ -98,12 +108,6 @@ def microbatch_loss(logits: Tensor, microbatch: Microbatch, tokens: LossTokens) 
     labels = microbatch.labels.to(logits.device)
     weights = None if microbatch.weights is None else microbatch.loss_weights.to(logits.device)
     return token_weighted_loss(logits, labels, tokens.weight, weights)
-
-
-def count_loss_tokens(labels: Iterable[Tensor]) -> int:
-    """Labels other than -100."""
-    counts = [(tensor != IGNORED).sum() for tensor in labels]
-    return int(torch.stack(counts).sum()) if counts else 0  # waits for the device once
 
 
 def global_loss_tokens(local_count: int, group: PeerGroup | None = None) -> int:
@@ -129,11 +133,9 @@ def sum_gradients(module: Module, group: PeerGroup) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         return
-    owners = torch.tensor(
-        [p.grad is not None for p in parameters], dtype=torch.int32, device=group.device
-    )
-    group.post_sum(owners, action="the gradient sum").wait()
-    owned = [p for p, count in zip(parameters, owners.tolist(), strict=True) if count]
+    having = [float(p.grad is not None) for p in parameters]
+    owners = sum_numbers(having, group, action="the gradient sum")
+    owned = [p for p, count in zip(parameters, owners, strict=True) if count]
     in_flight = [_start_bucket(bucket, group) for bucket in _buckets(owned)]
     for bucket, flat, transfer in in_flight:
         transfer.wait()

@@ -8,14 +8,19 @@ Replicas go through an exchange, a ring and the sum of gradients together, and w
 waits for nobody. So the least seconds that any of them spent there are what the work takes, and
 what another spent above them it waited. The replicas compare these seconds once the step is over,
 in one small collective, so that telling work from waiting changes nothing in the step.
+
+Where events on a GPU's stream are the clock, the step's seconds are known only when the device has
+run it, and the host should be ahead by then. So ``StepTimes`` reads them when they are asked for,
+or else when the replicas next communicate.
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
+from trainer_client.runtime.clock import PhaseClock
+from trainer_client.runtime.host_numbers import HostCopy, to_device
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.shard import FeatureExchange, Microbatch, PlanSummary
 
@@ -62,13 +67,45 @@ def seconds_by_phase(
 
     Collective over ``everyone``, whose members all run ``chunks`` model chunks of ``plan``.
     """
-    least = _least_seconds(spent, _places(plan, chunks), everyone)
-    phases = dict.fromkeys(PHASES, 0.0)
-    for (phase, place), seconds in spent.items():
-        work_s = min(seconds, least.get(place, seconds))
-        phases[_phase_of(phase)] += work_s
-        phases[WAITING] += seconds - work_s
-    return phases
+    return _Comparison(spent, _places(plan, chunks), everyone).seconds_by_phase()
+
+
+class StepTimes:
+    """The seconds of a step that is all queued, and those of its phases.
+
+    Making one is collective over ``everyone``, and stops the clock. Where its moments are events
+    on a stream, the seconds are compared before the next collective (or when the pool is closed),
+    or when one replica asks: it then waits for the others to come that far.
+    """
+
+    def __init__(self, clock: PhaseClock, plan: PlanSummary, everyone: PeerGroup) -> None:
+        self._clock = clock
+        self._plan = plan
+        self._everyone = everyone
+        self._comparing = False
+        self._comparison: _Comparison | None = None
+        clock.stop()
+        if clock.on_stream:
+            everyone.defer(self._compare)
+        else:
+            self._compare()
+
+    @cached_property
+    def spent(self) -> Spent:
+        """Seconds by phase and place, as this replica's clock counted them."""
+        return self._clock.seconds()
+
+    @cached_property
+    def phase_s(self) -> dict[str, float]:
+        """Seconds in each of ``PHASES``; see ``seconds_by_phase``."""
+        self._compare()
+        assert self._comparison is not None, "just made"
+        return self._comparison.seconds_by_phase()
+
+    def _compare(self) -> None:
+        if not self._comparing:  # else posting it has just asked for what was deferred
+            self._comparing = True
+            self._comparison = _Comparison(self.spent, _places(self._plan, 1), self._everyone)
 
 
 def _phase_of(name: str) -> str:
@@ -94,17 +131,29 @@ def _places(plan: PlanSummary, chunks: int) -> list[Place]:
     return [START, END, *waves, *packs]
 
 
-def _least_seconds(
-    spent: Spent, places: Sequence[Place], everyone: PeerGroup
-) -> dict[Hashable, float]:
-    """The least seconds that any replica spent at each place where one was."""
-    own = dict.fromkeys(places, math.inf)
-    for (_, place), seconds in spent.items():
-        if isinstance(place, Place):
-            own[place] = seconds
-    least = torch.tensor(list(own.values()), dtype=torch.float64, device=everyone.device)
-    everyone.post_least(least, action="comparing the seconds of phases").wait()
-    return {
-        place: seconds for place, seconds in zip(own, least.tolist(), strict=True)
-        if math.isfinite(seconds)
-    }  # fmt: skip
+class _Comparison:
+    """The least seconds that any replica spent at each place where one was, on their way."""
+
+    def __init__(self, spent: Spent, places: Sequence[Place], everyone: PeerGroup) -> None:
+        self._spent = spent
+        own = dict.fromkeys(places, math.inf)
+        for (_, place), seconds in spent.items():
+            if isinstance(place, Place):
+                own[place] = seconds
+        self._places = list(own)
+        with everyone.aside():
+            least = to_device(list(own.values()), everyone.device)
+            everyone.post_least(least, action="comparing the seconds of phases").wait()
+            self._least = HostCopy(least)
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        read = zip(self._places, self._least.read(), strict=True)
+        least: dict[Hashable, float] = {
+            place: seconds for place, seconds in read if math.isfinite(seconds)
+        }
+        phases = dict.fromkeys(PHASES, 0.0)
+        for (phase, place), seconds in self._spent.items():
+            work_s = min(seconds, least.get(place, seconds))
+            phases[_phase_of(phase)] += work_s
+            phases[WAITING] += seconds - work_s
+        return phases

@@ -40,9 +40,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from trainer_client.runtime.fault_board import FaultBoard, grace_s
 from trainer_client.runtime.faults import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.peers import FaultBoard, PeerGroup, Transfer, grace_s
+from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
 
 
@@ -50,14 +51,6 @@ def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int
     """(replica, stage, tensor rank) of a rank."""
     replica, inside = divmod(rank, stages * tensor_ranks)
     return replica, *divmod(inside, tensor_ranks)
-
-
-class _OneClient(PrefixStore):
-    """The job's store for a pool that only connects in the calling thread. The pool asks for a
-    second client for its background thread and gets this one, which saves a connection per rank."""
-
-    def clone(self) -> Store:
-        return self
 
 
 class PipelineMesh:
@@ -69,7 +62,7 @@ class PipelineMesh:
     virtual_stages: model chunks a stage, for interleaved 1F1B.
     encoder_stage: as in the job's topology; where encoders are "spread", all stages read inputs.
     rank, world_size: from ``torch.distributed`` when not given.
-    max_groups, timeout_s: of ``groups``, the column's pool; see ``GroupPool``.
+    timeout_s: of ``groups``, the column's pool; see ``GroupPool``.
     lane: a name that keeps meshes of one job apart.
 
     Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``;
@@ -88,7 +81,6 @@ class PipelineMesh:
         encoder_stage: str = "first",
         rank: int | None = None,
         world_size: int | None = None,
-        max_groups: int = 64,
         timeout_s: float = 600.0,
         lane: str = "",
     ) -> None:
@@ -109,7 +101,6 @@ class PipelineMesh:
             place, stages=stages, tensor_ranks=tensor_ranks
         )
         self.groups = GroupPool(
-            max_groups=max_groups,
             timeout_s=timeout_s,
             replica=self.replica,
             replicas=self.replicas,
@@ -117,7 +108,7 @@ class PipelineMesh:
         )
         store, self._board = None, None
         if world > 1 and ready:
-            store = _OneClient("rows", dist.distributed_c10d._get_default_store())
+            store = PrefixStore("rows", dist.distributed_c10d._get_default_store())
             self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
         self._encodes = encoder_stage == "spread" or self.stage == 0
         self._open_row = partial(self._row, store, timeout_s, lane)
@@ -133,9 +124,8 @@ class PipelineMesh:
         return ("inputs",) * self._encodes + ("labels",) * (self.stage == self.stages - 1)
 
     def channel(self, kind: str, sender: int, receiver: int) -> PeerGroup:
-        """The group of two that carries one kind of message one way; the sender is first. Its first
-        use is collective over both."""
-        return self._pool(kind).get((sender, receiver))
+        """The group of two that carries one kind of message one way; the sender is first."""
+        return self._pool(kind).apart((sender, receiver))
 
     def rank_at(self, replica: int, stage: int) -> int:
         """The rank at this replica and stage that has this rank's tensor rank."""

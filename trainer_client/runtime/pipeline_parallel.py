@@ -72,7 +72,6 @@ def run_pipeline_step(
     *,
     schedule: PipelineSchedule | BubbleSchedule | None = None,
     encoders: LayeredEncoders | None = None,
-    upcoming: Shard | None = None,
 ) -> PipelineResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
@@ -86,7 +85,6 @@ def run_pipeline_step(
     encoders: where encoders run by themselves on all stages, as a ``BubbleSchedule`` places them,
         or else before the pipeline fills and after it drains. Every stage has all of them, needs
         ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain.
-    upcoming: the next step's shard where it has arrived; see ``run_step``.
 
     Weights that several stages share are the caller's to add up: a tied embedding by
     ``sum_of_stages``.
@@ -100,7 +98,7 @@ def run_pipeline_step(
     with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
         everyone = mesh.groups.everyone
         reductions = _reductions_of([*chunks, *_modules(encoders)], everyone)
-        _meet(shard, upcoming, mesh)
+        _meet(shard, mesh)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
         stage = PipelineStage(
@@ -207,33 +205,25 @@ def _check_arguments(
         )
 
 
-def _meet(shard: Shard, upcoming: Shard | None, mesh: PipelineMesh) -> None:
-    """All ranks compare plans; then the column's groups are connected in the background.
+def _meet(shard: Shard, mesh: PipelineMesh) -> None:
+    """All ranks compare plans.
 
     Raises PlanMismatchError, on every rank, where any two of them differ.
     """
     digest = shard.plan.digest
-    following = upcoming.plan.digest if upcoming is not None else ""
-    text = digest + following.ljust(len(digest), "-")[: len(digest)]
     everyone = mesh.groups.everyone
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
     action = "comparing plan digests"
     with mesh.naming_stages():
         row = torch.cat(mesh.row.gather(own.to(mesh.row.device), action=action))
     rows = everyone.gather(row.to(everyone.device), action=action)
     replicas_of: dict[str, list[int]] = {}
-    texts: set[str] = set()
     for replica, gathered in enumerate(rows):
         held = bytes(gathered.tolist()).decode()
-        of_stages = {held[i : i + len(text)] for i in range(0, len(held), len(text))}
-        texts |= of_stages
-        for each in sorted({of_stage[: len(digest)] for of_stage in of_stages}):
+        for each in sorted({held[i : i + len(digest)] for i in range(0, len(held), len(digest))}):
             replicas_of.setdefault(each, []).append(replica)
     if len(replicas_of) > 1:
         raise PlanMismatchError(replicas_of)
-    for step in (shard, upcoming if following and len(texts) == 1 else None):
-        if step is not None:
-            mesh.groups.prewarm(group.replicas for group in step.plan.groups)
 
 
 def _share(

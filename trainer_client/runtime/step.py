@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_client.runtime.agreement import begin_step
 from trainer_client.runtime.clock import (
     OTHER,
     phase_clock,
@@ -27,11 +28,11 @@ from trainer_client.runtime.clock import (
     switch_phase,
 )
 from trainer_client.runtime.exchange import exchange_features
-from trainer_client.runtime.faults import LayoutError, PlanMismatchError
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import IGNORED, microbatch_loss, step_loss_tokens
-from trainer_client.runtime.peers import PeerGroup
+from trainer_client.runtime.host_numbers import HostCopy
+from trainer_client.runtime.loss import IGNORED, microbatch_loss
 from trainer_client.runtime.phases import (
     BACKWARD,
     END,
@@ -43,9 +44,9 @@ from trainer_client.runtime.phases import (
     Place,
     moves_rows,
     pack_place,
-    seconds_by_phase,
 )
 from trainer_client.runtime.ring_attention import PackedAttention
+from trainer_client.runtime.step_result import StepResult
 from trainer_client.shard import Microbatch, ModalityBatch, Shard
 
 
@@ -94,47 +95,27 @@ class MultimodalModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """``loss``: mean over the global batch's loss tokens, weighted where the job weighs them.
-    Seconds are this replica's own.
-
-    ``phase_s``: seconds by phase, in the phases that the plan predicts: ``vision`` and ``audio``
-    encoding, the ``exchange`` of features and ``llm`` (rings included), each in both directions;
-    ``gradients``, what a step takes once: comparing plans, and the part of the sum of gradients
-    that does not overlap with the last backward; and ``waiting`` for other replicas. They add up
-    to ``seconds``.
-    """
-
-    loss: float
-    loss_tokens: int
-    seconds: float
-    phase_s: Mapping[str, float]
-
-
 def run_step(
     model: Module,
     shard: Shard,
     groups: GroupPool,
     *,
     gradients: GradientReduction | None = None,
-    upcoming: Shard | None = None,
 ) -> StepResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
+
+    On a GPU everything is queued when it returns; reading the result waits for the device, so read
+    it after the optimizer's step.
 
     Parameters
     ----------
     model: a ``MultimodalModel``, plain, in ``DistributedDataParallel``, or sharded by
         ``fully_shard``.
     gradients: how gradients are summed over replicas; by default as the model's wrapper does it.
-    upcoming: the next step's shard where it has arrived (``dataset.peek(wait=False)``). Once
-        all replicas have it, its groups are connected while this step computes.
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
-    return _whole_step(
-        model, shard, groups, gradients or reduction_of(model, groups.everyone), upcoming
-    )
+    return _whole_step(model, shard, groups, gradients or reduction_of(model, groups.everyone))
 
 
 def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
@@ -147,7 +128,7 @@ def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     with torch.no_grad():
-        return _whole_step(model, shard, groups, None, None)
+        return _whole_step(model, shard, groups, None)
 
 
 def _whole_step(
@@ -155,7 +136,6 @@ def _whole_step(
     shard: Shard,
     groups: GroupPool,
     reduction: GradientReduction | None,
-    upcoming: Shard | None,
 ) -> StepResult:
     """A step whose gradients the reduction sums, or one without gradients."""
     started = time.perf_counter()
@@ -163,8 +143,7 @@ def _whole_step(
     forward = _forward_of(model)
     device = _device_of(model)
     with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
-        _prewarm(shard, upcoming, groups)
-        loss_tokens = step_loss_tokens(shard, everyone)
+        loss_tokens = begin_step(shard, everyone)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
         for number, microbatch in enumerate(shard.microbatches, start=1):
             last = number == len(shard.microbatches)
@@ -182,13 +161,14 @@ def _whole_step(
         if reduction is not None:
             reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
-        mean_loss = float(loss_sum)  # waits for a GPU, so that the step's seconds are all counted
-        spent = clock.seconds()
-        seconds = time.perf_counter() - started
-        phase_s = seconds_by_phase(spent, shard.plan, everyone)
-    return StepResult(
-        loss=mean_loss, loss_tokens=loss_tokens.count, seconds=seconds, phase_s=phase_s
-    )
+        return StepResult(
+            loss=HostCopy(loss_sum),
+            loss_tokens=loss_tokens.count,
+            started_s=started,
+            clock=clock,
+            plan=shard.plan,
+            everyone=everyone,
+        )
 
 
 def _device_of(model: Module) -> torch.device:
@@ -201,15 +181,6 @@ def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
     if isinstance(model, DistributedDataParallel | FSDPModule):
         return cast(Callable[[Microbatch, GroupPool], Tensor], model)
     return partial(forward_microbatch, cast(MultimodalModel, model))
-
-
-def _prewarm(shard: Shard, upcoming: Shard | None, groups: GroupPool) -> None:
-    """Connect this step's groups, and the next step's if every replica has its shard."""
-    following = upcoming.plan.digest if upcoming is not None else ""
-    agreed = check_same_plan(shard.plan.digest, groups.everyone, upcoming=following)
-    for step in (shard, upcoming if agreed else None):
-        if step is not None:
-            groups.prewarm(group.replicas for group in step.plan.groups)
 
 
 def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: GroupPool) -> Tensor:
@@ -289,24 +260,3 @@ def _one_token(idle: Microbatch) -> Microbatch:
         lengths=idle.cu_seqlens.new_tensor([1]),
         weights=None,
     )
-
-
-def check_same_plan(digest: str, group: PeerGroup, *, upcoming: str = "") -> bool:
-    """Compare the plan digest of all replicas, once a step before its first collective.
-
-    ``digest``: a text of one length everywhere, such as hexadecimal SHA-256. ``upcoming``: that
-    of the next step, or nothing where it is not known yet. Returns whether all replicas gave
-    the same ``upcoming``, so that they can act on it together.
-
-    Raises PlanMismatchError, on every replica, naming the digests and who holds them.
-    """
-    message = digest.encode() + upcoming.encode().ljust(len(digest), b"-")[: len(digest)]
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(group.device)
-    gathered = group.gather(own, action="comparing plan digests")
-    texts = [bytes(theirs.tolist()).decode() for theirs in gathered]
-    replicas_of: dict[str, list[int]] = {}
-    for replica, text in zip(group.members, texts, strict=True):
-        replicas_of.setdefault(text[: len(digest)], []).append(replica)
-    if len(replicas_of) > 1:
-        raise PlanMismatchError(replicas_of)
-    return bool(upcoming) and len(set(texts)) == 1

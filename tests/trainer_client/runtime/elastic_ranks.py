@@ -23,8 +23,8 @@ def losses_of_ranks(rank, size, paths):
         model = wrapped("fsdp" if replicas == size else "plain", ())
         optimizer, losses = optimizer_of(model), []
         with GroupPool(replica=rank, replicas=replicas, lane=f"{replicas}", timeout_s=60) as pool:
-            for shard, upcoming in zip(shards, [*shards[1:], None], strict=True):
-                losses.append(run_step(model, shard, pool, upcoming=upcoming).loss)
+            for shard in shards:
+                losses.append(run_step(model, shard, pool).loss)
                 optimizer.step()
                 optimizer.zero_grad()
         curves[replicas] = losses

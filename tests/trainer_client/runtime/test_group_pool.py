@@ -1,62 +1,116 @@
-"""Groups are made by their members alone, kept, and dropped alike everywhere."""
+"""Groups of any replicas, over one communicator that is made at the start."""
 
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_client.runtime import GroupPool, GroupPoolError
-from trainer_client.runtime.group_ledger import GroupLedger
+from tests.trainer_client.runtime.posted_order import unmatched
+from trainer_client.runtime import GroupPool, GroupPoolError, PeerGroup, TransportMismatchError
+from trainer_client.runtime.communicator import Communicator
 
 
 def summed(group, value):
-    tensor = torch.tensor([float(value)])
-    group.post_sum(tensor, action="a test").wait()
-    return float(tensor)
+    """What every member gave, handed once round the group."""
+    total = held = torch.tensor([float(value)])
+    for _ in range(group.size - 1):
+        arriving = torch.empty_like(held)
+        following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
+        group.post([(held, following)], [(arriving, preceding)], action="a test").wait()
+        total, held = total + arriving, arriving
+    return float(total)
 
 
 def pool_cases(rank, size):
     seen = {}
-    with GroupPool(timeout_s=60, max_groups=2) as pool:
+    with GroupPool(timeout_s=60) as pool:
+        seen["alone"] = summed(pool.get((rank,)), rank)
+        seen["before"] = pool.communicators
+        seen["same object"] = pool.everyone is pool.get(tuple(range(size)))
         # Ranks outside (0, 3) make no call at all, and nobody waits for them.
         if rank in (0, 3):
             seen["members only"] = summed(pool.get((0, 3)), rank)
-        seen["same object"] = pool.everyone is pool.get(tuple(range(size)))
-        seen["alone"] = summed(pool.get((rank,)), rank)
         seen["ring order"] = pool.get((1, 0)).index if rank < 2 else None
-        seen["kept"] = random_steps(pool, rank, size)
+        random_steps(pool, rank, size)
+        seen["after"] = pool.communicators
+        if rank < 2:
+            seen["apart"] = summed(pool.apart((1, 0)), rank), summed(pool.apart((1, 0)), rank)
+        seen["with those apart"] = pool.communicators
     with GroupPool(timeout_s=60) as again:
         seen["second pool"] = summed(again.everyone, rank)
     return seen
 
 
 def random_steps(pool, rank, size):
-    """Many steps of random groups through a pool of two: each is used while it is planned."""
+    """Many random groups, some in another order than the replicas'."""
     draw = random.Random(5)
-    most = 0
-    for step in range(30):
+    for step in range(60):
         order = draw.sample(range(size), size)
         cut = draw.randrange(1, size)
-        groups = [tuple(sorted(order[:cut])), tuple(sorted(order[cut:]))]
-        pool.prewarm(groups)
-        mine = next(group for group in groups if rank in group)
+        mine = next(group for group in (order[:cut], order[cut:]) if rank in group)
         assert summed(pool.get(mine), rank) == sum(mine), step
-        most = max(most, len(pool.kept()))
-    return most
 
 
-def test_groups_are_made_by_their_members_and_bounded(world):
+def test_groups_of_any_members_share_one_communicator(world):
     answers = world(pool_cases, 4)
     assert [answers[rank].get("members only") for rank in range(4)] == [3.0, None, None, 3.0]
     assert [answers[rank]["ring order"] for rank in range(4)] == [1, 0, None, None]
     for rank, seen in answers.items():
         assert seen["same object"]
         assert seen["alone"] == rank
-        assert seen["kept"] == 2
         assert seen["second pool"] == 6
+        assert (seen["before"], seen["after"]) == (0, 1)
+        assert seen["with those apart"] == (2 if rank < 2 else 1)
+        assert seen.get("apart") == ((1.0, 1.0) if rank < 2 else None)
+
+
+def rings_between_the_same_two(rank, size):
+    """Two rings that both have replicas 0 and 1 as neighbours, posted in different orders."""
+    with GroupPool(timeout_s=60) as pool:
+        if rank > 1:
+            pool.get((0, 1, 2))
+            return None
+        groups = [pool.get((0, 1)), pool.get((0, 1, 2))]
+        arriving = [torch.zeros(1), torch.zeros(1)]
+        order = (0, 1) if rank == 0 else (1, 0)
+        posted = []
+        for which in order:
+            group, ours = groups[which], torch.full((1,), float(which))
+            sends, receives = [(ours, 1)], [(arriving[which], 0)]
+            where = (sends, []) if rank == 0 else ([], receives)
+            posted.append(group.post(*where, action="a test", channel=1))
+        for transfer in posted:
+            transfer.wait()
+        return [float(each) for each in arriving]
+
+
+def test_messages_of_different_rings_between_the_same_replicas_never_mix(world):
+    assert world(rings_between_the_same_two, 3)[1] == [0.0, 1.0]
+
+
+def unlike_ranks(rank, size):
+    """Replica 1 runs another release of torch."""
+    torch.__version__ = "1.0" if rank == 1 else "2.0"
+    try:
+        return GroupPool(timeout_s=60).everyone
+    except TransportMismatchError as error:
+        return error.replicas_of, str(error)
+
+
+def test_replicas_that_would_communicate_in_different_ways_are_named_before_they_connect(world):
+    answers = world(unlike_ranks, 3)
+    assert len(answers) == 3
+    for replicas_of, text in answers.values():
+        assert replicas_of == {
+            "gloo, torch 2.0, protocol 1": (0, 2),
+            "gloo, torch 1.0, protocol 1": (1,),
+        }
+        assert "torch 1.0, protocol 1 on replicas [1]" in text
+        assert "one environment" in text
 
 
 def lanes_case(rank, size):
@@ -68,43 +122,6 @@ def lanes_case(rank, size):
 def test_lanes_of_one_replica_never_meet(world):
     answers = world(lanes_case, 4)
     assert {rank: total for rank, (total, _) in answers.items()} == {0: 2, 1: 4, 2: 2, 3: 4}
-
-
-def test_every_replica_works_out_the_same_groups_to_drop():
-    draw = random.Random(1)
-    ledgers = [GroupLedger(3) for _ in range(4)]
-    admissions = set()
-    for _ in range(60):
-        order = draw.sample(range(12), 12)
-        cuts = sorted(draw.sample(range(1, 12), 4))
-        edges = zip([0, *cuts], [*cuts, 12], strict=True)
-        groups = [tuple(sorted(order[a:b])) for a, b in edges]
-        outcomes = [ledger.admit(iter(groups)) for ledger in ledgers]
-        assert all(outcome == outcomes[0] for outcome in outcomes)
-        admitted, dropped = outcomes[0]
-        assert not admissions & set(admitted.values()), "a place in the store is used once"
-        admissions |= set(admitted.values())
-        assert not set(dropped) & set(groups)
-        held = ledgers[0].groups()
-        assert max(sum(replica in group for group in held) for replica in range(12)) <= 3
-
-
-def test_a_group_that_is_planned_again_outlives_one_that_is_not():
-    ledger = GroupLedger(2)
-    ledger.admit([(0, 1)])
-    ledger.admit([(0, 2)])
-    ledger.admit([(0, 1)])
-    _, dropped = ledger.admit([(0, 3)])
-    assert dropped == [(0, 2)]
-
-
-def test_groups_of_two_steps_are_kept_even_above_the_bound():
-    ledger = GroupLedger(1)
-    ledger.admit([(0, 1), (0, 2)])
-    _, dropped = ledger.admit([(0, 3), (0, 4)])
-    assert dropped == []
-    _, dropped = ledger.admit([(0, 5)])
-    assert dropped == [(0, 1), (0, 2)]
 
 
 def test_a_group_without_this_replica_is_refused():
@@ -122,12 +139,21 @@ def test_replicas_that_do_not_exist_are_refused(members):
 
 def test_a_plan_for_more_replicas_than_the_job_has_is_refused():
     with pytest.raises(GroupPoolError, match="world size"):
-        GroupPool().prewarm([(0, 1)])
+        GroupPool().get((0, 1))
 
 
-def test_a_pool_must_keep_at_least_one_group():
-    with pytest.raises(GroupPoolError, match="max_groups is 0"):
-        GroupPool(max_groups=0)
+def test_a_part_of_the_replicas_only_sends_and_receives():
+    transport = RecordedNccl(threading.local(), [])
+    parent = Communicator(transport, range(3), replica=0, board=None, timeout_s=60)
+    part = PeerGroup((0, 2), index=0, communicator=parent)
+    with pytest.raises(GroupPoolError, match=r"use pool\.everyone"):
+        part.post_sum(torch.zeros(1), action="a sum")
+
+
+def test_an_unknown_backend_is_refused():
+    pool = GroupPool(store=dist.HashStore(), replica=0, replicas=2, backend="mpi")
+    with pytest.raises(GroupPoolError, match="'gloo' or 'nccl'"):
+        pool.get((0, 1))
 
 
 class DeviceOfThread(threading.local):
@@ -147,38 +173,126 @@ class RecordedNccl:
     class Options:
         pass
 
-    def __init__(self, store, index, size, options, *, current, seen):
-        self._index, self._current, self._seen = index, current, seen
+    def __init__(self, current, calls):
+        self._current, self._calls = current, calls
+
+    def _note(self, what):
+        where = getattr(self._current, "device", None)
+        self._calls.append((what, where, threading.current_thread().name.split("_")[0]))
 
     def eager_connect_single_device(self, device):
-        thread = threading.current_thread().name
-        self._seen.append((self._index, device, self._current.device, thread.split("_")[0]))
+        self._note(("connect", device))
+
+    def allreduce(self, tensors, operation):
+        self._note("allreduce")
+        return Done()
+
+    def send(self, tensors, peer, tag):
+        self._note(("send", peer))
+
+    def recv(self, tensors, peer, tag):
+        self._note(("recv", peer))
+
+    def _start_coalescing(self):
+        self._note("start")
+
+    def _end_coalescing(self):
+        self._note("end")
+        return Done()
 
 
-def test_every_rank_of_a_host_connects_on_its_own_gpu_in_whichever_thread(monkeypatch):
-    current, seen = DeviceOfThread(), []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device.index)
-    monkeypatch.setattr(torch.cuda, "set_device", current.set)
+class Done:
+    def wait(self):
+        pass
 
-    def nccl(*arguments):
-        return RecordedNccl(*arguments, current=current, seen=seen)
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Threads with CUDA's rule for the current device, and NCCL's calls in each rank."""
+    current, calls = DeviceOfThread(), {}
+
+    @contextmanager
+    def device(which):
+        before = current.device
+        current.set(which)
+        yield
+        current.set(before)
+
+    def nccl(store, rank, ranks, options):
+        return RecordedNccl(current, calls.setdefault(rank, []))
 
     nccl.Options = RecordedNccl.Options
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device.index)
+    monkeypatch.setattr(torch.cuda, "set_device", current.set)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch, "ones", on_the_host(torch.ones))
+    return calls
+
+
+def on_the_host(make):
+    """This torch may have no CUDA to make tensors on."""
+    return lambda *size, device=None, **options: make(*size, **options)
+
+
+def connect_and_post(local_rank, store, ranks):
+    """One rank of a host, which makes its pool in one thread and posts a ring in another, as
+    autograd does; a new thread's device is 0."""
+    torch.cuda.set_device(torch.device("cuda", local_rank))
+    pool = GroupPool(store=store, replica=local_rank, replicas=ranks, backend="nccl", timeout_s=60)
+    with ThreadPoolExecutor(1, thread_name_prefix="another") as another:
+        ring = another.submit(pool.get, tuple(range(ranks))[::-1]).result()
+        sends = [(torch.ones(1), (ring.index + 1) % ranks)]
+        receives = [(torch.ones(1), (ring.index - 1) % ranks)]
+        another.submit(ring.post, sends, receives, action="a hop").result().wait()
+        assert torch.cuda.current_device() == local_rank
+        assert another.submit(torch.cuda.current_device).result() == 0
+    return pool.everyone.device
+
+
+def test_every_rank_of_a_host_communicates_on_its_own_gpu_in_whichever_thread(gpus):
     store = dist.HashStore()
-
-    def rank(local_rank):
-        torch.cuda.set_device(torch.device("cuda", local_rank))
-        options = {"store": store, "replica": local_rank, "replicas": 3, "backend": "nccl"}
-        with GroupPool(**options, timeout_s=60) as pool:
-            pool.prewarm([(0, 1, 2)])
-            return pool.get((0, 1, 2)).device, pool.everyone.device
-
     with ThreadPoolExecutor(3, thread_name_prefix="rank") as ranks:
-        devices = list(ranks.map(rank, range(3)))
-    assert devices == [(torch.device("cuda", n),) * 2 for n in range(3)]
-    for index, asked, current_there, _ in seen:
-        assert asked == current_there == torch.device("cuda", index)
-    assert sorted((index, thread) for index, *_, thread in seen) == [
-        (n, "cp-groups") for n in range(3)
-    ]
+        devices = list(ranks.map(lambda rank: connect_and_post(rank, store, 3), range(3)))
+    assert devices == [torch.device("cuda", rank) for rank in range(3)]
+    assert sorted(gpus) == [0, 1, 2]
+    for rank, calls in gpus.items():
+        device = torch.device("cuda", rank)
+        assert calls[0][0] == ("connect", device)
+        assert {where for _, where, _ in calls} == {device}
+        assert {thread for *_, thread in calls} == {"another"}, "the caller's, and no other"
+
+
+def test_nccl_is_warmed_up_once_and_then_only_posts_group_calls_of_two_peers(gpus):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(11, thread_name_prefix="rank") as ranks:
+        list(ranks.map(lambda rank: connect_and_post(rank, store, 11), range(11)))
+    batches = {}
+    for rank, calls in gpus.items():
+        named = [what for what, *_ in calls]
+        assert named[0][0] == "connect"
+        assert named[1] == "allreduce", "all ranks take part in a communicator's first collective"
+        assert named.count("allreduce") == 1
+        assert len([what for what in named if what[0] == "connect"]) == 1
+        batches[rank] = grouped(named[2:])
+        assert all(len({peer for _, peer in batch}) <= 2 for batch in batches[rank])
+    assert not unmatched(batches)
+    connected = {(rank, peer) for rank, each in batches.items() for b in each for _, peer in b}
+    ring = {(rank, (rank + 1) % 11) for rank in range(11)}
+    host = {(a, b) for a in range(8) for b in range(8) if a != b}
+    assert connected >= ring | host
+
+
+def grouped(named):
+    """The sends and receives between each start and end; a send on its own fails."""
+    batches, within = [], None
+    for what in named:
+        if what == "start":
+            within = []
+        elif what == "end":
+            batches.append(within)
+            within = None
+        else:
+            within.append(what)
+    return batches

@@ -142,7 +142,7 @@ def train_case(rank, case):
         shard = only_its_parts(shard, mesh.stage, stages)
         model = make_model(frozen)
         chunks = cut(model, stages * virtual_stages)[mesh.stage :: stages]
-        result = run_pipeline_step(chunks, shard, mesh, HIDDEN, upcoming=shard)
+        result = run_pipeline_step(chunks, shard, mesh, HIDDEN)
         loss, grads = single_process(make_model(frozen), samples)
         return {
             "loss": abs(result.loss - loss) / abs(loss),

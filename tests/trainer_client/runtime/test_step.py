@@ -30,9 +30,7 @@ def parity_cases(rank, size, cases):
         replicas, seed, degrees, frozen, *weights = case
         if rank >= replicas:
             continue
-        with GroupPool(
-            replica=rank, replicas=replicas, lane=str(case), timeout_s=60, max_groups=4
-        ) as pool:
+        with GroupPool(replica=rank, replicas=replicas, lane=str(case), timeout_s=60) as pool:
             samples = random_samples(seed)
             if weights:
                 samples = weighed(samples, *weights)
@@ -41,7 +39,7 @@ def parity_cases(rank, size, cases):
             model = make_model(frozen)
             evaluated = evaluate_step(model, shard, pool)
             assert all(parameter.grad is None for parameter in model.parameters())
-            result = run_step(model, shard, pool, upcoming=shard)
+            result = run_step(model, shard, pool)
             assert evaluated.loss == pytest.approx(result.loss, rel=1e-12)
             assert evaluated.loss_tokens == result.loss_tokens
             loss, grads = single_process(make_model(frozen), samples)
@@ -101,47 +99,21 @@ def test_a_step_that_replicas_planned_differently_stops_all_of_them_with_both_di
         assert untouched
 
 
-def agreement(rank, size):
+def compared(rank, size):
+    """What each comparison says: of digests all alike, one unlike the others, and all unlike."""
     with GroupPool(timeout_s=60) as pool:
-        everyone = pool.everyone
-        return [
-            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8),
-            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8 if rank else ""),
-            check_same_plan("aa" * 8, everyone, upcoming="cc" * 8 if rank else "dd" * 8),
-            check_same_plan("aa" * 8, everyone),
-        ]
+        found = []
+        for digests in ("aaa", "aba", "abc"):
+            try:
+                found.append(check_same_plan(digests[rank] * 16, pool.everyone))
+            except PlanMismatchError as error:
+                found.append({digest[0]: held for digest, held in error.replicas_of.items()})
+        return found
 
 
-def test_the_upcoming_step_counts_once_all_replicas_have_it(world):
-    for agreed in world(agreement, 3).values():
-        assert agreed == [True, False, False, False]
-
-
-def some_look_ahead(rank, size):
-    """Replicas see the next step at different times; which groups are kept stays alike."""
-    samples = random_samples(6)
-    losses, kept = [], []
-    with GroupPool(timeout_s=60, max_groups=2) as pool:
-        shards = [
-            make_shard(samples, random_plan(samples, size, (1, 2, 3), k), size, rank, k, f"{k:064}")
-            for k in range(5)
-        ]
-        for shard, upcoming in zip(shards, [*shards[1:], None], strict=True):
-            seen = upcoming if (shard.step + rank + len(losses)) % 3 else None
-            losses.append(run_step(make_model(()), shard, pool, upcoming=seen).loss)
-            kept.append(set(pool.kept()))
-    return losses, kept
-
-
-def test_looking_ahead_at_different_times_disturbs_nobody(world):
-    answers = world(some_look_ahead, 4)
-    for losses, _ in answers.values():
-        assert losses == pytest.approx(answers[0][0], rel=1e-12)
-    for rank, (_, kept) in answers.items():
-        for other, (_, theirs) in answers.items():
-            for mine, of_other in zip(kept, theirs, strict=True):
-                shared = {group for group in mine | of_other if {rank, other} <= set(group)}
-                assert shared <= mine & of_other
+def test_digests_are_compared_in_one_sum_and_named_where_they_differ(world):
+    for found in world(compared, 3).values():
+        assert found == [None, {"a": (0, 2), "b": (1,)}, {"a": (0,), "b": (1,), "c": (2,)}]
 
 
 def test_an_encoder_whose_rows_differ_from_the_plan_is_refused():

@@ -68,7 +68,7 @@ def train(rank, size, jobs):
             dataset, model = SyntheticDataset(job, rank=rank), new_model()
             for shard in dataset:
                 model.zero_grad()
-                result = run_step(model, shard, pool, upcoming=dataset.peek(wait=False))
+                result = run_step(model, shard, pool)
                 dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
                 samples = alone(job.step(shard.step).samples)
                 expected = single_process(new_model(), samples)

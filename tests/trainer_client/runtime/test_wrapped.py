@@ -32,7 +32,7 @@ from trainer_client.runtime import (
 
 def parity_cases(rank, size, cases):
     answer = {}
-    with GroupPool(timeout_s=60, max_groups=4) as pool:
+    with GroupPool(timeout_s=60) as pool:
         for how, seed, degrees, frozen in cases:
             samples = random_samples(seed)
             waves = random_plan(samples, size, degrees, seed)
