@@ -1,6 +1,7 @@
 """The runtime inside a rank: trains a rank shard, with the gradients of the unbalanced run."""
 
 from trainer_client.notices import SlowAttention
+from trainer_client.runtime.block_attention import Kernel
 from trainer_client.runtime.exchange import exchange_features, scatter_rows
 from trainer_client.runtime.faults import (
     GroupFormationError,
@@ -48,6 +49,7 @@ __all__ = [
     "GroupPool",
     "GroupPoolError",
     "HiddenStates",
+    "Kernel",
     "LaterChunk",
     "LayoutError",
     "MultimodalModel",

@@ -23,7 +23,7 @@ from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixels
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.positions import MropeRule, local_positions
-from trainer_client.runtime import Features, LayoutError, PackedAttention, scatter_rows
+from trainer_client.runtime import Features, Kernel, LayoutError, PackedAttention, scatter_rows
 from trainer_client.shard import Microbatch, ModalityBatch, PackItems
 
 
@@ -43,9 +43,12 @@ class TextFamily:
     encoders: Mapping[str, tuple[str, ...]] = {}
     position_rows = 1
 
-    def __init__(self, model: Any, normalization: Normalization | None) -> None:
+    def __init__(
+        self, model: Any, normalization: Normalization | None, kernel: Kernel = "auto"
+    ) -> None:
         self.model = model
         self.decoder = model.get_decoder()
+        self.kernel = kernel
         self._normalization = normalization
 
     def weights(self, modality: str) -> list[Parameter]:
@@ -77,15 +80,16 @@ class TextFamily:
         attention: PackedAttention,
     ) -> Tensor:
         """Logits [local rows, vocabulary]."""
-        packed = self.pack(microbatch, attention)
+        packed, before = self.pack(microbatch, attention), attention.calls
         ids = microbatch.input_ids[None]
         positions = self.positions(microbatch)
         taken = self.taken(ids, features)
         logits = self.logits(**taken, position_ids=positions, use_cache=False, packed=packed)
         layers = self.decoder.config.num_hidden_layers
-        if packed.calls != layers:
+        calls = attention.calls - before
+        if calls != layers:
             raise UnsupportedModel(
-                f"{packed.calls} of the {layers} layers of {type(self.decoder).__name__} computed "
+                f"{calls} of the {layers} layers of {type(self.decoder).__name__} computed "
                 "their attention through transformers' attention interface; the others would mix "
                 "the samples of a pack"
             )
@@ -104,13 +108,7 @@ class TextFamily:
 
     def pack(self, microbatch: Microbatch, attention: PackedAttention) -> PackAttention:
         """The attention that the layers of this microbatch are given."""
-        return PackAttention(
-            attention,
-            degree=len(microbatch.cp_group),
-            cu_seqlens=microbatch.cu_seqlens.tolist(),
-            lengths=microbatch.lengths.tolist(),
-            spans=self.spans(microbatch),
-        )
+        return PackAttention(ring=attention, spans=self.spans(microbatch), kernel=self.kernel)
 
     def spans(self, microbatch: Microbatch) -> Tensor | None:
         """Rows that see one another in both directions; None where all attention is causal."""
