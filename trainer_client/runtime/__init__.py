@@ -2,6 +2,7 @@
 
 from trainer_client.notices import SlowAttention
 from trainer_client.runtime.agreement import check_same_plan
+from trainer_client.runtime.block_attention import Kernel
 from trainer_client.runtime.bubble_schedule import BubbleSchedule, EncoderAction, spread_encoders
 from trainer_client.runtime.bubble_text import read_bubbles
 from trainer_client.runtime.encoder_runs import LayeredEncoders
@@ -56,6 +57,7 @@ __all__ = [
     "GroupPool",
     "GroupPoolError",
     "HiddenStates",
+    "Kernel",
     "LaterChunk",
     "LayeredEncoders",
     "LayoutError",

@@ -1,38 +1,60 @@
-"""Attention of one block: packed queries against packed keys, with its log-sum-exp.
+"""Attention of one block, packed queries against packed keys, and which kernel computes it.
 
 The interface between the ring and the hardware. For every query row and head, a kernel gives the
 attention over the block's keys alone and the log-sum-exp of its scores, from which the ring merges
 blocks exactly. Given the *merged* output and log-sum-exp, it also gives the block's part of the
 gradients (FlashAttention's backward needs no more than that).
 
-Shapes: q [query rows, heads, head_dim]; k, v [key rows, kv heads, head_dim], with ``heads`` a
-multiple of ``kv heads`` (grouped queries: query head h uses kv head h // (heads // kv heads));
-lse [heads, query rows]. Every sequence of a block has at least one query and one key; a
-causal block has equal numbers of both.
+Shapes: q [query rows, heads, head_dim]; k [key rows, kv heads, head_dim]; v [key rows, kv heads,
+value_dim], mostly the same; ``heads`` is a multiple of ``kv heads`` (grouped queries: query head h
+uses kv head h // (heads // kv heads)); lse [heads, query rows]. Every sequence of a block has at
+least one query and one key; a causal block has equal numbers of both.
+
+    kernel   computes                                            where
+    flash    causal, full, windows; half precision, heads ≤ 256  a GPU of capability 8.0 or more
+    flex     every mask, any floating type                       a GPU with Triton
+    plain    everything                                          everywhere, in a loop
 """
 
+import importlib.util
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from trainer_client.notices import SlowAttention, tell
+from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.flash_kernel import (
+    FLASH_CAPABILITY,
+    FLASH_DTYPES,
+    FLASH_HEAD_DIM,
+    FlashKernel,
+)
+from trainer_client.runtime.flex_kernel import FLEX_LEAST_DIM, FlexKernel
+from trainer_client.runtime.plain_kernel import TILE_ROWS, PlainKernel, accumulation_dtype
 from trainer_client.runtime.ring_layout import Block
 
-TILE_ROWS = 128  # query rows in a tile of the plain kernel, whose scores should stay in cache
+__all__ = [
+    "BlockKernel",
+    "FlashKernel",
+    "FlexKernel",
+    "Kernel",
+    "KernelChoice",
+    "PlainKernel",
+    "accumulation_dtype",
+    "choose_kernel",
+    "kernel_for",
+    "lacking_flash",
+]
 
-# Largest head_dim of torch's FlashAttention-2.
-FLASH_HEAD_DIM = 256
-FLASH_MULTIPLE = 8
-FLASH_CAPABILITY = (8, 0)
+Kernel = Literal["auto", "flash", "flex", "plain"]
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which outputs and gradients of blocks are merged."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+log = logging.getLogger("trainer_client")
 
 
 class BlockKernel(Protocol):
@@ -59,56 +81,131 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelChoice:
-    """Whether flash attention computes a block; if not on a GPU, the reason and the remedy."""
+    """The kernel that computes a block. On a GPU without flash attention, the reason and the
+    remedy."""
 
-    flash: bool
+    kernel: Kernel
     reason: str = ""
     remedy: str = ""
 
 
-def kernel_for(
-    *, device_type: str, dtype: torch.dtype, head_dim: int, lacking: str = ""
-) -> KernelChoice:
-    """The kernel for queries of this kind. ``lacking``: why this torch has no flash attention on
-    this GPU, empty where it has. On the host the plain kernel is used."""
-    if device_type != "cuda":
-        return KernelChoice(flash=False)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return KernelChoice(
-            flash=False,
-            reason=f"queries are {dtype}, and flash attention takes float16 and bfloat16",
-            remedy="train in bfloat16, or cast q, k and v to it before attention",
-        )
-    if head_dim > FLASH_HEAD_DIM or head_dim % FLASH_MULTIPLE:
-        return KernelChoice(
-            flash=False,
-            reason=f"head_dim is {head_dim}, and flash attention takes multiples of "
-            f"{FLASH_MULTIPLE} up to {FLASH_HEAD_DIM}",
-            remedy="pad the heads of q, k and v with zeros to such a width, cut the output, and "
-            "give scale= of the true one",
-        )
-    if lacking:
-        return KernelChoice(
-            flash=False,
-            reason=lacking,
-            remedy="take a torch built with FlashAttention-2 and a GPU of compute capability 8.0 "
-            "or higher",
-        )
-    return KernelChoice(flash=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a kernel is asked to compute.
+
+    ``head_dim``: the wider one of queries' and values' heads. ``spans``: whether queries see ahead.
+    ``lacking_flash``, ``lacking_flex``: why this torch has none on this device; empty: it has.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    spans: bool = False
+    lacking_flash: str = ""
+    lacking_flex: str = ""
 
 
-def choose_kernel(q: Tensor) -> BlockKernel:
-    """Flash attention where torch has it for this device and type, else the plain kernel; on a GPU
-    the plain kernel comes with a SlowAttention warning, once for each reason."""
-    choice = kernel_for(
+def kernel_for(asked: Asked, wanted: Kernel = "auto") -> KernelChoice:
+    """The kernel that is wanted, or by default flash where it computes this; for spans flex; else
+    plain. On the host the default is plain.
+
+    Raises LayoutError where the one that is wanted cannot compute this, or is unknown.
+    """
+    if wanted not in get_args(Kernel):
+        raise LayoutError(f"kernel={wanted!r}; it is one of {', '.join(get_args(Kernel))}")
+    flash, flex = next(_without_flash(asked), None), next(_without_flex(asked), None)
+    obstacle = {"flash": flash, "flex": flex}.get(wanted)
+    if obstacle is not None:
+        reason, remedy = obstacle
+        raise LayoutError(
+            f"kernel={wanted!r} cannot compute this attention: {reason}. To have it, {remedy}; or "
+            'take kernel="auto"'
+        )
+    if wanted != "auto":
+        return KernelChoice(kernel=wanted)
+    if asked.device_type != "cuda":
+        return KernelChoice(kernel="plain")
+    if flash is None:
+        return KernelChoice(kernel="flash")
+    if asked.spans and flex is None:
+        return KernelChoice(kernel="flex")
+    reason, remedy = flex if asked.spans and flex is not None else flash
+    return KernelChoice(kernel="plain", reason=reason, remedy=remedy)
+
+
+def _without_flash(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Why flash attention cannot compute this, and what to do."""
+    if asked.device_type != "cuda":
+        yield f"the tensors are on the {asked.device_type}", "move the model to a GPU"
+    if asked.dtype not in FLASH_DTYPES:
+        yield (
+            f"queries are {asked.dtype}, and flash attention takes float16 and bfloat16",
+            "train in bfloat16, or cast q, k and v to it before attention",
+        )
+    if asked.head_dim > FLASH_HEAD_DIM:
+        yield (
+            f"head_dim is {asked.head_dim}, and flash attention takes up to {FLASH_HEAD_DIM}",
+            "split the heads into narrower ones",
+        )
+    if asked.spans:
+        yield (
+            "rows of a span see what lies ahead of them, and flash attention knows causal masks "
+            "and windows",
+            'take kernel="flex" for layers with spans',
+        )
+    if asked.lacking_flash:
+        yield (
+            asked.lacking_flash,
+            "take a torch built with FlashAttention-2 and a GPU of compute capability 8.0 or "
+            "higher",
+        )
+
+
+def _without_flex(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Why flex attention cannot compute this, and what to do."""
+    if asked.device_type != "cuda":
+        yield (
+            f"the tensors are on the {asked.device_type}, where flex attention has no backward",
+            "move the model to a GPU",
+        )
+    if asked.lacking_flex:
+        yield asked.lacking_flex, "install the triton that belongs to this torch"
+    if asked.device_type == "cuda" and asked.head_dim < FLEX_LEAST_DIM:
+        yield (
+            f"head_dim is {asked.head_dim}, and flex attention takes {FLEX_LEAST_DIM} or more",
+            "take fewer, wider heads",
+        )
+
+
+def choose_kernel(
+    q: Tensor, v: Tensor | None = None, *, wanted: Kernel = "auto", spans: bool = False
+) -> BlockKernel:
+    """The kernel for these queries, and for values where their heads have another width. Where the
+    default is plain on a GPU, a SlowAttention warning says why, once for each reason.
+
+    Raises LayoutError as ``kernel_for``.
+    """
+    asked = Asked(
         device_type=q.device.type,
         dtype=q.dtype,
-        head_dim=q.shape[-1],
-        lacking=lacking_flash(q.device) if q.is_cuda else "",
+        head_dim=q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1]),
+        spans=spans,
+        lacking_flash=lacking_flash(q.device) if q.is_cuda else "",
+        lacking_flex=lacking_flex() if q.is_cuda else "",
     )
+    choice = kernel_for(asked, wanted)
     if choice.reason:
         tell_slow(choice.reason, choice.remedy)
-    return FlashKernel() if choice.flash else PlainKernel()
+    if q.is_cuda:
+        _note(choice.kernel, current_flash_attention_impl() or "FA2", q.dtype, asked.head_dim)
+    return _KERNELS[choice.kernel]
+
+
+_KERNELS: dict[Kernel, BlockKernel] = {
+    "flash": FlashKernel(),
+    "flex": FlexKernel(),
+    "plain": PlainKernel(),
+}
 
 
 @lru_cache
@@ -123,6 +220,13 @@ def lacking_flash(device: torch.device) -> str:
 
 
 @lru_cache
+def lacking_flex() -> str:
+    """Why flex attention cannot be compiled for GPUs here; empty where it can."""
+    found = importlib.util.find_spec("triton") is not None
+    return "" if found else "triton, which compiles it, is not installed"
+
+
+@lru_cache
 def tell_slow(reason: str, remedy: str) -> None:
     """Warn that the plain kernel is in use on a GPU. Because of the cache, a process warns once
     for each reason."""
@@ -134,151 +238,8 @@ def tell_slow(reason: str, remedy: str) -> None:
     )
 
 
-class PlainKernel:
-    """Matrix products and a softmax, tiled over queries; any device and floating type."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        dtype = accumulation_dtype(q.dtype)
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
-        for query, key, visible in _tiles(block):
-            scores = _scores(q[query], k[key], visible, scale)
-            tile_lse = scores.logsumexp(dim=-1, keepdim=True)
-            weights = (scores - tile_lse).exp_()
-            out[query] = _ungroup(weights @ _heads_first(v[key]).unsqueeze(1))
-            lse[:, query] = tile_lse.flatten(0, 1).squeeze(-1)
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = accumulation_dtype(q.dtype)
-        kv_heads = k.shape[1]
-        grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
-        grad_k = torch.zeros(k.shape, dtype=dtype, device=q.device)
-        grad_v = torch.zeros(v.shape, dtype=dtype, device=q.device)
-        # delta [rows, heads, 1]: subtracted from every score's gradient by softmax's normalisation
-        delta = (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)
-        for query, key, visible in _tiles(block):
-            tile_grad = _group(grad_out[query], kv_heads)
-            queries, keys = _group(q[query], kv_heads), _heads_first(k[key]).unsqueeze(1)
-            scores = _scores(q[query], k[key], visible, scale)
-            tile_lse = _split_heads(lse[:, query], kv_heads).unsqueeze(-1)
-            weights = (scores - tile_lse).exp_()
-            grad_weights = tile_grad @ _heads_first(v[key]).unsqueeze(1).mT
-            grad_scores = (grad_weights - _group(delta[query], kv_heads)) * weights * scale
-            grad_q[query] = _ungroup(grad_scores @ keys)
-            grad_k[key] += (grad_scores.mT @ queries).sum(dim=1).transpose(0, 1)
-            grad_v[key] += (weights.mT @ tile_grad).sum(dim=1).transpose(0, 1)
-        return grad_q, grad_k, grad_v
-
-
-class FlashKernel:
-    """Torch's own variable-length FlashAttention, as torch.nn.attention.varlen calls it.
-
-    It calls the operators below that function, because the ring's backward needs gradients from a
-    merged log-sum-exp, which the public function does not offer.
-    """
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            block.queries.cu_seqlens,
-            block.keys.cu_seqlens,
-            block.queries.longest,
-            block.keys.longest,
-            0.0,
-            block.causal,
-            return_debug_mask=False,
-            scale=scale,
-        )
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad_out.contiguous(),
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            out.contiguous(),
-            lse.contiguous(),
-            block.queries.cu_seqlens,
-            block.keys.cu_seqlens,
-            block.queries.longest,
-            block.keys.longest,
-            0.0,
-            block.causal,
-            no_dropout,
-            torch.empty(0, device=q.device),
-            scale=scale,
-        )
-        return grads
-
-
-def _tiles(block: Block) -> Iterator[tuple[slice, slice, int | None]]:
-    """Query rows, the key rows they can see, and for causal tiles the first query's place."""
-    queries, keys = block.queries.bounds, block.keys.bounds
-    for sequence in range(len(queries) - 1):
-        first, last = queries[sequence], queries[sequence + 1]
-        for start in range(first, last, TILE_ROWS):
-            stop = min(start + TILE_ROWS, last)
-            key_start = keys[sequence]
-            key_stop = key_start + stop - first if block.causal else keys[sequence + 1]
-            visible = start - first if block.causal else None
-            yield slice(start, stop), slice(key_start, key_stop), visible
-
-
-def _scores(q: Tensor, k: Tensor, visible: int | None, scale: float) -> Tensor:
-    """Scaled scores [kv heads, group, queries, keys]; future keys of a causal tile are -inf."""
-    scores = _group(q, k.shape[1]) @ _heads_first(k).unsqueeze(1).mT
-    scores *= scale
-    if visible is not None:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores.masked_fill_(future.triu_(visible + 1), float("-inf"))
-    return scores
-
-
-def _heads_first(rows: Tensor) -> Tensor:
-    """[rows, heads, dim] → [heads, rows, dim] in the accumulation type."""
-    return rows.to(accumulation_dtype(rows.dtype)).transpose(0, 1)
-
-
-def _group(rows: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, dim] → [kv heads, group, rows, dim] in the accumulation type."""
-    return _split_heads(_heads_first(rows), kv_heads)
-
-
-def _split_heads(tensor: Tensor, kv_heads: int) -> Tensor:
-    """[heads, ...] → [kv heads, group, ...]."""
-    group = tensor.shape[0] // kv_heads
-    return tensor.reshape(kv_heads, group, *tensor.shape[1:])
-
-
-def _ungroup(grouped: Tensor) -> Tensor:
-    """[kv heads, group, rows, dim] → [rows, heads, dim]."""
-    return grouped.flatten(0, 1).transpose(0, 1)
+@lru_cache
+def _note(kernel: Kernel, flash: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Log once what a kind of attention is computed with."""
+    name = f"flash ({flash})" if kernel == "flash" else kernel
+    log.info("attention of %s heads of %d: kernel %s", dtype, head_dim, name)

@@ -14,7 +14,7 @@ no part, neither as queries nor as keys.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +71,24 @@ class Rows:
             tensor.index_add_(0, self.index, rows.to(tensor.dtype))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Block:
-    """Queries and keys that meet in one ring step; both hold the same S' sequences."""
+    """Queries and keys that meet in one ring step; both hold the same S' sequences.
+
+    A block is itself alone: kernels keep masks by it.
+
+    Attributes
+    ----------
+    causal: a query sees keys up to its own; then there are as many keys as queries.
+    window: keys that a causal query sees, its own included; None: all.
+    spans: int64 [queries]; rows of one number >= 0 also see those ahead in the same sequence.
+    """
 
     queries: Rows
     keys: Rows
     causal: bool
+    window: int | None = None
+    spans: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +112,8 @@ def build_ring_layout(
     cp_rank: int,
     causal: bool,
     lengths: Sequence[int] | None = None,
+    window: int | None = None,
+    spans: Tensor | None = None,
     device: torch.device | None = None,
 ) -> RingLayout:
     """The blocks of member ``cp_rank``.
@@ -109,11 +122,13 @@ def build_ring_layout(
     ----------
     cu_seqlens: S+1 offsets of the whole padded pack, tokens.
     lengths: S true lengths, tokens; None means nothing is padding.
+    window, spans: as in ``Block``, spans of all rows. A window that holds every sequence is none.
 
     Raises
     ------
     LayoutError: offsets do not start at 0 or fall; a padded length is no multiple of ``2d``
-        (``d > 1``); a true length exceeds its padded length.
+        (``d > 1``); a true length exceeds its padded length; a window or spans without causal
+        attention, or at a degree above 1.
 
     Cost: O(d·S + local rows).
     """
@@ -125,11 +140,46 @@ def build_ring_layout(
             f"true lengths {true.tolist()} do not fit the padded lengths {padded.tolist()}; "
             "give one length in [0, padded] for each sequence of cu_seqlens"
         )
+    longest = int(true.max(initial=0))
+    if window is not None and window >= longest:
+        window = None
+    rows = int(offsets[-1]) // degree
+    if window is not None or spans is not None:
+        _check_mask(window, spans, rows=rows, degree=degree, causal=causal, longest=longest)
     cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree, device=device)
     blocks = tuple(
         cut.block(cp_rank, (cp_rank - step) % degree, causal=causal) for step in range(degree)
     )
-    return RingLayout(rows=int(offsets[-1]) // degree, degree=degree, blocks=blocks)
+    if blocks[0] is not None and (window is not None or spans is not None):
+        alone = blocks[0]
+        seen = None if spans is None else alone.queries.take(spans.to(device))
+        blocks = (replace(alone, window=window, spans=seen),)
+    return RingLayout(rows=rows, degree=degree, blocks=blocks)
+
+
+def _check_mask(
+    window: int | None,
+    spans: Tensor | None,
+    *,
+    rows: int,
+    degree: int,
+    causal: bool,
+    longest: int,
+) -> None:
+    what = f"a sliding window of {window} tokens" if spans is None else "bidirectional spans"
+    if not causal:
+        raise LayoutError(f"{what} of attention that is not causal; leave them out, or causal=True")
+    if degree > 1:
+        raise LayoutError(
+            f"a layer attends with {what}, and the pack, whose longest sample has {longest} "
+            f"tokens, is spread over {degree} replicas; the ring computes causal and full "
+            "attention only. Windows and spans are exact at CP degree 1: give the job "
+            "plan: {strategy: packing, static_degree: 1}."
+        )
+    if window is not None and window < 1:
+        raise LayoutError(f"the window is {window} tokens; a query sees itself, so it is 1 or more")
+    if spans is not None and spans.shape != (rows,):
+        raise LayoutError(f"spans {tuple(spans.shape)} must be one number for each of {rows} rows")
 
 
 def _checked_lengths(offsets: Ints, degree: int) -> Ints:

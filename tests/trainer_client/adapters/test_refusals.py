@@ -1,6 +1,7 @@
 """What packs or CP groups cannot give exactly is refused, with the remedy."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import transformers
 from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, text
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import UnsupportedModel, trainable
-from trainer_client.adapters.transformers.attention import PackAttention
 from trainer_client.positions import MropeRule, local_positions
 from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, run_step
 from trainer_client.runtime.loads import make_microbatch
@@ -155,23 +155,18 @@ def test_a_recording_that_is_too_long_is_refused():
         model.encode("audio", long)
 
 
-def rows(count):
-    return torch.randn(count, 2, 4, dtype=torch.float64)
+def test_a_window_is_refused_in_a_cp_group():
+    samples = samples_of("mistral", FAMILIES["mistral"].build(), 1)
+    (first, *_) = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    pair = PackedAttention([0, 28], group=SimpleNamespace(size=2, index=0))
+    model = trainable(FAMILIES["mistral"].build())
+    with pytest.raises(LayoutError, match=r"window of 5 tokens.*at CP degree 1.*static_degree: 1"):
+        model.decode(first, {}, pair)
 
 
-def test_a_window_is_refused_in_a_cp_group_unless_it_holds_every_sample():
-    q, k, v = rows(8), rows(8), rows(8)
-    ring = PackedAttention([0, 8, 16])
-    lengths = {"cu_seqlens": [0, 8, 16], "lengths": [7, 5]}
-    alone = PackAttention(ring, degree=1, **lengths)
-    with pytest.raises(UnsupportedModel, match=r"window of 6 tokens.* longest sample has 7"):
-        PackAttention(ring, degree=2, **lengths)(q, k, v, scale=None, window=6)
-    whole = torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, v])
-    wide = alone(*whole, scale=None, window=7)
-    torch.testing.assert_close(wide, PackAttention(ring, degree=2, **lengths)(
-        *whole, scale=None, window=7
-    ))  # fmt: skip
-    assert not torch.allclose(alone(*whole, scale=None, window=6)[:7], wide[:7])
+def test_a_kernel_that_cannot_compute_the_layers_is_refused():
+    with pytest.raises(LayoutError, match="'flash' cannot compute this attention"):
+        one_step(trainable(FAMILIES["llama"].build(), kernel="flash"))
 
 
 def test_gemma_3_is_refused_in_a_cp_group():

@@ -1,7 +1,7 @@
 """The path through torch's flash operators, without a GPU: their schemas are real, their shapes
 are worked out on fake CUDA tensors, and a plain implementation stands in for their kernels."""
 
-import importlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,16 @@ from torch import library as operators
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.trainer_client.runtime.whole_attention import reference, zigzag_rows
-from trainer_client.runtime import GroupPool, PackedAttention, SlowAttention, block_attention
+from trainer_client.runtime import (
+    GroupPool,
+    LayoutError,
+    PackedAttention,
+    SlowAttention,
+    block_attention,
+    ring_operator,
+)
 from trainer_client.runtime.block_attention import (
+    Asked,
     FlashKernel,
     KernelChoice,
     PlainKernel,
@@ -23,11 +31,13 @@ from trainer_client.runtime.ring_layout import Block, Rows
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
-GPU = {"device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 128}
+GPU = Asked(device_type="cuda", dtype=torch.bfloat16, head_dim=128)
+NO_FLASH = "this torch was built without"
+NO_TRITON = "triton is not installed"
 
 
-def kernel_of(device, dtype, dim):
-    return type(choose_kernel(torch.empty(8, HEADS, dim, dtype=dtype, device=device)))
+def kernel_of(device, dtype, dim, **settings):
+    return type(choose_kernel(torch.empty(8, HEADS, dim, dtype=dtype, device=device), **settings))
 
 
 @pytest.mark.parametrize(
@@ -35,38 +45,81 @@ def kernel_of(device, dtype, dim):
     [
         ({"dtype": torch.float32}, "queries are torch.float32", "train in bfloat16"),
         ({"dtype": torch.float64}, "queries are torch.float64", "train in bfloat16"),
-        ({"head_dim": 100}, "head_dim is 100", "pad the heads"),
-        ({"head_dim": 512}, "head_dim is 512", "pad the heads"),
-        ({"lacking": "this torch was built without"}, "built without", "take a torch built with"),
+        ({"head_dim": 512}, "head_dim is 512", "narrower ones"),
+        ({"lacking_flash": NO_FLASH}, "built without", "take a torch built with"),
+        ({"spans": True, "lacking_flex": NO_TRITON}, NO_TRITON, "install the triton"),
+        ({"spans": True, "head_dim": 8}, "head_dim is 8", "wider heads"),
     ],
 )
 def test_a_gpu_that_goes_without_flash_is_told_why_and_what_to_do(change, reason, remedy):
-    choice = kernel_for(**{**GPU, **change})
-    assert not choice.flash
+    choice = kernel_for(replace(GPU, **change))
+    assert choice.kernel == "plain"
     assert reason in choice.reason
     assert remedy in choice.remedy
 
 
-def test_flash_needs_no_reason_and_the_host_wants_none():
-    assert kernel_for(**GPU) == KernelChoice(flash=True)
-    assert kernel_for(**{**GPU, "dtype": torch.float16, "head_dim": 8}) == KernelChoice(flash=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        on_host = kernel_for(device_type="cpu", dtype=dtype, head_dim=100)
-        assert on_host == KernelChoice(flash=False)
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "flash"),
+        ({"dtype": torch.float16, "head_dim": 8}, "flash"),
+        ({"head_dim": 100}, "flash"),
+        ({"spans": True}, "flex"),
+        ({"spans": True, "dtype": torch.float32}, "flex"),
+        ({"device_type": "cpu"}, "plain"),
+        ({"device_type": "cpu", "dtype": torch.float32, "spans": True}, "plain"),
+    ],
+)
+def test_the_fastest_kernel_that_computes_it_needs_no_reason(change, kernel):
+    assert kernel_for(replace(GPU, **change)) == KernelChoice(kernel=kernel)
 
 
-def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("wanted", "change", "said"),
+    [
+        ("flash", {"dtype": torch.float32}, r"'flash' cannot.*torch\.float32.*train in bfloat16"),
+        ("flash", {"device_type": "cpu"}, "are on the cpu.*move the model to a GPU"),
+        ("flash", {"spans": True}, 'see what lies ahead.*kernel="flex"'),
+        ("flash", {"lacking_flash": NO_FLASH}, NO_FLASH),
+        ("flex", {"lacking_flex": NO_TRITON}, NO_TRITON),
+        ("flex", {"device_type": "cpu"}, "no backward.*move the model to a GPU"),
+        ("fastest", {}, "kernel='fastest'; it is one of auto, flash, flex, plain"),
+    ],
+)
+def test_a_kernel_that_is_demanded_and_cannot_is_an_error_with_the_reason(wanted, change, said):
+    with pytest.raises(LayoutError, match=said):
+        kernel_for(replace(GPU, **change), wanted)
+
+
+@pytest.mark.parametrize("wanted", ["flash", "flex", "plain"])
+def test_a_kernel_that_is_demanded_and_can_is_taken(wanted):
+    assert kernel_for(GPU, wanted) == KernelChoice(kernel=wanted)
+
+
+def test_a_layer_may_demand_its_kernel():
+    q = torch.zeros(4, 2, 8)
+    with pytest.raises(LayoutError, match="'flash' cannot compute"):
+        PackedAttention([0, 4])(q, q, q, kernel="flash")
+
+
+def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch, caplog):
     monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
-    with FakeTensorMode():
+    block_attention._note.cache_clear()
+    with FakeTensorMode(), caplog.at_level("INFO", logger="trainer_client"):
         for dtype in (torch.bfloat16, torch.float16):
             assert kernel_of("cuda", dtype, 128) is FlashKernel
+            assert kernel_of("cuda", dtype, 128) is FlashKernel
             assert kernel_of("cpu", dtype, 128) is PlainKernel
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention of torch.bfloat16 heads of 128: kernel flash (FA2)",
+        "attention of torch.float16 heads of 128: kernel flash (FA2)",
+    ]
 
 
 def test_the_slow_path_on_a_gpu_is_told_once_for_each_reason(monkeypatch, caplog):
     monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
     block_attention.tell_slow.cache_clear()
-    cases = [("cuda", torch.float32, 128), ("cuda", torch.bfloat16, 100), ("cpu", torch.half, 100)]
+    cases = [("cuda", torch.float32, 128), ("cuda", torch.bfloat16, 512), ("cpu", torch.half, 512)]
     with FakeTensorMode(), pytest.warns(SlowAttention) as told:
         kernels = [kernel_of(*case) for case in cases * 3]
     assert set(kernels) == {PlainKernel}
@@ -74,8 +127,9 @@ def test_the_slow_path_on_a_gpu_is_told_once_for_each_reason(monkeypatch, caplog
     assert len(told) == 2
     assert "queries are torch.float32" in str(told[0].message)
     assert "train in bfloat16" in str(told[0].message)
-    assert "head_dim is 100" in str(told[1].message)
-    assert [record.getMessage() for record in caplog.records] == [str(w.message) for w in told]
+    assert "head_dim is 512" in str(told[1].message)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [str(w.message) for w in told]
 
 
 @pytest.mark.parametrize(
@@ -127,26 +181,31 @@ def sequences(cum_q, cum_k):
 
 def checked(tensors, cum_q, cum_k, max_q, max_k, dropout):
     assert all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in tensors)
+    assert {t.shape[2] for t in tensors} in ({DIM}, {2 * DIM})
     assert cum_q.dtype == cum_k.dtype == torch.int32
     assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
     assert dropout == 0.0
 
 
-def scores_of(q, k, causal, scale):
-    """[heads, queries, keys], float32."""
+def scores_of(q, k, causal, scale, before=None):
+    """[heads, queries, keys], float32; ``before``: the keys of a window before a query's own."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
     if causal:
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1)
-        scores.masked_fill_(future, float("-inf"))
+        ones = torch.ones(scores.shape[1:], dtype=torch.bool)
+        hidden = ones.triu(1) if before is None else ones.triu(1) | ones.tril(-before - 1)
+        scores.masked_fill_(hidden, float("-inf"))
     return scores
 
 
-def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **_):
+def forward(
+    q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale,
+    window_size_left=None, **_,
+):  # fmt: skip
     checked((q, k, v), cum_q, cum_k, max_q, max_k, dropout)
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for mine, theirs in sequences(cum_q, cum_k):
-        scores = scores_of(q[mine], k[theirs], causal, scale)
+        scores = scores_of(q[mine], k[theirs], causal, scale, window_size_left)
         lse[:, mine] = scores.logsumexp(dim=-1)
         spread = v[theirs].repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), spread).to(out.dtype)
@@ -155,7 +214,8 @@ def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scal
 
 
 def backward(
-    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale, **_
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale,
+    window_size_left=None, **_,
 ):  # fmt: skip
     checked((grad, q, k, v, out), cum_q, cum_k, max_q, max_k, dropout)
     assert lse.is_contiguous()
@@ -164,7 +224,8 @@ def backward(
     grads = [torch.zeros(t.shape) for t in (q, k, v)]
     delta = (grad.float() * out.float()).sum(-1).T
     for mine, theirs in sequences(cum_q, cum_k):
-        weights = (scores_of(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
+        scores = scores_of(q[mine], k[theirs], causal, scale, window_size_left)
+        weights = (scores - lse[:, mine, None]).exp()
         spread = v[theirs].repeat_interleave(group, dim=1).float()
         of_weights = torch.einsum("qhd,khd->hqk", grad[mine].float(), spread)
         of_scores = weights * (of_weights - delta[:, mine, None]) * scale
@@ -179,12 +240,11 @@ def backward(
 
 
 def through_flash(rank, size, seeds):
-    """Largest difference of output and gradients, relative to their size, by degree and mask."""
+    """Largest difference of output and gradients, relative to their size, by degree and mask. Of
+    every other case, values are narrower than queries."""
     operators.impl("aten::_flash_attention_forward", "CPU", forward)
     operators.impl("aten::_flash_attention_backward", "CPU", backward)
-    importlib.import_module("trainer_client.runtime.ring_attention").choose_kernel = lambda q: (
-        FlashKernel()
-    )
+    ring_operator.choose_kernel = lambda q, v, **_: FlashKernel()
     answer = {}
     with GroupPool(timeout_s=60) as pool:
         for seed in seeds:
@@ -198,23 +258,29 @@ def through_flash(rank, size, seeds):
                 answer[degree, causal, cut] = against_dense(
                     pool.get(tuple(range(degree))), seed, lengths, padded, causal
                 )
+        if rank == 0:
+            answer["window"] = against_dense(None, 0, np.array([40, 7]), np.array([41, 7]), True, 9)
     return answer
 
 
-def against_dense(group, seed, lengths, padded, causal):
+def against_dense(group, seed, lengths, padded, causal, window=None):
     generator = torch.Generator().manual_seed(seed)
     total = int(padded.sum())
     whole = [
-        torch.randn(total, heads, DIM, generator=generator).bfloat16()
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        torch.randn(total, heads, width, generator=generator).bfloat16()
+        for heads, width in zip(
+            (HEADS, KV_HEADS, KV_HEADS, HEADS),
+            (*2 * [DIM], *2 * [DIM - 5 * (seed % 2)]),
+            strict=True,
+        )
     ]
-    mine = zigzag_rows(padded, group.size, group.index)
+    mine = torch.arange(total) if group is None else zigzag_rows(padded, group.size, group.index)
     q, k, v = (tensor[mine].requires_grad_() for tensor in whole[:3])
     attention = PackedAttention([0, *np.cumsum(padded)], group=group, lengths=lengths.tolist())
-    out = attention(q, k, v, causal=causal)
+    out = attention(q, k, v, causal=causal, window=window)
     out.backward(whole[3][mine])
     dense = [tensor.double().requires_grad_() for tensor in whole[:3]]
-    expected = reference(*dense, lengths, padded, causal)
+    expected = reference(*dense, lengths, padded, causal, window=window)
     expected.backward(whole[3].double())
     pairs = zip((out, q.grad, k.grad, v.grad), (expected, *(t.grad for t in dense)), strict=True)
     with torch.no_grad():
@@ -223,7 +289,7 @@ def against_dense(group, seed, lengths, padded, causal):
 
 def test_a_ring_of_flash_blocks_equals_dense_attention(world):
     answers = world(through_flash, 3, list(range(12)))
-    assert len(answers[0]) == 12
+    assert len(answers[0]) == 13
     for answer in answers.values():
         for case, difference in answer.items():
             assert difference < 2e-2, case

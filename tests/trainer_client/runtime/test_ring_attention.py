@@ -27,7 +27,14 @@ def random_case(seed):
     heads = kv_heads * int(rng.integers(1, 4))
     dtype = [torch.float64, torch.float64, torch.float32, torch.bfloat16][seed // 14 % 4]
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(int(padded.sum()), h, 8) for h in (heads, kv_heads, kv_heads, heads)]
+    value_dim = 8 if seed % 4 else 5  # as in multi-head latent attention
+    widths = {
+        "q": (heads, 8),
+        "k": (kv_heads, 8),
+        "v": (kv_heads, value_dim),
+        "g": (heads, value_dim),
+    }
+    shapes = [(int(padded.sum()), *shape) for shape in widths.values()]
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     return degree, lengths, padded, bool(seed // WORLD % 2), dtype, tensors
 
@@ -80,7 +87,7 @@ def test_a_pack_held_alone_needs_no_group():
 
 
 def test_tiles_of_a_long_sequence_agree_with_the_whole(monkeypatch):
-    monkeypatch.setattr("trainer_client.runtime.block_attention.TILE_ROWS", 7)
+    monkeypatch.setattr("trainer_client.runtime.plain_kernel.TILE_ROWS", 7)
     q, k, v = (torch.randn(40, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     attention = PackedAttention([0, 23, 40])
     lengths = np.array([23, 17])

@@ -23,7 +23,7 @@ from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixels
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.positions import MropeRule, local_positions
-from trainer_client.runtime import Features, LayoutError, PackedAttention, scatter_rows
+from trainer_client.runtime import Features, Kernel, LayoutError, PackedAttention, scatter_rows
 from trainer_client.shard import Microbatch, ModalityBatch, PackItems
 
 
@@ -43,14 +43,17 @@ class TextFamily:
     encoders: Mapping[str, tuple[str, ...]] = {}
     position_rows = 1
 
-    def __init__(self, model: Any, normalization: Normalization | None) -> None:
+    def __init__(
+        self, model: Any, normalization: Normalization | None, kernel: Kernel = "auto"
+    ) -> None:
         self.model = model
         self.decoder = model.get_decoder()
+        self.kernel = kernel
         self._normalization = normalization
 
     def of(self, model: Any) -> "TextFamily":
         """The same for another model of the family."""
-        return type(self)(model, self._normalization)
+        return type(self)(model, self._normalization, self.kernel)
 
     @property
     def deep_layers(self) -> int:
@@ -97,13 +100,14 @@ class TextFamily:
         attention: PackedAttention,
     ) -> Tensor:
         """Rows of what `compute` (`logits`, or `hidden`) makes of what it takes of a microbatch."""
-        packed = self.pack(microbatch, attention)
+        packed, before = self.pack(microbatch, attention), attention.calls
         positions = self.positions(microbatch)
         made = compute(**taken, position_ids=positions, use_cache=False, packed=packed)
         layers = self.decoder.config.num_hidden_layers
-        if packed.calls != layers:
+        calls = attention.calls - before
+        if calls != layers:
             raise UnsupportedModel(
-                f"{packed.calls} of the {layers} layers of {type(self.decoder).__name__} computed "
+                f"{calls} of the {layers} layers of {type(self.decoder).__name__} computed "
                 "their attention through transformers' attention interface; the others would mix "
                 "the samples of a pack"
             )
@@ -127,13 +131,7 @@ class TextFamily:
 
     def pack(self, microbatch: Microbatch, attention: PackedAttention) -> PackAttention:
         """The attention that the layers of this microbatch are given."""
-        return PackAttention(
-            attention,
-            degree=len(microbatch.cp_group),
-            cu_seqlens=microbatch.cu_seqlens.tolist(),
-            lengths=microbatch.lengths.tolist(),
-            spans=self.spans(microbatch),
-        )
+        return PackAttention(ring=attention, spans=self.spans(microbatch), kernel=self.kernel)
 
     def spans(self, microbatch: Microbatch) -> Tensor | None:
         """Rows that see one another in both directions; None where all attention is causal."""

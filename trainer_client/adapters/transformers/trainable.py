@@ -20,7 +20,13 @@ from transformers.image_processing_base import ImageProcessingMixin
 from trainer_client.adapters.transformers.attention import RING
 from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
-from trainer_client.runtime import Features, GroupPool, PackedAttention, forward_microbatch
+from trainer_client.runtime import (
+    Features,
+    GroupPool,
+    Kernel,
+    PackedAttention,
+    forward_microbatch,
+)
 from trainer_client.shard import Microbatch, ModalityBatch
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -28,7 +34,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-def trainable(model: Module, *, processor: Any = None) -> "TrainableModel":
+def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") -> "TrainableModel":
     """Make a model of transformers trainable by `run_step`.
 
     Parameters
@@ -54,7 +60,7 @@ def trainable(model: Module, *, processor: Any = None) -> "TrainableModel":
         )
     pixels = normalization(plain, processor) if "vision" in family_of.encoders else None
     plain.get_decoder().set_attn_implementation(RING)
-    return TrainableModel(model, family_of(plain, pixels)).train()
+    return TrainableModel(model, family_of(plain, pixels, kernel)).train()
 
 
 class TrainableModel(Module):
