@@ -22,7 +22,14 @@ from trainer_client.adapters.transformers import (
     sum_tied_gradient,
     trainable,
 )
-from trainer_client.runtime import LayoutError, PipelineMesh, StageLayout, run_pipeline_step
+from trainer_client.adapters.transformers.attention import PackAttention
+from trainer_client.runtime import (
+    LayoutError,
+    PackedAttention,
+    PipelineMesh,
+    StageLayout,
+    run_pipeline_step,
+)
 
 EXACT = 1e-10
 TIED = Text("LlamaConfig", tie_word_embeddings=True)
@@ -163,9 +170,7 @@ def kept_by(how):
         kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
-    def packed(q, k, v, **_):
-        return q + (k + v).repeat(1, 2, 1)
-
+    packed = PackAttention(ring=PackedAttention([0, 9]))
     angles = (torch.ones(1, 9, 8).double(), torch.zeros(1, 9, 8).double())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x.requires_grad_(), position_embeddings=angles, attention_mask=None, packed=packed)
