@@ -194,6 +194,11 @@ class PhaseCost:
         _require_coefficients(self)
 
     @property
+    def coefficients(self) -> npt.NDArray[np.float64]:
+        """The coefficients of an item in field order, for kernels: float64[3]."""
+        return np.array([self.linear_s_per_token, self.quadratic_s_per_token2, self.item_s])
+
+    @property
     def version(self) -> str:
         """Stable digest of the coefficients; without `batch_s` where that is 0, as it was before
         there was one."""

@@ -30,8 +30,11 @@ from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
+    EncoderLoads,
     dispatch_reports,
     encoder_items,
+    encoder_loads,
+    encoding_bounds,
 )
 from dataservice.planning.stages.encoders import place_items
 from dataservice.planning.stages.group import (
@@ -153,7 +156,7 @@ def compose_step(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Composed:
     """A plan by `options`, and what its stages have to report: `items` as they were drawn, `pieces`
-    as they are encoded."""
+    as they are encoded, no phase below `encoding_s` float64[phases] on its slowest replica."""
 
     options: PlanOptions
     packed: PackedStep
@@ -161,7 +164,8 @@ class _Composed:
     lengths: LengthTable
     grouped: StepPlan
     items: EncoderItems
-    pieces: EncoderItems
+    pieces: EncoderLoads
+    encoding_s: NDArray[np.float64]
     time: StepTime
     reports: tuple[StageReport, ...]
 
@@ -175,6 +179,7 @@ class _Composed:
                 self.items,
                 self.pieces,
                 self.grouped.item_replica,
+                self.encoding_s,
                 self.grouped.replicas,
                 self.options.stages.dispatch,
             ),
@@ -244,7 +249,8 @@ def _composed(
     held_tokens = options.over(topology).memory_tokens
     check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
-    grouped, pieces = place_items(grouped, items, topology, options)
+    encoding_s = encoding_bounds(items, replicas)
+    grouped, pieces = place_items(grouped, items, encoding_s, topology, options)
     phases = step_phases(grouped, pieces, options.cost, topology)
     order, ordered = order_waves(
         chunk_times(phases, topology),
@@ -256,7 +262,7 @@ def _composed(
     if (order != np.arange(len(waves))).any():
         in_order = _grouped_plan(samples, tuple(waves[w] for w in order), step, replicas, options)
         grouped = replace(in_order, **{name: getattr(grouped, name) for name in ITEM_COLUMNS})
-        pieces = encoder_items(grouped, options.cost)
+        pieces = encoder_loads(grouped, options.cost)
         phases = Phases(*(of_wave[order] for of_wave in phases))
     return _Composed(
         options=options,
@@ -266,6 +272,7 @@ def _composed(
         grouped=grouped,
         items=items,
         pieces=pieces,
+        encoding_s=encoding_s,
         time=time_phases(phases, grouped, pieces, topology, options.cost),
         reports=tuple(report for report in (seated, ordered) if report is not None),
     )

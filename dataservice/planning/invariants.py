@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.padding import padded_length
 
@@ -65,14 +66,14 @@ class Groups(NamedTuple):
 def check_groups(
     groups: Groups,
     wave_of: NDArray[np.int32],
-    tokens: NDArray[np.int64],
+    tokens: IntArray,
     *,
     replicas: int,
     memory_tokens: int,
 ) -> None:
     """Groups in wave order hold every sample once, within memory, on replicas of their own.
 
-    `wave_of` int32[groups]; `tokens` int64[n] are the samples' lengths.
+    `wave_of` int32[groups]; `tokens` int[n] are the samples' lengths.
     """
     count, held = wave_of.size, groups.samples.size
     require(held == tokens.size, f"{held} samples of {tokens.size} are in groups")
@@ -99,7 +100,7 @@ _WORDS = {
 def _first_broken(
     groups: Groups,
     wave_of: NDArray[np.int32],
-    tokens: NDArray[np.int64],
+    tokens: IntArray,
     replicas: int,
     memory_tokens: int,
 ) -> tuple[int, int]:

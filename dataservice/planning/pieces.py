@@ -35,7 +35,8 @@ class Cut(NamedTuple):
 
     def again(self, finer: "Cut") -> "Cut":
         """These pieces cut into `finer` ones, as a cut of the rows themselves."""
-        return Cut(self.row[finer.row], self.first[finer.row] + finer.first, finer.held)
+        row, first = _again(self.row, self.first, finer.row, finer.first)
+        return Cut(row, first, finer.held)
 
     def take(self, chosen: NDArray[np.bool_]) -> "Cut":
         """Some of these pieces."""
@@ -163,6 +164,22 @@ def _long_items(
             wanted = np.ceil(seconds[item] / mean[phase[item]])
             pieces[item] = np.int64(max(1.0, min(float(units[item]), wanted)))
     return long, pieces
+
+
+@kernel
+def _again(
+    row: NDArray[np.int64],
+    first: NDArray[np.int32],
+    of_piece: NDArray[np.int64],
+    inside: NDArray[np.int32],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Row and first unit of pieces [k] of pieces, each from unit `inside` on `of_piece`."""
+    to_row = np.empty(of_piece.size, np.int64)
+    to_first = np.empty(of_piece.size, np.int32)
+    for piece in range(of_piece.size):
+        to_row[piece] = row[of_piece[piece]]
+        to_first[piece] = first[of_piece[piece]] + inside[piece]
+    return to_row, to_first
 
 
 @kernel

@@ -94,7 +94,9 @@ class _Items(NamedTuple):
 def _items(
     lengths: LengthTable, modality: Modality, cost: CostModel, units: NDArray[np.int32] | None
 ) -> _Items | None:
-    mine = lengths.item_modality == modality
+    mine: NDArray[np.bool_] | slice = lengths.item_modality == modality
+    if mine.all():
+        mine = slice(None)
     tokens = lengths.item_encoder_tokens[mine]
     if tokens.size == 0:
         return None

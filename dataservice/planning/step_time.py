@@ -25,7 +25,7 @@ from dataservice.planning.kernels.sort import group_stable
 from dataservice.planning.nodes.phases import phase_loads
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program, make_program
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
-from dataservice.planning.stages.dispatch import EncoderItems, encoder_items
+from dataservice.planning.stages.dispatch import EncoderLoads, encoder_loads
 
 MODALITIES = len(Modality)
 # Of a phase's seconds, those of its forward pass; a backward pass costs twice that.
@@ -46,11 +46,11 @@ def step_seconds(plan: StepPlan, topology: Topology, cost: CostModel) -> StepTim
 
     O(m + W·N), and O(W·C·(N + packs)) where replicas meet once a step.
     """
-    items = encoder_items(plan, cost)
+    items = encoder_loads(plan, cost)
     return time_phases(step_phases(plan, items, cost, topology), plan, items, topology, cost)
 
 
-def step_phases(plan: StepPlan, items: EncoderItems, cost: CostModel, topology: Topology) -> Phases:
+def step_phases(plan: StepPlan, items: EncoderLoads, cost: CostModel, topology: Topology) -> Phases:
     """The seconds of every phase of a plan whose items are `items`."""
     decode = _decode_seconds(
         plan.pack_wave,
@@ -69,7 +69,7 @@ def step_phases(plan: StepPlan, items: EncoderItems, cost: CostModel, topology: 
 
 
 def _exchange_seconds(
-    plan: StepPlan, items: EncoderItems, cost: CostModel, topology: Topology
+    plan: StepPlan, items: EncoderLoads, cost: CostModel, topology: Topology
 ) -> NDArray[np.float64]:
     """Seconds [W, M] of every exchange in which a row leaves its replica."""
     step = cost.step
@@ -94,7 +94,7 @@ def _exchange_seconds(
 
 
 def time_phases(
-    phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology, cost: CostModel
+    phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Topology, cost: CostModel
 ) -> StepTime:
     """The step that these phases of `plan` make."""
     total_s = _total_seconds(phases, plan, items, topology) + cost.step.gradient_s
@@ -122,7 +122,7 @@ class RankSeconds(NamedTuple):
 
 def rank_seconds(plan: StepPlan, topology: Topology, cost: CostModel) -> RankSeconds:
     """The phases of `plan` as every rank has them. O(m + W·N)."""
-    items = encoder_items(plan, cost)
+    items = encoder_loads(plan, cost)
     return _rank_seconds(step_phases(plan, items, cost, topology), topology, cost)
 
 
@@ -192,7 +192,7 @@ def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
 
 
 def _total_seconds(
-    phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology
+    phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Topology
 ) -> float:
     if plan.waves == 0:
         return 0.0
@@ -227,7 +227,7 @@ def _exchange_ways(
     return half, half if topology.encoders_train else np.zeros_like(half)
 
 
-def _met_once(phases: Phases, plan: StepPlan, items: EncoderItems, topology: Topology) -> float:
+def _met_once(phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Topology) -> float:
     """Each replica at its own pace, until the last of them has ended."""
     stages = topology.pipeline_stages
     there, back = _both_ways(phases, topology)

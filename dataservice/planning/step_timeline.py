@@ -20,7 +20,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel
 from dataservice.core.topology import Topology
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
-from dataservice.planning.stages.dispatch import encoder_items
+from dataservice.planning.stages.dispatch import encoder_loads
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 
 Work = Literal["encoder_forward", "forward", "backward", "encoder_backward", "gradients"]
@@ -81,7 +81,7 @@ def step_timeline(plan: StepPlan, topology: Topology, cost: CostModel) -> StepTi
     meet in every wave, each wave is the slowest one's. With one stage, lanes are replicas, at most
     16 of them from the first to end to the last.
     """
-    items = encoder_items(plan, cost)
+    items = encoder_loads(plan, cost)
     phases = step_phases(plan, items, cost, topology)
     step_s = time_phases(phases, plan, items, topology, cost).total_s
     if topology.replicas_meet == "wave" and topology.pipeline_stages > 1:

@@ -37,7 +37,7 @@ def check_packs(plan: StepPlan, *, memory_tokens: int, sample_count: int) -> Non
     check_groups(
         Groups(plan.pack_samples, plan.pack_offsets, plan.pack_replicas, plan.replica_offsets),
         plan.pack_wave,
-        plan.sample_tokens.astype(np.int64),
+        plan.sample_tokens,
         replicas=plan.replicas,
         memory_tokens=memory_tokens,
     )

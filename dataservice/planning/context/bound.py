@@ -23,8 +23,8 @@ from dataservice.planning.context.units import (
     plain_units,
     unit_seconds,
 )
-from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.kernels.compile import kernel, leaf
+from dataservice.planning.kernels.sort import argsort_descending, argsort_falling
 
 _BISECTIONS = 30
 # Between the times of a wave that are looked at, as a share; more by as often as ranks are so many.
@@ -50,16 +50,12 @@ def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> flo
     waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
     together_s = wave_bound(units, least, setting)
     together_s += (waves - 1) * fixed_seconds(setting.coefficients)
-    falling = argsort_descending(units.work / units.total)
-    dense = _Dense(
-        np.append(0, np.cumsum(units.total[falling])),
-        np.append(0.0, np.cumsum(units.work[falling])),
-        -(units.work / units.total)[falling],
-    )
+    dense = _densest(units)
     bound_s = max(together_s, float(_beside_heaviest(units, setting, dense, together_s)))
     if units.tokens.size > units.total.size or (units.weights != 1).any():
         return bound_s
-    return max(bound_s, length_bound(np.sort(units.tokens)[::-1].copy(), setting))
+    falling = argsort_falling(units.tokens)
+    return max(bound_s, length_bound(units.tokens[falling], setting))
 
 
 def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
@@ -74,8 +70,8 @@ def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
     first = np.searchsorted(held, full * np.arange(left.size - 1), side="right")  # int64[k]
     units = plain_units(sizes[first], setting)
     slowest_s = fastest_each(units, fitting_degrees(units, setting), setting)
-    lightest = sizes[::-1].copy()
-    work_s = plain_units(lightest, setting).work
+    lightest = sizes[::-1]
+    work_s = plain_units(sizes, setting).work[::-1]
     tokens = np.append(0, np.cumsum(lightest))
     left_s = np.interp(left, tokens, np.append(0.0, np.cumsum(work_s))) / setting.ranks
     others_s = -(-left // full) * fixed_seconds(setting.coefficients) + left_s
@@ -98,6 +94,15 @@ class _Dense(NamedTuple):
     tokens: NDArray[np.int64]
     work_s: NDArray[np.float64]
     thin: NDArray[np.float64]
+
+
+def _densest(units: Units) -> _Dense:
+    total, work = units.total, units.work
+    thin = -(work / total)
+    if (thin[1:] < thin[:-1]).any():  # samples that fall in length do so in this, too
+        falling = argsort_descending(-thin)
+        total, work, thin = total[falling], work[falling], thin[falling]
+    return _Dense(np.append(0, np.cumsum(total)), np.append(0.0, np.cumsum(work)), thin)
 
 
 class _Shared(NamedTuple):
@@ -257,15 +262,16 @@ def _bound(units: Units, least: NDArray[np.int64], rest_work_s: float, setting: 
         if least[unit] > 1 or units.work[unit] + base > low:
             low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
     intensity = _intensity(units, setting)
-    if _ranks_suffice(units, least, work_s, intensity, low, setting):
+    slow = _slow_units(units, least, low, setting)
+    if _ranks_suffice(units, least, slow, work_s, intensity, low, setting):
         return low
     high = 2 * low
-    while not _ranks_suffice(units, least, work_s, intensity, high, setting):
+    while not _ranks_suffice(units, least, slow, work_s, intensity, high, setting):
         low = high
         high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _ranks_suffice(units, least, work_s, intensity, middle, setting):
+        if _ranks_suffice(units, least, slow, work_s, intensity, middle, setting):
             high = middle
         else:
             low = middle
@@ -282,15 +288,30 @@ def _intensity(units: Units, setting: Setting) -> float:
 
 
 @kernel
+def _slow_units(
+    units: Units, least: NDArray[np.int64], tau: float, setting: Setting
+) -> NDArray[np.int64]:
+    """Units that one rank does not hold, or not within τ: int64[those]."""
+    base = fixed_seconds(setting.coefficients)
+    slow = np.empty(units.total.size, np.int64)
+    count = 0
+    for unit in range(units.total.size):
+        slow[count] = unit
+        count += least[unit] > 1 or units.work[unit] + base > tau
+    return slow[:count]
+
+
+@leaf
 def _ranks_suffice(
     units: Units,
     least: NDArray[np.int64],
+    slow: NDArray[np.int64],
     work_s: float,
     intensity: float,
     tau: float,
     setting: Setting,
 ) -> bool:
-    """Is there rank time for all work at makespan τ?
+    """Is there rank time for all work at makespan τ, within which all but the `slow` end alone?
 
     A unit too slow for τ alone needs n = min{d : T(d) ≤ τ} ranks at least, and each of its tokens
     then costs its ring q(d) = (d−1)·rate ≥ q(n) rank-seconds, hidden behind attention as far as
@@ -300,7 +321,8 @@ def _ranks_suffice(
     base = fixed_seconds(setting.coefficients)
     have = (tau - base) * setting.ranks
     exposed = 0.0
-    for unit in range(units.total.size):
+    for place in range(slow.size):
+        unit = slow[place]
         if least[unit] == 1 and units.work[unit] + base <= tau:
             continue
         degree = max(least[unit], int(units.work[unit] / (tau - base) * (1 - 1e-12)))

@@ -14,13 +14,13 @@ minimises the sum of the waves' times, each taken from the least τ with
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 _CUTS_A_WAVE = 32  # candidate cuts among one wave's ranks; bounds the programme's size
 _BISECTIONS = 10
 
 
-@kernel
+@leaf
 def _first_not_above(natural: NDArray[np.float64], start: int, end: int, limit: float) -> int:
     """First place in start:end whose natural time is ≤ limit (they fall)."""
     while start < end:
@@ -32,7 +32,7 @@ def _first_not_above(natural: NDArray[np.float64], start: int, end: int, limit: 
     return start
 
 
-@kernel
+@leaf
 def _ranks_at(
     tau: float,
     start: int,
@@ -92,6 +92,12 @@ def cut_waves(
         wide[i + 1] = wide[i] + (1 if least[i] > 1 else 0)
         wide_work[i + 1] = wide_work[i] + (work[i] if least[i] > 1 else 0.0)
     cuts = _cut_points(slots, ranks)  # int64[cuts]
+    slowest = np.zeros(
+        cuts.size
+    )  # float64[cuts]: seconds that no wave with units from there takes less
+    for back in range(cuts.size - 1):
+        for i in range(cuts[back], cuts[back + 1]):
+            slowest[back] = max(slowest[back], fastest[i])
     best = np.full(cuts.size, np.inf)  # float64[cuts]: least seconds of all waves up to it
     origin = np.zeros(cuts.size, np.int64)  # int64[cuts]: where its last wave starts
     best[0] = 0.0
@@ -102,8 +108,7 @@ def cut_waves(
             start = cuts[back]
             if slots[end] - slots[start] > ranks:
                 break
-            for i in range(start, cuts[back + 1]):
-                floor = max(floor, fastest[i])
+            floor = max(floor, slowest[back])
             low = max((summed[end] - summed[start]) / ranks, floor)
             if best[back] + base_s + low >= best[at]:
                 continue
@@ -115,7 +120,7 @@ def cut_waves(
     return _ends(cuts, origin)
 
 
-@kernel
+@leaf
 def _least_tau(
     low: float,
     start: int,

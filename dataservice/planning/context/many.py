@@ -38,7 +38,7 @@ from dataservice.planning.context.units import (
     plain_units,
 )
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling
 
 _NEAR = 1.02  # of the bound, where no other levels are tried
 _FAIR = 1.03  # nor one wave more
@@ -74,7 +74,7 @@ def find_many_waves(
     if lengths.size == 0:
         return ContextWaves(waves=(), lower_bound_s=0.0)
     # int64[n]: the caller's index of each sorted sample
-    order = radix_argsort((lengths.max() - lengths).astype(np.uint64))
+    order = argsort_falling(lengths)
     sizes = lengths[order]
     # n units: unit i is sample i. Least degrees int64[n]
     units = plain_units(sizes, setting)

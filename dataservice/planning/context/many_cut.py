@@ -103,16 +103,19 @@ def _plans(
     place[listed] = np.arange(listed.size)
     # Samples by pack, in that order: int64[n], int64[P + 1]
     members, begins = group_stable(place[pack_of], np.arange(pack_of.size), listed.size)
+    # And wave by wave, longest first: they are as many.
+    wave_of = np.repeat(np.arange(len(cut)), [packs.size for packs in cut])  # int64[P]
+    falling, _ = group_stable(wave_of[place[pack_of]], np.arange(pack_of.size), len(cut))
     plans = []
     first = 0
     for packs in cut:
         offsets = begins[first : first + packs.size + 1]
-        chosen = members[offsets[0] : offsets[-1]]
+        held = slice(offsets[0], offsets[-1])
         plan = None
         if units.total.size > _MANY and (degree[packs] == 1).all():
-            plan = _of_one_rank(units, order, chosen, offsets - offsets[0], setting)
+            plan = _of_one_rank(units, order, members[held], offsets - offsets[0], setting)
         if plan is None or plan.makespan_s > plan.lower_bound_s * _FAIR:
-            chosen = np.sort(chosen)  # longest first
+            chosen = falling[held]
             inside = select_units(units, chosen)._replace(samples=order[chosen])
             packed = place[pack_of[chosen]] - first, degree[packs]
             plan = _wave(inside, least[chosen], packed, setting)

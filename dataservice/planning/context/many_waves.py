@@ -17,7 +17,7 @@ from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
 from dataservice.planning.context.units import Setting
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling, radix_argsort
 
 # Of a wave's ranks in wide groups, while other waves have room for them: so that nodes fill up, or
 # so that as few waves as can be wait for slow ones.
@@ -53,7 +53,7 @@ def list_groups_widest(groups: Groups) -> NDArray[np.int64]:
     width = groups.degree[slowest]  # int64[L]
     if width.max(initial=1) == 1:
         return slowest
-    return slowest[radix_argsort((width.max() - width).astype(np.uint64))]
+    return slowest[argsort_falling(width)]
 
 
 @kernel

@@ -14,7 +14,7 @@ from dataservice.planning.context.units import Setting, Units
 from dataservice.planning.kernels.bits import lowest_bit
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.padding import padded_length
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling
 
 # Groups wait in lists by the room they have left; a set bit of `filled` marks a list that is not
 # empty, so that the next one is found by a few bit operations.
@@ -31,7 +31,7 @@ def group_by_memory(
     units: Units, least: NDArray[np.int64], setting: Setting
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Group of each unit int64[u] and least degree of each group int64[G]. About O(u)."""
-    order = radix_argsort((units.total.max(initial=0) - units.total).astype(np.uint64))
+    order = argsort_falling(units.total)
     return _best_fit(units.total, units.offsets, units.tokens, least, order, setting.memory_tokens)
 
 

@@ -72,6 +72,7 @@ def _place(
             whole += 1
     # What is left of wide groups takes its turn among the narrow ones, widest first.
     turns, _ = group_stable(np.maximum(ranks_per_node - left, 0), order, ranks_per_node + 1)
+    hints = np.zeros(ranks_per_node + 1, np.int64)
     first_free = 0
     for group in turns:
         node = -1
@@ -80,9 +81,10 @@ def _place(
                 first_free += 1
             node = first_free if first_free < nodes else -1
         elif 0 < left[group] < ranks_per_node:
-            node = _tightest(free, left[group])
+            node = _tightest(free, hints, left[group])
         if node >= 0:
             ends[group] = _fill(placed, ends[group], start, free, node, left[group])
+            hints[free[node]] = min(hints[free[node]], node)
     for group in order:
         while ends[group] < offsets[group + 1]:
             crosses[group] = True
@@ -93,12 +95,22 @@ def _place(
 
 
 @leaf
-def _tightest(free: NDArray[np.int64], least: int) -> int:
-    """The node with the least room that is at least `least`; −1 if none."""
+def _tightest(free: NDArray[np.int64], hints: NDArray[np.int64], least: int) -> int:
+    """The node with the least room that is at least `least`, the first of such; −1 if none. No node
+    before hints[r] has room for exactly r."""
     best = -1
-    for node in range(free.size):
-        if free[node] >= least and (best < 0 or free[node] < free[best]):
-            best = node
+    if free.size <= hints.size:  # few large nodes
+        for node in range(free.size):
+            if free[node] >= least and (best < 0 or free[node] < free[best]):
+                best = node
+        return best
+    for room in range(least, hints.size):
+        node = hints[room]
+        while node < free.size and free[node] != room:
+            node += 1
+        hints[room] = node
+        if node < free.size:
+            return node
     return best
 
 

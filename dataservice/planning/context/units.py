@@ -251,7 +251,21 @@ def make_units(
 def plain_units(sizes: NDArray[np.int64], setting: Setting) -> Units:
     """One unit a sample, each attending to what came before it; `sizes` int64[n] in tokens."""
     places = np.arange(sizes.size + 1)
-    return _assemble(places[:-1], sizes, np.ones(sizes.size), places, setting.coefficients)
+    squares, work = _plain_sums(sizes, setting.coefficients)
+    return Units(places[:-1], sizes, np.ones(sizes.size), places, sizes, squares, work)
+
+
+@kernel
+def _plain_sums(
+    sizes: NDArray[np.int64], coefficients: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """s² of each sample, and its replica-seconds: float64[n] each."""
+    squares = np.empty(sizes.size, np.float64)
+    work = np.empty(sizes.size, np.float64)
+    for i in range(sizes.size):
+        squares[i] = float(sizes[i]) * float(sizes[i])
+        work[i] = work_seconds(float(sizes[i]), squares[i], coefficients)
+    return squares, work
 
 
 def _assemble(

@@ -16,7 +16,7 @@ from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.homes import item_packs
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.heap import heap_sift_down
-from dataservice.planning.kernels.sort import group_stable, radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling, group_stable
 
 # Looks at items and replicas in one wave: what handing on may take, and up to which the closest fit
 # is tried too.
@@ -102,7 +102,7 @@ def keep_rooms(
     kept = replica_of.copy()
     if sizes.size == 0:
         return kept, -1
-    falling = radix_argsort((sizes.max() - sizes).astype(np.uint64))
+    falling = argsort_falling(sizes)
     listed, begins = group_stable(wave_of, falling, waves)
     for wave in range(waves):
         items = listed[begins[wave] : begins[wave + 1]]

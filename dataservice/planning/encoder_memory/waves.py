@@ -24,7 +24,7 @@ from dataservice.planning.encoder_memory.fit import fit_items
 from dataservice.planning.encoder_memory.room import EncoderRoom, room_beside
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.padding import padded_length
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling
 
 # Rounds in which what left its wave is grouped again, each in packs this much smaller.
 _ROUNDS = 6
@@ -297,5 +297,5 @@ def _wave_fits(
         left = room_beside(held // degrees[group], microbatch_bytes, llm_token_bytes)
         room[seat : seat + degrees[group]] = left
         seat += degrees[group]
-    falling = sizes[radix_argsort((sizes.max() - sizes).astype(np.uint64))]
+    falling = sizes[argsort_falling(sizes)]
     return fit_items(falling, room, np.empty(count, np.int64))

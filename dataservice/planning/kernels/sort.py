@@ -4,6 +4,8 @@ numpy's fast argsort breaks ties by whatever vector instructions the processor h
 must be the same wherever it is made; numpy's stable argsort is several times slower than this.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,18 +13,54 @@ from dataservice.planning.kernels.compile import kernel
 
 _DIGIT_BITS = 11
 _BUCKETS = 1 << _DIGIT_BITS
+_LOW = (1 << 32) - 1
+
+
+@kernel
+def _argsort_narrow(keys: NDArray[np.uint64], differing: np.uint64) -> NDArray[np.int64]:
+    """`radix_argsort` of keys that differ in 32 bits alone: each carries its place with it, so that
+    every pass reads in order."""
+    n = keys.size
+    ones, low = np.uint64(_BUCKETS - 1), np.uint64(_LOW)
+    carried = np.empty(n, np.uint64)  # uint64[n]: key, and place below it
+    spare = np.empty(n, np.uint64)
+    for i in range(n):
+        carried[i] = (keys[i] << np.uint64(32)) | np.uint64(i)
+    counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
+    for shift in range(0, 32, _DIGIT_BITS):
+        step = np.uint64(shift + 32)
+        if ((differing << np.uint64(32)) >> step) & ones == 0:
+            continue
+        counts[:] = 0
+        for i in range(n):
+            counts[(carried[i] >> step) & ones] += 1
+        total = 0
+        for bucket in range(_BUCKETS):
+            total += counts[bucket]
+            counts[bucket] = total - counts[bucket]
+        for i in range(n):
+            digit = (carried[i] >> step) & ones
+            spare[counts[digit]] = carried[i]
+            counts[digit] += 1
+        carried, spare = spare, carried
+    order = np.empty(n, np.int64)
+    for i in range(n):
+        order[i] = np.int64(carried[i] & low)
+    return order
 
 
 @kernel
 def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Ascending stable argsort; digits that all keys share cost one counting pass only."""
     n = keys.size
-    order = np.arange(n)  # int64[n]
-    spare = np.empty(n, np.int64)
     ones = np.uint64(_BUCKETS - 1)
     differing = np.uint64(0)
     for i in range(n):
         differing |= keys[i] ^ keys[0]
+    if differing <= np.uint64(_LOW):
+        return _argsort_narrow(keys, differing)
+    order = np.arange(n)  # int64[n]
+    spare = np.empty(n, np.int64)
     counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
     for shift in range(0, 64, _DIGIT_BITS):
         step = np.uint64(shift)
@@ -41,6 +79,22 @@ def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
             counts[digit] += 1
         order, spare = spare, order
     return order
+
+
+@kernel
+def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """Places of integers [n], largest first, ties by place. Where they fall already: one pass."""
+    falls = True
+    most = sizes[0] if sizes.size else 0
+    for i in range(1, sizes.size):
+        falls = falls and sizes[i] <= sizes[i - 1]
+        most = max(most, sizes[i])
+    if falls:
+        return np.arange(sizes.size)
+    keys = np.empty(sizes.size, np.uint64)
+    for i in range(sizes.size):
+        keys[i] = np.uint64(most - sizes[i])
+    return radix_argsort(keys)
 
 
 def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.sort import group_stable, radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling, group_stable, radix_argsort
 from dataservice.planning.loads.problem import ROUNDING
 from dataservice.planning.nodes.excess import move_excess
 from dataservice.planning.nodes.level import level_phase
@@ -41,7 +41,7 @@ def spread_phases(
     last node may have fewer ranks. `tolerance`: what a node may hold above the bound before items
     leave it. O(m · ranks of a node²).
     """
-    order = radix_argsort((tokens.max() - tokens).astype(np.uint64))
+    order = argsort_falling(tokens)
     return _spread(
         phase,
         costs,
@@ -129,13 +129,17 @@ def phase_bounds(
             count[p] += 1
             held[p] += size
             cheapest[p] = min(cheapest[p], costs[item] / size)
-            size //= units[item]
+            if units[item] > 1:
+                size //= units[item]
             if least[p] == 0 or size < least[p]:
                 least[p], least_s[p] = size, unit_costs[item]
             elif size == least[p]:
                 least_s[p] = min(least_s[p], unit_costs[item])
-            while size:
-                unit[p], size = size, unit[p] % size
+            if unit[p] != 1:  # nothing is smaller
+                rest = unit[p]
+                while rest:
+                    size, rest = rest, size % rest
+                unit[p] = size
     bounds = np.maximum(total / ranks, largest)
     steepness = _token_seconds(phase, costs, tokens, units, unit_costs, least, least_s)
     for p in range(phases):
@@ -167,8 +171,9 @@ def _token_seconds(
         p, size = phase[item], np.int64(tokens[item])
         if size > least[p]:
             seconds[p] = min(seconds[p], (costs[item] - least_s[p]) / (size - least[p]))
-            size //= units[item]
-            if size > least[p]:
+            if units[item] > 1:
+                size //= units[item]
+            if units[item] > 1 and size > least[p]:
                 seconds[p] = min(seconds[p], (unit_costs[item] - least_s[p]) / (size - least[p]))
     return seconds
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
-from dataservice.planning.kernels.sort import group_stable, radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling, group_stable
 from dataservice.planning.nodes.phases import phase_bounds
 from dataservice.planning.pieces import Cut
 
@@ -84,10 +84,16 @@ def _slice_phases(
     bounds = phase_bounds(phase, costs, tokens, units, unit_costs, phases, ranks)
     listed, begins = group_stable(phase, np.arange(phase.size), phases)
     most = phase.size + np.count_nonzero(np.diff(begins)) * ranks  # pieces
-    row = np.empty(most, np.int64)
-    first = np.empty(most, np.int32)
-    held = np.empty(most, np.int32)
-    rank = np.empty(most, np.int32)
+    row, first = np.empty(most, np.int64), np.empty(most, np.int32)
+    held, rank = np.empty(most, np.int32), np.empty(most, np.int32)
+    fluid = _Fluid(
+        np.empty(phase.size, np.int64),
+        np.empty(phase.size),
+        np.empty(phase.size),
+        np.empty(phase.size, np.int32),
+        np.empty(phase.size, np.int32),
+    )
+    short, scratch = np.empty(phase.size, np.int64), np.empty((2, phase.size), np.int64)
     slowest_s = np.zeros(phases)
     end = 0
     for p in range(phases):
@@ -95,42 +101,77 @@ def _slice_phases(
         if items.size == 0:
             continue
         total_s = costs[items].sum()
-        alone = costs[items] <= unit_costs[items]  # one unit, or units that cost nothing
-        solid = alone | (costs[items] <= total_s / ranks * _SHORT)
-        short, fluid = items[solid], items[~solid]
-        most_tokens = tokens[items].max()
-        short = short[radix_argsort((most_tokens - tokens[short]).astype(np.uint64))]
-        unit = (costs[fluid] - unit_costs[fluid]) / (units[fluid] - 1)
-        fixed = unit_costs[fluid] - unit
-        # Nearly every rank holds a part of an item that it cuts, pays for it, and is left with
-        # room for less than a unit.
-        cut = (fixed + unit * _LOST_UNITS).mean() if fluid.size else 0.0
-        cap = max(bounds[p], total_s / ranks + cut)
+        few, cut_s = _part(items, costs, unit_costs, units, home, ranks_per_node,
+                           total_s / ranks * _SHORT, short, fluid)  # fmt: skip
+        many = items.size - few
+        few_items = short[:few][argsort_falling(tokens[short[:few]])]
+        cap = max(bounds[p], total_s / ranks + (cut_s / many if many else 0.0))
         cap *= 1.0 + _RISE
         beside = np.zeros(ranks)  # what the short ones leave no room for
         rise = _RISE
-        while not _place_short(short, costs, home, cap, ranks_per_node, beside, rank[end:]):
+        while not _place_short(few_items, costs, home, cap, ranks_per_node, beside, rank[end:]):
             beside[:] = 0.0
             cap *= 1.0 + rise
             rise *= _MORE
-        at = end + short.size
+        at = end + few
         pieces, left_s = 0, np.inf
-        node = home[fluid] // ranks_per_node
         while left_s > 0.0:
             loads = beside.copy()
-            pieces, left_s = _pour(
-                unit, fixed, units[fluid], node, cap, ranks_per_node, loads,
-                row[at:], first[at:], held[at:], rank[at:],
-            )  # fmt: skip
+            open_ranks = np.arange(0, ranks, ranks_per_node)
+            pieces, left_s = _pour(fluid, many, cap, ranks_per_node, loads, open_ranks, scratch,
+                                   row[at:], first[at:], held[at:], rank[at:])  # fmt: skip
             cap = cap * (1.0 + rise) + left_s / (_CAREFUL * ranks)
             rise *= _MORE
             slowest_s[p] = loads.max()
-        row[end:at] = short
+        row[end:at] = few_items
         first[end:at] = 0
-        held[end:at] = units[short]
+        held[end:at] = units[few_items]
         end = at + pieces
-        row[at:end] = fluid[row[at:end]]
+        row[at:end] = fluid.item[row[at:end]]
     return row[:end], first[:end], held[:end], rank[:end], slowest_s
+
+
+class _Fluid(NamedTuple):
+    """Long items of one phase that may be cut, in the first places of each: `item` int64, seconds
+    of a `unit` and of every piece (`fixed`) float64, its `units` and its `node` int32."""
+
+    item: NDArray[np.int64]
+    unit: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+    units: NDArray[np.int32]
+    node: NDArray[np.int32]
+
+
+@leaf
+def _part(
+    items: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    unit_costs: NDArray[np.float64],
+    units: NDArray[np.int32],
+    home: NDArray[np.int32],
+    ranks_per_node: int,
+    short_s: float,
+    short: NDArray[np.int64],
+    fluid: _Fluid,
+) -> tuple[int, float]:
+    """Write the items that are short, or whole, to `short`, and the others to `fluid`. How many are
+    short; and summed over the others what cutting each once takes: nearly every rank holds a part
+    of an item that it cuts, pays for it, and is left with room for less than a unit."""
+    few, many, cut_s = 0, 0, 0.0
+    for k in range(items.size):
+        item = items[k]
+        # One unit, or units that cost nothing.
+        if costs[item] <= unit_costs[item] or costs[item] <= short_s:
+            short[few] = item
+            few += 1
+        else:
+            unit = (costs[item] - unit_costs[item]) / (units[item] - 1)
+            fixed = unit_costs[item] - unit
+            fluid.item[many], fluid.unit[many], fluid.fixed[many] = item, unit, fixed
+            fluid.units[many], fluid.node[many] = units[item], home[item] // ranks_per_node
+            cut_s += fixed + unit * _LOST_UNITS
+            many += 1
+    return few, cut_s
 
 
 @kernel
@@ -150,11 +191,11 @@ def _place_short(
     for place in range(items.size):
         item = items[place]
         begin = home[item] // ranks_per_node * ranks_per_node
-        least = begin
+        least, least_s = begin, loads[begin]
         for other in range(begin + 1, min(begin + ranks_per_node, loads.size)):
-            if loads[other] < loads[least]:
-                least = other
-        if loads[least] + costs[item] <= cap:
+            if loads[other] < least_s:
+                least, least_s = other, loads[other]
+        if least_s + costs[item] <= cap:
             loads[least] += costs[item]
             rank[place] = least
         else:
@@ -175,59 +216,56 @@ def _place_short(
     return True
 
 
-@kernel
+@leaf
 def _pour(
-    unit: NDArray[np.float64],
-    fixed: NDArray[np.float64],
-    units: NDArray[np.int32],
-    home: NDArray[np.int32],
+    fluid: _Fluid,
+    items: int,
     cap: float,
     ranks_per_node: int,
     loads: NDArray[np.float64],
-    item: NDArray[np.int64],
+    open_ranks: NDArray[np.int64],
+    scratch: NDArray[np.int64],
+    place: NDArray[np.int64],
     first: NDArray[np.int32],
     held: NDArray[np.int32],
     rank: NDArray[np.int32],
 ) -> tuple[int, float]:
-    """Write the pieces of items onto the room below the cap; how many, and the seconds for which
-    there is no room. A rank at which an item is cut is full from then on.
+    """Write the pieces of the first `items` onto the room below the cap; how many, and the seconds
+    for which there is no room. A rank at which an item is cut is full from then on.
 
-    Of each item [f], seconds of a `unit` and of every piece (`fixed`), its `units` and its `home`
-    node. Written: `loads` float64[N], and `item`, `first`, `held` and `rank` of the pieces.
+    Written: `loads` float64[N]; `open_ranks` int64[nodes], the first rank of each that is not full;
+    and of the pieces, the item's `place`, `first`, `held` and `rank`. `scratch` int64[2, items].
     """
-    nodes = -(-loads.size // ranks_per_node)
-    least = np.arange(nodes) * ranks_per_node  # the first rank of each node that is not full
-    rest = np.empty(units.size, np.int64)  # items that are left over in their nodes,
-    done_of = np.zeros(units.size, np.int64)  # and the units of each that are not
-    left = units.size
+    rest, done_of = scratch  # items that are left over in their nodes, and the units that are not
+    nodes = open_ranks.size
+    left = items
     count, left_s = 0, 0.0
     for turn in range(2):  # in their nodes, then anywhere
         turns, left = left, 0
         node = 0
         for k in range(turns):
-            of = rest[k] if turn else k
-            node = node if turn else home[k]
-            done = done_of[of]
-            while done < units[of] and node < nodes:
-                at = least[node]
-                if at == min((node + 1) * ranks_per_node, loads.size):
+            of, done = (rest[k], done_of[k]) if turn else (k, 0)
+            node = node if turn else int(fluid.node[k])
+            unit, fixed, units = fluid.unit[of], fluid.fixed[of], int(fluid.units[of])
+            while done < units and node < nodes:
+                at = open_ranks[node]
+                if at == loads.size or at == (node + 1) * ranks_per_node:
                     if turn == 0:
                         break
                     node += 1
                     continue
-                room = cap - loads[at] - fixed[of]
-                taken = int(min(float(units[of] - done), max(room, 0.0) / unit[of]))
+                room = max(cap - loads[at] - fixed, 0.0)
+                taken = int(min(float(units - done), room / unit))
                 if taken > 0:
-                    item[count], first[count], held[count], rank[count] = of, done, taken, at
+                    place[count], first[count], held[count], rank[count] = of, done, taken, at
                     count += 1
                     done += taken
-                    loads[at] += fixed[of] + unit[of] * taken
-                if done < units[of]:
-                    least[node] += 1
-            if done < units[of]:
-                rest[left] = of
-                done_of[of] = done
+                    loads[at] += fixed + unit * taken
+                if done < units:
+                    open_ranks[node] += 1
+            if done < units:
+                rest[left], done_of[left] = of, done
                 left += 1
     for k in range(left):
-        left_s += unit[rest[k]] * (units[rest[k]] - done_of[rest[k]])
+        left_s += fluid.unit[rest[k]] * (fluid.units[rest[k]] - done_of[k])
     return count, left_s

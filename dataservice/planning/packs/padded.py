@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import argsort_falling
 
 
 def pack_padded(
@@ -24,7 +24,7 @@ def pack_padded(
     n = len(tokens)
     order = np.arange(n)
     if by_length and n:
-        order = radix_argsort((tokens.max() - tokens).astype(np.uint64))
+        order = argsort_falling(tokens)
     pack_of = np.empty(n, dtype=np.int32)
     _cut(tokens[order], order, max_tokens, pack_of)
     return pack_of

@@ -14,7 +14,7 @@ from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.plan_options import CostModel, Dispatch
 from dataservice.core.sample import Modality
 from dataservice.planning.homes import item_homes, item_packs
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.nodes.phases import (
     name_parts,
     phase_bounds,
@@ -34,56 +34,79 @@ MODALITIES = len(Modality)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderItems:
-    """Items of a step by phase, arrays [m].
+class EncoderLoads:
+    """What a step encodes: its items, or pieces of them, by phase, arrays [m].
 
-    A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `home` int32
-    is where an item's first token is needed; `seconds` float64 what encoding it takes, and
-    `unit_seconds` what one of its `units` int32 takes alone. `batch_s` float64[modalities] comes
-    on top in every phase that has items.
+    A phase is one modality in one wave: `phase` int64, wave · modalities + modality; `seconds`
+    float64 what encoding an item takes. `batch_s` float64[modalities] comes on top in every phase
+    that has items.
     """
 
     phases: int
     phase: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    batch_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderItems(EncoderLoads):
+    """Items that are to be given to replicas: `home` int32 is where an item's first token is
+    needed, and `unit_seconds` float64 what one of its `units` int32 takes alone."""
+
     home: NDArray[np.int32]
     encoder_tokens: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
     units: NDArray[np.int32]
-    seconds: NDArray[np.float64]
     unit_seconds: NDArray[np.float64]
-    batch_s: NDArray[np.float64]
 
     def take(self, chosen: NDArray[np.bool_]) -> "EncoderItems":
         """The same columns for the items chosen."""
         if chosen.all():
             return self
+        places = np.flatnonzero(chosen)
         own = (field.name for field in fields(self) if field.name not in ("phases", "batch_s"))
-        return replace(self, **{name: getattr(self, name)[chosen] for name in own})
+        return replace(self, **{name: getattr(self, name)[places] for name in own})
+
+
+def encoder_loads(plan: StepPlan, cost: CostModel) -> EncoderLoads:
+    """What a plan whose packs are placed encodes. O(n + m)."""
+    phase, seconds, _ = _phases_and_seconds(plan, item_packs(plan), cost)
+    return EncoderLoads(
+        phases=plan.waves * MODALITIES, phase=phase, seconds=seconds, batch_s=_batch_s(cost)
+    )
 
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
-    """Every item of a plan whose packs are placed. O(n + m)."""
+    """Every item of a plan whose packs are placed, as it is dispatched. O(n + m)."""
     pack = item_packs(plan)
-    coefficients = np.array(
-        [
-            (phase.linear_s_per_token, phase.quadratic_s_per_token2, phase.item_s)
-            for phase in (cost.vision, cost.audio)  # in the order of Modality
-        ]
-    )
-    units = unit_counts(plan)
-    phase, seconds, unit_seconds = _phase_and_seconds(
-        plan.pack_wave, pack, plan.item_modality, plan.item_encoder_tokens, units, coefficients
-    )
+    phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, cost)
     return EncoderItems(
         phases=plan.waves * MODALITIES,
         phase=phase,
+        seconds=seconds,
+        batch_s=_batch_s(cost),
         home=item_homes(plan, pack),
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
-        units=units,
-        seconds=seconds,
+        units=unit_counts(plan),
         unit_seconds=unit_seconds,
-        batch_s=np.array([cost.vision.batch_s, cost.audio.batch_s]),
+    )
+
+
+def _batch_s(cost: CostModel) -> NDArray[np.float64]:
+    return np.array([cost.vision.batch_s, cost.audio.batch_s])  # in the order of Modality
+
+
+def _phases_and_seconds(
+    plan: StepPlan, pack: NDArray[np.int32], cost: CostModel
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    return _phase_and_seconds(
+        plan.pack_wave,
+        pack,
+        plan.item_modality,
+        plan.item_encoder_tokens,
+        unit_counts(plan),
+        np.array([cost.vision.coefficients, cost.audio.coefficients]),
     )
 
 
@@ -153,7 +176,7 @@ DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.
 
 
 def slowest_s(
-    items: EncoderItems, replica_of: NDArray[np.int32], replicas: int
+    items: EncoderLoads, replica_of: NDArray[np.int32], replicas: int
 ) -> NDArray[np.float64]:
     """Seconds of the slowest replica in each phase, without the batch's own: float64[phases]."""
     loads = phase_loads(items.phase, items.seconds, replica_of, items.phases, replicas)
@@ -179,17 +202,18 @@ def encoding_bounds(
 
 def dispatch_reports(
     items: EncoderItems,
-    pieces: EncoderItems,
+    pieces: EncoderLoads,
     replica_of: NDArray[np.int32],
+    bound: NDArray[np.float64],
     replicas: int,
     algorithm: Dispatch,
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (whole items at
-    home) and after, `pieces` of them on `replica_of`; the bound is that of `encoding_bounds`. What
-    a batch takes by itself is in all three: replicas without items encode a small one."""
+    home) and after, `pieces` of them on `replica_of`; `bound` float64[phases] is that of
+    `encoding_bounds`. What a batch takes by itself is in all three: replicas without items encode a
+    small one."""
     before = slowest_s(items, items.home, replicas)
     after = slowest_s(pieces, replica_of, replicas)
-    bound = encoding_bounds(items, replicas)
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
@@ -220,8 +244,17 @@ def _phase_and_seconds(
     for item in range(pack.size):
         encoder = modality[item]
         phase[item] = pack_wave[pack[item]] * coefficients.shape[0] + encoder
-        size = tokens[item] / units[item]
-        unit = coefficients[encoder, 0] * size + coefficients[encoder, 1] * size * size
-        seconds[item] = unit * units[item] + coefficients[encoder, 2]
-        unit_seconds[item] = unit + coefficients[encoder, 2]
+        of_units, fixed = units_seconds(tokens[item], units[item], coefficients[encoder])
+        seconds[item] = of_units * units[item] + fixed
+        unit_seconds[item] = of_units + fixed
     return phase, seconds, unit_seconds
+
+
+@leaf
+def units_seconds(
+    tokens: int, units: int, coefficients: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Seconds of each of the units that an item has, and of the item beside them, whatever it
+    holds; `PhaseCost.item_seconds` has the same formula for arrays."""
+    size = tokens / units
+    return coefficients[0] * size + coefficients[1] * size * size, coefficients[2]

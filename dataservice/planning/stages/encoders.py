@@ -25,8 +25,10 @@ from dataservice.planning.pieces import (
 )
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
+    EncoderLoads,
     dispatch_items,
     encoder_items,
+    encoder_loads,
     encoding_bounds,
     slice_items,
     slowest_s,
@@ -38,12 +40,16 @@ NEAR = 1.02
 
 
 def place_items(
-    grouped: StepPlan, items: EncoderItems, topology: Topology, options: PlanOptions
-) -> tuple[StepPlan, EncoderItems]:
+    grouped: StepPlan,
+    items: EncoderItems,
+    bound_s: NDArray[np.float64],
+    topology: Topology,
+    options: PlanOptions,
+) -> tuple[StepPlan, EncoderLoads]:
     """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
     pieces of the long ones in each wave that ends sooner by it. Where memory counts encoders, every
     replica has room for what it is given. Baselines leave items whole where there is room, as
-    trainers do."""
+    trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`."""
     room = EncoderRoom.of(options.memory, topology)
     base, base_items = grouped, items
     if room is not None and grouped.item_units is not None:
@@ -54,7 +60,9 @@ def place_items(
             base_items = encoder_items(base, options.cost)
     sliced = None
     if options.stages.dispatch != "home":
-        sliced = _sliced(base, base_items, topology, options, room)
+        if base is not grouped:
+            bound_s = encoding_bounds(base_items, grouped.replicas)
+        sliced = _sliced(base, base_items, bound_s, topology, options, room)
     return sliced or _whole(base, base_items, topology, options, room)
 
 
@@ -64,22 +72,23 @@ def _whole(
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
-) -> tuple[StepPlan, EncoderItems]:
+) -> tuple[StepPlan, EncoderLoads]:
     """Every row on one replica."""
     found = _kept(base, _dispatched(items, topology, options), topology, room)
     if found is None:
         raise broken("a wave has items that its replicas have no room for")
     joined = join_items(found)
-    return joined, items if joined is found else encoder_items(joined, options.cost)
+    return joined, items if joined is found else encoder_loads(joined, options.cost)
 
 
 def _sliced(
     base: StepPlan,
     items: EncoderItems,
+    bound_s: NDArray[np.float64],
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
-) -> tuple[StepPlan, EncoderItems] | None:
+) -> tuple[StepPlan, EncoderLoads] | None:
     """Long rows in pieces, in each phase that ends sooner by it, and the others whole; None where
     none is long, or pieces have no room."""
     long = long_items(items.phase, items.seconds, items.units, items.phases, base.replicas)
@@ -95,7 +104,11 @@ def _sliced(
         replicas_per_node=topology.replicas_per_node,
     )
     cut = shares.again(slices.cut)
-    sliced = _hard_to_beat(items.take(of_long), slices.slowest_s, base.replicas) & long.phases
+    sliced = slices.slowest_s <= bound_s * NEAR
+    if not sliced.all():  # pieces take so little that whole items would take more
+        whole_s = encoding_bounds(items.take(of_long), base.replicas, whole=True)
+        sliced |= slices.slowest_s < whole_s
+    sliced &= long.phases
     stay = ~sliced[items.phase]
     whole = items.take(stay)
     replica = _dispatched(whole, topology, options) if stay.any() else np.zeros(0, np.int32)
@@ -113,15 +126,7 @@ def _sliced(
         return None
     joined = found if room is None else join_items(found)
     same = plan is base and joined is found
-    return joined, items if same else encoder_items(joined, options.cost)
-
-
-def _hard_to_beat(
-    items: EncoderItems, slowest: NDArray[np.float64], replicas: int
-) -> NDArray[np.bool_]:
-    """Phases in which pieces take so little that whole items would take more, or hardly less."""
-    near: NDArray[np.bool_] = slowest <= encoding_bounds(items, replicas) * NEAR
-    return near if near.all() else near | (slowest < encoding_bounds(items, replicas, whole=True))
+    return joined, items if same else encoder_loads(joined, options.cost)
 
 
 def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
