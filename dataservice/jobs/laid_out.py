@@ -1,7 +1,8 @@
 """The layout file: what `dataservice layout` found, and the keys of a job that is trained by it.
 
 dataservice layout ──► layout.yaml ──► job: {topology, plan}   to be put into the job file
-                                   └── stages, recompute       to build the trainer by
+                   │               └── stages, bubbles         to build the trainer by
+                   └─► layout.actions  encoders in bubbles     a line an action, for the trainer
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,12 @@ import yaml
 
 from dataservice.core.errors import SpecError
 from dataservice.jobs.layout_keys import LAYOUT_FORMAT
+from dataservice.planning.layout.actions import format_actions
 from dataservice.planning.layout.profile import RECOMPUTE
 from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
 from dataservice.planning.layout.search_groups import GroupLayout
+
+ACTIONS_SUFFIX = ".actions"
 
 
 def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
@@ -40,6 +44,7 @@ def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
         ],
         "job": _job_keys(task, best),
         "stages": _stages(best),
+        **_bubbles(best),
     }
 
 
@@ -68,7 +73,11 @@ def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
             "replicas_meet": topology.replicas_meet,
             "encoder_stage": topology.encoder_stage,
             "encoders_train": topology.encoders_train,
-            "stage_shares": list(topology.stage_shares),
+            **{
+                name: list(shares)
+                for name in ("stage_shares", "vision_shares", "audio_shares")
+                if (shares := getattr(topology, name))
+            },
         },
         "plan": {
             "memory_tokens": best.replica.held_tokens(task.group, best.microbatch_tokens),
@@ -97,15 +106,56 @@ def _stages(best: Candidate) -> list[dict[str, object]]:
     ]
 
 
+def _bubbles(best: Candidate) -> dict[str, object]:
+    """Encoders in the bubbles of the backbone: how they lie, and what their schedule takes."""
+    found = best.replica.in_bubbles
+    if found is None:
+        return {}
+    made, plan = found.schedule, found.schedule.plan
+    return {
+        "bubbles": {
+            "microbatches": found.microbatches,
+            "encoder_plan": {
+                "pipeline_parallel": plan.pipeline_parallel,
+                "tensor_parallel": plan.tensor_parallel,
+                "blocks": plan.blocks,
+                "slices": plan.slices,
+            },
+            "pipeline_of": made.pipeline_of.tolist(),
+            "layers": {name: list(layers) for name, layers in found.layers.items()},
+            "step_s": made.step_s,
+            "lower_bound_s": made.lower_bound_s,
+            "coarse_step_s": made.coarse_step_s,
+            "backbone_s": made.backbone_s,
+            "efficiency": made.efficiency,
+        }
+    }
+
+
+def write_actions(path: Path, layout: Layout) -> Path | None:
+    """Write the action list of encoders in bubbles beside the layout file `path`: its own path,
+    None where encoders run elsewhere. Raises SpecError."""
+    found = layout.best.replica.in_bubbles
+    if found is None:
+        return None
+    beside = path.with_suffix(ACTIONS_SUFFIX)
+    _write(beside, format_actions(found.schedule.actions))
+    return beside
+
+
 def write_layout(path: Path, fields: dict[str, object]) -> None:
     """Write it as YAML. Raises SpecError."""
     head = (
         "# Written by `dataservice layout`. A job file that names it as `layout: FILE` has what\n"
         "# is under `job`. `stages`, and what recomputes in them, are for the trainer.\n"
     )
+    _write(path, head + yaml.safe_dump(fields, sort_keys=False))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(head + yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SpecError(
-            f"the layout file {path} cannot be written: {error.strerror}. Give another with --out."
+            f"the file {path} cannot be written: {error.strerror}. Give another with --out."
         ) from error

@@ -139,7 +139,7 @@ class Replica:
     def is_cut(self) -> bool:
         """Whether encoders lie in several chunks."""
         last = int(np.flatnonzero(~self._decoding).max(initial=-1))
-        return last >= self.bounds[1]
+        return bool(last >= self.bounds[1])
 
     def _shares(self, entries: NDArray[np.bool_]) -> tuple[float, ...]:
         token_s = np.where(entries, self._total("token_s"), 0.0)
@@ -269,7 +269,7 @@ class Replica:
 
     def _bubbles_gradient_s(self, group: NodeGroup) -> Floats:
         if self.in_bubbles is None:  # not scheduled yet
-            return np.float64(0.0)
+            return np.zeros(())
         ranks = self.in_bubbles.gradient_ranks
         link = self.parallel.link_bytes_per_s(group, ranks)
         return whole_gradients_s(self.in_bubbles.gradient_bytes, ranks, link)
