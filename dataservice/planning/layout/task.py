@@ -54,10 +54,8 @@ class LayoutTask:
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Powers of two inside a node that divide the GPUs."""
-        inside, gpus = self.group.gpus_per_node, self.group.gpus
-        powers = (1 << k for k in range(inside.bit_length()))
-        return tuple(ranks for ranks in powers if inside % ranks == 0 and gpus % ranks == 0)
+        """Those that tensor parallelism may have."""
+        return tensor_ranks_of(self.group)
 
     @property
     def ring_token_bytes(self) -> float:
@@ -77,3 +75,10 @@ class LayoutTask:
             )
         shares = LayerShares(tensor_ranks=ranks)
         return analytic_profile(self.model, group, shares=shares, precision=self.precision)
+
+
+def tensor_ranks_of(group: NodeGroup) -> tuple[int, ...]:
+    """Powers of two inside a node that divide the GPUs."""
+    inside, gpus = group.gpus_per_node, group.gpus
+    powers = (1 << k for k in range(inside.bit_length()))
+    return tuple(ranks for ranks in powers if inside % ranks == 0 and gpus % ranks == 0)
