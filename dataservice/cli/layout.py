@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.layout_modules import beside_layout, lay_out_by_modules, modules_beside
 from dataservice.cli.listing import Listing
 from dataservice.cli.progress import measuring_progress
 from dataservice.cli.terminal import Terminal
@@ -73,6 +74,11 @@ def lay_out(
                      help="The trainer sums gradients under its last backward pass, and gathers "
                           "weights under its first forward pass."),
     ] = False,
+    generator_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample that the model's generator makes; an index has no "
+                          "lengths for them.", min=1),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what is written as JSON instead of tables.")
     ] = False,
@@ -86,7 +92,8 @@ def lay_out(
 
     Every way is priced by the step planner, on steps drawn from the index of a job, or from an
     index alone. Prints what was chosen beside what came second, and writes a file that a job names
-    as `layout: layout.yaml`. Of several kinds of nodes, each is searched by itself.
+    as `layout: layout.yaml`. Of several kinds of nodes, each is searched by itself. A model with a
+    generator is laid out by its modules, each on GPUs of its own.
 
     Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
@@ -108,6 +115,14 @@ def lay_out(
         batches = tuple(_of_job(job_file, settings, steps))
     else:
         batches = _of_index(index, batch, settings, steps)
+    if described.generator or generator_tokens:
+        if pictures or measured:
+            raise SpecError(
+                f"{described.name} is laid out by its modules alone, with computed layers and "
+                "nothing to draw: leave --draw and --layers out."
+            )
+        lay_out_by_modules(described, groups, batches, generator_tokens, out, as_json=as_json)
+        return
     task = LayoutTask(
         model=described,
         group=groups[0],
@@ -122,6 +137,8 @@ def lay_out(
     fields = layout_fields(task, layout)
     if others:
         fields["other_nodes"] = other_nodes(others)
+    if described.encoders:
+        fields["own_gpus"] = beside_layout(task, layout)
     actions = write_actions(out, layout)
     if actions is not None:
         fields["actions"] = actions.name
@@ -133,7 +150,10 @@ def lay_out(
         return
     console = Terminal()
     ranks = layout.best.replica.parallel.tensor_ranks
-    for part in (*layout_tables(task, layout), *_notes(best, others, layers, ranks)):
+    parts = [*layout_tables(task, layout)]
+    if described.encoders:
+        parts += modules_beside(fields["own_gpus"], layout.best.step_s)
+    for part in (*parts, *_notes(best, others, layers, ranks)):
         console.print(part)
     for picture in pictures:
         console.print(f"drew {picture}", highlight=False)

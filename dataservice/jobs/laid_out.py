@@ -14,6 +14,9 @@ import yaml
 from dataservice.core.errors import SpecError
 from dataservice.jobs.layout_keys import LAYOUT_FORMAT
 from dataservice.planning.layout.actions import format_actions
+from dataservice.planning.layout.cluster import NodeGroup
+from dataservice.planning.layout.model import ModelDescription
+from dataservice.planning.layout.module_layout import ModuleLayout, formula_s, planned_s
 from dataservice.planning.layout.profile import RECOMPUTE
 from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
 from dataservice.planning.layout.search_groups import GroupLayout
@@ -59,6 +62,54 @@ def other_nodes(others: Sequence[GroupLayout]) -> list[dict[str, object]]:
         }
         for each in others
     ]
+
+
+def module_fields(found: ModuleLayout) -> dict[str, object]:
+    """Each module on GPUs of its own: their sizes, and the seconds of MMScale's formula."""
+    allocation = found.allocation
+    return {
+        "recompute": found.recompute,
+        "batch": found.batch,
+        "formula_s": allocation.seconds,
+        "formula_bound_s": allocation.lower_bound_s,
+        "modules": [
+            {
+                "name": module.name,
+                "gpus": module.gpus,
+                "tensor_parallel": module.tensor_ranks,
+                "data_parallel": module.data_ranks,
+                "pipeline_parallel": module.pipeline_stages,
+                "stage_s": module.stage_s,
+                "held_bytes": module.held_bytes,
+            }
+            for module in allocation.modules
+        ],
+    }
+
+
+def own_gpus_fields(task: LayoutTask, layout: Layout, found: ModuleLayout) -> dict[str, object]:
+    """The same beside the chosen layout: that one by the formula, and these modules by the step
+    planner, no seconds where no microbatch has room."""
+    step_s = planned_s(task, found)
+    return {
+        **module_fields(found),
+        "chosen_formula_s": formula_s(task, layout.best.replica, found.batch),
+        "step_s": step_s if np.isfinite(step_s) else None,
+    }
+
+
+def module_layout_fields(
+    model: ModelDescription, group: NodeGroup, found: ModuleLayout
+) -> dict[str, object]:
+    """The file of a model that is laid out by modules alone."""
+    return {
+        "format": LAYOUT_FORMAT,
+        "model": model.name,
+        "gpus": group.gpus,
+        "nodes": group.nodes,
+        "device": group.device.name,
+        "own_gpus": module_fields(found),
+    }
 
 
 def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:

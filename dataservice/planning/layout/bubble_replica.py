@@ -63,13 +63,13 @@ def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: 
             f"a replica has {microbatches} microbatches, and bubbles are filled for up to "
             f"{MOST_MICROBATCHES}: use larger ones"
         )
-    backbone = _backbone(replica, ask, mean, microbatches)
+    backbone = backbone_times(replica, ask, mean, microbatches)
     memory_bytes = ask.group.device.memory_bytes
     made = None
     kinds: tuple[Recompute, ...] = ("none", "full")
     for recompute in kinds:
         try:
-            encoders = _encoders(replica, ask, mean, recompute)
+            encoders = encoder_times(replica, ask, mean, recompute)
             made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
             break
         except PlanningError:
@@ -124,9 +124,10 @@ def _layers(profile: LayerProfile) -> dict[str, tuple[str, ...]]:
     return {**found, DECODER: tuple(name for name, module in pairs if module == DECODER)}
 
 
-def _backbone(
+def backbone_times(
     replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: int
 ) -> BackboneTimes:
+    """The decoder's chunks, of so many microbatches of `mean` work: a row for each entry."""
     parallel, profile = replica.parallel, replica.profile
     first = int(replica.bounds[0])
     passes = _passes(ask, parallel.tensor_ranks, mean, replica.recompute.choice)
@@ -157,7 +158,7 @@ def _fullest(replica: Replica, seconds: Floats) -> float:
     return float(chunks.reshape(-1, parallel.pipeline_stages).sum(axis=0).max())
 
 
-def _encoders(
+def encoder_times(
     replica: Replica, ask: BubbleAsk, mean: LayerWork, recompute: Recompute
 ) -> list[EncoderTimes]:
     """Every encoder at every degree that divides the backbone's."""

@@ -75,10 +75,10 @@ def _sample_items(
     owner = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_offsets))[mine]
     tokens, pieces = _items(samples, mine)
     count = len(lengths)
-    return (
-        np.bincount(owner, tokens, minlength=count),
-        np.bincount(owner, tokens * tokens / pieces, minlength=count),
-    )
+    sums = np.zeros((2, count))
+    np.add.at(sums[0], owner, tokens)
+    np.add.at(sums[1], owner, tokens * tokens / pieces)
+    return sums[0], sums[1]
 
 
 def _work(

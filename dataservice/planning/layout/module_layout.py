@@ -27,7 +27,13 @@ from dataservice.planning.layout.microbatches import sample_work
 from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.module_load import ModuleLoad, load_of_modules
 from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile, LayerWork, Recompute
-from dataservice.planning.layout.replica import DECODER, Parallel, Replica, ring_seconds
+from dataservice.planning.layout.replica import (
+    DECODER,
+    Parallel,
+    Replica,
+    ring_seconds,
+    row_seconds,
+)
 from dataservice.planning.layout.search_shapes import MICROBATCH_TOKENS
 from dataservice.planning.layout.task import LayoutTask, tensor_ranks_of
 
@@ -256,6 +262,7 @@ class _Planned:
     def _cost(self) -> CostModel:
         task, decoder = self._task, self._decoder
         intra_s, inter_s = ring_seconds(self._parallel(), task.group, task.ring_token_bytes)
+        row_intra_s, row_inter_s = row_seconds(self._parallel(), task.group, task.row_bytes)
         token_s, square_s, constant_s = self._paces(self._profile, DECODER)
         return CostModel(
             llm=ContextCost(
@@ -267,7 +274,11 @@ class _Planned:
             ),
             vision=self._phase("vision", decoder),
             audio=self._phase("audio", decoder),
-            step=StepCost(gradient_s=self._gradients_s),
+            step=StepCost(
+                feature_intra_s_per_token=row_intra_s,
+                feature_inter_s_per_token=row_inter_s,
+                gradient_s=self._gradients_s,
+            ),
         )
 
     def _phase(self, name: str, decoder: ModuleAllocation) -> PhaseCost:

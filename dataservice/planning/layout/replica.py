@@ -141,19 +141,23 @@ class Replica:
         last = int(np.flatnonzero(~self._decoding).max(initial=-1))
         return bool(last >= self.bounds[1])
 
+    @property
+    def seconds_a_token(self) -> Floats:
+        """Both passes of a token, and what is made again between them: float64[entries]."""
+        return self._total("token_s")
+
     def _shares(self, entries: NDArray[np.bool_]) -> tuple[float, ...]:
-        token_s = np.where(entries, self._total("token_s"), 0.0)
+        token_s = np.where(entries, self.seconds_a_token, 0.0)
         by_chunk = np.add.reduceat(token_s, self.bounds[:-1])
         return tuple((by_chunk / by_chunk.sum()).tolist())
 
     def cost(self, group: NodeGroup) -> CostModel:
         """Seconds of one replica's ranks, its recomputation among them."""
-        parallel, token, square = self.parallel, self._total("token_s"), self._total("square_s")
+        parallel, token, square = self.parallel, self.seconds_a_token, self._total("square_s")
         constant, decodes = self._total("constant_s"), self._decoding
         shown = self.encoding_shown
-        near = parallel.link_bytes_per_s(group, 2)
-        far = parallel.link_bytes_per_s(group, parallel.replicas)
         ring_intra_s, ring_inter_s = ring_seconds(parallel, group, self.ring_token_bytes)
+        row_intra_s, row_inter_s = row_seconds(parallel, group, self.row_bytes)
         phases = {}
         for name in ("vision", "audio"):
             mine = np.array([module == name for module in self.profile.modules])
@@ -162,7 +166,6 @@ class Replica:
                 quadratic_s_per_token2=float(square[mine].sum()) * shown,
                 batch_s=float(constant[mine].sum()) * shown,
             )
-        rows = 2.0 * self.row_bytes / parallel.tensor_ranks  # there, and its gradient back
         return CostModel(
             llm=ContextCost(
                 linear_s_per_token=float(token[decodes].sum()),
@@ -174,8 +177,8 @@ class Replica:
             vision=phases["vision"],
             audio=phases["audio"],
             step=StepCost(
-                feature_intra_s_per_token=rows / near,
-                feature_inter_s_per_token=rows / min(near, far),
+                feature_intra_s_per_token=row_intra_s,
+                feature_inter_s_per_token=row_inter_s,
                 gradient_s=self._gradient_s(group),
             ),
         )
@@ -278,10 +281,20 @@ class Replica:
 def ring_seconds(parallel: Parallel, group: NodeGroup, token_bytes: float) -> tuple[float, float]:
     """Seconds of a token in a ring of neighbouring replicas, and in one that crosses nodes, whose
     keys and values are `token_bytes`."""
+    return _sent_s(parallel, group, token_bytes * _RING_PASSES)
+
+
+def row_seconds(parallel: Parallel, group: NodeGroup, row_bytes: float) -> tuple[float, float]:
+    """Seconds of a feature row to a replica of the same node and to one of another, and of its
+    gradient back."""
+    return _sent_s(parallel, group, 2.0 * row_bytes)
+
+
+def _sent_s(parallel: Parallel, group: NodeGroup, sent_bytes: float) -> tuple[float, float]:
     near = parallel.link_bytes_per_s(group, 2)
     far = parallel.link_bytes_per_s(group, parallel.replicas)
-    ring = token_bytes * _RING_PASSES / parallel.tensor_ranks
-    return ring / near, ring / min(near, far)
+    share = sent_bytes / parallel.tensor_ranks
+    return share / near, share / min(near, far)
 
 
 def decoding(profile: LayerProfile) -> NDArray[np.bool_]:

@@ -63,6 +63,11 @@ class LayoutTask:
         decoder = self.model.decoder
         return 2.0 * decoder.key_width * decoder.layers * self.precision.kept_bytes
 
+    @property
+    def row_bytes(self) -> float:
+        """A feature row, as an encoder hands it to the decoder."""
+        return self.model.decoder.hidden_size * self.precision.kept_bytes
+
     def profile(self, ranks: int, *, linkless: bool = False) -> LayerProfile:
         """Every layer over so many tensor-parallel ranks; `linkless`: without the seconds of what
         they exchange."""
