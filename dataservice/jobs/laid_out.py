@@ -173,6 +173,7 @@ def _bubbles(best: Candidate) -> dict[str, object]:
                 "slices": plan.slices,
             },
             "pipeline_of": made.pipeline_of.tolist(),
+            "recompute": found.recompute,
             "layers": {name: list(layers) for name, layers in found.layers.items()},
             "step_s": made.step_s,
             "lower_bound_s": made.lower_bound_s,

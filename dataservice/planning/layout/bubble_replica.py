@@ -65,18 +65,18 @@ def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: 
         )
     backbone = backbone_times(replica, ask, mean, microbatches)
     memory_bytes = ask.group.device.memory_bytes
-    made = None
-    kinds: tuple[Recompute, ...] = ("none", "full")
-    for recompute in kinds:
-        try:
-            encoders = encoder_times(replica, ask, mean, recompute)
-            made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
-            break
-        except PlanningError:
-            if recompute == "full":
-                raise
-    assert made is not None
+    recompute: Recompute = "none"
+    try:
+        encoders = encoder_times(replica, ask, mean, recompute)
+        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
+    except PlanningError:  # no room for all that they keep
+        recompute = "full"
+        encoders = encoder_times(replica, ask, mean, recompute)
+        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
     gradient_bytes, ranks = _gradients(replica, ask, made.plan)
+    choice = replica.recompute.choice.copy()
+    choice[: int(replica.bounds[0])] = RECOMPUTE.index(recompute)
+    replica = replace(replica, recompute=replace(replica.recompute, choice=choice))
     return replace(
         replica,
         encoding_shown=_shown(replica, ask, mean, microbatches, made),
@@ -84,6 +84,7 @@ def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: 
             schedule=made,
             microbatches=microbatches,
             layers=_layers(replica.profile),
+            recompute=recompute,
             gradient_bytes=gradient_bytes,
             gradient_ranks=ranks,
         ),

@@ -19,7 +19,7 @@ from dataservice.core.topology import Topology
 from dataservice.planning.layout.bubbles import BubbleSchedule
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.gradients import shown_gradients_s, whole_gradients_s
-from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile
+from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile, Recompute
 from dataservice.planning.layout.recompute import RecomputeChoice
 
 Place = Literal["first", "own", "cut", "spread", "bubbles"]
@@ -70,12 +70,14 @@ class Parallel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InBubbles:
     """Encoders in the bubbles of a replica's backbone: their schedule for `microbatches` equal
-    ones, and their layers by name, in the numbers of its actions. `gradient_bytes` of a GPU's
-    weights and gradients of encoders, summed over `gradient_ranks`."""
+    ones, and their layers by name, in the numbers of its actions. `recompute`: what all encoder
+    layers do. `gradient_bytes` of a GPU's weights and gradients of encoders, summed over
+    `gradient_ranks`."""
 
     schedule: BubbleSchedule
     microbatches: int
     layers: dict[str, tuple[str, ...]]
+    recompute: Recompute
     gradient_bytes: float
     gradient_ranks: int
 

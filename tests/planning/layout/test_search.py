@@ -222,7 +222,7 @@ def test_a_schedule_of_bubbles_has_the_chunks_of_its_layout_and_replays_without_
         count = made.microbatches * replica.parallel.replicas
         mean = mean_work(asked.batches[0], count, asked.model.module_names)
         backbone = backbone_times(replica, ask, mean, made.microbatches)
-        encoders = encoder_times(replica, ask, mean, "none")
+        encoders = encoder_times(replica, ask, mean, made.recompute)
         assert faults_of(made.schedule, backbone, encoders) == []
         layers = made.layers
         assert layers["vision"] == tuple(f"vision.{n}" for n in range(VISION.layers))
@@ -271,6 +271,3 @@ def test_the_bound_counts_gradients_and_leaves_out_what_has_no_room():
     bound_s = least_step_s(asked, profiles)
     assert bound_s > least_step_s(replace(asked, overlap_gradients=True), profiles)
     assert least_step_s(task(1e8), profiles) == np.inf
-    alone = task(80e9)
-    tight = task(5e9)  # few replicas have room for their states
-    assert least_step_s(tight, profiles) > least_step_s(alone, profiles) * (1 + 1e-6)
