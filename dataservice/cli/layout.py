@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from dataservice.cli.layout_modules import beside_layout, lay_out_by_modules, modules_beside
 from dataservice.cli.listing import Listing
 from dataservice.cli.progress import measuring_progress
 from dataservice.cli.terminal import Terminal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # they load the planner
     from dataservice.planning.layout.cluster import NodeGroup
     from dataservice.planning.layout.model import ModelDescription
     from dataservice.planning.layout.profile import LayerProfile
+    from dataservice.planning.layout.replica import InBubbles, Place
     from dataservice.planning.layout.search import Layout, LayoutTask
     from dataservice.planning.layout.search_groups import GroupLayout
 
@@ -61,6 +63,22 @@ def lay_out(
     config: Annotated[
         Path | None, typer.Option("--config", help="The service's config (YAML).")
     ] = None,
+    encoders: Annotated[
+        list[str] | None,
+        typer.Option(help="Where encoders may run: first, own, cut, spread or bubbles; may be "
+                          "repeated. All of them if left out."),
+    ] = None,
+    overlap_gradients: Annotated[
+        bool,
+        typer.Option("--overlap-gradients",
+                     help="The trainer sums gradients under its last backward pass, and gathers "
+                          "weights under its first forward pass."),
+    ] = False,
+    generator_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample that the model's generator makes; an index has no "
+                          "lengths for them.", min=1),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what is written as JSON instead of tables.")
     ] = False,
@@ -74,11 +92,12 @@ def lay_out(
 
     Every way is priced by the step planner, on steps drawn from the index of a job, or from an
     index alone. Prints what was chosen beside what came second, and writes a file that a job names
-    as `layout: layout.yaml`. Of several kinds of nodes, each is searched by itself.
+    as `layout: layout.yaml`. Of several kinds of nodes, each is searched by itself. A model with a
+    generator is laid out by its modules, each on GPUs of its own.
 
     Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
-    from dataservice.jobs.laid_out import layout_fields, other_nodes, write_layout
+    from dataservice.jobs.laid_out import layout_fields, other_nodes, write_actions, write_layout
     from dataservice.jobs.layout_files import read_cluster, read_model
     from dataservice.jobs.pipeline_drawing import require_drawable
     from dataservice.operate.config import read_config
@@ -96,13 +115,33 @@ def lay_out(
         batches = tuple(_of_job(job_file, settings, steps))
     else:
         batches = _of_index(index, batch, settings, steps)
-    task = LayoutTask(model=described, group=groups[0], batches=batches, measured=measured)
+    if described.generator or generator_tokens:
+        if pictures or measured:
+            raise SpecError(
+                f"{described.name} is laid out by its modules alone, with computed layers and "
+                "nothing to draw: leave --draw and --layers out."
+            )
+        lay_out_by_modules(described, groups, batches, generator_tokens, out, as_json=as_json)
+        return
+    task = LayoutTask(
+        model=described,
+        group=groups[0],
+        batches=batches,
+        measured=measured,
+        places=_places(encoders),
+        overlap_gradients=overlap_gradients,
+    )
     best, *others = _searched(task, groups)
     task, layout = best.task, best.layout
     assert layout is not None  # where none fits, the search raises
     fields = layout_fields(task, layout)
     if others:
         fields["other_nodes"] = other_nodes(others)
+    if described.encoders:
+        fields["own_gpus"] = beside_layout(task, layout)
+    actions = write_actions(out, layout)
+    if actions is not None:
+        fields["actions"] = actions.name
     write_layout(out, fields)
     if pictures:
         _draw(pictures, task, layout)
@@ -111,11 +150,28 @@ def lay_out(
         return
     console = Terminal()
     ranks = layout.best.replica.parallel.tensor_ranks
-    for part in (*layout_tables(task, layout), *_notes(best, others, layers, ranks)):
+    parts = [*layout_tables(task, layout)]
+    if described.encoders:
+        parts += modules_beside(fields["own_gpus"], layout.best.step_s)
+    for part in (*parts, *_notes(best, others, layers, ranks)):
         console.print(part)
     for picture in pictures:
         console.print(f"drew {picture}", highlight=False)
+    if actions is not None:
+        console.print(f"wrote {actions}, what each device runs when", highlight=False)
     console.print(f"wrote {out}; a job names it as `layout: {out}`", highlight=False)
+
+
+def _places(given: list[str] | None) -> "tuple[Place, ...]":
+    """Where encoders may run. Raises SpecError."""
+    from dataservice.planning.layout.replica import PLACES
+
+    if given and (strange := [place for place in given if place not in PLACES]):
+        raise SpecError(
+            f"--encoders is {strange[0]!r}; encoders run in one of {', '.join(PLACES)}: give one "
+            "of these, or leave it out."
+        )
+    return tuple(place for place in PLACES if not given or place in given)
 
 
 def _require_no_index(index: str | None, batch: int | None) -> None:
@@ -243,8 +299,8 @@ def layout_tables(task: "LayoutTask", found: "Layout") -> Iterator[Table | Text]
     best = found.best
     yield Text(
         f"{task.model.name} on {task.group.gpus} GPUs: {best.step_s:.4g} s a step, at most "
-        f"{found.gap:.1%} over the bound ({1 + len(found.others)} layouts fit, "
-        f"{len(found.refused)} do not)"
+        f"{found.gap:.1%} over the bound ({1 + len(found.others)} layouts priced, "
+        f"{len(found.refused)} cannot be)"
     )
     choices = Table(title="choices")
     for name in ("choice", "chosen", "next best", "s", "slower by"):
@@ -269,3 +325,16 @@ def layout_tables(task: "LayoutTask", found: "Layout") -> Iterator[Table | Text]
         stage = chunk % replica.parallel.pipeline_stages
         stages.add_row(str(stage), names[first], names[end - 1], str(end - first), f"{share:.1%}")
     yield stages
+    if replica.in_bubbles is not None:
+        yield _bubbles_words(replica.in_bubbles)
+
+
+def _bubbles_words(found: "InBubbles") -> Text:
+    """How encoders lie over the backbone, and what their schedule takes."""
+    made, plan = found.schedule, found.schedule.plan
+    return Text(
+        f"encoders in bubbles: {plan.pipelines} pipelines of PP {plan.pipeline_parallel} and TP "
+        f"{plan.tensor_parallel} over each replica; {found.microbatches} equal microbatches take "
+        f"{made.step_s:.4g} s, the same backbone alone {made.backbone_s:.4g} s, bound "
+        f"{made.lower_bound_s:.4g} s; {made.efficiency:.1%} of encoding in bubbles"
+    )

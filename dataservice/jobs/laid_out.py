@@ -1,7 +1,8 @@
 """The layout file: what `dataservice layout` found, and the keys of a job that is trained by it.
 
 dataservice layout ──► layout.yaml ──► job: {topology, plan}   to be put into the job file
-                                   └── stages, recompute       to build the trainer by
+                   │               └── stages, bubbles         to build the trainer by
+                   └─► layout.actions  encoders in bubbles     a line an action, for the trainer
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,15 @@ import yaml
 
 from dataservice.core.errors import SpecError
 from dataservice.jobs.layout_keys import LAYOUT_FORMAT
+from dataservice.planning.layout.actions import format_actions
+from dataservice.planning.layout.cluster import NodeGroup
+from dataservice.planning.layout.model import ModelDescription
+from dataservice.planning.layout.module_layout import ModuleLayout, formula_s, planned_s
 from dataservice.planning.layout.profile import RECOMPUTE
 from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
 from dataservice.planning.layout.search_groups import GroupLayout
+
+ACTIONS_SUFFIX = ".actions"
 
 
 def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
@@ -40,6 +47,7 @@ def layout_fields(task: LayoutTask, layout: Layout) -> dict[str, object]:
         ],
         "job": _job_keys(task, best),
         "stages": _stages(best),
+        **_bubbles(best),
     }
 
 
@@ -56,6 +64,54 @@ def other_nodes(others: Sequence[GroupLayout]) -> list[dict[str, object]]:
     ]
 
 
+def module_fields(found: ModuleLayout) -> dict[str, object]:
+    """Each module on GPUs of its own: their sizes, and the seconds of MMScale's formula."""
+    allocation = found.allocation
+    return {
+        "recompute": found.recompute,
+        "batch": found.batch,
+        "formula_s": allocation.seconds,
+        "formula_bound_s": allocation.lower_bound_s,
+        "modules": [
+            {
+                "name": module.name,
+                "gpus": module.gpus,
+                "tensor_parallel": module.tensor_ranks,
+                "data_parallel": module.data_ranks,
+                "pipeline_parallel": module.pipeline_stages,
+                "stage_s": module.stage_s,
+                "held_bytes": module.held_bytes,
+            }
+            for module in allocation.modules
+        ],
+    }
+
+
+def own_gpus_fields(task: LayoutTask, layout: Layout, found: ModuleLayout) -> dict[str, object]:
+    """The same beside the chosen layout: that one by the formula, and these modules by the step
+    planner, no seconds where no microbatch has room."""
+    step_s = planned_s(task, found)
+    return {
+        **module_fields(found),
+        "chosen_formula_s": formula_s(task, layout.best.replica, found.batch),
+        "step_s": step_s if np.isfinite(step_s) else None,
+    }
+
+
+def module_layout_fields(
+    model: ModelDescription, group: NodeGroup, found: ModuleLayout
+) -> dict[str, object]:
+    """The file of a model that is laid out by modules alone."""
+    return {
+        "format": LAYOUT_FORMAT,
+        "model": model.name,
+        "gpus": group.gpus,
+        "nodes": group.nodes,
+        "device": group.device.name,
+        "own_gpus": module_fields(found),
+    }
+
+
 def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
     """What a job file takes as it stands."""
     topology = best.replica.topology(task.group)
@@ -68,7 +124,11 @@ def _job_keys(task: LayoutTask, best: Candidate) -> dict[str, object]:
             "replicas_meet": topology.replicas_meet,
             "encoder_stage": topology.encoder_stage,
             "encoders_train": topology.encoders_train,
-            "stage_shares": list(topology.stage_shares),
+            **{
+                name: list(shares)
+                for name in ("stage_shares", "vision_shares", "audio_shares")
+                if (shares := getattr(topology, name))
+            },
         },
         "plan": {
             "memory_tokens": best.replica.held_tokens(task.group, best.microbatch_tokens),
@@ -97,15 +157,57 @@ def _stages(best: Candidate) -> list[dict[str, object]]:
     ]
 
 
+def _bubbles(best: Candidate) -> dict[str, object]:
+    """Encoders in the bubbles of the backbone: how they lie, and what their schedule takes."""
+    found = best.replica.in_bubbles
+    if found is None:
+        return {}
+    made, plan = found.schedule, found.schedule.plan
+    return {
+        "bubbles": {
+            "microbatches": found.microbatches,
+            "encoder_plan": {
+                "pipeline_parallel": plan.pipeline_parallel,
+                "tensor_parallel": plan.tensor_parallel,
+                "blocks": plan.blocks,
+                "slices": plan.slices,
+            },
+            "pipeline_of": made.pipeline_of.tolist(),
+            "recompute": found.recompute,
+            "layers": {name: list(layers) for name, layers in found.layers.items()},
+            "step_s": made.step_s,
+            "lower_bound_s": made.lower_bound_s,
+            "coarse_step_s": made.coarse_step_s,
+            "backbone_s": made.backbone_s,
+            "efficiency": made.efficiency,
+        }
+    }
+
+
+def write_actions(path: Path, layout: Layout) -> Path | None:
+    """Write the action list of encoders in bubbles beside the layout file `path`: its own path,
+    None where encoders run elsewhere. Raises SpecError."""
+    found = layout.best.replica.in_bubbles
+    if found is None:
+        return None
+    beside = path.with_suffix(ACTIONS_SUFFIX)
+    _write(beside, format_actions(found.schedule.actions))
+    return beside
+
+
 def write_layout(path: Path, fields: dict[str, object]) -> None:
     """Write it as YAML. Raises SpecError."""
     head = (
         "# Written by `dataservice layout`. A job file that names it as `layout: FILE` has what\n"
         "# is under `job`. `stages`, and what recomputes in them, are for the trainer.\n"
     )
+    _write(path, head + yaml.safe_dump(fields, sort_keys=False))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(head + yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SpecError(
-            f"the layout file {path} cannot be written: {error.strerror}. Give another with --out."
+            f"the file {path} cannot be written: {error.strerror}. Give another with --out."
         ) from error

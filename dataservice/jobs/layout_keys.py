@@ -20,6 +20,11 @@ def read_layout_keys(path: Path) -> dict[str, dict[str, Any]]:
             "again with `dataservice layout`."
         )
     job = plain.get("job")
+    if job is None and "own_gpus" in plain:
+        raise SpecError(
+            f"the {what} gives each module GPUs of its own, and a job's ranks are replicas of one "
+            "shape: leave `layout` out, and set `topology` to the decoder's."
+        )
     keys = ("topology", "plan")
     if not (isinstance(job, dict) and all(isinstance(job.get(key), dict) for key in keys)):
         raise SpecError(

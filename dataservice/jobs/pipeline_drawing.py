@@ -111,6 +111,8 @@ def _words(timed: TimedLayout) -> str:
         "first": "encoders on the first stage",
         "own": "encoders on a stage of their own",
         "spread": "encoders on all stages",
+        "cut": "encoders cut over the first stages",
+        "bubbles": "encoders in the decoder's bubbles",
     }
     if any(module != "decoder" for module in timed.replica.profile.modules):
         parts.append(places.get(parallel.encoder_stage, f"encoders {parallel.encoder_stage}"))

@@ -10,6 +10,7 @@ import yaml
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.layer_file import layer_file, write_layer_file
 from dataservice.jobs.layout_files import read_cluster, read_model
+from dataservice.planning.layout.actions import parse_actions
 from dataservice.planning.layout.costs import analytic_profile
 from tests.cli.support import CommandLine, says
 from tests.service.small import make_corpus, write_job
@@ -114,6 +115,60 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_searched(cli, ho
     done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "away" / "a.yaml")
     assert done.code == 1
     says(done.said, "has no folder", "make it first")
+
+
+def test_encoders_in_bubbles_are_written_as_a_list_of_actions_beside_the_layout(cli, home):
+    """Of two stages, since a GPU alone has no room, and its link is slow."""
+    group = yaml.safe_load(TWO_GPUS)["groups"][0]
+    device = {**group["device"], "memory_bytes": 2.4e10}
+    small = {**group, "device": device, "inside_bytes_per_s": 1e9}
+    (home / "small.yaml").write_text(yaml.safe_dump({"groups": [small]}))
+    done = lay_out(cli, home, "qwen2-vl-2b", "--encoders", "bubbles", cluster="small.yaml")
+    assert done.code == 0, done.said
+    says(done.said, "encoders in bubbles", "pipelines of PP", "layout.actions")
+    told = yaml.safe_load((home / "layout.yaml").read_text())
+    assert told["actions"] == "layout.actions"
+    actions = parse_actions((home / "layout.actions").read_text())
+    assert set(actions.device.tolist()) == {0, 1}
+    spec = read_job(write_job(home, job="bubbled", layout="layout.yaml", plan={}).read_text(), home)
+    assert (spec.topology.pipeline_parallel, spec.topology.encoder_stage) == (2, "spread")
+
+
+def test_a_place_of_encoders_that_is_none_is_refused(cli, home):
+    done = lay_out(cli, home, "qwen2-vl-2b", "--encoders", "nowhere")
+    assert done.code == 1
+    says(done.said, "--encoders is 'nowhere'", "first, own, cut, spread, bubbles")
+
+
+def test_modules_on_gpus_of_their_own_are_told_beside_the_layout(cli, home):
+    done = lay_out(cli, home, "qwen2-vl-2b")
+    says(done.said, "each module on GPUs of its own", "MMScale's formula", "by the step planner")
+    beside = yaml.safe_load((home / "layout.yaml").read_text())["own_gpus"]
+    assert [module["name"] for module in beside["modules"]] == ["vision", "decoder"]
+    assert beside["formula_s"] > 0
+    assert beside["chosen_formula_s"] > 0
+
+
+def test_a_model_with_a_generator_is_laid_out_by_its_modules(cli, home):
+    group = {**yaml.safe_load(TWO_GPUS)["groups"][0], "nodes": 8, "gpus_per_node": 8}
+    (home / "many.yaml").write_text(yaml.safe_dump({"groups": [group]}))
+    tokens = ("--generator-tokens", "4096")
+    done = lay_out(cli, home, "mmscale-mllm-9b", *tokens, cluster="many.yaml")
+    assert done.code == 0, done.said
+    says(done.said, "mmscale-mllm-9b on 64 GPUs", "generator", "a job cannot name it")
+    told = yaml.safe_load((home / "layout.yaml").read_text())
+    names = [module["name"] for module in told["own_gpus"]["modules"]]
+    assert names == ["vision", "decoder", "generator"]
+    assert "job" not in told
+
+
+def test_a_generator_without_its_tokens_is_asked_for_them(cli, home):
+    done = lay_out(cli, home, "mmscale-mllm-9b")
+    assert done.code == 1
+    says(done.said, "has a generator", "--generator-tokens")
+    done = lay_out(cli, home, "qwen2-vl-2b", "--generator-tokens", "5")
+    assert done.code == 1
+    says(done.said, "has no generator")
 
 
 def bare(cli, home, *more):

@@ -141,3 +141,29 @@ def test_encoders_that_are_spread_over_stages_have_no_limit_of_a_microbatch(tmp_
     text = with_plan({"memory": {**MEMORY, "audio_token_bytes": 1}}, topology=topology)
     with pytest.raises(SpecError, match=r"encoder_stage is spread.*encoder_stage to first or own"):
         read_job(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        ({"encoder_stage": "cut"}, r"encoder_stage is cut.*vision_shares of 0"),
+        ({"vision_shares": [1, 1]}, r"encoder_stage is first, with vision_shares of 2"),
+        (
+            {"encoder_stage": "cut", "vision_shares": [1]},
+            r"vision_shares is \[1.0\].*2 model chunks",
+        ),
+    ],
+)
+def test_parts_of_encoders_are_given_where_they_are_cut_and_to_every_chunk(
+    tmp_path, topology, said
+):
+    with pytest.raises(SpecError, match=said):
+        read_job(
+            with_plan({"memory_tokens": 8}, topology={"pipeline_parallel": 2, **topology}), tmp_path
+        )
+
+
+def test_cut_encoders_reach_the_planner_by_their_parts(tmp_path):
+    topology = {"pipeline_parallel": 2, "encoder_stage": "cut", "vision_shares": [3, 1]}
+    spec = read_job(with_plan({"memory_tokens": 8}, topology=topology), tmp_path)
+    assert spec.topology.layout.encoder_shares == ((0.75, 0.25), (1.0, 0.0))

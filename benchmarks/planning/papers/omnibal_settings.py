@@ -1,6 +1,7 @@
 """The models of OmniBal's tables on their GPUs, and seconds a sample of every way to train them."""
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +41,7 @@ from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.profile import LayerProfile, joined
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel
-from dataservice.planning.layout.search import (
-    ENCODER_STAGES,
-    Layout,
-    LayoutTask,
-    search_layout,
-)
+from dataservice.planning.layout.search import Layout, LayoutTask, search_layout
 
 A100 = NodeGroup(
     nodes=8,
@@ -208,7 +204,7 @@ def layout_sample_s(of: Setting, seed: int) -> float:
     of its places for encoders. Raises PlanningError where none fits."""
     samples = workloads.step_samples(INTERNVL.drawn(BATCH, seed))
     found, refused = [], []
-    for place in ENCODER_STAGES:
+    for place in get_args(EncoderStage):
         try:
             found.append(_layout_step_s(of, samples, place) / BATCH)
         except PlanningError as error:  # the encoder does not fit there

@@ -11,7 +11,7 @@ that part of their seconds: unequal microbatches and items are priced as for any
 
 A layer is two kernels between its collectives: gathers and scatters take a quarter each of what its
 ranks exchange, and the halves of its compute are taken to be equal. Without tensor parallelism it
-is one kernel.
+is one kernel. What comes before an encoder's first layer belongs to it, a projector to the last.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,7 @@ from dataservice.planning.layout.profile import (
     LayerProfile,
     LayerWork,
     Recompute,
+    joined,
 )
 from dataservice.planning.layout.replica import DECODER, InBubbles, Replica, decoding
 
@@ -62,45 +63,72 @@ def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: 
             f"a replica has {microbatches} microbatches, and bubbles are filled for up to "
             f"{MOST_MICROBATCHES}: use larger ones"
         )
-    backbone = _backbone(replica, ask, mean, microbatches)
+    backbone = backbone_times(replica, ask, mean, microbatches)
     memory_bytes = ask.group.device.memory_bytes
-    made = None
-    for recompute in ("none", "full"):
-        try:
-            encoders = _encoders(replica, ask, mean, recompute)
-            made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
-            break
-        except PlanningError:
-            if recompute == "full":
-                raise
-    assert made is not None
+    recompute: Recompute = "none"
+    try:
+        encoders = encoder_times(replica, ask, mean, recompute)
+        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
+    except PlanningError:  # no room for all that they keep
+        recompute = "full"
+        encoders = encoder_times(replica, ask, mean, recompute)
+        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
     gradient_bytes, ranks = _gradients(replica, ask, made.plan)
+    choice = replica.recompute.choice.copy()
+    choice[: int(replica.bounds[0])] = RECOMPUTE.index(recompute)
+    replica = replace(replica, recompute=replace(replica.recompute, choice=choice))
     return replace(
         replica,
         encoding_shown=_shown(replica, ask, mean, microbatches, made),
         in_bubbles=InBubbles(
             schedule=made,
             microbatches=microbatches,
-            layers={name: names for name, (names, _) in _modules(replica.profile).items()},
+            layers=_layers(replica.profile),
+            recompute=recompute,
             gradient_bytes=gradient_bytes,
             gradient_ranks=ranks,
         ),
     )
 
 
-def _modules(profile: LayerProfile) -> dict[str, tuple[tuple[str, ...], NDArray[np.bool_]]]:
-    """Every module's entries, by name and as bool[entries], the backbone's last."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """The entries of one encoder in a profile: `mine` bool[entries], and their names."""
+
+    name: str
+    mine: NDArray[np.bool_]
+    names: tuple[str, ...]
+
+    def joined(self, values: Floats) -> Floats:
+        """Sums of float64[..., entries] by layer: float64[..., layers]."""
+        return joined(values[..., self.mine], self.names)
+
+
+def _encoders_of(profile: LayerProfile) -> list[_Encoder]:
+    """In the order in which they run."""
+    found = []
     for module in dict.fromkeys(profile.modules):
-        mine = np.array([each == module for each in profile.modules])
-        names = tuple(name for name, ours in zip(profile.names, mine, strict=True) if ours)
-        found["backbone" if module == DECODER else module] = names, mine
+        if module != DECODER:
+            mine = np.array([each == module for each in profile.modules])
+            names = tuple(name for name, ours in zip(profile.names, mine, strict=True) if ours)
+            found.append(_Encoder(module, mine, names))
     return found
 
 
-def _backbone(
+def _layers(profile: LayerProfile) -> dict[str, tuple[str, ...]]:
+    """Names of layers as the actions count them: each encoder's, and the decoder's entries."""
+    found = {
+        each.name: tuple(name for name in each.names if name.rpartition(".")[2].isdigit())
+        for each in _encoders_of(profile)
+    }
+    pairs = zip(profile.names, profile.modules, strict=True)
+    return {**found, DECODER: tuple(name for name, module in pairs if module == DECODER)}
+
+
+def backbone_times(
     replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: int
 ) -> BackboneTimes:
+    """The decoder's chunks, of so many microbatches of `mean` work: a row for each entry."""
     parallel, profile = replica.parallel, replica.profile
     first = int(replica.bounds[0])
     passes = _passes(ask, parallel.tensor_ranks, mean, replica.recompute.choice)
@@ -111,8 +139,8 @@ def _backbone(
         for each in (profile.gradient_bytes, states - profile.gradient_bytes)
     )
     return BackboneTimes(
-        forward=passes.forward.kernels(slice(first, None)),
-        backward=passes.backward.kernels(slice(first, None)),
+        forward=passes[0].kernels(lambda seconds: seconds[first:]),
+        backward=passes[1].kernels(lambda seconds: seconds[first:]),
         microbatches=microbatches,
         pipeline_parallel=parallel.pipeline_stages,
         virtual_stages=parallel.virtual_stages,
@@ -131,7 +159,7 @@ def _fullest(replica: Replica, seconds: Floats) -> float:
     return float(chunks.reshape(-1, parallel.pipeline_stages).sum(axis=0).max())
 
 
-def _encoders(
+def encoder_times(
     replica: Replica, ask: BubbleAsk, mean: LayerWork, recompute: Recompute
 ) -> list[EncoderTimes]:
     """Every encoder at every degree that divides the backbone's."""
@@ -142,19 +170,21 @@ def _encoders(
     handed = whole.handed_on_bytes(mean)[0]
     link = ask.group.link_bytes_per_s(parallel.ranks_per_replica)
     found = []
-    for name, (_, mine) in _modules(whole).items():
-        if name == "backbone":
-            continue
-        backward = {degree: each.backward.kernels(mine) for degree, each in passes.items()}
-        trains = any(times.seconds.any() for times in backward.values())
+    states = whole.state_bytes + whole.optimizer_bytes / parallel.replicas
+    for encoder in _encoders_of(whole):
+        there, back = (
+            {degree: both[way].kernels(encoder.joined) for degree, both in passes.items()}
+            for way in (0, 1)
+        )
+        trains = any(times.seconds.any() for times in back.values())
         found.append(
             EncoderTimes(
-                name=name,
-                forward={degree: each.forward.kernels(mine) for degree, each in passes.items()},
-                backward=backward if trains else None,
-                layer_bytes=(whole.state_bytes + whole.optimizer_bytes / parallel.replicas)[mine],
-                activation_bytes=whole.kept_bytes(mean, recompute)[0][mine],
-                transfer_s=float(handed[mine].max()) / parallel.tensor_ranks / link,
+                name=encoder.name,
+                forward=there,
+                backward=back if trains else None,
+                layer_bytes=encoder.joined(states),
+                activation_bytes=encoder.joined(whole.kept_bytes(mean, recompute)[0]),
+                transfer_s=float(handed[encoder.mine].max()) / parallel.tensor_ranks / link,
             )
         )
     return found
@@ -172,9 +202,9 @@ class _Pass:
     compute_s: Floats
     links_s: Floats
 
-    def kernels(self, entries: slice | NDArray[np.bool_]) -> KernelTimes:
-        """Of these entries, one row each."""
-        compute, links = self.compute_s[entries], self.links_s[entries]
+    def kernels(self, of: Callable[[Floats], Floats]) -> KernelTimes:
+        """One row for each layer that `of` makes of the entries."""
+        compute, links = of(self.compute_s), of(self.links_s)
         if not self.links_s.any():
             return KernelTimes(seconds=compute[:, None], communicates=np.array([False]))
         row = [links / 4, compute / 2, links / 2, compute / 2, links / 4]
@@ -182,19 +212,15 @@ class _Pass:
         return KernelTimes(seconds=np.stack(row, axis=1), communicates=kinds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    forward: _Pass
-    backward: _Pass
-
-
-def _passes(ask: BubbleAsk, ranks: int, mean: LayerWork, choice: NDArray[np.int8]) -> _Passes:
-    """Both directions of every entry, recomputed as `choice` int8[entries] says."""
+def _passes(
+    ask: BubbleAsk, ranks: int, mean: LayerWork, choice: NDArray[np.int8]
+) -> tuple[_Pass, _Pass]:
+    """Forward and backward of every entry, recomputed as `choice` int8[entries] says."""
     both = [_both_s(profile, mean, choice) for profile in (ask.profile(ranks), ask.linkless(ranks))]
     (forward, backward), (bare_forward, bare_backward) = both
-    return _Passes(
-        forward=_Pass(bare_forward, forward - bare_forward),
-        backward=_Pass(bare_backward, backward - bare_backward),
+    return (
+        _Pass(bare_forward, forward - bare_forward),
+        _Pass(bare_backward, backward - bare_backward),
     )
 
 
@@ -229,10 +255,9 @@ def _gradients(replica: Replica, ask: BubbleAsk, plan: EncoderPlan) -> tuple[flo
     profile = ask.profile(plan.tensor_parallel)
     trained = profile.state_bytes * (profile.optimizer_bytes > 0)
     hops = np.zeros(plan.pipeline_parallel)
-    for name, (_, mine) in _modules(profile).items():
-        if name != "backbone":
-            bounds = even_bounds(int(mine.sum()), plan.pipeline_parallel)
-            hops += np.add.reduceat(trained[mine], bounds[:-1])
+    for encoder in _encoders_of(profile):
+        layers = encoder.joined(trained)
+        hops += np.add.reduceat(layers, even_bounds(layers.size, plan.pipeline_parallel)[:-1])
     return float(hops.max()), replica.parallel.replicas * plan.pipelines
 
 

@@ -54,6 +54,33 @@ def batch_work(batch: StepSamples, modules: Sequence[str]) -> LayerWork:
     return _work(batch, modules, *whole, 1)
 
 
+def sample_work(batches: Sequence[StepSamples], modules: Sequence[str]) -> LayerWork:
+    """Every sample of the batches as one microbatch, with its own items."""
+    lengths = [batch.lengths for batch in batches]
+    text = np.concatenate([each.llm_tokens for each in lengths]).astype(np.float64)
+    named = {"decoder": (text, text * text)}
+    for modality in Modality:
+        rows = [_sample_items(batch, modality) for batch in batches]
+        tokens, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
+        named[modality.name.lower()] = tokens, squares
+    return LayerWork.of(**{name: named[name] for name in modules})
+
+
+def _sample_items(
+    samples: StepSamples, modality: Modality
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Encoder tokens and their squares of each sample, float64[n] each."""
+    lengths = samples.lengths
+    mine = lengths.item_modality == modality
+    owner = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_offsets))[mine]
+    tokens, pieces = _items(samples, mine)
+    count = len(lengths)
+    sums = np.zeros((2, count))
+    np.add.at(sums[0], owner, tokens)
+    np.add.at(sums[1], owner, tokens * tokens / pieces)
+    return sums[0], sums[1]
+
+
 def _work(
     batch: StepSamples,
     modules: Sequence[str],
@@ -91,10 +118,16 @@ def _shares(
     samples: StepSamples, modality: Modality, microbatches: int, count: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Every microbatch's part of what is encoded: tokens and squares, float64[count] each."""
-    lengths = samples.lengths
-    mine = lengths.item_modality == modality
-    tokens = lengths.item_encoder_tokens[mine].astype(np.float64)
-    units = lengths.item_units(samples.unit_frames)
-    pieces = np.ones(tokens.size) if units is None else units[mine].astype(np.float64)
+    tokens, pieces = _items(samples, samples.lengths.item_modality == modality)
     whole = np.full(count, tokens.sum() / microbatches)
     return whole, np.full(count, float((tokens * tokens / pieces).sum()) / microbatches)
+
+
+def _items(
+    samples: StepSamples, mine: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Encoder tokens of these items, and the pieces that attend to themselves alone."""
+    tokens = samples.lengths.item_encoder_tokens[mine].astype(np.float64)
+    units = samples.lengths.item_units(samples.unit_frames)
+    pieces = np.ones(tokens.size) if units is None else units[mine].astype(np.float64)
+    return tokens, pieces

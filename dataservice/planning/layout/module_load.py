@@ -1,7 +1,7 @@
 """What one module asks of the GPUs that it is given: the input of `allocate_modules`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,8 +141,8 @@ def module_loads(
         profiles.append(analytic_profile(model, group, shares=by_module, precision=precision))
     has_experts = model.decoder.experts is not None
     return {
-        name: _load(
-            name, tensor_ranks, profiles, work, recompute,
+        name: load_of_modules(
+            (name,), dict(zip(tensor_ranks, profiles, strict=True)), work, recompute,
             link_bytes_per_s=group.link_bytes_per_s(group.gpus),
             virtual_stages=virtual_stages if name == "decoder" else 1,
             expert_ranks=expert_ranks if name == "decoder" and has_experts else 1,
@@ -151,21 +151,23 @@ def module_loads(
     }  # fmt: skip
 
 
-def _load(
-    name: str,
-    tensor_ranks: Sequence[int],
-    profiles: Sequence[LayerProfile],
+def load_of_modules(
+    modules: Sequence[str],
+    profiles: Mapping[int, LayerProfile],
     work: LayerWork,
     recompute: Recompute,
     *,
     link_bytes_per_s: float,
-    virtual_stages: int,
-    expert_ranks: int,
+    virtual_stages: int = 1,
+    expert_ranks: int = 1,
 ) -> ModuleLoad:
+    """One load of `modules` that share their GPUs and run one after the other, from a profile for
+    each number of tensor-parallel ranks; otherwise as `module_loads`. Raises PlanningError."""
     seconds, states, kept, gradients, optimizer = [], [], [], [], 0.0
-    mine = np.array([module == name for module in profiles[0].modules])
-    numbered = [each for each in np.array(profiles[0].names)[mine] if each[-1].isdigit()]
-    for ranks, profile in zip(tensor_ranks, profiles, strict=True):
+    first = next(iter(profiles.values()))
+    mine = np.array([module in modules for module in first.modules])
+    numbered = [each for each in np.array(first.names)[mine] if each[-1].isdigit()]
+    for ranks, profile in profiles.items():
         forward, backward = profile.seconds(work)
         taken = forward + backward + profile.added_s(work, recompute)
         seconds.append(math.fsum(taken[:, mine].sum(axis=1)) / len(taken))
@@ -175,9 +177,9 @@ def _load(
         # Each data-parallel rank has an equal part of them, each expert's among its own ranks.
         optimizer = max(optimizer, float(profile.optimizer_bytes[mine].sum()) * ranks)
     return ModuleLoad.of(
-        name,
+        "+".join(modules),
         layers=len(numbered),
-        tensor_ranks=np.array(tensor_ranks),
+        tensor_ranks=np.array(list(profiles)),
         sample_s=seconds,
         state_bytes=states,
         kept_bytes=kept,

@@ -19,7 +19,7 @@ from dataservice.core.topology import Topology
 from dataservice.planning.layout.bubbles import BubbleSchedule
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.gradients import shown_gradients_s, whole_gradients_s
-from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile
+from dataservice.planning.layout.profile import RECOMPUTE, Floats, LayerProfile, Recompute
 from dataservice.planning.layout.recompute import RecomputeChoice
 
 Place = Literal["first", "own", "cut", "spread", "bubbles"]
@@ -70,12 +70,14 @@ class Parallel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InBubbles:
     """Encoders in the bubbles of a replica's backbone: their schedule for `microbatches` equal
-    ones, and their layers by name, in the numbers of its actions. `gradient_bytes` of a GPU's
-    weights and gradients of encoders, summed over `gradient_ranks`."""
+    ones, and their layers by name, in the numbers of its actions. `recompute`: what all encoder
+    layers do. `gradient_bytes` of a GPU's weights and gradients of encoders, summed over
+    `gradient_ranks`."""
 
     schedule: BubbleSchedule
     microbatches: int
     layers: dict[str, tuple[str, ...]]
+    recompute: Recompute
     gradient_bytes: float
     gradient_ranks: int
 
@@ -139,21 +141,25 @@ class Replica:
     def is_cut(self) -> bool:
         """Whether encoders lie in several chunks."""
         last = int(np.flatnonzero(~self._decoding).max(initial=-1))
-        return last >= self.bounds[1]
+        return bool(last >= self.bounds[1])
+
+    @property
+    def seconds_a_token(self) -> Floats:
+        """Both passes of a token, and what is made again between them: float64[entries]."""
+        return self._total("token_s")
 
     def _shares(self, entries: NDArray[np.bool_]) -> tuple[float, ...]:
-        token_s = np.where(entries, self._total("token_s"), 0.0)
+        token_s = np.where(entries, self.seconds_a_token, 0.0)
         by_chunk = np.add.reduceat(token_s, self.bounds[:-1])
         return tuple((by_chunk / by_chunk.sum()).tolist())
 
     def cost(self, group: NodeGroup) -> CostModel:
         """Seconds of one replica's ranks, its recomputation among them."""
-        parallel, token, square = self.parallel, self._total("token_s"), self._total("square_s")
+        parallel, token, square = self.parallel, self.seconds_a_token, self._total("square_s")
         constant, decodes = self._total("constant_s"), self._decoding
         shown = self.encoding_shown
-        near = parallel.link_bytes_per_s(group, 2)
-        far = parallel.link_bytes_per_s(group, parallel.replicas)
         ring_intra_s, ring_inter_s = ring_seconds(parallel, group, self.ring_token_bytes)
+        row_intra_s, row_inter_s = row_seconds(parallel, group, self.row_bytes)
         phases = {}
         for name in ("vision", "audio"):
             mine = np.array([module == name for module in self.profile.modules])
@@ -162,7 +168,6 @@ class Replica:
                 quadratic_s_per_token2=float(square[mine].sum()) * shown,
                 batch_s=float(constant[mine].sum()) * shown,
             )
-        rows = 2.0 * self.row_bytes / parallel.tensor_ranks  # there, and its gradient back
         return CostModel(
             llm=ContextCost(
                 linear_s_per_token=float(token[decodes].sum()),
@@ -174,8 +179,8 @@ class Replica:
             vision=phases["vision"],
             audio=phases["audio"],
             step=StepCost(
-                feature_intra_s_per_token=rows / near,
-                feature_inter_s_per_token=rows / min(near, far),
+                feature_intra_s_per_token=row_intra_s,
+                feature_inter_s_per_token=row_inter_s,
                 gradient_s=self._gradient_s(group),
             ),
         )
@@ -269,7 +274,7 @@ class Replica:
 
     def _bubbles_gradient_s(self, group: NodeGroup) -> Floats:
         if self.in_bubbles is None:  # not scheduled yet
-            return np.float64(0.0)
+            return np.zeros(())
         ranks = self.in_bubbles.gradient_ranks
         link = self.parallel.link_bytes_per_s(group, ranks)
         return whole_gradients_s(self.in_bubbles.gradient_bytes, ranks, link)
@@ -278,10 +283,20 @@ class Replica:
 def ring_seconds(parallel: Parallel, group: NodeGroup, token_bytes: float) -> tuple[float, float]:
     """Seconds of a token in a ring of neighbouring replicas, and in one that crosses nodes, whose
     keys and values are `token_bytes`."""
+    return _sent_s(parallel, group, token_bytes * _RING_PASSES)
+
+
+def row_seconds(parallel: Parallel, group: NodeGroup, row_bytes: float) -> tuple[float, float]:
+    """Seconds of a feature row to a replica of the same node and to one of another, and of its
+    gradient back."""
+    return _sent_s(parallel, group, 2.0 * row_bytes)
+
+
+def _sent_s(parallel: Parallel, group: NodeGroup, sent_bytes: float) -> tuple[float, float]:
     near = parallel.link_bytes_per_s(group, 2)
     far = parallel.link_bytes_per_s(group, parallel.replicas)
-    ring = token_bytes * _RING_PASSES / parallel.tensor_ranks
-    return ring / near, ring / min(near, far)
+    share = sent_bytes / parallel.tensor_ranks
+    return share / near, share / min(near, far)
 
 
 def decoding(profile: LayerProfile) -> NDArray[np.bool_]:

@@ -184,7 +184,7 @@ class _Search:
 
     def _cutting(self, parallel: Parallel, tokens: int) -> CutTask:
         task = self._task
-        modules, decoder = task.model.module_names, task.model.decoder
+        modules = task.model.module_names
         filled = microbatch_work(task.batches[0], tokens, parallel.replicas, modules)
         return CutTask(
             profile=self._profiles[parallel.tensor_ranks],
@@ -193,7 +193,7 @@ class _Search:
             work=filled.work,
             batch_microbatches=filled.in_batch,
             ring_token_bytes=task.ring_token_bytes,
-            row_bytes=decoder.hidden_size * task.precision.kept_bytes,
+            row_bytes=task.row_bytes,
             overlap_gradients=task.overlap_gradients,
         )
 

@@ -54,16 +54,19 @@ class LayoutTask:
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Powers of two inside a node that divide the GPUs."""
-        inside, gpus = self.group.gpus_per_node, self.group.gpus
-        powers = (1 << k for k in range(inside.bit_length()))
-        return tuple(ranks for ranks in powers if inside % ranks == 0 and gpus % ranks == 0)
+        """Those that tensor parallelism may have."""
+        return tensor_ranks_of(self.group)
 
     @property
     def ring_token_bytes(self) -> float:
         """Keys and values of a token, in all layers."""
         decoder = self.model.decoder
         return 2.0 * decoder.key_width * decoder.layers * self.precision.kept_bytes
+
+    @property
+    def row_bytes(self) -> float:
+        """A feature row, as an encoder hands it to the decoder."""
+        return self.model.decoder.hidden_size * self.precision.kept_bytes
 
     def profile(self, ranks: int, *, linkless: bool = False) -> LayerProfile:
         """Every layer over so many tensor-parallel ranks; `linkless`: without the seconds of what
@@ -77,3 +80,10 @@ class LayoutTask:
             )
         shares = LayerShares(tensor_ranks=ranks)
         return analytic_profile(self.model, group, shares=shares, precision=self.precision)
+
+
+def tensor_ranks_of(group: NodeGroup) -> tuple[int, ...]:
+    """Powers of two inside a node that divide the GPUs."""
+    inside, gpus = group.gpus_per_node, group.gpus
+    powers = (1 << k for k in range(inside.bit_length()))
+    return tuple(ranks for ranks in powers if inside % ranks == 0 and gpus % ranks == 0)

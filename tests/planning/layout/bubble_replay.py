@@ -146,6 +146,8 @@ def _places(actions, asked):
         stage, part = divmod(action.device, asked.slices)
         if action.encoder is None:
             chunk = part_of(action.layer, backbone.forward.layers, chunks)
+            if backbone.bounds is not None:
+                chunk = sum(action.layer >= bound for bound in backbone.bounds[1:])
             if action.stage != chunk or chunk % backbone.pipeline_parallel != stage:
                 yield f"{action}: its chunk is {chunk}"
             slices_of[action.name].add(part)

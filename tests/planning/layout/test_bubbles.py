@@ -31,20 +31,24 @@ from tests.planning.layout.bubble_cases import backbone, encoder, faults_of, uni
     odd_layers=st.integers(0, 2),
     layers=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     frozen=st.booleans(),
+    uneven=st.booleans(),
     collectives=st.sampled_from([(0.0, 0.0), (0.7, 1.9)]),
     transfer_s=st.sampled_from([0.0, 0.05]),
     scale=st.sampled_from([0.02, 0.3, 3.0]),
     seed=st.integers(0, 999),
 )
 def test_every_schedule_holds(
-    stages, virtual, ranks, microbatches, odd_layers, layers, frozen, collectives, transfer_s,
-    scale, seed,
+    stages, virtual, ranks, microbatches, odd_layers, layers, frozen, uneven, collectives,
+    transfer_s, scale, seed,
 ):  # fmt: skip
     rng = np.random.default_rng(seed)
+    chunks = stages * virtual
+    # The odd layers all in the last chunk, where they are not spread.
+    bounds = [*range(chunks), chunks + odd_layers] if uneven else None
     gather_s, scatter_s = collectives
     asked = backbone(
         rng, stages=stages, virtual=virtual, ranks=ranks, microbatches=microbatches,
-        odd_layers=odd_layers, gather_s=gather_s, scatter_s=scatter_s,
+        odd_layers=odd_layers, gather_s=gather_s, scatter_s=scatter_s, bounds=bounds,
     )  # fmt: skip
     encoders = [
         encoder(

@@ -1,6 +1,8 @@
 """The layout as a whole: small models on few GPUs, judged by the step planner itself."""
 
 from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,9 +11,13 @@ from benchmarks import workloads
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import PlanOptions
 from dataservice.planning.compose import compose_step
+from dataservice.planning.layout.bubble_replica import BubbleAsk, backbone_times, encoder_times
+from dataservice.planning.layout.microbatches import mean_work
 from dataservice.planning.layout.model import ModelDescription
-from dataservice.planning.layout.replica import states_of
+from dataservice.planning.layout.replica import PLACES, states_of
 from dataservice.planning.layout.search import LayoutTask, search_layout
+from dataservice.planning.layout.search_bound import least_step_s
+from tests.planning.layout.bubble_cases import faults_of
 from tests.planning.layout.small_models import DECODER, MODEL, VISION, nodes
 
 
@@ -118,6 +124,150 @@ def test_an_encoder_that_the_index_has_no_lengths_for_is_refused():
 
 def test_the_search_tells_how_far_it_is():
     told = []
-    layout = search_layout(task(80e9), progress=lambda *now: told.append(now))
+    asked = replace(task(80e9), places=("first",))
+    layout = search_layout(asked, progress=lambda *now: told.append(now))
     assert [done for done, _, _ in told] == list(range(1, told[-1][1] + 1))
-    assert told[-1][1] == 1 + len(layout.others) + len(layout.refused)
+    planned_in_full = told[-1][1] - (1 + len(layout.others) + len(layout.refused))
+    assert 0 < planned_in_full <= 1 + len(layout.others)
+
+
+def test_encoders_are_tried_in_every_place(roomy):
+    _, layout = roomy
+    places = {each.choices["encoder_stage"] for each in (layout.best, *layout.others)}
+    assert places == set(PLACES)
+
+
+def test_only_the_places_that_are_asked_for_are_tried_and_one_stage_needs_none():
+    layout = search_layout(replace(task(80e9), places=("own",)))
+    for each in (layout.best, *layout.others):
+        parallel = each.replica.parallel
+        assert parallel.encoder_stage == ("own" if parallel.pipeline_stages > 1 else "first")
+
+
+@pytest.mark.parametrize("places", [(), ("nowhere",)])
+def test_places_that_are_none_are_refused_by_name(places):
+    with pytest.raises(PlanningError, match=r"first, own, cut, spread, bubbles"):
+        replace(task(80e9), places=places)
+
+
+def large_encoder():
+    """Two thirds of the work in an encoder, which one of four stages cannot have."""
+    encoder = replace(VISION, layers=24, tokens_per_row=1.0)
+    return ModelDescription(
+        name="large-encoder", decoder=replace(DECODER, layers=8), encoders=(encoder,)
+    )
+
+
+def of_shape(layout, stages, place):
+    """The best of so many stages, each of one chunk, with encoders there."""
+    return min(
+        (
+            each
+            for each in (layout.best, *layout.others)
+            if each.replica.parallel.pipeline_stages == stages
+            and each.replica.parallel.virtual_stages == 1
+            and each.choices["encoder_stage"] == place
+        ),
+        key=lambda each: each.step_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def cut():
+    asked = replace(task(80e9, model=large_encoder()), places=("first", "own", "cut"))
+    return asked, search_layout(asked)
+
+
+def test_a_stage_that_ends_inside_a_large_encoder_is_faster_than_an_encoder_kept_whole(cut):
+    _, layout = cut
+    whole = min(of_shape(layout, 4, place).step_s for place in ("first", "own"))
+    assert of_shape(layout, 4, "cut").step_s < 0.8 * whole
+
+
+def test_a_cut_encoder_takes_the_seconds_of_the_layers_that_each_chunk_holds(cut):
+    asked, layout = cut
+    replica = of_shape(layout, 4, "cut").replica
+    profile, bounds = replica.profile, replica.bounds
+    topology, cost = replica.topology(asked.group), replica.cost(asked.group)
+    vision, decoder = (
+        np.array([module == name for module in profile.modules]) for name in ("vision", "decoder")
+    )
+    each = replica.seconds_a_token
+    for chunk, (low, high) in enumerate(pairwise(bounds.tolist())):
+        inside = np.arange(len(profile.names))
+        inside = (inside >= low) & (inside < high)
+        ours = topology.encoder_shares[0][chunk] * cost.vision.linear_s_per_token
+        assert ours == pytest.approx(each[inside & vision].sum())
+        ours = topology.chunk_shares[chunk] * cost.llm.linear_s_per_token
+        assert ours == pytest.approx(each[inside & decoder].sum())
+    assert replica.is_cut
+    assert sum(topology.encoder_shares[0]) == pytest.approx(1.0)
+
+
+@pytest.fixture(scope="module")
+def bubbles(roomy):
+    asked, layout = roomy
+    found = [each for each in (layout.best, *layout.others) if each.replica.in_bubbles]
+    return asked, found
+
+
+def test_a_schedule_of_bubbles_has_the_chunks_of_its_layout_and_replays_without_a_fault(bubbles):
+    asked, found = bubbles
+    profile = cache(asked.profile)
+    ask = BubbleAsk(
+        group=asked.group, profile=profile, linkless=cache(partial(asked.profile, linkless=True))
+    )
+    for each in found:
+        replica, made = each.replica, each.replica.in_bubbles
+        count = made.microbatches * replica.parallel.replicas
+        mean = mean_work(asked.batches[0], count, asked.model.module_names)
+        backbone = backbone_times(replica, ask, mean, made.microbatches)
+        encoders = encoder_times(replica, ask, mean, made.recompute)
+        assert faults_of(made.schedule, backbone, encoders) == []
+        layers = made.layers
+        assert layers["vision"] == tuple(f"vision.{n}" for n in range(VISION.layers))
+        assert layers["decoder"] == replica.profile.names[replica.bounds[0] :]
+
+
+def test_encoders_in_bubbles_cost_what_their_step_takes_longer_than_the_backbone_alone(bubbles):
+    asked, found = bubbles
+    for each in found:
+        replica, schedule = each.replica, each.replica.in_bubbles.schedule
+        mean = mean_work(asked.batches[0], replica.parallel.replicas, asked.model.module_names)
+        phase = replica.cost(asked.group).vision
+        shown = phase.linear_s_per_token * mean.tokens["vision"][0]
+        shown += phase.quadratic_s_per_token2 * mean.squares["vision"][0]
+        shown /= replica.parallel.pipeline_stages
+        assert shown == pytest.approx(schedule.step_s - schedule.backbone_s, rel=1e-9)
+
+
+def test_overlapped_gradients_never_make_a_step_longer(roomy):
+    asked, layout = roomy
+    overlapped = search_layout(replace(asked, overlap_gradients=True))
+    assert overlapped.best.step_s <= layout.best.step_s * (1 + 1e-9)
+    assert overlapped.lower_bound_s <= overlapped.best.step_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_layout_is_below_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    model = ModelDescription(
+        name="any",
+        decoder=replace(DECODER, layers=int(rng.integers(4, 10))),
+        encoders=(replace(VISION, layers=int(rng.integers(2, 12)), frozen=bool(seed % 2)),),
+    )
+    samples = workloads.step_samples(workloads.vlm_sft(int(rng.integers(4, 24)), seed))
+    asked = LayoutTask(model=model, group=nodes(80e9), batches=(samples,))
+    profiles = {ranks: asked.profile(ranks) for ranks in asked.tensor_ranks}
+    layout = search_layout(asked)
+    bound_s = least_step_s(asked, profiles)
+    for each in (layout.best, *layout.others):
+        assert each.step_s >= bound_s * (1 - 1e-9)
+
+
+def test_the_bound_counts_gradients_and_leaves_out_what_has_no_room():
+    asked = task(80e9, count=16)  # more GPUs than one replica can have
+    profiles = {ranks: asked.profile(ranks) for ranks in asked.tensor_ranks}
+    bound_s = least_step_s(asked, profiles)
+    assert bound_s > least_step_s(replace(asked, overlap_gradients=True), profiles)
+    assert least_step_s(task(1e8), profiles) == np.inf
