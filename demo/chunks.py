@@ -73,13 +73,12 @@ class FirstChunk(DemoModel):
 
 
 class DemoEncoders(nn.Module):
-    """Both encoders, layer by layer: `LayeredEncoders` of the runtime."""
+    """Encoders layer by layer: `LayeredEncoders` of the runtime."""
 
-    modalities = ("vision", "audio")
-
-    def __init__(self, model: DemoModel) -> None:
+    def __init__(self, model: DemoModel, modalities: Sequence[str] = ("vision", "audio")) -> None:
         super().__init__()
-        self.encoders, self.config = model.encoders, model.config
+        self.modalities, self.config = tuple(modalities), model.config
+        self.encoders = nn.ModuleDict({name: model.encoders[name] for name in modalities})
         self.encoder_trains = model.encoder_trains
 
     def layers(self, modality: str) -> int:
