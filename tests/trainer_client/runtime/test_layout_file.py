@@ -17,7 +17,12 @@ from demo.chunks import lay_out_model
 from demo.model import DemoModel, ModelConfig
 from tests.demo.scripted_steps import ONE_REPLICA, scripted_samples, shard_of, step_plan
 from tests.planning.layout.small_models import nodes
-from trainer_client.runtime import LayoutError, StageLayout
+from trainer_client.runtime import (
+    LayoutError,
+    StageLayout,
+    one_forward_one_backward,
+    spread_encoders,
+)
 
 VISION = Encoder(
     layers=2,
@@ -116,32 +121,61 @@ def test_predicted_seconds_are_those_of_the_file(written):
     assert seconds.encoding_s(replace(first, vision=None), "vision") == (0.0, 0.0)
 
 
-def python(code, *words):
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
+def test_a_predicted_step_has_encoders_in_the_first_chunk_or_where_they_are_scheduled(written):
+    samples = scripted_samples()
+    shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
+    backbone = one_forward_one_backward(2, 1, 3)
+    first = StageLayout.load(written[2, 1, "first"]).seconds
+    forward, _ = first.decoding_s(shard)
+    found = first.timeline(shard, backbone)
+    encoding = [
+        sum(first.encoding_s(microbatch, name)[0] for name in ("vision", "audio"))
+        for microbatch in shard.microbatches
+    ]
+    assert min(encoding) > 0
+    np.testing.assert_allclose(found.forward_s[:, 0], forward[:, 0] + encoding)
+    np.testing.assert_allclose(found.forward_s[:, 1], forward[:, 1])
+    schedule = spread_encoders(backbone, [2, 1], trains=[True, True])
+    spread = StageLayout.load(written[2, 1, "spread"]).seconds
+    found = spread.timeline(shard, schedule)
+    np.testing.assert_allclose(found.forward_s, spread.decoding_s(shard)[0])
+    assert len(found.encoders) == 2 * 3 * 2  # encoders, microbatches, directions
+    assert sum(found.encoder_s.values()) == pytest.approx(
+        sum(
+            sum(spread.encoding_s(microbatch, name))
+            for microbatch in shard.microbatches
+            for name in ("vision", "audio")
+        )
     )
-    return done.stdout.strip()
+    with pytest.raises(LayoutError, match="3 microbatches in 4 chunks"):
+        first.timeline(shard, one_forward_one_backward(4, 1, 3))
+
+
+TRAINER = """
+import sys
+from trainer_client.runtime import LayoutError, StageLayout
+as_yaml, as_json = sys.argv[1:]
+found = StageLayout.load(as_yaml)
+sys.modules["yaml"] = None  # as where PyYAML is not installed
+assert StageLayout.load(as_json) == found
+try:
+    StageLayout.load(as_yaml)
+except LayoutError as error:
+    print(error)
+print("dataservice" in sys.modules, found.bounds)
+"""
 
 
 def test_a_layout_is_read_without_the_service_and_as_json_without_pyyaml(written, tmp_path):
-    path = written[2, 1, "first"]
-    as_json = tmp_path / "layout.json"
-    as_json.write_text(json.dumps(yaml.safe_load(path.read_text()), indent=2))
-    assert StageLayout.load(as_json) == StageLayout.load(path)
-    load = "import sys; from trainer_client.runtime import StageLayout, LayoutError\n"
-    read = load + "print(StageLayout.load(sys.argv[1]).bounds, 'dataservice' in sys.modules)"
-    bounds = StageLayout.load(path).bounds
-    assert python(read, path) == f"{bounds} False"
-    without = "import sys; sys.modules['yaml'] = None\n"
-    assert python(without + read, as_json) == f"{bounds} False"
-    tried = (
-        without
-        + load
-        + ("try: StageLayout.load(sys.argv[1])\nexcept LayoutError as error: print(error)")
-    )
-    said = python(tried, path)
+    as_yaml, as_json = written[2, 1, "first"], tmp_path / "layout.json"
+    as_json.write_text(json.dumps(yaml.safe_load(as_yaml.read_text()), indent=2))
+    command = [sys.executable, "-c", TRAINER, str(as_yaml), str(as_json)]
+    said, found = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "PyYAML, which reads it, is not installed" in said
     assert "`dataservice layout --json`" in said
+    assert found == f"False {StageLayout.load(as_yaml).bounds}"
 
 
 @pytest.mark.parametrize(
