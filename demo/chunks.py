@@ -10,6 +10,7 @@ last stage each compute a part of that weight's gradient; `sum_tied_gradient` ad
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -131,5 +132,5 @@ def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
     """Add up the gradients of the embedding's two uses, on the stages that hold it. Call it after
     `run_pipeline_step`."""
     ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
-    for held in {chunk.tokens.weight for chunk in ours if chunk.tokens is not None}:
-        sum_of_stages(held, mesh)
+    for held in {chunk.tokens for chunk in ours if chunk.tokens is not None}:
+        sum_of_stages(cast(nn.Parameter, held.weight), mesh)

@@ -191,6 +191,11 @@ def test_a_layout_is_read_without_the_service_and_as_json_without_pyyaml(written
             "stages: [{stage: 0, layers: [decoder.0]}, {stage: 1, layers: [decoder.1]}]",
             "2 chunks cannot be 3 virtual stages",
         ),
+        (
+            "format: 1\njob: {topology: {}, plan: {}}\n"
+            "stages: [{stage: 1, layers: [decoder.0]}, {stage: 0, layers: [decoder.1]}]",
+            r"stand on stages \[1, 0\]; chunk c runs on stage c mod 2",
+        ),
     ],
 )
 def test_a_file_that_is_no_layout_is_refused_with_what_to_do(tmp_path, text, words):
