@@ -10,6 +10,7 @@ last stage each compute a part of that weight's gradient; `sum_tied_gradient` ad
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +74,12 @@ class FirstChunk(DemoModel):
 
 
 class DemoEncoders(nn.Module):
-    """Both encoders, layer by layer: `LayeredEncoders` of the runtime."""
+    """Encoders layer by layer: `LayeredEncoders` of the runtime."""
 
-    modalities = ("vision", "audio")
-
-    def __init__(self, model: DemoModel) -> None:
+    def __init__(self, model: DemoModel, modalities: Sequence[str] = ("vision", "audio")) -> None:
         super().__init__()
-        self.encoders, self.config = model.encoders, model.config
+        self.modalities, self.config = tuple(modalities), model.config
+        self.encoders = nn.ModuleDict({name: model.encoders[name] for name in modalities})
         self.encoder_trains = model.encoder_trains
 
     def layers(self, modality: str) -> int:
@@ -132,5 +132,5 @@ def sum_tied_gradient(chunks: Sequence[nn.Module], mesh: PipelineMesh) -> None:
     """Add up the gradients of the embedding's two uses, on the stages that hold it. Call it after
     `run_pipeline_step`."""
     ours = [chunk for chunk in chunks if isinstance(chunk, FirstChunk | LaterChunk)]
-    for held in {chunk.tokens.weight for chunk in ours if chunk.tokens is not None}:
-        sum_of_stages(held, mesh)
+    for held in {chunk.tokens for chunk in ours if chunk.tokens is not None}:
+        sum_of_stages(cast(nn.Parameter, held.weight), mesh)

@@ -20,6 +20,7 @@ from benchmarks.planning import (
     adversarial,
     context,
     layout_allocation,
+    layout_bubble_run,
     layout_bubbles,
     layout_stages,
     loads,
@@ -63,6 +64,7 @@ SPEED: dict[str, Measure] = {
     "layout-speed": layout_stages.layout_speed,
     "hard": adversarial.hard_lengths,
     "allocation": layout_allocation.allocations,
+    "bubble-run": layout_bubble_run.bubble_runs,
 }
 PAPERS: dict[str, Measure] = {"papers": papers}
 GROWTH = "growth"

@@ -66,7 +66,7 @@ def train_case(rank, case, place):
     spread = place == "spread"
     with PipelineMesh(
         stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
-        timeout_s=60, lane=f"{case} {place}",
+        timeout_s=60, lane=f"{case} {place}", encoder_stage="spread" if spread else "first",
     ) as mesh:  # fmt: skip
         chunks = lay_out_model(model, layout)[mesh.stage :: stages]
         shard = shard_of(step_plan(samples, packs, encodes), samples, mesh.replica)
@@ -77,7 +77,7 @@ def train_case(rank, case, place):
     held = [*chunks, *([encoders] if spread else [])]
     mine = {id(weight) for part in held for weight in part.parameters()}
     grads = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
-    return {"loss": result.loss, "grads": grads}
+    return {"loss": result.loss, "grads": grads, "stage": mesh.stage, "parts": mesh.parts}
 
 
 def every_case(rank, size):
@@ -109,6 +109,12 @@ def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case)
             assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
             seen.add(name)
     assert seen == expected.keys()
+
+
+def test_all_stages_read_inputs_where_encoders_are_spread_and_else_the_first(trained):
+    for answer in trained.values():
+        for (_, place), found in answer.items():
+            assert ("inputs" in found["parts"]) == (place == "spread" or found["stage"] == 0)
 
 
 def kept_bytes(how):

@@ -177,6 +177,49 @@ def test_a_model_of_transformers_has_one_loss_curve_on_any_number_of_ranks(
     assert max(degrees) > 1
 
 
-@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py", "train_transformers.py"])
+LAID_OUT = """\
+format: 1
+job:
+  topology: {{pipeline_parallel: 2, encoder_stage: {place}, stage_shares: [0.5, 0.5]}}
+  plan:
+    cost:
+      llm: {{attention_s_per_token2: 1.0e-9, linear_s_per_token: 1.0e-5}}
+      vision: {{linear_s_per_token: 1.0e-5}}
+      audio: {{linear_s_per_token: 1.0e-5}}
+stages:
+- stage: 0
+  layers: [{encoders}decoder.embedding, decoder.0]
+  full: [decoder.0]
+- stage: 1
+  layers: [decoder.1, decoder.head]
+"""
+
+
+@pytest.mark.parametrize("place", ["first", "spread"])
+def test_a_pipeline_by_a_layout_file_has_the_loss_curve_and_draws_its_last_step(
+    service, corpus, plain, tmp_path, place
+):
+    encoders = "vision.0, vision.1, vision.projector, audio.0, " if place == "first" else ""
+    (tmp_path / "layout.yaml").write_text(LAID_OUT.format(place=place, encoders=encoders))
+    path = job_file(corpus, tmp_path, job=place, layout=str(tmp_path / "layout.yaml"))
+    service.cli("job", "submit", str(path))
+    options = ("--layout", tmp_path / "layout.yaml", "--max-steps", 3)
+    printed = forked(4, "examples.train_pipeline", service, *options, job=place)
+    lines = re.findall(r"^step (\d+)  loss (\S+) ", printed, re.MULTILINE)
+    found = {int(step): float(loss) for step, loss in lines}
+    assert found == pytest.approx({step: plain[step] for step in range(3)}, rel=1e-5)
+    drawn = printed[printed.index("stage 0  measured") :].splitlines()
+    assert [line[:18].split()[-1] for line in drawn[:6]] == [
+        "measured",
+        "simulated",
+        "predicted",
+    ] * 2
+    assert all("0" in line[18:] and "a" in line[18:] for line in drawn[:6])
+    assert ("E" in drawn[2][18:]) == (place == "spread")
+
+
+@pytest.mark.parametrize(
+    "name", ["train_ddp.py", "train_fsdp2.py", "train_pipeline.py", "train_transformers.py"]
+)
 def test_an_example_stays_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 120

@@ -48,7 +48,8 @@ class LayeredEncoders(Protocol):
     ``modalities``: in the order in which schedules number them.
     """
 
-    modalities: Sequence[str]
+    @property
+    def modalities(self) -> Sequence[str]: ...
 
     def layers(self, modality: str) -> int:
         """How many layers an encoder has."""

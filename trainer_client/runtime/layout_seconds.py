@@ -5,7 +5,7 @@ chunk has, and what encoders take. Sums of both are the planner's own; how a pas
 forward and backward is its rule: a backward works twice as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_client.features import HOP_SAMPLES
+from trainer_client.runtime.bubble_schedule import RETURN, BubbleSchedule, EncoderAction
+from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.phases import MODALITIES
+from trainer_client.runtime.pipeline_schedule import PipelineSchedule
+from trainer_client.runtime.pipeline_timeline import Timeline, simulate
 from trainer_client.shard import Microbatch, ModalityBatch, Shard
 
 Floats = npt.NDArray[np.float64]
@@ -61,6 +65,44 @@ class LayoutSeconds:
             encoders=encoders,
             encoders_train=bool(topology.get("encoders_train", True)),
         )
+
+    def timeline(
+        self,
+        shard: Shard,
+        schedule: PipelineSchedule | BubbleSchedule,
+        *,
+        modalities: Sequence[str] = MODALITIES,
+    ) -> Timeline:
+        """The step as predicted, to be drawn beside the measured one: encoders in the first chunk,
+        or as a ``BubbleSchedule`` has them, whose encoders are numbered by ``modalities``. Ask a
+        rank that has the step's inputs.
+
+        Raises LayoutError where the schedule has other chunks than the layout.
+        """
+        forward, backward = self.decoding_s(shard)
+        backbone = schedule.backbone if isinstance(schedule, BubbleSchedule) else schedule
+        if (backbone.microbatches, backbone.chunks) != forward.shape:
+            raise LayoutError(
+                f"the schedule is for {backbone.microbatches} microbatches in {backbone.chunks} "
+                f"chunks, and the layout and the shard have {forward.shape}; make it for these"
+            )
+        if isinstance(schedule, PipelineSchedule):
+            encoding = [
+                [self.encoding_s(microbatch, name) for name in modalities]
+                for microbatch in shard.microbatches
+            ]
+            both = np.array(encoding, np.float64).reshape(len(encoding), -1, 2).sum(axis=1)
+            forward[:, 0] += both[:, 0]
+            backward[:, 0] += both[:, 1]
+            return simulate(schedule, forward, backward)
+        encoder_s = {}
+        for stage, action in schedule.walk():
+            if isinstance(action, EncoderAction):
+                name = modalities[action.encoder]
+                whole = self.encoding_s(shard.microbatches[action.microbatch], name)
+                part = (action.end - action.first) / schedule.encoder_layers[action.encoder]
+                encoder_s[stage, action] = whole[int(action.kind == RETURN)] * part
+        return simulate(schedule, forward, backward, encoder_s)
 
     def decoding_s(self, shard: Shard) -> tuple[Floats, Floats]:
         """Forward and backward of the decoder's part of each chunk: float64[microbatch, chunk]."""

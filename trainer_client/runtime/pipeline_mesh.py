@@ -45,6 +45,7 @@ from trainer_client.runtime.faults import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
+from trainer_client.runtime.stage_layout import EncoderStage
 
 
 def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int, int, int]:
@@ -78,7 +79,7 @@ class PipelineMesh:
         stages: int,
         virtual_stages: int = 1,
         tensor_ranks: int = 1,
-        encoder_stage: str = "first",
+        encoder_stage: EncoderStage = "first",
         rank: int | None = None,
         world_size: int | None = None,
         timeout_s: float = 600.0,

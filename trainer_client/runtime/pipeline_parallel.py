@@ -53,7 +53,7 @@ class PipelineResult:
     this rank's own.
 
     ``loss``: mean over the global batch's loss tokens, weighted as in ``StepResult``.
-    ``timeline``: of all stages.
+    ``schedule``: what was run. ``timeline``: when, on all stages.
     ``phase_s``: as in ``StepResult``; ``waiting`` includes waiting for other stages.
     """
 
@@ -61,6 +61,7 @@ class PipelineResult:
     loss_tokens: int
     seconds: float
     phase_s: Mapping[str, float]
+    schedule: PipelineSchedule | BubbleSchedule
     timeline: Timeline
 
 
@@ -123,6 +124,7 @@ def run_pipeline_step(
         loss_tokens=tokens,
         seconds=seconds,
         phase_s=phase_s,
+        schedule=schedule,
         timeline=timeline,
     )
 

@@ -5,14 +5,20 @@ backward at 1, seconds; chunk c runs on stage c mod p. So the planner's arrays m
 too, and ``simulate`` makes one of any schedule and its actions' seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer_client.runtime.bubble_schedule import ENCODE, BubbleSchedule, EncoderAction
-from trainer_client.runtime.pipeline_schedule import FORWARD, Action, PipelineSchedule
+from trainer_client.runtime.bubble_schedule import (
+    ENCODE,
+    AnyAction,
+    BubbleSchedule,
+    EncoderAction,
+)
+from trainer_client.runtime.pipeline_schedule import FORWARD, PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,9 +104,11 @@ def simulate(
     start_s, end_s = np.zeros(shape), np.zeros(shape)
     spans: list[EncoderSpan] = []
     free_s = [0.0] * backbone.stages
-    over_s: dict[tuple[int, Action | EncoderAction], float] = {}
+    over_s: dict[tuple[int, AnyAction], float] = {}
+    # A schedule is asked about its own actions alone.
+    needs = cast(Callable[[int, AnyAction], Iterable[tuple[int, AnyAction]]], schedule.needs)
     for stage, action in schedule.walk():
-        needed_s = [over_s[need] for need in schedule.needs(stage, action)]
+        needed_s = [over_s[need] for need in needs(stage, action)]
         begin_s = max(free_s[stage], *needed_s, 0.0)
         if isinstance(action, EncoderAction):
             seconds = (encoder_s or {}).get((stage, action), 0.0)

@@ -118,12 +118,12 @@ class StageLayout:
         topology, plan = plain["job"]["topology"], plain["job"]["plan"]
         numbered = [[n for n in each["layers"] if _is_layer(n)] for each in chunks]
         names = [name for of_chunk in numbered for name in of_chunk]
-        again = {
-            name: how for how in ("selective", "full") for c in chunks for name in c.get(how, [])
-        }
+        again: dict[str, Recompute] = {}
+        for how in RECOMPUTE[1:]:
+            again |= {name: how for each in chunks for name in each.get(how, [])}
         modules = tuple(_module_of(name) for name in names)
         ends = [sum(map(len, numbered[: place + 1])) for place in range(len(numbered))]
-        return cls(
+        layout = cls(
             modules=modules,
             bounds=(0, *ends),
             recompute=tuple(again.get(name, "none") for name in names),
@@ -132,6 +132,13 @@ class StageLayout:
             encoder_stage=topology.get("encoder_stage", "first"),
             seconds=LayoutSeconds.of(topology, plan.get("cost", {})),
         )
+        found = [each["stage"] for each in chunks]
+        if found != [chunk % layout.stages for chunk in range(layout.chunks)]:
+            raise LayoutError(
+                f"the chunks stand on stages {found}; chunk c runs on stage c mod {layout.stages}, "
+                "pipeline stages as virtual_stages divides the chunks"
+            )
+        return layout
 
     @property
     def chunks(self) -> int:
@@ -152,8 +159,9 @@ class StageLayout:
     def recompute_of(self, module: str, layers: int) -> tuple[Recompute, ...]:
         """What each of a module's layers recomputes; of spread encoders, all. Raises LayoutError
         unless the layout has as many layers of it as the model."""
+        spread: Recompute = "full"
         if self.encoder_stage == "spread" and module != DECODER:
-            return ("full",) * layers
+            return (spread,) * layers
         places = [place for place, name in enumerate(self.modules) if name == module]
         if len(places) != layers:
             raise LayoutError(

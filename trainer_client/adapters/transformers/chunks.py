@@ -60,13 +60,11 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
             f"the first chunk has {bounds[1]} decoder layers, and {type(family.model).__name__} "
             f"adds features behind its first {family.deep_layers}; cut behind them"
         )
-    first, *later = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    first, *between, last = [slice(*pair) for pair in itertools.pairwise(bounds)]
     return [
         FirstChunk(_with_parts(family, first, keep=("encoders", "embeddings"))),
-        *(
-            LaterChunk(_with_parts(family, part, keep=("head",) * last), last=last)
-            for part, last in ((part, part is later[-1]) for part in later)
-        ),
+        *(LaterChunk(_with_parts(family, part, keep=()), last=False) for part in between),
+        LaterChunk(_with_parts(family, last, keep=("head",)), last=True),
     ]
 
 
@@ -270,5 +268,5 @@ def _recompute(layer: Any, how: Recompute) -> None:
         )
     layer.gradient_checkpointing = how == "full"
     layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    if how == "selective":
+    if how == "selective" and network is not None:
         network.forward = partial(checkpoint, network.forward, use_reentrant=False)
