@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-long fuzz parity check bench protos reference format warm clean soak faults
+.PHONY: demo test test-long fuzz parity check bench bench-data protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
@@ -44,6 +44,10 @@ check: $(READY)
 
 bench: warm
 	$(BIN)/python -m benchmarks.planning
+
+# What a delivered picture costs beside other loaders; Streaming gets an environment of its own.
+bench-data: warm
+	$(BIN)/python -m benchmarks.data --out benchmarks/results
 
 soak: warm
 	$(BIN)/python -m soak --out benchmarks/results

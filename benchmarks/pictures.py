@@ -29,9 +29,9 @@ SIZES = [
 ]
 
 
-def photograph(width: int, height: int) -> bytes:
+def photograph(width: int, height: int, seed: int = 0) -> bytes:
     """A JPEG of soft shapes under noise."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     soft = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3), np.uint8))
     pixels = np.asarray(soft.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
     pixels += rng.integers(-8, 9, pixels.shape)

@@ -90,7 +90,7 @@ def decode_audio(
     sound, decoded = np.zeros(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
     with opened(blob, limits) as container:
         resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE_HZ)
-        for frame in chain(_frames(container, blob, limits), (None,)):  # None flushes
+        for frame in chain(_joined(_frames(container, blob, limits)), (None,)):  # None flushes
             for resampled in resampler.resample(frame):
                 room = sound[decoded : min(decoded + resampled.samples, samples)]
                 room[:] = resampled.to_ndarray()[0, : len(room)]
@@ -151,6 +151,18 @@ def _frames(
             yield frame
     except FFmpegError:
         return
+
+
+def _joined(frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:
+    """The same samples in frames of about a second: resampling a frame of MP3 costs several times
+    as much as its samples do. Raises ValueError where the frames' format changes."""
+    waiting = av.AudioFifo()
+    for frame in frames:
+        waiting.write(frame)
+        if waiting.samples >= frame.sample_rate and (whole := waiting.read()) is not None:
+            yield whole
+    if waiting.samples and (whole := waiting.read()) is not None:
+        yield whole
 
 
 def _tolerated_s(seconds: float) -> float:

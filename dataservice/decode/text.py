@@ -121,9 +121,12 @@ class TextPipeline:
             marked = self._template.render(source)
         # A template may repeat text that the sample has once.
         self._limits.check("max_text_bytes", len(marked.encode()), "the sample: bytes of text")
-        kinds = [self._kind_of[match[0]] for match in self._slot.finditer(marked)]
-        order = _files_in_order(kinds, files)
-        ids, learnt = self._encode(self._with_media(marked, [files[file] for file in order]))
+        has_slots = any(slot in marked for slot in self._kind_of)  # quicker than the pattern
+        places = list(self._slot.finditer(marked)) if has_slots else []
+        order = _files_in_order([self._kind_of[place[0]] for place in places], files)
+        ids, learnt = self._encode(
+            self._with_media(marked, places, [files[file] for file in order])
+        )
         runs = [(file, run, n) for file in order for run, n in enumerate(files[file].tokens)]
         pads = np.flatnonzero(np.isin(ids, self._pad_ids))
         if len(pads) != len(runs):
@@ -150,11 +153,13 @@ class TextPipeline:
             return whole.removeprefix(before)
         return self._tokenizer.decode(ids[start:end])  # the token before is part of a character
 
-    def _with_media(self, marked: str, media: Sequence[MediumText]) -> str:
+    def _with_media(
+        self, marked: str, places: Sequence[re.Match[str]], media: Sequence[MediumText]
+    ) -> str:
         """The marked text with the media written into its slots, in order. Loss pauses for the
         texts of media; their tokens never carry any."""
         pieces, done, learning = [], 0, False
-        for match, medium in zip(self._slot.finditer(marked), media, strict=True):
+        for match, medium in zip(places, media, strict=True):
             before = marked[done : match.start()]
             opened, closed = before.rfind(LOSS_OPEN), before.rfind(LOSS_CLOSE)
             learning = opened > closed or (learning and closed < 0)
@@ -204,6 +209,8 @@ class TextPipeline:
                 run.append(part)
                 length += len(part)
         pieces.append(self._encode_run("".join(run), edges))
+        if len(pieces) == 1:
+            return pieces[0]
         return (
             np.concatenate([ids for ids, _ in pieces]),
             np.concatenate([learnt for _, learnt in pieces]),
@@ -212,7 +219,8 @@ class TextPipeline:
     def _encode_run(
         self, text: str, edges: Sequence[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        encoding = self._tokenizer.encode(text)
+        uniform = not edges or edges in ([0], [0, len(text)])  # learnt wholly or not at all
+        encoding = self._tokenizer.encode(text, offsets=not uniform)
         try:
             ids = np.array(encoding.ids, dtype=np.int32)
         except OverflowError as error:
@@ -220,7 +228,7 @@ class TextPipeline:
                 f"the tokenizer {quoted(self._tokenizer.path)} gives the text an id of 2**31 or "
                 "more; ids are int32. Repair its vocabulary."
             ) from error
-        if not edges or edges in ([0], [0, len(text)]):  # learnt wholly or not at all: documents
+        if uniform:  # as documents are
             return ids, np.full(len(ids), bool(edges))
         # A token is learnt if any of its characters is, as transformers has it: where a template
         # writes the space before an answer, " Yes" is one token.
@@ -263,6 +271,8 @@ def _expanded(
     runs: Sequence[tuple[int, int, int]],
 ) -> TokenSequence:
     """Repeat each run's pad once for each of its LLM tokens; `runs` are (file, run, tokens)."""
+    if not runs:
+        return TokenSequence(ids, learnt, ())
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[pads] = [tokens for _, _, tokens in runs]
     starts = np.cumsum(repeats) - repeats

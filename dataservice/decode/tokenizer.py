@@ -8,6 +8,7 @@ beyond a table's end) writes a line to stderr and reaches Python as a BaseExcept
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ _NAMED_TOKENS = (
 _PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
 # So that a tokenizer which panics on each of a million texts does not fill the log.
 MOST_PANICS = 100
+# The library would start a thread per CPU in each process; workers decode many samples at once.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 
 
@@ -45,6 +48,10 @@ class TokenModel(Protocol):
     """What is called of the library, and of a user's tokenizer in its place."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> Encoded: ...
+
+    def encode_batch_fast(
+        self, texts: list[str], /, *, add_special_tokens: bool
+    ) -> Sequence[Encoded]: ...
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
@@ -78,8 +85,9 @@ class LoadedTokenizer:
     remedy: str
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
-    def encode(self, text: str) -> Encoded:
-        """Tokens of a text, without added special tokens. O(characters).
+    def encode(self, text: str, *, offsets: bool = True) -> Encoded:
+        """Tokens of a text, without added special tokens. O(characters). The ids are the same
+        without offsets, and take two thirds of the time.
 
         Raises:
             SampleError: the tokenizer fails on this text, or has panicked too often.
@@ -90,6 +98,8 @@ class LoadedTokenizer:
                 f"no more in this process. {self.remedy}."
             )
         try:
+            if not offsets:
+                return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
             return self.tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             if not _is_failure(error):

@@ -3,6 +3,7 @@
 import io
 import wave
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -52,6 +53,54 @@ def test_a_recording_has_the_features_and_the_mask_of_whisper_s_extractor(files,
     )
     assert (made.input_features - wanted["input_features"]).abs().max() <= 1e-6
     assert torch.equal(made.feature_attention_mask, wanted["attention_mask"].long())
+
+
+def frame_by_frame(data: bytes) -> np.ndarray:
+    """FFmpeg's own resampling of every frame of its decoder, one at a time."""
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=16_000)
+    with av.open(io.BytesIO(data)) as container:
+        made = []
+        for frame in [*container.decode(audio=0), None]:
+            if frame is not None:
+                frame.pts = None
+            made += [part.to_ndarray()[0] for part in resampler.resample(frame)]
+    return np.concatenate(made) / np.float32(32768)
+
+
+@pytest.mark.parametrize("rate_hz", [16_000, 22_050, 44_100])
+@pytest.mark.parametrize("layout", ["mono", "stereo"])
+@pytest.mark.parametrize(("container", "codec"), [("mp3", "libmp3lame"), ("flac", "flac")])
+def test_samples_are_the_same_as_if_each_frame_were_resampled_alone(
+    files, container, codec, layout, rate_hz
+):
+    data = files.audio(3.3, container=container, codec=codec, rate=rate_hz, layout=layout)
+    blob = files.blob("audio", data)
+    length = audio_samples(blob, DEFAULT_LIMITS)
+    (made,) = decode_audio(blob, length, WhisperProcessor().plan(length), DEFAULT_LIMITS)
+    wanted = frame_by_frame(data)[:length]
+    assert (made[: len(wanted)] == wanted).all()
+    assert not made[len(wanted) :].any()
+
+
+def test_a_recording_is_resampled_about_a_second_at_a_time(files, monkeypatch):
+    """An MP3 of 16 kHz has 28 frames a second; handing one over costs more than its samples."""
+    handed = []
+
+    class Counting:
+        def __init__(self, **options):
+            self._resampler = resampler_of(**options)
+
+        def resample(self, frame):
+            handed.append(frame)
+            return self._resampler.resample(frame)
+
+    resampler_of = av.AudioResampler
+    data = files.audio(5.0, container="mp3", codec="libmp3lame", rate=16_000)
+    blob = files.blob("audio", data)
+    length = audio_samples(blob, DEFAULT_LIMITS)
+    monkeypatch.setattr(av, "AudioResampler", Counting)
+    decode_audio(blob, length, WhisperProcessor().plan(length), DEFAULT_LIMITS)
+    assert len(handed) <= 7
 
 
 def test_the_chunks_of_a_long_recording_are_each_a_recording_by_itself(files):

@@ -80,9 +80,9 @@ def test_an_id_that_no_int32_holds_is_a_bad_sample(kitchen, sample):
 def test_panics_do_not_fill_the_log(kitchen, monkeypatch, capfd):
     monkeypatch.setattr(module, "MOST_PANICS", 3)
     loaded = load_tokenizer(str(altered(kitchen, pre_tokenizer=PATIENCE).folder))
-    for _ in range(3):
+    for offsets in (True, False, True):
         with pytest.raises(SampleError, match="fails on the text"):
-            loaded.encode(HOPELESS)
+            loaded.encode(HOPELESS, offsets=offsets)
     capfd.readouterr()
     for _ in range(5):
         with pytest.raises(SampleError, match="panicked on 3 texts and is used no more"):

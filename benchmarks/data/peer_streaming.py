@@ -1,0 +1,73 @@
+"""MosaicML Streaming, in an environment of its own: this file imports nothing of the project.
+
+`python peer_streaming.py HOME MAX_PIXELS`: writes `HOME/mds` if it is not there, and prints how
+many pictures torch's DataLoader with two workers has delivered from it, without end.
+"""
+
+import io
+import math
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader
+
+BATCH, WORKERS, EVERY, FACTOR = 32, 2, 16, 28
+
+
+def size_of(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+    """Qwen2-VL's (width, height) of a picture that is too large."""
+    shrink = math.sqrt(width * height / max_pixels)
+    w, h = (math.floor(side / shrink / FACTOR) * FACTOR for side in (width, height))
+    return w, h
+
+
+class Pictures(StreamingDataset):  # type: ignore[misc]
+    """Decodes and resizes as it is asked for a sample."""
+
+    def __init__(self, home: Path, max_pixels: int) -> None:
+        super().__init__(local=str(home / "mds"), shuffle=False, batch_size=BATCH)
+        self.tokenizer = Tokenizer.from_file(str(home / "tokenizer" / "tokenizer.json"))
+        self.max_pixels = max_pixels
+
+    def __getitem__(self, index: Any) -> tuple[torch.Tensor, list[int]]:
+        sample = super().__getitem__(index)
+        picture = Image.open(io.BytesIO(sample["jpg"])).convert("RGB")
+        size = size_of(*picture.size, self.max_pixels)
+        pixels = np.array(picture.resize(size, Image.Resampling.BICUBIC))
+        return torch.from_numpy(pixels), self.tokenizer.encode(sample["txt"]).ids
+
+
+def write(home: Path) -> None:
+    """The pictures as MDS."""
+    with MDSWriter(out=str(home / "mds"), columns={"jpg": "bytes", "txt": "str"}) as out:
+        for path in sorted((home / "tars").glob("*.tar")):
+            with tarfile.open(path) as tar:
+                members = [file.read() for member in tar if (file := tar.extractfile(member))]
+            for jpeg, caption in zip(members[::2], members[1::2], strict=True):
+                out.write({"jpg": jpeg, "txt": caption.decode()})
+
+
+def main() -> None:
+    """Deliver without end."""
+    home, max_pixels = Path(sys.argv[1]), int(sys.argv[2])
+    if not (home / "mds" / "index.json").exists():
+        write(home)
+    count = 0
+    while True:
+        loader = DataLoader(
+            Pictures(home, max_pixels), batch_size=BATCH, num_workers=WORKERS, collate_fn=list
+        )
+        for batch in loader:
+            count += len(batch)
+            print(count, flush=True)
+
+
+if __name__ == "__main__":
+    main()
