@@ -6,24 +6,20 @@ for; each holds its numbers in a tensor of the CPU. Every operation on them goes
 numbers on the host (item, tolist, bool, nonzero, a copy to the CPU, a mask as an index) is noted.
 """
 
-import contextlib
-
 import torch
+from torch._C import _DisableTorchDispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 THERE = torch.device("meta")
-aten = torch.ops.aten
-READS = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.is_nonzero.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-}
-COPIES_IN_PLACE = {aten.copy_.default}
+NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero"}  # which end up in Python
+SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim"}  # of results, known there only
+INDEXED = {"index", "index_put", "index_put_"}
+
+
+def name_of(operation):
+    """As in "add" of "aten.add.Tensor"."""
+    return str(operation).split(".")[1]
 
 
 class DeviceTensor(torch.Tensor):
@@ -66,50 +62,40 @@ class FakeDevice(TorchDispatchMode):
         return computed(operation, args, kwargs)
 
     def _note(self, operation, args, kwargs):
-        there = [each for each in flat((args, kwargs)) if isinstance(each, DeviceTensor)]
+        name = name_of(operation)
+        there = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor)]
         target = kwargs.get("device")
-        if operation is aten._to_copy.default and target is not None:
+        if name == "_to_copy" and target is not None:
             if there and torch.device(target).type == "cpu":
                 self.reads.append("a copy to the host")
             self.uploads += not there and torch.device(target) == THERE
-        elif operation in COPIES_IN_PLACE:
+        elif name == "copy_":
             into, source = args[:2]
             if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):
                 self.reads.append("a copy to the host")
-        elif there and (operation in READS or by_mask(operation, args)):
+        elif there and (name in NUMBERS | SIZES or by_mask(name, args)):
             self.reads.append(str(operation))
 
 
-def by_mask(operation, args):
+def by_mask(name, args):
     """Whether an index is a mask: how much it selects is known on the device only."""
-    if operation not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return False
-    return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return name in INDEXED and any(
+        index is not None and index.dtype == torch.bool for index in args[1]
+    )
 
 
 def computed(operation, args, kwargs):
     """The operation on the CPU; its result is there if anything of it was, or should be."""
-    with contextlib.ExitStack() as outside:
-        outside.enter_context(torch._C._DisableTorchDispatch())
-        found = [each for each in flat((args, kwargs)) if isinstance(each, DeviceTensor)]
-        target = kwargs.get("device")
-        there = bool(found) if target is None else torch.device(target) == THERE
-        if operation in READS - {aten.nonzero.default, aten.masked_select.default}:
-            there = False
-        if operation in COPIES_IN_PLACE:
-            there = isinstance(args[0], DeviceTensor)
-        if target is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+    name, target = name_of(operation), kwargs.get("device")
+    found = any(isinstance(each, DeviceTensor) for each in tree_leaves((args, kwargs)))
+    there = found if target is None else torch.device(target) == THERE
+    if target is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    with _DisableTorchDispatch():
         result = operation(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
-    if operation._schema.is_mutable and operation._schema.name.split("::")[1].endswith("_"):
+    if name.endswith("_"):
         return args[0]
-    if operation._schema.is_mutable and "out" in kwargs:
-        return kwargs["out"]
-    return tree_map(wrapped, result) if there else result
-
-
-def flat(nested):
-    return torch.utils._pytree.tree_leaves(nested)
+    return tree_map(wrapped, result) if there and name not in NUMBERS else result
 
 
 def unwrapped(value):
@@ -124,12 +110,10 @@ def wrapped(value):
 def moved(model):
     """The model with its parameters there."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                there = DeviceTensor(parameter.data)
-                module._parameters[name] = torch.nn.Parameter(
-                    there, requires_grad=parameter.requires_grad
-                )
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            there = DeviceTensor(parameter.data)
+            trains = parameter.requires_grad
+            setattr(module, name, torch.nn.Parameter(there, requires_grad=trains))
     return model
 
 

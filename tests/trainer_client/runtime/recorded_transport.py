@@ -7,7 +7,7 @@ gave the same, so that the rank takes all the plans for equal.
 import torch.distributed as dist
 
 from tests.trainer_client.runtime.posted_order import Post, Wait
-from trainer_client.runtime import group_pool
+from trainer_client.runtime import GroupPool, group_pool
 
 
 class RecordedWork:
@@ -63,7 +63,12 @@ class Recorder:
     def __init__(self, monkeypatch):
         self._store = dist.HashStore()
         self._queue = []
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: self._store)
+        make_pool = GroupPool.__init__
+
+        def with_store(pool, *, store=None, **options):
+            make_pool(pool, store=store or self._store, **options)
+
+        monkeypatch.setattr(GroupPool, "__init__", with_store)
         monkeypatch.setattr(group_pool, "meet", lambda *_, **__: None)
         monkeypatch.setattr(group_pool, "make_transport", self._make_transport)
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer_client.runtime.planned_steps import planned_steps
 from tests.trainer_client.runtime.posted_order import Post, Wait, stuck
+from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
 from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
@@ -18,7 +19,6 @@ from tests.trainer_client.runtime.random_steps import (
     random_samples,
 )
 from tests.trainer_client.runtime.recorded_transport import Recorder
-from tests.trainer_client.runtime.test_pipeline_parallel import HIDDEN, cut, only_its_parts
 from trainer_client.runtime import GroupPool, PipelineMesh, run_pipeline_step, run_step
 
 
@@ -115,9 +115,15 @@ def test_pipelines_come_through_with_a_communicator_each_way(recorder, stages, v
 
 def test_pipelines_whose_channels_shared_one_communicator_would_deadlock(recorder, monkeypatch):
     """A receive is posted an action ahead, and what is sent before it arrives queues behind it."""
-    monkeypatch.setattr(
-        PipelineMesh, "channel", lambda mesh, kind, *pair: mesh._pools["F"].get(pair)
-    )
+    rows = {}
+
+    def shared(mesh, kind, *pair):
+        if mesh not in rows:
+            place = {"replica": mesh.stage, "replicas": mesh.stages}
+            rows[mesh] = GroupPool(**place, lane=f"shared row {mesh.replica}")
+        return rows[mesh].get(pair)
+
+    monkeypatch.setattr(PipelineMesh, "channel", shared)
     assert stuck(queues_of_pipeline(recorder, 3, 1))
 
 
