@@ -18,6 +18,7 @@ BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "object"}  # the last is 
 NOT_OURS = {
     "os._exit": "documented, and the only way to end as a crash does",
     "dist.distributed_c10d._get_default_store": "torch's, which has no public name for it",
+    "torch.Tensor._make_wrapper_subclass": "torch's documented way to a tensor that wraps another",
 }
 
 

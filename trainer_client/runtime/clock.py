@@ -18,7 +18,12 @@ OTHER = "other"
 
 
 class Clock(Protocol):
-    """Notes moments of a step, which are read afterwards in seconds since the clock was made."""
+    """Notes moments of a step, which are read afterwards in seconds since the clock was made.
+
+    ``on_stream``: whether a moment is known only once the device has come so far.
+    """
+
+    on_stream: bool
 
     def mark(self) -> int:
         """Note this moment; returns its number."""
@@ -49,6 +54,8 @@ def host_time(now: Callable[[], float]) -> Iterator[None]:
 
 
 class _HostClock:
+    on_stream = False
+
     def __init__(self) -> None:
         self._now = _host_time.get()
         self._origin_s = self._now()
@@ -64,6 +71,8 @@ class _HostClock:
 
 class _StreamClock:
     """The host only enqueues work, so moments are events on its stream."""
+
+    on_stream = True
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -93,7 +102,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device, *, place: Hashable = None) -> None:
         self._clock = start_clock(device)
-        self.on_stream = isinstance(self._clock, _StreamClock)
+        self.on_stream = self._clock.on_stream
         self._begun = [(OTHER, place, self._clock.mark())]
         self._ended: int | None = None
 

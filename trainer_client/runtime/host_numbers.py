@@ -29,7 +29,7 @@ class HostCopy:
         """The numbers [n], once they have arrived."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._numbers.tolist()
+        return self._numbers.cpu().tolist()
 
 
 def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:

@@ -4,8 +4,8 @@
     the last     reads the roster, and writes whether all lines say the same
     every rank   waits for that verdict inside the store, and reads it
 
-A rank makes five store operations, the last one seven, whatever their number. Who is missing after
-the limit, or unlike the others, is read from the roster, in one more.
+A rank makes four store operations, and the last one six, whatever their number. Who is missing
+after the limit, or unlike the others, is read from the roster at once.
 """
 
 from collections.abc import Sequence

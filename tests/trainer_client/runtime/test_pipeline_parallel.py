@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataservice.core.topology import Topology
 from tests.trainer_client.runtime.conftest import run_world
+from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
 from tests.trainer_client.runtime.random_steps import (
-    WIDTH,
     make_model,
     make_shard,
     random_plan,
@@ -29,85 +28,13 @@ from trainer_client.runtime import (
     LayoutError,
     PeerError,
     PlanMismatchError,
-    forward_microbatch,
-    scatter_rows,
 )
 from trainer_client.runtime.phases import PHASES
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
-from trainer_client.runtime.pipeline_parallel import HiddenStates, run_pipeline_step
+from trainer_client.runtime.pipeline_parallel import run_pipeline_step
 from trainer_client.runtime.pipeline_schedule import PipelineSchedule, one_forward_one_backward
 
 LARGEST_WORLD = 6
-HIDDEN = HiddenStates(width=WIDTH, dtype=torch.float64)
-
-
-# The small model, cut into chunks that share its parameters.
-
-
-class Chunk(nn.Module):
-    """Some of: embedding (with encoders), layer 0, layer 1, head."""
-
-    def __init__(self, model, pieces):
-        super().__init__()
-        self.trains = model.encoder_trains
-        self.dummy_item = model.dummy_item
-        if "embed" in pieces:
-            self.tokens, self.places, self.encoders = model.tokens, model.places, model.encoders
-        self.layers = nn.ModuleList(model.layers[p] for p in pieces if isinstance(p, int))
-        self.head = model.head if "head" in pieces else nn.Identity()
-
-    def encode(self, modality, batch):
-        return self.encoders[modality](torch.cat(batch.items))
-
-    def encoder_trains(self, modality):
-        return self.trains(modality)
-
-    def decode(self, microbatch, features, attention):
-        x = self.tokens(microbatch.input_ids)
-        for found in features.values():
-            x = scatter_rows(x, found.rows, found.positions)
-        return self.body(x + self.places(microbatch.position_ids), attention)
-
-    def forward(self, microbatch, *rest):
-        if hasattr(self, "tokens"):
-            return forward_microbatch(self, microbatch, *rest)
-        hidden, attention = rest
-        return self.body(hidden, attention)
-
-    def body(self, x, attention):
-        for layer in self.layers:
-            x = layer(x, attention)
-        return self.head(x)
-
-
-def cut(model, chunks):
-    """The model as this many chunks, in order."""
-    return [Chunk(model, list(p)) for p in np.array_split(np.array(PIECES, dtype=object), chunks)]
-
-
-PIECES = ["embed", 0, 1, "head"]
-
-
-def only_its_parts(shard, stage, stages):
-    """What a rank has that asked for the parts of its stage alone."""
-
-    def stripped(microbatch):
-        if stage > 0:
-            microbatch = replace(
-                microbatch,
-                input_ids=None,
-                vision=None,
-                audio=None,
-                labels=microbatch.labels,
-            )
-        if stage < stages - 1:
-            ids = microbatch.input_ids if stage == 0 else None
-            microbatch = replace(microbatch, input_ids=ids, labels=None)
-        return microbatch
-
-    return replace(shard, microbatches=tuple(map(stripped, shard.microbatches)))
-
-
 # The comparison.
 
 

@@ -1,0 +1,160 @@
+"""How often a step makes the host wait for the device: never for a microbatch.
+
+The device is played (see ``fake_device.py``), also its clock, whose times are known only later.
+"""
+
+import time
+
+import pytest
+import torch
+
+from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged, moved
+from tests.trainer_client.runtime.random_steps import (
+    ITEM_WIDTH,
+    Model,
+    make_model,
+    make_shard,
+    random_plan,
+    random_samples,
+    single_process,
+    worst_difference,
+)
+from trainer_client.runtime import GroupPool, clock, evaluate_step, group_pool, run_step
+from trainer_client.runtime.phases import PHASES
+
+IN_A_STEP = 2  # the start's sum, and which gradients there are; DDP and FSDP know the latter
+
+
+class PlayedStream:
+    """A clock whose moments count as those of a stream."""
+
+    on_stream = True
+
+    def __init__(self, device):
+        self.moments_s = []
+
+    def mark(self):
+        self.moments_s.append(time.perf_counter())
+        return len(self.moments_s) - 1
+
+    def read(self):
+        return self.moments_s
+
+
+def play_a_stream():
+    clock.start_clock = PlayedStream
+
+
+class ModelThere(Model):
+    def dummy_item(self, modality):
+        return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64, device=THERE)
+
+
+def model_there():
+    model = make_model(())
+    model.__class__ = ModelThere
+    return moved(model)
+
+
+def from_there(model):
+    """Its gradients, in a model of the CPU."""
+    plain = make_model(())
+    for target, source in zip(plain.parameters(), model.parameters(), strict=True):
+        target.grad = None if source.grad is None else source.grad.held
+    return plain
+
+
+def connected_there(pool):
+    """All replicas, with sums on the device, as NCCL has them."""
+    pool.everyone.device = THERE
+
+
+def steps_there(rank, size, seeds):
+    """For each seed: the microbatches, what waited in the step, and the error of the result."""
+    play_a_stream()
+    make = group_pool.make_transport
+    group_pool.make_transport = lambda *arguments: Staged(make(*arguments))
+    return [one_step(rank, size, seed) for seed in seeds]
+
+
+def one_step(rank, size, seed):
+    samples = random_samples(seed)
+    waves = random_plan(samples, size, (1, 2, 3), seed)
+    shard = make_shard(samples, waves, size, rank, seed)
+    with FakeDevice() as device, GroupPool(timeout_s=60, lane=str(seed)) as pool:
+        connected_there(pool)
+        model = model_there()
+        on_device = shard.to(THERE)
+        assert not device.reads
+        result = run_step(model, on_device, pool)
+        waited = list(device.reads)
+        device.reads.clear()
+        assert result.loss == result.loss
+        waited_for_loss = list(device.reads)
+    loss, grads = single_process(make_model(()), samples)
+    error = worst_difference(result, from_there(model), loss, grads)[1]
+    degrees = {len(members) for wave in waves for members, _ in wave}
+    return len(shard.microbatches), degrees, waited, waited_for_loss, error
+
+
+def test_a_microbatch_never_makes_the_host_wait_for_the_device(world):
+    for found in world(steps_there, 4, [2, 3, 5]).values():
+        assert {1, 2, 3} <= set().union(*(degrees for _, degrees, *_ in found))
+        assert len({microbatches for microbatches, *_ in found}) > 1
+        for _, _, waited, waited_for_loss, error in found:
+            assert waited == ["a copy to the host"] * IN_A_STEP
+            assert waited_for_loss == ["a copy to the host"], "once, however often it is read"
+            assert error <= 1e-10
+
+
+def results_at_different_times(rank, size):
+    """Replica 0 reads a step's phases at once, 1 after the next step, and 2 when all is closed."""
+    play_a_stream()
+    with GroupPool(timeout_s=60) as pool:
+        results = []
+        for seed in (1, 2, 3):
+            samples = random_samples(seed)
+            shard = make_shard(samples, random_plan(samples, size, (2, 3), seed), size, rank, seed)
+            act = evaluate_step if seed == 2 else run_step
+            results.append(act(make_model(()), shard, pool))
+            if rank == 0:
+                assert results[-1].phase_s is not None
+            if rank == 1 and len(results) > 1:
+                assert results[-2].phase_s is not None
+    return [(dict(result.phase_s), result.seconds, result.loss) for result in results]
+
+
+def test_times_that_are_known_later_are_compared_alike_whoever_reads_them_when(world):
+    answers = world(results_at_different_times, 3)
+    for by_step in zip(*answers.values(), strict=True):
+        assert len({loss for *_, loss in by_step}) == 1
+        for phase_s, seconds, _ in by_step:
+            assert tuple(phase_s) == PHASES
+            assert sum(phase_s.values()) == pytest.approx(seconds, rel=1e-9)
+            assert min(phase_s.values()) >= 0
+
+
+def reads(there):
+    """Each way of reading a number on the host."""
+    return {
+        "item": lambda: there.sum().item(),
+        "float": lambda: float(there.sum()),
+        "bool": lambda: bool((there > 0).all()),
+        "nonzero": lambda: there.nonzero(),
+        "mask": lambda: there[there > 0],
+        "copy": lambda: there.cpu(),
+        "copy into": lambda: torch.zeros(3).copy_(there),
+        "select": lambda: there.masked_select(there > 0),
+        "equal": lambda: torch.equal(there, there),
+    }
+
+
+@pytest.mark.parametrize("way", list(reads(None)))
+def test_the_played_device_notes_every_way_of_reading_a_number(way):
+    with FakeDevice() as device:
+        there = torch.tensor([1.0, 0.0, 2.0]).to(THERE)
+        sums = there + there.new_ones(3)
+        assert sums.device == THERE
+        assert not device.reads
+        reads(there)[way]()
+        assert len(device.reads) == 1
