@@ -1,0 +1,60 @@
+"""Decoder layers of transformers, compiled: one graph for all packs, and the library's gradients."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, one_at_a_time
+from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
+from tests.trainer_client.runtime.random_steps import worst_difference
+from trainer_client.adapters.transformers import trainable
+from trainer_client.runtime import GroupPool, run_step
+
+# Torch's compiler looks at the gradients of its inputs, leaves or not.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_layers(name, seed=1):
+    """A step of a family whose layers are compiled; its largest difference, and its microbatches."""
+    family = FAMILIES[name]
+    samples = samples_of(name, family.build(), seed)
+    shard = shard_of(samples, 1, 0, seed, (1,))
+    model = trainable(family.build(), processor=PROCESSOR)
+    for layer in model.model.get_decoder().layers:
+        layer.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    with GroupPool() as pool:
+        result = run_step(model, shard, pool)
+    loss, grads = one_at_a_time(family, family.build(), samples)
+    return worst_difference(result, model.model, loss, grads)[1], len(shard.microbatches)
+
+
+def test_the_layers_of_a_decoder_are_one_graph_for_all_microbatches():
+    difference, microbatches = compiled_layers("llama")
+    assert difference <= 1e-10
+    assert microbatches == 4
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("qwen3_vl", 2),  # its last layer passes on no features of deeper encoder layers
+        ("gemma3", 3),  # layers with a window and without; a pack without images has no spans
+        ("mistral", 1),
+    ],
+)
+def test_layers_with_windows_spans_and_deep_features_compile_too(name, graphs):
+    difference, _ = compiled_layers(name)
+    assert difference <= 1e-10
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
