@@ -82,7 +82,7 @@ class LossTokens:
 def step_loss_tokens(shard: Shard, group: PeerGroup, *, labelled: bool = True) -> LossTokens:
     """The loss tokens of a step, from this replica's labels, or from nothing on a rank without
     (`labelled`). Samples that were masked while decoding do not count. Collective over `group`."""
-    microbatches = shard.microbatches if labelled else ()
+    microbatches = shard.planned if labelled else ()
     count = global_loss_tokens(count_loss_tokens(mb.labels for mb in microbatches), group)
     if shard.plan.weighted_loss_tokens is None:
         return LossTokens(count=count, weight=count)

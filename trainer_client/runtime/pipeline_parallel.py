@@ -158,14 +158,14 @@ class _Stage:
         reductions: Sequence[GradientReduction],
         loss_tokens: LossTokens,
     ) -> None:
-        self._microbatches = shard.microbatches
+        self._microbatches = tuple(shard.microbatches)  # several are under way at a time
         self._mesh = mesh
         self._schedule = schedule
         self._actions = schedule.actions[mesh.stage]
         self._reductions = reductions
         self._loss_tokens = loss_tokens
         self._chunks = chunks
-        rows = [microbatch.local_tokens for microbatch in shard.microbatches]
+        rows = [microbatch.local_tokens for microbatch in shard.planned]
         like = empty_message(hidden.width, hidden.dtype, hidden.device)
         self._links = StageLinks(mesh, schedule, rows, like)
         self._like = like
@@ -272,6 +272,7 @@ def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: G
             microbatch.cu_seqlens,
             group=groups.get(microbatch.cp_group),
             lengths=microbatch.lengths,
+            layouts=microbatch.layouts,
         )
         given: Tensor = chunk(microbatch, hidden, attention)
         return given

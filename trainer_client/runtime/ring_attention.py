@@ -10,7 +10,7 @@ block backward after FlashAttention-2 (Dao, 2023), algorithm 2.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class PackedAttention:
     group: the pack's CP group, or None for a pack that one replica holds alone.
     lengths: S true lengths, tokens. Full attention needs them where sequences are padded;
         for causal attention they only save work. Rows of padding get zeros.
+    layouts: by ``causal``, what would otherwise be worked out from these in the first layer: a
+        microbatch's own, on the device that computes.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class PackedAttention:
         *,
         group: PeerGroup | None = None,
         lengths: Tensor | Sequence[int] | None = None,
+        layouts: Mapping[bool, RingLayout] | None = None,
     ) -> None:
         self.group = group or PeerGroup((0,), index=0)
         self._cu_seqlens = _on_host(cu_seqlens)
         self._lengths = None if lengths is None else _on_host(lengths)
+        self._prepared = layouts or {}
         self._layouts: dict[tuple[bool, torch.device], RingLayout] = {}
 
     def __call__(
@@ -74,6 +78,8 @@ class PackedAttention:
         return out
 
     def _layout(self, causal: bool, device: torch.device) -> RingLayout:
+        if causal in self._prepared:
+            return self._prepared[causal]
         key = (causal, device)
         if key not in self._layouts:
             self._layouts[key] = build_ring_layout(

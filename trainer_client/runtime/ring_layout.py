@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from trainer_client.runtime.faults import LayoutError
+from trainer_client.shard import Microbatch
+from trainer_client.staging import copied_once
 
 Ints = npt.NDArray[np.int64]
 
@@ -109,6 +111,7 @@ def build_ring_layout(
     ----------
     cu_seqlens: S+1 offsets of the whole padded pack, tokens.
     lengths: S true lengths, tokens; None means nothing is padding.
+    device: where its tensors go, by one copy; None leaves them on the host.
 
     Raises
     ------
@@ -125,11 +128,27 @@ def build_ring_layout(
             f"true lengths {true.tolist()} do not fit the padded lengths {padded.tolist()}; "
             "give one length in [0, padded] for each sequence of cu_seqlens"
         )
-    cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree, device=device)
+    cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree)
     blocks = tuple(
         cut.block(cp_rank, (cp_rank - step) % degree, causal=causal) for step in range(degree)
     )
-    return RingLayout(rows=int(offsets[-1]) // degree, degree=degree, blocks=blocks)
+    layout = RingLayout(rows=int(offsets[-1]) // degree, degree=degree, blocks=blocks)
+    return layout if device is None else copied_once(layout, device)
+
+
+def causal_layouts(microbatch: Microbatch) -> dict[bool, RingLayout]:
+    """What ``PackedAttention`` would work out for a microbatch in the first layer of a decoder, by
+    ``causal``; nothing where it is idle."""
+    if microbatch.idle:
+        return {}
+    layout = build_ring_layout(
+        microbatch.cu_seqlens.tolist(),
+        degree=len(microbatch.cp_group),
+        cp_rank=microbatch.cp_rank,
+        causal=True,
+        lengths=microbatch.lengths.tolist(),
+    )
+    return {True: layout}
 
 
 def _checked_lengths(offsets: Ints, degree: int) -> Ints:
@@ -156,7 +175,6 @@ class _Cut:
     padded: Ints
     true: Ints
     degree: int
-    device: torch.device | None
 
     def block(self, mine: int, theirs: int, *, causal: bool) -> Block | None:
         query_slots: tuple[int, ...] = (0, 1)
@@ -200,9 +218,9 @@ class _Cut:
         else:
             # row r of range g is starts[g] + (r - rows before g)
             shift = np.repeat(starts - (ends - counts), counts)
-            index = torch.from_numpy(np.arange(rows) + shift).to(self.device)
+            index = torch.from_numpy(np.arange(rows) + shift)
         return Rows(
             index=index,
             bounds=tuple(bounds.tolist()),
-            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(self.device),
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         )
