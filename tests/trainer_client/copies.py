@@ -3,8 +3,6 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
-
 
 class CountedCopies(TorchDispatchMode):
     """`blocking` and `started` are copies to another device, which the host waits for or not;
@@ -16,12 +14,13 @@ class CountedCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten._to_copy.default:
+        name = str(func)
+        if name == "aten._to_copy.default":
             self._note(args[0], kwargs.get("device"), kwargs.get("non_blocking", False))
-        elif func is aten.copy_.default:
+        elif name == "aten.copy_.default":
             waits_not = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             self._note(args[1], args[0].device, waits_not)
-        elif func is aten._local_scalar_dense.default and args[0].device.type != "cpu":
+        elif name == "aten._local_scalar_dense.default" and args[0].device.type != "cpu":
             self.read.append(args[0].shape)
         return func(*args, **kwargs)
 
