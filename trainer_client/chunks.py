@@ -5,6 +5,9 @@ message of bytes alone is their field's tag, their length and they themselves, s
 length is viewed instead: the one copy of a byte is into the buffer of its part.
 """
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import grpc
 from dataservice_proto.v1 import worker_pb2
 
@@ -16,14 +19,22 @@ _MOST_LENGTH_BYTES = 10
 Content = worker_pb2.PartHeader | memoryview
 
 
-def open_stream(channel: grpc.Channel, request: worker_pb2.FetchRequest) -> "grpc.Call":
-    """The stream of a ticket; iterating it gives headers and views of bytes."""
+class Stream(Protocol):
+    """A call under way: its headers and views of bytes, in order."""
+
+    def __iter__(self) -> Iterator[Content]: ...
+    def cancel(self) -> object: ...
+
+
+def open_stream(channel: grpc.Channel, request: worker_pb2.FetchRequest) -> Stream:
+    """Begin to stream a ticket's parts."""
     fetch = channel.unary_stream(
         _FETCH,
         request_serializer=worker_pb2.FetchRequest.SerializeToString,
         response_deserializer=content_of,
     )
-    return fetch(request)
+    stream: Stream = fetch(request)
+    return stream
 
 
 def content_of(message: bytes) -> Content:

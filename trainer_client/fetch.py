@@ -23,7 +23,7 @@ import grpc
 import torch
 from dataservice_proto.v1 import worker_pb2
 
-from trainer_client.chunks import Content, open_stream
+from trainer_client.chunks import Content, Stream, open_stream
 from trainer_client.errors import ClientError, CorruptPart, MisuseError, ServiceTimeout, from_rpc
 from trainer_client.patience import Patience
 from trainer_client.transport import Transport
@@ -304,7 +304,7 @@ class _Stream:
         self.failure: TicketFailure | None = None
         self.crash: BaseException | None = None
         self._missing = {PartId.of(spec) for spec in ticket.parts} & wanted
-        self._call: grpc.Call | None = None
+        self._call: Stream | None = None
         self._heard_s = 0.0
         self._limit_s = 0.0
 

@@ -36,6 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_client.runtime.faults import GroupFormationError, GroupPoolError, PeerError
 from trainer_client.runtime.group_ledger import GroupLedger, Members
+from trainer_client.runtime.host_transport import HostTransport
 from trainer_client.runtime.peers import (
     POLL_S,
     FaultBoard,
@@ -299,7 +300,7 @@ def _make_transport(
 ) -> Transport:
     timeout = as_timedelta(timeout_s)
     if name == "gloo":
-        return cast(Transport, dist.ProcessGroupGloo(store, index, size, timeout))
+        return HostTransport(dist.ProcessGroupGloo(store, index, size, timeout))
     if name == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
