@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_client import Microbatch, ModalityBatch, normalize_pixels, patchify
-from trainer_client.runtime import PackedAttention
+from trainer_client.runtime import PackedAttention, scatter_rows
 
 PATCH, TEMPORAL_PATCH, MERGE = 14, 2, 2
 PATCH_VALUES = 3 * TEMPORAL_PATCH * PATCH**2
@@ -39,13 +39,28 @@ class Size:
     samples: int = 128
     tiles: int = 64
     tile_px: tuple[int, int] = (448, 448)
+    step_bytes: int = 2**30
     turns: int = 7
+    loss_shape: tuple[int, int] = (16384, 152_064)
+    parity_dims: tuple[int, ...] = (64, 128, 256)
+    parity_degrees: tuple[int, ...] = (2, 3, 4, 8)
+    parity_lengths: tuple[int, ...] = (1, 1, 700, 33, 1, 2048)
+    parity_tokens: int = 2048
 
 
 TINY = Size(
     width=32, heads=2, kv_heads=1, layers=1, vocabulary=256, vision_width=32, vision_heads=2,
     vision_layers=1, lengths=(16, 32, 48, 64, 96, 128), patches=(8, 16, 32, 48, 64, 96),
-    ring_tokens=(96,), memory_tokens=2048, samples=8, tiles=2, tile_px=(56, 56), turns=2,
+    ring_tokens=(96,), memory_tokens=2048, samples=8, tiles=2, tile_px=(56, 56),
+    step_bytes=2**16, turns=2, loss_shape=(64, 256), parity_dims=(8,), parity_degrees=(2, 3, 8),
+    parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
+)  # fmt: skip
+
+
+# Four of them, in fp64, share one GPU.
+PARITY = Size(
+    width=512, heads=8, kv_heads=2, layers=2, vocabulary=2048, vision_width=256, vision_heads=4,
+    vision_layers=2,
 )  # fmt: skip
 
 
@@ -120,6 +135,8 @@ class Model(nn.Module):
     ) -> Tensor:
         """Logits of this rank's rows."""
         x: Tensor = self.tokens(microbatch.input_ids)
+        for found in features.values():
+            x = scatter_rows(x, found.rows, found.positions)
         for block in self.layers:
             x = block(x, attention)
         logits: Tensor = self.head(x)

@@ -52,8 +52,8 @@ class ShardDataset(IterableDataset[Shard]):
     certificates, or a `Tls`.
     `parts` names what this rank reads of its microbatches, by default everything: see `parts.py`.
     `device` is the device for tokens, encoder items and exchange indices; for a GPU they are
-    received in pinned memory and copied on a stream of their own, `prefetch_steps` ahead. By
-    default they stay on the host.
+    received in pinned memory and copied on a stream of their own, a microbatch ahead. By default
+    they stay on the host.
 
     `prefetch_steps` shards are kept ready or on their way, which costs the memory of their bytes.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other

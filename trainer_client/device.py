@@ -1,68 +1,168 @@
-"""Copies shards to the device that trains while the step before computes.
+"""Copies a shard's microbatches to the device that trains, one ahead of the one that computes.
 
-    prefetch thread                                        training loop
-    pinned buffers ═ non-blocking copies on a side stream ═▶ Sent ─ arrive ─▶ Shard
-                                             copied: event ──┘  the loop's stream waits for it
+    prefetch thread                            training loop
+    numbers and ring layouts ─ bundled ─┐      for mb in shard.microbatches:
+    items, pinned as they arrived ──────┴─▶      k: wait for its copies, start those of k + 1
+                                                      └─ on a stream of their own ─┘
 
-The plan's numbers (`cu_seqlens`, `lengths`, `sample_ids`, splits) stay on the host, where
-groups and attention layouts are worked out from them.
+The plan's numbers (`cu_seqlens`, `lengths`, `sample_ids`, splits) stay on the host, where groups
+are worked out from them. The blocks of ring attention, which follow from them, are worked out in
+the prefetch thread and travel with the tokens.
 
-The thread only starts copies; it never waits for the device. A buffer lives until its copy is
-done (torch's pinned allocator sees to it), and memory on the device until the loop's stream has
-used it (`record_stream`). Other devices than CUDA get plain copies, the host none.
+On the device are the microbatch that computes, the next one, and the first of every step that
+waits. Until a step is over, its bytes stay on the host as well. The host never waits for the
+device: it starts copies from pinned memory, and tells the loop's stream to wait for them. A buffer
+on the host lives until its copies are done (torch's pinned allocator sees to it), and one on the
+device until the loop's stream has used it (`record_stream`). Other devices than CUDA get plain
+copies, the host none.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, overload
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
-from trainer_client.shard import Shard
+from trainer_client.shard import Microbatch, Shard
+from trainer_client.staging import BufferCopies, bundled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sent:
-    """A shard whose copies have been started, and the CUDA event after the last of them."""
+    """A microbatch whose copies have been started: its buffers on the device, and the CUDA events
+    around their copies."""
 
-    shard: Shard
+    microbatch: Microbatch
+    buffers: Sequence[Tensor]
+    began: torch.cuda.Event | None = None
     copied: torch.cuda.Event | None = None
 
 
-class DeviceCopier:
-    """Sends shards to `device`; None leaves them where they are, unpinned."""
+class CopyQueue(Protocol):
+    """Starts copies, and orders work behind them."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def start(self, microbatch: Microbatch) -> Sent:
+        """Start copying from the host; returns at once."""
+        ...
+
+    def arrive(self, sent: Sent) -> Microbatch:
+        """The microbatch, for work on the calling thread's current stream."""
+        ...
+
+
+class PlainQueue:
+    """For devices without streams of ours."""
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device is not None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @property
-    def pins(self) -> bool:
+    def start(self, microbatch: Microbatch) -> Sent:
+        """Copy."""
+        copies = BufferCopies(self.copy, self._device)
+        return Sent(microbatch=microbatch.mapped(copies), buffers=copies.buffers)
+
+    def arrive(self, sent: Sent) -> Microbatch:
+        """The copy."""
+        return sent.microbatch
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """A buffer's bytes on the device."""
+        return whole.to(self._device, non_blocking=True)
+
+
+class StreamQueue(PlainQueue):
+    """A CUDA stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, microbatch: Microbatch) -> Sent:
+        """Copy on the stream, between two events."""
+        with torch.cuda.stream(self._stream):
+            began, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record(self._stream)
+            sent = super().start(microbatch)
+            copied.record(self._stream)
+        return replace(sent, began=began, copied=copied)
+
+    def arrive(self, sent: Sent) -> Microbatch:
+        """The current stream waits for the copies."""
+        assert sent.copied is not None, "started by this queue"
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(sent.copied)
+        for buffer in sent.buffers:
+            buffer.record_stream(computing)
+        return sent.microbatch
+
+
+class StagedMicrobatches(Sequence[Microbatch]):
+    """A step's microbatches, each copied to the device while the one before it computes.
+
+    Taking one up starts the copies of the next. One that nobody holds any more is gone from the
+    device, and is copied again if it is asked for again. For one thread at a time.
+    """
+
+    def __init__(self, on_host: Sequence[Microbatch], queue: CopyQueue) -> None:
+        self.on_host = tuple(on_host)
+        self._queue = queue
+        self._ahead: dict[int, Sent] = {}
+        self._taken: WeakValueDictionary[int, Microbatch] = WeakValueDictionary()
+        self._start(0)
+
+    def __len__(self) -> int:
+        return len(self.on_host)
+
+    @overload
+    def __getitem__(self, place: int) -> Microbatch: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Microbatch, ...]: ...
+    def __getitem__(self, place: int | slice) -> Microbatch | tuple[Microbatch, ...]:
+        if isinstance(place, slice):
+            return tuple(self[each] for each in range(*place.indices(len(self))))
+        place = range(len(self))[place]  # counts from the end, and raises IndexError
+        taken = self._taken.get(place)
+        if taken is None:
+            self._start(place)
+            taken = self._queue.arrive(self._ahead.pop(place))
+            self._taken[place] = taken
+        self._ahead = {k: sent for k, sent in self._ahead.items() if k == place + 1}
+        self._start(place + 1)
+        return taken
+
+    def _start(self, place: int) -> None:
+        if place < len(self) and place not in self._ahead and place not in self._taken:
+            self._ahead[place] = self._queue.start(self.on_host[place])
+
+
+class DeviceCopier:
+    """Sends shards to `device`; None leaves them where they are, unpinned.
+
+    `queue` starts the copies, by default as the device does it best.
+    """
+
+    def __init__(self, device: torch.device | None, *, queue: CopyQueue | None = None) -> None:
+        self.pins = device is not None and device.type == "cuda"
         """Whether bytes should arrive in pinned memory."""
-        return self._stream is not None
+        if queue is None and device is not None and device.type != "cpu":
+            queue = StreamQueue(device) if self.pins else PlainQueue(device)
+        self._queue = queue
 
-    def send(self, shard: Shard) -> Sent:
-        """Start copying; called by the prefetch thread."""
-        device, stream = self._device, self._stream
-        if device is None or device.type == "cpu":
-            return Sent(shard=shard)
-        if stream is None:
-            return Sent(shard=shard.mapped(lambda tensor: tensor.to(device)))
-        with torch.cuda.stream(stream):
-            on_device = shard.mapped(lambda tensor: _pinned(tensor).to(device, non_blocking=True))
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(stream)
-        return Sent(shard=on_device, copied=copied)
+    def send(self, shard: Shard) -> Shard:
+        """The shard, its microbatches on their way; called by the prefetch thread."""
+        if self._queue is None:
+            return shard
+        on_host = [self._prepared(microbatch) for microbatch in shard.microbatches]
+        return replace(shard, microbatches=StagedMicrobatches(on_host, self._queue))
 
-    def arrive(self, sent: Sent) -> Shard:
-        """The shard, for work on the calling thread's current stream."""
-        if sent.copied is not None:
-            computing = torch.cuda.current_stream(self._device)
-            computing.wait_event(sent.copied)
-            for tensor in _tensors(sent.shard):
-                tensor.record_stream(computing)
-        return sent.shard
+    def _prepared(self, microbatch: Microbatch) -> Microbatch:
+        # A client whose shards stay on the host loads no runtime.
+        from trainer_client.runtime.ring_layout import causal_layouts
+
+        placed = microbatch.laid_out(causal_layouts(microbatch))
+        return bundled(placed.mapped, pin=self.pins)
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device | None:
@@ -73,20 +173,3 @@ def resolve_device(device: torch.device | str | None) -> torch.device | None:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    # Tokens were widened and indices made on the host; items are views of pinned buffers.
-    return tensor if tensor.is_pinned() else tensor.pin_memory()
-
-
-def _tensors(shard: Shard) -> Iterator[torch.Tensor]:
-    """What `send` moved."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    shard.mapped(note)
-    yield from found

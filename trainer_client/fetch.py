@@ -21,8 +21,9 @@ from math import prod
 
 import grpc
 import torch
-from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
+from dataservice_proto.v1 import worker_pb2
 
+from trainer_client.chunks import Content, Stream, open_stream
 from trainer_client.errors import ClientError, CorruptPart, MisuseError, ServiceTimeout, from_rpc
 from trainer_client.patience import Patience
 from trainer_client.transport import Transport
@@ -105,8 +106,8 @@ class PartBuffer:
         """True once every byte has come."""
         return self._filled == self._header.size_bytes
 
-    def write(self, chunk: bytes) -> None:
-        """Copy a chunk behind the earlier ones."""
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Copy a chunk behind the earlier ones: the one copy of its bytes."""
         end = self._filled + len(chunk)
         if end > self._header.size_bytes:
             raise CorruptPart(
@@ -145,7 +146,7 @@ def _size_bytes(tensor: worker_pb2.TensorHeader) -> int:
 
 
 def receive(
-    chunks: Iterable[worker_pb2.FetchChunk],
+    contents: Iterable[Content],
     specs: Sequence[worker_pb2.PartSpec],
     *,
     pin_memory: bool = False,
@@ -155,19 +156,19 @@ def receive(
     Raises CorruptPart where headers or bytes do not follow the ticket.
     """
     number, buffer = 0, None
-    for chunk in chunks:
-        if chunk.WhichOneof("content") == "header":
-            if buffer is not None or chunk.header.part != number or number >= len(specs):
+    for content in contents:
+        if isinstance(content, worker_pb2.PartHeader):
+            if buffer is not None or content.part != number or number >= len(specs):
                 raise CorruptPart(
-                    f"the header of part {chunk.header.part} came where part {number} of "
+                    f"the header of part {content.part} came where part {number} of "
                     f"{len(specs)} was due"
                 )
             part_id = PartId.of(specs[number])
-            buffer = PartBuffer(part_id, chunk.header, pin_memory=pin_memory)
+            buffer = PartBuffer(part_id, content, pin_memory=pin_memory)
         elif buffer is None:
-            raise CorruptPart(f"{len(chunk.data)} bytes came before a header")
+            raise CorruptPart(f"{len(content)} bytes came before a header")
         else:
-            buffer.write(chunk.data)
+            buffer.write(content)
         if buffer.full:
             yield buffer.part()
             number, buffer = number + 1, None
@@ -303,7 +304,7 @@ class _Stream:
         self.failure: TicketFailure | None = None
         self.crash: BaseException | None = None
         self._missing = {PartId.of(spec) for spec in ticket.parts} & wanted
-        self._call: grpc.Call | None = None
+        self._call: Stream | None = None
         self._heard_s = 0.0
         self._limit_s = 0.0
 
@@ -312,7 +313,7 @@ class _Stream:
         try:
             if channel is None:
                 raise MisuseError("the dataset is closed")
-            self._read(worker_pb2_grpc.WorkerStub(channel))
+            self._read(channel)
         except grpc.RpcError as failed:
             self._fail(from_rpc(failed, self.ticket.address))
         except ClientError as error:
@@ -327,10 +328,11 @@ class _Stream:
             self.stalled, self._limit_s = True, limit_s
             call.cancel()
 
-    def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
+    def _read(self, channel: grpc.Channel) -> None:
         last = PartId.of(self.ticket.parts[-1])
         self._heard_s = time.monotonic()
-        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket, proof=self._proof))
+        request = worker_pb2.FetchRequest(ticket=self.ticket, proof=self._proof)
+        call = open_stream(channel, request)
         self._call = call
         try:
             within = False  # between parts a worker may be decoding

@@ -36,7 +36,7 @@ class MediaWatch:
     def hand(self, shard: Shard) -> None:
         """A shard goes to the loop."""
         for modality, waiting in self._waiting.items():
-            batches = [batch for mb in shard.microbatches if (batch := getattr(mb, modality))]
+            batches = [batch for mb in shard.planned if (batch := getattr(mb, modality))]
             if items := sum(batch.item_count for batch in batches):
                 reads = tuple(batch.reads for batch in batches)
                 waiting.append(_Handed(step=shard.step, items=items, reads=reads))

@@ -34,7 +34,7 @@ class ReadWatch:
     def hand(self, shard: Shard) -> None:
         """A shard goes to the loop."""
         if self._watching:
-            concerned = filter(self._duty.concerns, shard.microbatches)
+            concerned = filter(self._duty.concerns, shard.planned)
             self._reads[shard.step] = [mb.reads for mb in concerned]
 
     def trained(self, step: int) -> None:

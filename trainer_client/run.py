@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_client.device import DeviceCopier, Sent
+from trainer_client.device import DeviceCopier
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
 from trainer_client.heartbeat import DataWait, Heartbeat
@@ -92,7 +92,7 @@ class Run:
             connect_timeout_s=options.connect_timeout_s,
             timeout_s=options.timeout_s,
         )
-        self._prefetcher: Prefetcher[Sent] | None = None
+        self._prefetcher: Prefetcher[Shard] | None = None
         self._committer: Committer | None = None
         self._heartbeat: Heartbeat | None = None
         self._waits = DataWait()
@@ -107,8 +107,7 @@ class Run:
         """The next step's shard; None after the last."""
         assert self._prefetcher is not None
         with self._waits.waiting():
-            sent = self._prefetcher.next(self._options.timeout_s + GRACE_S)
-            shard = None if sent is None else self._copier.arrive(sent)
+            shard = self._prefetcher.next(self._options.timeout_s + GRACE_S)
         if shard is not None:
             self._waits.begin(shard.step)
             self._begun[shard.step] = shard.plan.digest, time.time()
@@ -119,11 +118,9 @@ class Run:
         prefetcher = self._prefetcher
         assert prefetcher is not None
         if not wait:
-            sent = prefetcher.ready()
-        else:
-            with self._waits.waiting():
-                sent = prefetcher.peek(self._options.timeout_s + GRACE_S)
-        return None if sent is None else sent.shard
+            return prefetcher.ready()
+        with self._waits.waiting():
+            return prefetcher.peek(self._options.timeout_s + GRACE_S)
 
     def commit(self, trained: Trained) -> None:
         """Send the commit of a step in the background. Raises the error of an earlier one."""
@@ -182,7 +179,7 @@ class Run:
 
         step = start.step
 
-        def load() -> Sent | None:
+        def load() -> Shard | None:
             nonlocal step
             began_s = time.time()
             shard = loader.load(step)

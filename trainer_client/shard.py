@@ -9,9 +9,9 @@ Rows of `input_ids`, `labels` and `position_ids` are this rank's own tokens ("lo
 whole pack at degree 1, two zigzag chunks of every sample at higher degrees.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 from trainer_client.errors import NotFetched
 from trainer_client.position import Progress
+from trainer_client.staging import Move, with_tensors
+
+if TYPE_CHECKING:  # the runtime reads shards
+    from trainer_client.runtime.ring_layout import RingLayout
 
 Value = TypeVar("Value")
-Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fetched(Generic[Value]):
@@ -239,7 +242,8 @@ class Microbatch:
     known at any degree and wherever they are encoded. `loss_weights` weigh the loss of each token:
     float64[local tokens], that of its sample times that of the source, and 1 in steps without
     weights. `reads` names which of labels, weights and positions were read. `counted` is what
-    `loss_tokens` gives, noted before the labels left the host.
+    `loss_tokens` gives, noted before the labels left the host. `layouts` are those of the pack's
+    ring attention, by whether it is causal, where they were made with the shard.
     """
 
     wave: int
@@ -259,6 +263,7 @@ class Microbatch:
     mrope: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     reads: set[str] = field(default_factory=set)
+    layouts: Mapping[bool, "RingLayout"] = field(default_factory=dict)
     counted: tuple[int, float] | None = None
 
     def loss_tokens(self) -> tuple[int, float]:
@@ -293,8 +298,12 @@ class Microbatch:
         """Number of rows of this rank's token tensors, known also where they were not fetched."""
         return 0 if self.idle else int(self.cu_seqlens[-1]) // len(self.cp_group)
 
+    def laid_out(self, layouts: Mapping[bool, "RingLayout"]) -> "Microbatch":
+        """With these layouts; does not count as reading anything."""
+        return Microbatch(**{**self.__dict__, "layouts": layouts})
+
     def mapped(self, move: Move) -> "Microbatch":
-        """With `move` applied to tokens, encoder items and exchange indices."""
+        """With `move` applied to tokens, encoder items, exchange indices and layouts."""
         # A tensor that this rank did not ask for stays absent.
         tokens, labels = self.__dict__["input_ids"], self.__dict__["labels"]
         mrope = None if self.mrope is None else move(self.mrope)
@@ -308,6 +317,7 @@ class Microbatch:
             counted=self._counted_on_host(),
             vision=self.vision and self.vision.mapped(move),
             audio=self.audio and self.audio.mapped(move),
+            layouts={causal: with_tensors(of, move) for causal, of in self.layouts.items()},
         )
 
     def _counted_on_host(self) -> tuple[int, float] | None:
@@ -335,6 +345,9 @@ class Shard:
 
     `cursor_after` is the position after this step. `wait_s` is the exposed data wait: the seconds
     for which the training loop was blocked for this shard. `progress` is told when `to` is called.
+
+    With `device=`, a microbatch is copied to the device while the one before it computes, and is
+    gone from there when nobody holds it any more (`device.py`): go through them once.
     """
 
     job: str
@@ -344,10 +357,17 @@ class Shard:
     replica: int
     cursor_after: str
     plan: PlanSummary
-    microbatches: tuple[Microbatch, ...]
+    microbatches: Sequence[Microbatch]
     size_bytes: int
     wait_s: float = 0.0
     progress: Progress | None = field(default=None, repr=False)
+
+    @property
+    def planned(self) -> Sequence[Microbatch]:
+        """The microbatches as they are on the host, for whoever reads the plan's numbers or labels
+        and needs nothing on the device."""
+        on_host: Sequence[Microbatch] = getattr(self.microbatches, "on_host", self.microbatches)
+        return on_host
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Shard":
         """The shard with tokens, encoder items and exchange indices on `device`; the plan's numbers

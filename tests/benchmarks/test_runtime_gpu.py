@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import runtime_gpu
+from benchmarks import runtime_gpu, runtime_parity, runtime_speed
+from benchmarks.runtime_model import TINY
+from benchmarks.runtime_rows import Row
 from dataservice.planning.calibration import Measurement, split_held_out
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.long
@@ -20,12 +24,46 @@ def test_the_tiny_run_gives_every_row_and_measurements_to_calibrate(tmp_path):
     arguments = ["--device", "cpu", "--tiny", "--out", table, "--measurements", found]
     assert runtime_gpu.main([str(argument) for argument in arguments]) == 0
     text = table.read_text()
-    for part in ("attention kernel", "cost model, llm", "cost model, vision", "ring of 8",
-                 "padded / packed", "copies of", "the figures say nothing"):  # fmt: skip
+    for part in ("attention kernel", "cost model, llm", "cost model, vision", "ring of 8 over",
+                 "ring of 8 against fp64", "padded / packed", "copies of", "run_step over a bare",
+                 "run_step in 4 processes", "host waits", "peak bytes", "toy sizes"):  # fmt: skip
         assert part in text
+    assert "NOT MET" not in text
     measured = json.loads(found.read_text())
     assert set(measured["measurements"]) == {"llm", "vision"}
     assert all(row["seconds"] > 0 for rows in measured["measurements"].values() for row in rows)
+
+
+def test_every_ring_is_exact_on_a_cpu():
+    rows = list(runtime_parity.ring_rows(TINY, CPU, torch.float64))
+    assert len(rows) == len(TINY.parity_degrees)
+    assert all(row.met for row in rows), rows
+
+
+def test_half_precision_is_judged_by_a_fused_call():
+    rows = list(runtime_parity.ring_rows(TINY, CPU, torch.bfloat16))
+    assert all(row.met for row in rows), rows
+    assert all("e-0" in row.bar for row in rows)
+
+
+def test_a_wrong_ring_misses_its_bar(monkeypatch):
+    right = runtime_parity.OneMember.post
+
+    def mixed_up(self, sends, receives, **options):
+        return right(self, sends[::-1], receives[::-1], **options)  # keys as values
+
+    monkeypatch.setattr(runtime_parity.OneMember, "post", mixed_up)
+    assert not any(row.met for row in runtime_parity.ring_rows(TINY, CPU, torch.float64))
+
+
+@pytest.mark.parametrize(("met", "code"), [(True, 0), (None, 0), (False, 1)])
+def test_a_row_that_misses_its_bar_fails_the_run(monkeypatch, tmp_path, met, code):
+    row = Row(what="a", figure="b", bar="c", met=met)
+    monkeypatch.setattr(runtime_gpu, "parity", lambda size, device: [row])
+    table = tmp_path / "table.md"
+    arguments = ["--device", "cpu", "--tiny", "--parity-only", "--out", str(table)]
+    assert runtime_gpu.main(arguments) == code
+    assert ("NOT MET" in table.read_text()) == (code == 1)
 
 
 def test_it_needs_only_torch_numpy_and_the_light_client():
@@ -44,12 +82,12 @@ def test_its_own_fit_finds_coefficients_under_noise_and_outliers():
     columns = np.column_stack([n * n, n, np.ones_like(n)])
     seconds = columns @ truth * (1 + 0.01 * rng.standard_normal(24))
     seconds[[3, 11]] *= 3
-    found = runtime_gpu.nonnegative_fit(columns / seconds[:, None])
+    found = runtime_speed.nonnegative_fit(columns / seconds[:, None])
     assert columns @ found == pytest.approx(columns @ truth, rel=0.05)
 
 
 def test_it_holds_out_the_same_loads_as_calibrate():
     loads = [(n,) for n in range(100, 2000, 100)]
     _, held = split_held_out([Measurement(tokens=load, seconds=1.0) for load in loads])
-    every = runtime_gpu.HELD_OUT_EVERY
+    every = runtime_speed.HELD_OUT_EVERY
     assert {m.tokens for m in held} == set(loads[every // 2 : -1 : every])

@@ -1,16 +1,19 @@
 """A ticket's stream, message by message: what is taken for a part and what is not."""
 
+import tracemalloc
 import zlib
 
 import numpy as np
 import pytest
 import torch
 from dataservice_proto.v1 import worker_pb2
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_client import CorruptPart
-from trainer_client.fetch import Part, PartId, receive
+from trainer_client.chunks import content_of
+from trainer_client.fetch import Part, PartBuffer, PartId, receive
 
 DTYPES = {"<i4": torch.int32, "<f4": torch.float32, "|u1": torch.uint8}
 
@@ -37,7 +40,8 @@ def messages(part, arrays, *, chunk_bytes=1000, **changes):
 
 
 def parts_of(stream, specs):
-    return [part for part in receive(stream, specs) if isinstance(part, Part)]
+    contents = (content_of(message.SerializeToString()) for message in stream)
+    return [part for part in receive(contents, specs) if isinstance(part, Part)]
 
 
 @given(
@@ -101,3 +105,49 @@ def test_a_part_is_known_by_its_pack_and_place():
     assert PartId.of(spec(3, cp_rank=1, items=())) == PartId(3, 1, ())
     assert str(PartId(3, 1, ())) == "sequence 1 of pack 3"
     assert str(PartId(3, -1, (0, 2))) == "items [0, 2] of pack 3"
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000, 3_000_000])
+def test_the_bytes_of_a_message_are_viewed_where_grpc_put_them(size):
+    data = np.random.default_rng(size).bytes(size)
+    message = worker_pb2.FetchChunk(data=data).SerializeToString()
+    content = content_of(message)
+    assert content == data
+    assert content.obj is message
+
+
+def test_what_is_more_than_a_message_of_bytes_is_read_by_protobuf():
+    header = worker_pb2.FetchChunk(header=worker_pb2.PartHeader(part=3)).SerializeToString()
+    data = worker_pb2.FetchChunk(data=b"abc").SerializeToString()
+    assert content_of(header).part == 3
+    assert content_of(data + header).part == 3, "the last of a oneof counts"
+    assert content_of(header + data) == b"abc"
+    for damaged in (data[:-1], data[:1], b"\x12" + b"\xff" * 12):
+        with pytest.raises(DecodeError):
+            content_of(damaged)
+
+
+def test_each_byte_is_copied_once_between_grpc_and_the_tensor():
+    """Into the part's buffer, of which the tensor is a view; Python's own memory stays small."""
+    sent = np.random.default_rng(0).integers(0, 256, (1, 1024, 1024, 3), dtype=np.uint8)
+    stream = [message.SerializeToString() for message in messages(0, [sent], chunk_bytes=1 << 20)]
+    assert len(stream) == 4
+    buffers = []
+    write = PartBuffer.write
+
+    def written(buffer, chunk):
+        assert any(chunk.obj is message for message in stream), "no copy before this one"
+        buffers.append(buffer)
+        write(buffer, chunk)
+
+    tracemalloc.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PartBuffer, "write", written)
+        (part,) = (p for p in receive(map(content_of, stream), [spec()]) if p is not None)
+        _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 200_000, "a chunk has a million bytes"
+    assert len(buffers) == 3
+    ((_, tensor),) = part.tensors
+    np.testing.assert_array_equal(tensor, sent)
+    assert tensor.untyped_storage().nbytes() == sent.nbytes

@@ -43,6 +43,7 @@ from torch._C._distributed_c10d import Store
 
 from trainer_client.runtime.fault_board import FaultBoard, as_timedelta
 from trainer_client.runtime.faults import GroupPoolError
+from trainer_client.runtime.host_transport import HostTransport
 
 PROTOCOL = 1  # of what replicas say to one another; raise it with any change
 NEIGHBOURHOOD = 8  # consecutive replicas whose rings are connected at the start: a host's GPUs
@@ -206,7 +207,7 @@ def make_transport(
     """A new backend of torch's among ``ranks`` that all call this. Raises RuntimeError."""
     timeout = as_timedelta(timeout_s)
     if name == "gloo":
-        return cast(Transport, dist.ProcessGroupGloo(store, rank, ranks, timeout))
+        return HostTransport(dist.ProcessGroupGloo(store, rank, ranks, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     backend = dist.ProcessGroupNCCL(store, rank, ranks, options)

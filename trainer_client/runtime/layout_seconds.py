@@ -89,7 +89,7 @@ class LayoutSeconds:
         if isinstance(schedule, PipelineSchedule):
             encoding = [
                 [self.encoding_s(microbatch, name) for name in modalities]
-                for microbatch in shard.microbatches
+                for microbatch in shard.planned
             ]
             both = np.array(encoding, np.float64).reshape(len(encoding), -1, 2).sum(axis=1)
             forward[:, 0] += both[:, 0]
@@ -99,14 +99,14 @@ class LayoutSeconds:
         for stage, action in schedule.walk():
             if isinstance(action, EncoderAction):
                 name = modalities[action.encoder]
-                whole = self.encoding_s(shard.microbatches[action.microbatch], name)
+                whole = self.encoding_s(shard.planned[action.microbatch], name)
                 part = (action.end - action.first) / schedule.encoder_layers[action.encoder]
                 encoder_s[stage, action] = whole[int(action.kind == RETURN)] * part
         return simulate(schedule, forward, backward, encoder_s)
 
     def decoding_s(self, shard: Shard) -> tuple[Floats, Floats]:
         """Forward and backward of the decoder's part of each chunk: float64[microbatch, chunk]."""
-        of_pack = np.array([microbatch.predicted_s for microbatch in shard.microbatches])
+        of_pack = np.array([microbatch.predicted_s for microbatch in shard.planned])
         both = of_pack[:, None] * np.array(self.shares)
         return both * FORWARD_SHARE, both * (1.0 - FORWARD_SHARE)
 

@@ -83,7 +83,7 @@ class LossTokens:
 def own_loss_tokens(shard: Shard, *, labelled: bool = True) -> LossTokens:
     """The loss tokens of this replica's labels, or none on a rank without (`labelled`). Samples
     that were masked while decoding do not count."""
-    counts = [mb.loss_tokens() for mb in shard.microbatches] if labelled else []
+    counts = [mb.loss_tokens() for mb in shard.planned] if labelled else []
     return LossTokens(
         count=sum(count for count, _ in counts), weight=sum(weight for _, weight in counts)
     )

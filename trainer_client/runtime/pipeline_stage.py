@@ -85,20 +85,20 @@ class PipelineStage:
         loss_tokens: LossTokens,
         encoders: LayeredEncoders | None,
     ) -> None:
-        self._microbatches = shard.microbatches
+        self._microbatches = tuple(shard.microbatches)  # several are under way at a time
         self._mesh = mesh
         self._encoding: EncoderRuns | None = None
         self._order: Sequence[AnyAction] = schedule.actions[mesh.stage]
         if isinstance(schedule, BubbleSchedule):
             assert encoders is not None  # it was checked
-            self._encoding = EncoderRuns(encoders, shard.microbatches, mesh, schedule)
+            self._encoding = EncoderRuns(encoders, self._microbatches, mesh, schedule)
             schedule = schedule.backbone
         self._schedule = schedule
         self._actions = schedule.actions[mesh.stage]
         self._reductions = reductions
         self._loss_tokens = loss_tokens
         self._chunks = chunks
-        rows = [microbatch.local_tokens for microbatch in shard.microbatches]
+        rows = [microbatch.local_tokens for microbatch in shard.planned]
         like = empty_message(hidden.width, hidden.dtype, hidden.device)
         self._links = StageLinks(mesh, schedule, rows, like)
         self._like = like
@@ -241,6 +241,7 @@ def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: G
             microbatch.cu_seqlens,
             group=groups.get(microbatch.cp_group),
             lengths=microbatch.lengths,
+            layouts=microbatch.layouts,
         )
         given: Tensor = chunk(microbatch, hidden, attention)
         return given

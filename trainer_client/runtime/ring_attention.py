@@ -5,12 +5,13 @@ this file                     ring_operator.py                 ring_passes.py
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from trainer_client.runtime.block_attention import Kernel
 from trainer_client.runtime.peers import PeerGroup
+from trainer_client.runtime.ring_layout import RingLayout
 from trainer_client.runtime.ring_operator import BoundPack, bind, packed_attention
 
 
@@ -26,6 +27,8 @@ class PackedAttention:
     group: the pack's CP group, or None for a pack that one replica holds alone.
     lengths: S true lengths, tokens. Full attention needs them where sequences are padded;
         for causal attention they only save work. Rows of padding get zeros.
+    layouts: by ``causal``, what would otherwise be worked out from these in the first layer: a
+        microbatch's own, on the device that computes.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class PackedAttention:
         *,
         group: PeerGroup | None = None,
         lengths: Tensor | Sequence[int] | None = None,
+        layouts: Mapping[bool, RingLayout] | None = None,
     ) -> None:
         self._pack = BoundPack(
             _on_host(cu_seqlens),
             None if lengths is None else _on_host(lengths),
             group or PeerGroup((0,), index=0),
+            layouts or {},
         )
         self._handle = bind(self._pack)
 

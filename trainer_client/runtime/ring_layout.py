@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from trainer_client.runtime.faults import LayoutError
+from trainer_client.shard import Microbatch
+from trainer_client.staging import copied_once
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,6 +125,7 @@ def build_ring_layout(
     cu_seqlens: S+1 offsets of the whole padded pack, tokens.
     lengths: S true lengths, tokens; None means nothing is padding.
     window, spans: as in ``Block``, spans of all rows. A window that holds every sequence is none.
+    device: where its tensors go, by one copy; None leaves them on the host.
 
     Raises
     ------
@@ -146,15 +149,16 @@ def build_ring_layout(
     rows = int(offsets[-1]) // degree
     if window is not None or spans is not None:
         _check_mask(window, spans, rows=rows, degree=degree, causal=causal, longest=longest)
-    cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree, device=device)
+    cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree)
     blocks = tuple(
         cut.block(cp_rank, (cp_rank - step) % degree, causal=causal) for step in range(degree)
     )
     if blocks[0] is not None and (window is not None or spans is not None):
         alone = blocks[0]
-        seen = None if spans is None else alone.queries.take(spans.to(device))
+        seen = None if spans is None else alone.queries.take(spans)
         blocks = (replace(alone, window=window, spans=seen),)
-    return RingLayout(rows=rows, degree=degree, blocks=blocks)
+    layout = RingLayout(rows=rows, degree=degree, blocks=blocks)
+    return layout if device is None else copied_once(layout, device)
 
 
 def _check_mask(
@@ -182,6 +186,21 @@ def _check_mask(
         raise LayoutError(f"spans {tuple(spans.shape)} must be one number for each of {rows} rows")
 
 
+def causal_layouts(microbatch: Microbatch) -> dict[bool, RingLayout]:
+    """What ``PackedAttention`` would work out for a microbatch in the first layer of a decoder, by
+    ``causal``; nothing where it is idle."""
+    if microbatch.idle:
+        return {}
+    layout = build_ring_layout(
+        microbatch.cu_seqlens.tolist(),
+        degree=len(microbatch.cp_group),
+        cp_rank=microbatch.cp_rank,
+        causal=True,
+        lengths=microbatch.lengths.tolist(),
+    )
+    return {True: layout}
+
+
 def _checked_lengths(offsets: Ints, degree: int) -> Ints:
     padded = np.diff(offsets)
     if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or np.any(padded < 0):
@@ -206,7 +225,6 @@ class _Cut:
     padded: Ints
     true: Ints
     degree: int
-    device: torch.device | None
 
     def block(self, mine: int, theirs: int, *, causal: bool) -> Block | None:
         query_slots: tuple[int, ...] = (0, 1)
@@ -250,9 +268,9 @@ class _Cut:
         else:
             # row r of range g is starts[g] + (r - rows before g)
             shift = np.repeat(starts - (ends - counts), counts)
-            index = torch.from_numpy(np.arange(rows) + shift).to(self.device)
+            index = torch.from_numpy(np.arange(rows) + shift)
         return Rows(
             index=index,
             bounds=tuple(bounds.tolist()),
-            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(self.device),
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         )

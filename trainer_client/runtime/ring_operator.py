@@ -19,7 +19,7 @@ another from layer to layer, on all members alike.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,15 +38,21 @@ LayoutKey = tuple[bool, int | None, int | None, torch.device]
 
 
 class BoundPack:
-    """A pack and its group, with the layouts that its layers have asked for.
+    """A pack and its group, with the layouts that its layers have asked for. ``prepared`` has those
+    that came with the microbatch, by ``causal``.
 
     ``calls``: forward passes of attention over it, counted as they run, compiled or not.
     """
 
     def __init__(
-        self, cu_seqlens: Sequence[int], lengths: Sequence[int] | None, group: PeerGroup
+        self,
+        cu_seqlens: Sequence[int],
+        lengths: Sequence[int] | None,
+        group: PeerGroup,
+        prepared: Mapping[bool, RingLayout],
     ) -> None:
         self.group = group
+        self._prepared = prepared
         self.calls = 0
         self._cu_seqlens = cu_seqlens
         self._lengths = lengths
@@ -57,6 +63,8 @@ class BoundPack:
         self, causal: bool, window: int | None, spans: Tensor | None, device: torch.device
     ) -> RingLayout:
         """The blocks of this member. Raises LayoutError."""
+        if window is None and spans is None and causal in self._prepared:
+            return self._prepared[causal]
         key = causal, window, None if spans is None else spans.data_ptr(), device
         if key not in self._layouts:
             made = build_ring_layout(

@@ -228,6 +228,7 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
         microbatch.cu_seqlens,
         group=groups.get(microbatch.cp_group),
         lengths=microbatch.lengths,
+        layouts=microbatch.layouts,
     )
     return model.decode(microbatch, features, attention)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch.utils.data import IterableDataset
 
-from trainer_client.device import DeviceCopier, Sent, resolve_device
+from trainer_client.device import DeviceCopier, resolve_device
 from trainer_client.errors import BadArgument, MisuseError, RankOutOfRange
 from trainer_client.parts import EVERYTHING, WantedParts
 from trainer_client.position import Position, Progress, from_state, to_state
@@ -63,24 +63,20 @@ class SyntheticDataset(IterableDataset[Shard]):
         self._device = None if device is None else torch.device(device)
         self._prefetch_steps = prefetch_steps
         self._progress = Progress(Position(step=0, cursor=""), job=job.name)
-        self._prefetcher: Prefetcher[Sent] | None = None
-        self._copier: DeviceCopier | None = None
+        self._prefetcher: Prefetcher[Shard] | None = None
 
     def __iter__(self) -> Iterator[Shard]:
         """Draw and yield shards until the steps end."""
         if self._prefetcher is not None:
             raise MisuseError("this dataset is iterated already. Finish the first loop.")
         self._progress.begin()
-        copier = self._copier = DeviceCopier(resolve_device(self._device))
-        prefetcher = self._prefetcher = self._start(copier)
+        prefetcher = self._prefetcher = self._start(DeviceCopier(resolve_device(self._device)))
         try:
             while True:
                 began_s = time.monotonic()
-                sent = prefetcher.next(WAIT_S)
-                if sent is None:
+                shard = prefetcher.next(WAIT_S)
+                if shard is None:
                     return
-                shard = copier.arrive(sent)
-                del sent
                 self._progress.hand(Position(step=shard.step + 1, cursor=shard.cursor_after))
                 wait_s = time.monotonic() - began_s
                 yield replace(shard, wait_s=wait_s, progress=self._progress)
@@ -95,8 +91,7 @@ class SyntheticDataset(IterableDataset[Shard]):
         where it is not drawn yet."""
         if self._prefetcher is None:
             raise MisuseError("peek was called while the dataset is not iterated.")
-        sent = self._prefetcher.peek(WAIT_S) if wait else self._prefetcher.ready()
-        return None if sent is None else sent.shard
+        return self._prefetcher.peek(WAIT_S) if wait else self._prefetcher.ready()
 
     def commit(
         self,
@@ -153,10 +148,10 @@ class SyntheticDataset(IterableDataset[Shard]):
         """Close."""
         self.close()
 
-    def _start(self, copier: DeviceCopier) -> Prefetcher[Sent]:
+    def _start(self, copier: DeviceCopier) -> Prefetcher[Shard]:
         steps = iter(range(self._progress.start.step, self._job.steps))
 
-        def load() -> Sent | None:
+        def load() -> Shard | None:
             number = next(steps, None)
             if number is None:
                 return None
