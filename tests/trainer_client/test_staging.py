@@ -8,8 +8,9 @@ import torch
 
 from tests.trainer_client.copies import CountedCopies, Loopback
 from trainer_client.device import DeviceCopier, PlainQueue, StreamQueue
-from trainer_client.runtime import PackedAttention
+from trainer_client.runtime.block_attention import choose_kernel
 from trainer_client.runtime.ring_layout import RingLayout, build_ring_layout, causal_layouts
+from trainer_client.runtime.ring_passes import pass_backward, pass_forward
 from trainer_client.staging import BufferCopies, bundled, copied_once, with_tensors
 from trainer_client.synthetic import SyntheticJob, SyntheticMedia, synthetic_shards
 
@@ -86,15 +87,20 @@ def test_what_stays_on_the_host_is_not_copied():
 
 
 def attend(microbatch, device, group):
-    """One layer's attention, forward and backward."""
-    attention = PackedAttention(
-        microbatch.cu_seqlens, group=group, lengths=microbatch.lengths, layouts=microbatch.layouts
+    """One layer's attention, forward and backward, as the operator computes it on a device: one
+    without storage would see the operator's shapes alone."""
+    layout = microbatch.layouts.get(True) or build_ring_layout(
+        microbatch.cu_seqlens.tolist(),
+        degree=group.size,
+        cp_rank=group.index,
+        causal=True,
+        lengths=microbatch.lengths.tolist(),
+        device=device,
     )
-    q, k, v = (
-        torch.randn(microbatch.local_tokens, heads, 8, device=device, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    attention(q, k, v).sum().backward()
+    q, k, v = (torch.randn(microbatch.local_tokens, heads, 8, device=device) for heads in (4, 2, 2))
+    how = {"layout": layout, "group": group, "kernel": choose_kernel(q, v), "scale": 0.3}
+    out, lse = pass_forward(q, k, v, **how)
+    pass_backward(torch.ones_like(out), q, k, v, out, lse, **how)
 
 
 def test_a_microbatch_costs_one_copy_and_the_host_waits_for_nothing():
