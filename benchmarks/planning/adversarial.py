@@ -17,6 +17,7 @@ from benchmarks.harness import Row, Scale, side_by_side, written
 from dataservice.core.cost import ContextCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.topology import Topology
@@ -53,6 +54,14 @@ _ROUNDING = 1e-6
 Lengths = NDArray[np.int64]
 
 
+_MIXES = (
+    (workloads.vlm_sft, 512, 64),
+    (workloads.video, 512, 64),
+    (workloads.vlm_sft, 153_600, 2560),
+    (workloads.video, 153_600, 2560),
+)
+
+
 def text_only(tokens: Lengths, *, name: str = "text") -> workloads.Workload:
     """Samples of these lengths without any encoder item."""
     nothing = np.zeros_like(tokens)
@@ -77,49 +86,79 @@ def _bimodal(samples: int) -> Lengths:
     return np.where(long, 2 * MEMORY, 100).astype(np.int64)
 
 
-# Replicas, and what draws the step's samples: a large one only where it is measured.
-HARD: dict[str, tuple[int, Callable[[], workloads.Workload]]] = {
-    "512 a token over the memory": (64, lambda: text_only(np.full(512, MEMORY + 1))),
-    "1,024 a token over the memory": (64, lambda: text_only(np.full(1024, MEMORY + 1))),
-    "2,048 a token over the memory": (64, lambda: text_only(np.full(2048, MEMORY + 1))),
-    "4,096 a token over half of the memory": (
-        64,
-        lambda: text_only(np.full(4096, MEMORY // 2 + 1)),
+@dataclass(frozen=True, slots=True)
+class Hard:
+    """A hard step: how many replicas, what draws its samples (a large one only where it is
+    measured), and whether items attend both ways, or memory is counted in bytes of encoders too."""
+
+    replicas: int
+    draw: Callable[[], workloads.Workload]
+    both_ways: bool = False
+    in_bytes: bool = False
+
+    def options(self, cost: ContextCost) -> PlanOptions:
+        """How it is planned; a replica's bytes hold MEMORY tokens, or four times the patches."""
+        memory = MemoryModel(
+            budget_bytes=4 * MEMORY, llm_token_bytes=4, vision_token_bytes=1, audio_token_bytes=1
+        )
+        return PlanOptions(
+            memory_tokens=MEMORY,
+            cost=CostModel(llm=cost),
+            memory=memory if self.in_bytes else None,
+            full_attention="items" if self.both_ways else "none",
+        )
+
+
+HARD = {
+    "512 a token over the memory": Hard(64, lambda: text_only(np.full(512, MEMORY + 1))),
+    "1,024 a token over the memory": Hard(64, lambda: text_only(np.full(1024, MEMORY + 1))),
+    "2,048 a token over the memory": Hard(64, lambda: text_only(np.full(2048, MEMORY + 1))),
+    "4,096 a token over half of the memory": Hard(
+        64, lambda: text_only(np.full(4096, MEMORY // 2 + 1))
     ),
-    "153,600 of 4,097 to 8,191 tokens": (2560, lambda: text_only(_between(0.5, 1.0, 153_600))),
-    "512 of 2 to 6 times the memory": (64, lambda: text_only(_between(2.0, 6.0, 512))),
-    "2,048 of 2 to 6 times the memory": (64, lambda: text_only(_between(2.0, 6.0, 2048))),
-    "20,000 of 2 to 6 times the memory": (2560, lambda: text_only(_between(2.0, 6.0, 20_000))),
-    "one of 60 times the memory among 4,000 of 3 tokens": (
-        64,
-        lambda: text_only(_giant(60 * MEMORY, 4000)),
+    "153,600 of 4,097 to 8,191 tokens": Hard(2560, lambda: text_only(_between(0.5, 1.0, 153_600))),
+    "512 of 2 to 6 times the memory": Hard(64, lambda: text_only(_between(2.0, 6.0, 512))),
+    "2,048 of 2 to 6 times the memory": Hard(64, lambda: text_only(_between(2.0, 6.0, 2048))),
+    "20,000 of 2 to 6 times the memory": Hard(2560, lambda: text_only(_between(2.0, 6.0, 20_000))),
+    "one of 60 times the memory among 4,000 of 3 tokens": Hard(
+        64, lambda: text_only(_giant(60 * MEMORY, 4000))
     ),
-    "one of 2,000 times the memory among 153,599 of 3 tokens": (
-        2560,
-        lambda: text_only(_giant(2000 * MEMORY, 153_599)),
+    "one of 2,000 times the memory among 153,599 of 3 tokens": Hard(
+        2560, lambda: text_only(_giant(2000 * MEMORY, 153_599))
     ),
-    "8,192 of 1,000 tokens": (64, lambda: text_only(np.full(8192, 1000))),
-    "153,600 of 1,000 tokens": (2560, lambda: text_only(np.full(153_600, 1000))),
-    "2,048 bimodal": (64, lambda: text_only(_bimodal(2048))),
-    "50,000 bimodal": (2560, lambda: text_only(_bimodal(50_000))),
-    "512 vlm-sft with documents, a prime number of replicas": (
-        61,
-        lambda: workloads.vlm_long(512),
+    "8,192 of 1,000 tokens": Hard(64, lambda: text_only(np.full(8192, 1000))),
+    "153,600 of 1,000 tokens": Hard(2560, lambda: text_only(np.full(153_600, 1000))),
+    "2,048 bimodal": Hard(64, lambda: text_only(_bimodal(2048))),
+    "50,000 bimodal": Hard(2560, lambda: text_only(_bimodal(50_000))),
+    "512 vlm-sft with documents, a prime number of replicas": Hard(
+        61, lambda: workloads.vlm_long(512)
     ),
-    "153,600 vlm-sft, a prime number of replicas": (2557, lambda: workloads.vlm_sft(153_600)),
-    "10 of half to 8 times the memory": (2560, lambda: text_only(_between(0.5, 8.0, 10))),
-    "10 of 3 tokens": (2560, lambda: text_only(np.full(10, 3))),
-    "153,600 video": (2560, lambda: workloads.video(153_600)),
+    "153,600 vlm-sft, a prime number of replicas": Hard(2557, lambda: workloads.vlm_sft(153_600)),
+    "10 of half to 8 times the memory": Hard(2560, lambda: text_only(_between(0.5, 8.0, 10))),
+    "10 of 3 tokens": Hard(2560, lambda: text_only(np.full(10, 3))),
+    "153,600 video": Hard(2560, lambda: workloads.video(153_600)),
+    **{
+        f"{count:,} {mix.__name__}, items attend both ways": Hard(
+            replicas, partial(mix, count), both_ways=True
+        )
+        for mix, count, replicas in _MIXES
+    },
+    **{
+        f"{count:,} {mix.__name__}, memory in bytes": Hard(
+            replicas, partial(mix, count), in_bytes=True
+        )
+        for mix, count, replicas in _MIXES
+    },
 }
 
 
 def hard_lengths(scale: Scale) -> list[Row]:
     """Planning seconds over what is allowed: each of the set at its worst cost, and the worst."""
     rows = []
-    for name, (replicas, draw) in HARD.items():
-        workload = draw()
+    for name, hard in HARD.items():
+        workload = hard.draw()
         if len(workload) <= scale.packing_samples:
-            rows.append(_time_row(f"{name}, {replicas:,} replicas", replicas, workload, scale))
+            rows.append(_time_row(f"{name}, {hard.replicas:,} replicas", hard, workload, scale))
     worst = max(rows, key=lambda row: row.figure)
     summary = Row(
         group="hard",
@@ -134,14 +173,13 @@ def hard_lengths(scale: Scale) -> list[Row]:
     return [summary, *rows]
 
 
-def _time_row(name: str, replicas: int, workload: workloads.Workload, scale: Scale) -> Row:
+def _time_row(name: str, hard: Hard, workload: workloads.Workload, scale: Scale) -> Row:
     step = workloads.step_samples(workload)
-    topology = Topology(world_size=replicas, replicas_per_node=8)
+    topology = Topology(world_size=hard.replicas, replicas_per_node=8)
     found: dict[str, float] = {}
     said = []
     for model, cost in COSTS.items():
-        options = PlanOptions(memory_tokens=MEMORY, cost=CostModel(llm=cost))
-        planned = partial(compose_step, step, step=0, topology=topology, options=options)
+        planned = partial(compose_step, step, step=0, topology=topology, options=hard.options(cost))
         plan = planned()
         took_s = side_by_side({"plan": planned}, repeats=min(3, scale.repeats))["plan"].processor_s
         allowed_s = max(LEAST_S, SHARE * plan.predicted_s)

@@ -58,9 +58,10 @@ from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
 
-# A plan this close to the bound of the whole step is not compared with others: of few samples, and
-# of many, where a comparison costs as much as the plan and short samples fill every gap.
-NEAR = (1.001, 1.03)
+# A plan this close to the bound of the whole step is not compared with others; of so many samples
+# that the baselines would take longer than the plan may (60 ms for 153,600), one within `_FAIR`.
+NEAR, _FAIR = 1.001, 1.03
+_COMPARED_SAMPLES = 32_768
 # Fewer waves are tried where one costs more than this share of β₁ beside its groups; of many
 # samples memory decides how many there are.
 MANY_WAVES = 0.25
@@ -129,8 +130,9 @@ def compose_step(
         found = replace(found, lower_bound_s=bound_in_bytes(lengths, topology, whole))
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
+    near = NEAR if len(lengths) <= _COMPARED_SAMPLES else _FAIR
     for rival in _rivals(lengths, units, topology, options, whole):
-        if best.time.total_s <= bound_s * NEAR[len(lengths) > FEW_SAMPLES]:
+        if best.time.total_s <= bound_s * near:
             break
         if bound.given(_least_waves_s(lengths, topology, rival)) >= best.time.total_s:
             continue
@@ -307,7 +309,8 @@ def _rivals(
             yield _Rival(options=(options,), wave_s=wave_s)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
-        yield _Rival(options=(whole,))
+        if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
+            yield _Rival(options=(whole,))
         for part in ROOMIER:
             tokens = max(least, int(options.memory_tokens * part))
             yield _Rival(options=(replace(options, memory_tokens=tokens),))

@@ -94,9 +94,8 @@ class _Items(NamedTuple):
 def _items(
     lengths: LengthTable, modality: Modality, cost: CostModel, units: NDArray[np.int32] | None
 ) -> _Items | None:
-    mine: NDArray[np.bool_] | slice = lengths.item_modality == modality
-    if mine.all():
-        mine = slice(None)
+    is_mine = lengths.item_modality == modality
+    mine = slice(None) if is_mine.all() else is_mine
     tokens = lengths.item_encoder_tokens[mine]
     if tokens.size == 0:
         return None

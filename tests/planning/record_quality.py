@@ -132,6 +132,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
         workloads.vlm_long(8192), replicas=256, memory_tokens=32_768
     ),
     "video, 256 replicas": lambda: step(workloads.video(20_000), replicas=256),
+    "video, items attend both ways": lambda: step(
+        workloads.video(20_000), replicas=256, full_attention="items"
+    ),
     # few samples: one wave, and all waves
     "one wave, wiki": lambda: one_wave(wiki(256).llm_tokens, memory_tokens=65_536),
     "one wave, video": lambda: one_wave(workloads.video(256).llm_tokens, memory_tokens=65_536),

@@ -1,5 +1,7 @@
 """Waves of many samples: nothing lost, memory and ranks kept, close to the bound."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -215,3 +217,33 @@ def test_a_sample_that_nothing_holds_is_named():
 
 def test_no_samples_make_no_waves():
     assert find_many_waves([], ranks=2, memory_tokens=10, cost=COST).waves == ()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_that_attend_both_ways_are_timed_as_they_are(seed):
+    tokens = mixture(1500, seed, 0.02)
+    share = np.random.default_rng(seed).random(1500)
+    both_ways = {"full_attention": share, "ranks": 48, "memory_tokens": 16_384, "cost": COST}
+    made = find_many_waves(tokens, ranks_per_node=8, **both_ways)
+    assert sorted(np.concatenate([w.samples for w in made.waves])) == list(range(1500))
+    for wave in made.waves:
+        assert wave.lower_bound_s <= wave.makespan_s * (1 + 1e-9)
+        for group in wave.groups:
+            crosses = min(group.ranks) // 8 != max(group.ranks) // 8
+            of_group = tokens[group.samples], group.degree, share[group.samples]
+            assert group.time_s == pytest.approx(COST.time_s(*of_group, crosses_node=crosses))
+    joint = plan_context_waves(tokens, ranks_per_node=8, **both_ways)
+    assert made.lower_bound_s == pytest.approx(joint.lower_bound_s)
+    assert (
+        made.lower_bound_s <= made.makespan_s <= 1.08 * joint.makespan_s
+    )  # shares differ as they never do
+
+
+def test_an_even_share_of_attention_both_ways_is_dearer_attention():
+    tokens = mixture(1500, 0, 0.02)
+    where = {"ranks": 48, "memory_tokens": 16_384, "ranks_per_node": 8}
+    dearer = replace(COST, attention_s_per_token2=1.5 * COST.attention_s_per_token2)
+    made = find_many_waves(tokens, cost=COST, full_attention=np.full(1500, 0.5), **where)
+    assert made.makespan_s == pytest.approx(
+        find_many_waves(tokens, cost=dearer, **where).makespan_s
+    )

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.kernels.sort import argsort_descending, argsort_falling, radix_argsort
 from dataservice.planning.loads.problem import certify
 
 
@@ -16,6 +16,21 @@ from dataservice.planning.loads.problem import certify
 def test_the_radix_sort_is_stable_and_falling(values):
     costs = np.array(values, dtype=np.float64)
     np.testing.assert_array_equal(argsort_descending(costs), np.argsort(-costs, kind="stable"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1)), max_size=300),
+    dtype=st.sampled_from([np.int32, np.int64]),
+    shift=st.sampled_from([0, 9, 31]),
+)
+def test_whole_numbers_are_sorted_stably_however_many_bits_differ(sizes, dtype, shift):
+    values = np.array(sizes, dtype=dtype)
+    falling = np.argsort(-values.astype(np.int64), kind="stable")
+    np.testing.assert_array_equal(argsort_falling(values), falling)
+    np.testing.assert_array_equal(argsort_falling(values[falling]), np.arange(values.size))
+    keys = values.astype(np.uint64) << np.uint64(shift)
+    np.testing.assert_array_equal(radix_argsort(keys), np.argsort(keys, kind="stable"))
 
 
 def test_crowded_ranks_raise_the_certificate():

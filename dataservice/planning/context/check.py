@@ -1,13 +1,14 @@
 """Context plans as they leave: sound in structure, and timed where their groups really are."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.plan import ContextPlan
-from dataservice.planning.context.seconds import group_seconds
+from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
 from dataservice.planning.context.units import Setting
 from dataservice.planning.invariants import Groups, check_groups, require
 from dataservice.planning.kernels.compile import kernel
@@ -46,15 +47,17 @@ def check_waves(
         replicas=setting.ranks,
         memory_tokens=setting.memory_tokens,
     )
-    wrong = _first_mistimed(
-        groups,
-        joined([wave.padded_tokens for wave in waves], np.int64),
-        joined([wave.time_s for wave in waves], np.float64),
-        tokens,
-        np.ones(tokens.size) if weights is None else weights,
-        setting,
+    padded_tokens, seconds, _ = _times_on_ranks(
+        groups, tokens, np.ones(tokens.size) if weights is None else weights, setting
     )
-    require(wrong < 0, f"group {wrong} has other tokens or seconds than its samples on its ranks")
+    same = padded_tokens == joined([wave.padded_tokens for wave in waves], np.int64)
+    time_s = joined([wave.time_s for wave in waves], np.float64)
+    same &= np.abs(seconds - time_s) <= _ROUNDING * seconds  # False where one is no number
+    require(
+        bool(same.all()),
+        f"group {int(same.argmin()) if same.size else 0} has other tokens or seconds than its "
+        "samples on its ranks",
+    )
 
 
 def _check_sizes(wave: ContextPlan) -> None:
@@ -81,18 +84,29 @@ def _offsets(each: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate(joined)
 
 
-@kernel
-def _first_mistimed(
-    groups: Groups,
-    padded_tokens: NDArray[np.int64],
-    time_s: NDArray[np.float64],
+def retimed(
+    wave: ContextPlan,
     tokens: NDArray[np.int64],
     weights: NDArray[np.float64],
     setting: Setting,
-) -> int:
-    """The first group whose padded tokens or seconds, crossing counted, are not its own; or −1."""
+) -> ContextPlan:
+    """The wave with the seconds of its groups on their ranks; arguments as in `check_waves`."""
+    groups = Groups(wave.samples, wave.sample_offsets, wave.ranks, wave.rank_offsets)
+    _, seconds, work_s = _times_on_ranks(groups, tokens, weights, setting)
+    fluid_s = fixed_seconds(setting.coefficients) + work_s / setting.ranks
+    return replace(wave, time_s=seconds, lower_bound_s=fluid_s)
+
+
+@kernel
+def _times_on_ranks(
+    groups: Groups, tokens: NDArray[np.int64], weights: NDArray[np.float64], setting: Setting
+) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
+    """Padded tokens int64[groups] and seconds float64[groups], crossing counted, and the work of
+    all in replica-seconds, padding left out."""
     samples, sample_offsets, ranks, rank_offsets = groups
-    for group in range(time_s.size):
+    count = sample_offsets.size - 1
+    padded_tokens, seconds, work = np.empty(count, np.int64), np.empty(count), 0.0
+    for group in range(count):
         first = rank_offsets[group]
         degree = rank_offsets[group + 1] - first
         total = 0
@@ -102,13 +116,12 @@ def _first_mistimed(
             padded = padded_length(tokens[sample], degree)
             total += padded
             squares += weights[sample] * float(padded) * float(padded)
+            size = float(tokens[sample])
+            work += work_seconds(size, weights[sample] * size * size, setting.coefficients)
         crosses = False
         node = ranks[first] // setting.ranks_per_node
         for at in range(first, rank_offsets[group + 1]):
             crosses = crosses or ranks[at] // setting.ranks_per_node != node
-        seconds = group_seconds(float(total), squares, degree, crosses, setting.coefficients)
-        if total != padded_tokens[group]:
-            return group
-        if not abs(seconds - time_s[group]) <= _ROUNDING * seconds:
-            return group
-    return -1
+        padded_tokens[group] = total
+        seconds[group] = group_seconds(float(total), squares, degree, crosses, setting.coefficients)
+    return padded_tokens, seconds, work

@@ -21,14 +21,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.cost import ContextCost, sequences
 from dataservice.planning.context.bound import wave_bound, waves_bound
-from dataservice.planning.context.check import check_waves
+from dataservice.planning.context.check import check_waves, retimed
 from dataservice.planning.context.groups import ContextWaves
 from dataservice.planning.context.many_cut import cut_many_waves
 from dataservice.planning.context.many_groups import count_long, level_groups
 from dataservice.planning.context.many_target import one_level, total_seconds, two_levels
 from dataservice.planning.context.many_waves import WIDE_SHARES, Answer, deal, plan_waves
 from dataservice.planning.context.plan import ContextPlan
-from dataservice.planning.context.seconds import fixed_seconds, work_seconds
+from dataservice.planning.context.seconds import fixed_seconds, with_attention, work_seconds
 from dataservice.planning.context.units import (
     Degrees,
     Setting,
@@ -36,6 +36,7 @@ from dataservice.planning.context.units import (
     fitting_degrees,
     make_setting,
     plain_units,
+    weighted_units,
 )
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_falling
@@ -59,6 +60,7 @@ def find_many_waves(
     ranks: int,
     memory_tokens: int,
     cost: ContextCost,
+    full_attention: ArrayLike | None = None,
     ranks_per_node: int | None = None,
     degrees: Degrees = "any",
 ) -> ContextWaves:
@@ -70,9 +72,19 @@ def find_many_waves(
         ranks_per_node=ranks_per_node,
         degrees=degrees,
     )
-    lengths, _ = sequences(tokens, None)
+    lengths, weights = sequences(tokens, full_attention)
     if lengths.size == 0:
         return ContextWaves(waves=(), lower_bound_s=0.0)
+    if full_attention is None:
+        waves, bound_s = _found(lengths, setting)
+    else:
+        waves, bound_s = _found_as_causal(lengths, weights, setting)
+    check_waves(waves, lengths, weights, setting)
+    return ContextWaves(waves=waves, lower_bound_s=bound_s)
+
+
+def _found(lengths: NDArray[np.int64], setting: Setting) -> tuple[tuple[ContextPlan, ...], float]:
+    """The best waves of samples [n], each attending to what came before it, and a lower bound."""
     # int64[n]: the caller's index of each sorted sample
     order = argsort_falling(lengths)
     sizes = lengths[order]
@@ -90,9 +102,21 @@ def find_many_waves(
         found += [] if again is None else [plan_waves(order, again, setting)]
     if best is None or min(map(_sum_s, found)) > bound_s * _FAIR:
         found.append(cut_many_waves(units, least, order, setting, bound_s * _FAIR))
-    waves = min(found, key=_sum_s)
-    check_waves(waves, lengths, None, setting)
-    return ContextWaves(waves=waves, lower_bound_s=bound_s)
+    return min(found, key=_sum_s), bound_s
+
+
+def _found_as_causal(
+    lengths: NDArray[np.int64], weights: NDArray[np.float64], setting: Setting
+) -> tuple[tuple[ContextPlan, ...], float]:
+    """Waves of samples that attend both ways, too, `weights` float64[n] 1+η: found as if each did
+    by the same share, and timed as they are."""
+    squares = lengths.astype(np.float64) ** 2
+    share = float((weights * squares).sum() / squares.sum())
+    alike = setting._replace(coefficients=with_attention(share, setting.coefficients))
+    waves, _ = _found(lengths, alike)
+    units = weighted_units(lengths, weights, setting)
+    bound_s = waves_bound(units, fitting_degrees(units, setting), setting)
+    return tuple(retimed(wave, lengths, weights, setting) for wave in waves), bound_s
 
 
 def _sum_s(waves: tuple[ContextPlan, ...]) -> float:
@@ -157,15 +181,17 @@ def _answers(
     level ends far from the bound; none where memory or ranks do not allow it. `least` int64[u]."""
     target = one_level(long, least, work_s, waves, setting)
     most_fast_s = _short_seconds(sizes, setting)
+    lowered = False
     if target.slow_s > most_fast_s:
         lower = two_levels(long, least, work_s, waves, most_fast_s, setting)
-        target = lower if lower.fits else target
+        lowered = lower.fits
+        target = lower if lowered else target
     for attempt in range(_ATTEMPTS):
         far = sizes.size > _MANY and total_seconds(target, waves) > bound_s * _FAR
         likely = target.fits and not far
         answer = level_groups(sizes, target, waves, setting) if likely else None
-        if answer is None and attempt:
-            return  # the same levels once more
+        if answer is None and (attempt or lowered):
+            return  # else the same levels once more
         if answer is not None:
             yield answer
             if answer.total_s <= bound_s * _NEAR:

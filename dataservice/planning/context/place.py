@@ -110,7 +110,7 @@ def _tightest(free: NDArray[np.int64], hints: NDArray[np.int64], least: int) -> 
             node += 1
         hints[room] = node
         if node < free.size:
-            return node
+            return int(node)
     return best
 
 

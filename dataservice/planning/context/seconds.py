@@ -89,6 +89,13 @@ def attention_seconds(squares: float, coefficients: NDArray[np.float64]) -> floa
     return float(coefficients[_ATTENTION] * squares)
 
 
+def with_attention(share: float, coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients of samples that all attend `share` times as much."""
+    more = coefficients.copy()
+    more[_ATTENTION] *= share
+    return more
+
+
 @leaf
 def work_seconds(tokens: float, squares: float, coefficients: NDArray[np.float64]) -> float:
     """Rank-seconds of sequences at any degree, β₁ and rings aside; padding counts if it is in."""

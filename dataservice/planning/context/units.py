@@ -255,6 +255,14 @@ def plain_units(sizes: NDArray[np.int64], setting: Setting) -> Units:
     return Units(places[:-1], sizes, np.ones(sizes.size), places, sizes, squares, work)
 
 
+def weighted_units(
+    sizes: NDArray[np.int64], weights: NDArray[np.float64], setting: Setting
+) -> Units:
+    """One unit a sample of `sizes` int64[n] tokens, and `weights` float64[n] 1+η."""
+    places = np.arange(sizes.size + 1)
+    return _assemble(places[:-1], sizes, weights, places, setting.coefficients)
+
+
 @kernel
 def _plain_sums(
     sizes: NDArray[np.int64], coefficients: NDArray[np.float64]

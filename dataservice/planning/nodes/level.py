@@ -17,6 +17,9 @@ from dataservice.planning.loads.problem import ROUNDING
 from dataservice.planning.nodes.fill import FEW_RANKS, fill_node
 
 _FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
+# A phase that ends further above the bound tries caps between the last that it missed and its end.
+_NEAR = 8e-3
+_LOWER_CAPS = 3
 _WIDER = 1.5
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
@@ -44,7 +47,7 @@ def level_phase(
     most = np.full(nodes, np.inf)  # float64[nodes]: largest load
     came = np.empty((2, _MOVED_PER_NODE * nodes), np.int64)  # int64[item and node, moved]
     moved = 0
-    slack = _FIRST_SLACK
+    slack, missed, lower_caps = _FIRST_SLACK, 0.0, 0
     few = max(nodes // _FEW_NODES, 1)
     stuck = np.empty(nodes, np.int64)  # int64[nodes that miss the cap]
     while True:
@@ -63,7 +66,13 @@ def level_phase(
                 if missing > few:
                     break
         if missing == 0:
-            return
+            reached = most.max() / bound - 1.0
+            if reached <= _NEAR or lower_caps == _LOWER_CAPS:
+                return
+            lower_caps += 1
+            slack = 0.5 * (missed + reached)
+            continue
+        missed = max(missed, slack)
         if missing <= few:
             moved = _hand_on(
                 stuck[:missing], costs, listed, begins, cap, ranks, ranks_per_node, most, came,

@@ -121,7 +121,7 @@ def _static(step: PackedStep) -> ContextWaves:
 def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     many = _many(step, degrees)
     near = many.makespan_s <= many.lower_bound_s * WORTH_TRYING
-    if near or len(step.tokens) > FEW_SAMPLES or step.full_attention is not None:
+    if near or len(step.tokens) > FEW_SAMPLES:
         return many
     joint = _joint(step, degrees)
     better = min(joint, many, key=lambda waves: waves.makespan_s)
@@ -129,13 +129,12 @@ def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
 
 
 def _many(step: PackedStep, degrees: Degrees) -> ContextWaves:
-    if step.full_attention is not None:
-        return _joint(step, degrees)  # the quick way knows causal attention alone
     return find_many_waves(
         step.tokens,
         ranks=step.topology.replicas,
         memory_tokens=step.options.memory_tokens,
         cost=step.options.cost.llm,
+        full_attention=step.full_attention,
         ranks_per_node=step.topology.replicas_per_node,
         degrees=degrees,
     )
