@@ -8,6 +8,7 @@ from dataservice.planning.compose import StepSamples
 from dataservice.planning.layout.before_after import time_before_after
 from dataservice.planning.layout.cluster import Device, NodeGroup
 from dataservice.planning.layout.model import Decoder, Encoder, ModelDescription, Projector
+from dataservice.planning.layout.module_layout import lay_out_modules, planned_s
 from dataservice.planning.layout.search import LayoutTask, search_layout
 
 SAMPLES = 24
@@ -38,6 +39,8 @@ def warm_layouts() -> None:
         )
         task = LayoutTask(model=model, group=group, batches=(_samples(),))
         time_before_after(task, search_layout(task))
+        if memory_bytes == MEMORY_BYTES[0]:
+            planned_s(task, lay_out_modules(task.model, group, task.batches))
 
 
 def _samples() -> StepSamples:

@@ -19,6 +19,7 @@ from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.layout.before_after import time_before_after
+from dataservice.planning.layout.module_layout import lay_out_modules, planned_s
 from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.isf import pack_isf
@@ -92,6 +93,7 @@ def lay_out():
         batches = (workloads.step_samples(workloads.vlm_sft(96, 0)),)
         task = LayoutTask(model=MODEL, group=nodes(memory_bytes, count), batches=batches)
         time_before_after(task, search_layout(task))
+        planned_s(task, lay_out_modules(task.model, task.group, task.batches))
 
 
 def compiled():
