@@ -1,5 +1,6 @@
 """Encoder layers inside the bubbles of the demo's pipeline: gradients of the whole model."""
 
+import functools
 import os
 
 import numpy as np
@@ -135,12 +136,18 @@ def trained(tmp_path_factory):
     return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
 
 
+@functools.cache
+def of_the_whole_model(frozen):
+    """Its loss and gradients."""
+    whole = make_model(frozen)
+    loss = plain_loop(whole, scripted_samples())
+    return loss, {key: weight.grad for key, weight in whole.named_parameters()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_encoders_in_bubbles_leave_the_gradients_of_the_whole_model(trained, name):
     stages, replicas, frozen, _ = CASES[name]
-    whole = make_model(frozen)
-    loss = plain_loop(whole, scripted_samples())
-    expected = {key: weight.grad for key, weight in whole.named_parameters()}
+    loss, expected = of_the_whole_model(frozen)
     seen = set()
     for answer in list(trained.values())[: stages * replicas]:
         assert answer[name]["loss"] == pytest.approx(loss, rel=1e-10)
