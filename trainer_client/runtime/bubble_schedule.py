@@ -75,6 +75,10 @@ class Hop:
     microbatch: int
     layer: int
 
+    def __str__(self) -> str:
+        what = "features" if self.kind == ENCODE else "gradients"
+        return f"{what} of encoder {self.encoder}, layer {self.layer}, microbatch {self.microbatch}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BubbleSchedule:
