@@ -45,10 +45,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         dataset = ShardDataset(options.service, job=options.job, device=device, parts=mesh.parts)
         with dataset:
             for shard in dataset:
-                result = run_pipeline_step(
-                    chunks, shard, mesh, hidden,
-                    encoders=encoders, upcoming=dataset.peek(wait=False),
-                )  # fmt: skip
+                result = run_pipeline_step(chunks, shard, mesh, hidden, encoders=encoders)
                 sum_tied_gradient(chunks, mesh)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.demo.scripted_steps import (
     step_plan,
 )
 from tests.trainer_client.runtime.conftest import run_world
+from trainer_client import NotFetched
 from trainer_client.runtime import (
     BubbleSchedule,
     HiddenStates,
@@ -232,3 +234,14 @@ def test_schedules_that_do_not_fit_the_encoders_are_refused(schedule, kind, word
     encoders = None if kind is None else kind(model)
     with PipelineMesh(stages=1) as mesh, pytest.raises(LayoutError, match=words):
         run_pipeline_step([model], shard, mesh, hidden, schedule=schedule, encoders=encoders)
+
+
+def test_a_stage_that_encodes_and_did_not_fetch_its_inputs_is_told():
+    samples = scripted_samples()
+    shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
+    bare = {"input_ids": None, "vision": None, "audio": None}
+    shard = replace(shard, microbatches=tuple(replace(m, **bare) for m in shard.microbatches))
+    hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
+    model = make_model(())
+    with PipelineMesh(stages=1) as mesh, pytest.raises(NotFetched, match="input_ids"):
+        run_pipeline_step([model], shard, mesh, hidden, encoders=DemoEncoders(model))

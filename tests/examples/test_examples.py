@@ -201,7 +201,9 @@ def test_a_pipeline_by_a_layout_file_has_the_loss_curve_and_draws_its_last_step(
 ):
     encoders = "vision.0, vision.1, vision.projector, audio.0, " if place == "first" else ""
     (tmp_path / "layout.yaml").write_text(LAID_OUT.format(place=place, encoders=encoders))
-    path = job_file(corpus, tmp_path, job=place, layout=str(tmp_path / "layout.yaml"))
+    laid_out = {"layout": str(tmp_path / "layout.yaml"), "topology": {}}
+    plan = {"memory_tokens": 3456}  # two replicas hold the longest sample
+    path = job_file(corpus, tmp_path, job=place, plan=plan, **laid_out)
     service.cli("job", "submit", str(path))
     options = ("--layout", tmp_path / "layout.yaml", "--max-steps", 3)
     printed = forked(4, "examples.train_pipeline", service, *options, job=place)
