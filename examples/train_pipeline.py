@@ -6,6 +6,7 @@
 `dataservice layout` writes the file; the job has it as `layout: layout.yaml`, so that its steps are
 planned for these stages. Of the last step, each stage's actions are drawn three times: as measured,
 as they would have run in the measured seconds without any message, and as the layout predicts.
+Gradients are not clipped, for which the stages would have to add up their norms.
 """
 
 import argparse
@@ -45,10 +46,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         dataset = ShardDataset(options.service, job=options.job, device=device, parts=mesh.parts)
         with dataset:
             for shard in dataset:
-                result = run_pipeline_step(
-                    chunks, shard, mesh, hidden,
-                    encoders=encoders, upcoming=dataset.peek(wait=False),
-                )  # fmt: skip
+                result = run_pipeline_step(chunks, shard, mesh, hidden, encoders=encoders)
                 sum_tied_gradient(chunks, mesh)
                 optimizer.step()
                 optimizer.zero_grad()

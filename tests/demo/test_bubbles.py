@@ -1,6 +1,8 @@
 """Encoder layers inside the bubbles of the demo's pipeline: gradients of the whole model."""
 
+import functools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tests.demo.scripted_steps import (
     step_plan,
 )
 from tests.trainer_client.runtime.conftest import run_world
+from trainer_client import NotFetched
 from trainer_client.runtime import (
     BubbleSchedule,
     HiddenStates,
@@ -135,12 +138,18 @@ def trained(tmp_path_factory):
     return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
 
 
+@functools.cache
+def of_the_whole_model(frozen):
+    """Its loss and gradients."""
+    whole = make_model(frozen)
+    loss = plain_loop(whole, scripted_samples())
+    return loss, {key: weight.grad for key, weight in whole.named_parameters()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_encoders_in_bubbles_leave_the_gradients_of_the_whole_model(trained, name):
     stages, replicas, frozen, _ = CASES[name]
-    whole = make_model(frozen)
-    loss = plain_loop(whole, scripted_samples())
-    expected = {key: weight.grad for key, weight in whole.named_parameters()}
+    loss, expected = of_the_whole_model(frozen)
     seen = set()
     for answer in list(trained.values())[: stages * replicas]:
         assert answer[name]["loss"] == pytest.approx(loss, rel=1e-10)
@@ -191,19 +200,48 @@ def test_measured_planned_and_simulated_steps_have_the_same_actions_and_are_draw
     assert {"E", "G", "0", "a"} <= set("".join(line[9:] for line in drawn[:2]))
 
 
-def test_schedules_of_other_encoders_are_refused():
+class Misshapen(DemoEncoders):
+    def shape_of(self, modality, batch, layer):
+        rows, width = super().shape_of(modality, batch, layer)
+        return rows + 1, width
+
+
+def spread(layers, trains):
+    return spread_encoders(one_forward_one_backward(1, 1, MICROBATCHES), layers, trains=trains)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "words"),
+    [
+        (
+            spread([2, 2], [True, False]), DemoEncoders,
+            r"of \(2, 2\) layers, and these \(vision, audio\) have \(2, 1\)",
+        ),
+        (
+            spread([2, 1], [True, True]), DemoEncoders,
+            "has a backward of the audio encoder, which is frozen",
+        ),
+        (spread([2, 1], [True, False]), None, "a BubbleSchedule goes with `encoders`"),
+        (one_forward_one_backward(1, 1, MICROBATCHES), DemoEncoders, "goes with `encoders`"),
+        (spread([2, 1], [True, False]), Misshapen, "layer 0 of the vision encoder gave"),
+    ],
+)  # fmt: skip
+def test_schedules_that_do_not_fit_the_encoders_are_refused(schedule, kind, words):
     model = make_model(("audio",))
-    backbone = one_forward_one_backward(1, 1, MICROBATCHES)
     samples = scripted_samples()
     shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
     hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
-    for layers, trains, words in (
-        ([2, 2], [True, False], r"of \(2, 2\) layers, and these \(vision, audio\) have \(2, 1\)"),
-        ([2, 1], [True, True], "has a backward of the audio encoder, which is frozen"),
-    ):
-        with PipelineMesh(stages=1) as mesh, pytest.raises(LayoutError, match=words):
-            run_pipeline_step(
-                [DemoModel(CONFIG)], shard, mesh, hidden,
-                schedule=spread_encoders(backbone, layers, trains=trains),
-                encoders=DemoEncoders(model),
-            )  # fmt: skip
+    encoders = None if kind is None else kind(model)
+    with PipelineMesh(stages=1) as mesh, pytest.raises(LayoutError, match=words):
+        run_pipeline_step([model], shard, mesh, hidden, schedule=schedule, encoders=encoders)
+
+
+def test_a_stage_that_encodes_and_did_not_fetch_its_inputs_is_told():
+    samples = scripted_samples()
+    shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
+    bare = {"input_ids": None, "vision": None, "audio": None}
+    shard = replace(shard, microbatches=tuple(replace(m, **bare) for m in shard.microbatches))
+    hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
+    model = make_model(())
+    with PipelineMesh(stages=1) as mesh, pytest.raises(NotFetched, match="input_ids"):
+        run_pipeline_step([model], shard, mesh, hidden, encoders=DemoEncoders(model))

@@ -94,12 +94,18 @@ def trained(tmp_path_factory):
     return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """Loss and gradients of the model that nobody cut."""
+    model = make_model()
+    loss = plain_loop(model, scripted_samples())
+    return loss, {name: weight.grad for name, weight in model.named_parameters()}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case):
-    whole = make_model()
-    loss = plain_loop(whole, scripted_samples())
+def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, whole, case):
+    loss, expected = whole
     assert sum(case in answer for answer in trained.values()) == case[0][0] * case[0][2]
-    expected = {name: weight.grad for name, weight in whole.named_parameters()}
     seen = set()
     for answer in trained.values():
         if case not in answer:

@@ -75,6 +75,10 @@ class Hop:
     microbatch: int
     layer: int
 
+    def __str__(self) -> str:
+        what = "features" if self.kind == ENCODE else "gradients"
+        return f"{what} of encoder {self.encoder}, layer {self.layer}, microbatch {self.microbatch}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BubbleSchedule:
@@ -292,17 +296,20 @@ class BubbleSchedule:
 
 
 def spread_encoders(
-    backbone: PipelineSchedule, layers: Sequence[int], *, trains: Sequence[bool]
+    backbone: PipelineSchedule,
+    layers: Sequence[int],
+    *,
+    trains: Sequence[bool],
+    work: Sequence[float] | None = None,
 ) -> BubbleSchedule:
-    """Encoders over all stages, before the pipeline fills and after it drains: microbatch m on
-    stage m mod p.
+    """Encoders over all stages, before the pipeline fills and after it drains.
 
-    ``layers``, ``trains``: of each encoder.
+    ``layers``, ``trains``: of each encoder. ``work`` of each microbatch is shared out to the stage
+    that has least, the largest first; without it, microbatch m is encoded on stage m mod p.
     """
     before: list[list[AnyAction]] = [[] for _ in range(backbone.stages)]
     after: list[list[AnyAction]] = [[] for _ in range(backbone.stages)]
-    for microbatch in range(backbone.microbatches):
-        stage = microbatch % backbone.stages
+    for microbatch, stage in enumerate(_shared_out(backbone, work)):
         for encoder, count in enumerate(layers):
             before[stage].append(EncoderAction(ENCODE, microbatch, encoder, 0, count))
             if trains[encoder]:
@@ -313,6 +320,18 @@ def spread_encoders(
             for first, middle, last in zip(before, backbone.actions, after, strict=True)
         )
     )
+
+
+def _shared_out(backbone: PipelineSchedule, work: Sequence[float] | None) -> list[int]:
+    """The stage that encodes each microbatch."""
+    stages = [microbatch % backbone.stages for microbatch in range(backbone.microbatches)]
+    if work is None:
+        return stages
+    held = [0.0] * backbone.stages
+    for microbatch in sorted(range(len(stages)), key=lambda each: -work[each]):
+        stages[microbatch] = min(range(backbone.stages), key=held.__getitem__)
+        held[stages[microbatch]] += work[microbatch]
+    return stages
 
 
 def _layer_order(action: EncoderAction) -> tuple[bool, int]:

@@ -25,6 +25,9 @@ Failure: if a rank dies or hangs, every other rank ends with a PeerError within 
 grace period. The replicas or stages that the error names may be ranks that only waited; a note in
 it says which rank went silent first, found by following which peer each rank waited for.
 
+Encoders that run by themselves have channels of their own, by encoder and direction, made when a
+step first needs them, in one order on all stages (``encoder_runs.py``).
+
 Channels are groups of two made by their members alone, ordered (sender, receiver): with NCCL
 each has its own communicator and stream, so messages that cross cannot block one another.
 """

@@ -44,7 +44,7 @@ from trainer_client.runtime.pipeline_schedule import (
 )
 from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
 from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline
-from trainer_client.shard import Shard
+from trainer_client.shard import Microbatch, ModalityBatch, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,14 +151,26 @@ def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
 def _plain_schedule(
     shard: Shard, mesh: PipelineMesh, encoders: LayeredEncoders | None
 ) -> PipelineSchedule | BubbleSchedule:
+    """Interleaved 1F1B; encoders by themselves are spread so that stages make equally many rows."""
     backbone = one_forward_one_backward(mesh.stages, mesh.virtual_stages, len(shard.microbatches))
     if encoders is None:
         return backbone
+    modalities = encoders.modalities
     return spread_encoders(
         backbone,
-        [encoders.layers(modality) for modality in encoders.modalities],
-        trains=[encoders.encoder_trains(modality) for modality in encoders.modalities],
+        [encoders.layers(modality) for modality in modalities],
+        trains=[encoders.encoder_trains(modality) for modality in modalities],
+        work=[_encoded_rows(microbatch, modalities) for microbatch in shard.microbatches],
     )
+
+
+def _encoded_rows(microbatch: Microbatch, modalities: Sequence[str]) -> int:
+    """Feature rows that this replica makes for a microbatch. Raises NotFetched on a stage without
+    its inputs, which would count none and run another schedule than the others."""
+    if microbatch.input_ids is None:
+        return 0
+    batches: list[ModalityBatch | None] = [getattr(microbatch, name) for name in modalities]
+    return sum(len(batch.exchange.send_rows) for batch in batches if batch is not None)
 
 
 def _modules(encoders: LayeredEncoders | None) -> list[Module]:

@@ -34,6 +34,14 @@ def test_a_schedule_prints_as_one_line_a_stage_and_parses():
     assert (two.encoder_layers, two.returns(0), two.returns(1)) == ((4, 1), False, True)
 
 
+def test_stages_share_the_work_of_encoding():
+    shared = spread(work=[1.0, 5.0, 3.0])
+    assert str(shared).splitlines() == [
+        "0: EF1[0:4] F0 F1 B0 F2 B1 B2 EB1[0:4]",
+        "1: EF0[0:4] EF2[0:4] F0 B0 F1 B1 F2 B2 EB0[0:4] EB2[0:4]",
+    ]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_the_planner_writes_is_read_in_its_own_order(seed):
     rng = np.random.default_rng(seed)
