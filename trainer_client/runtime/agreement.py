@@ -7,7 +7,7 @@ of replicas compares all digests, and only where they differ does one ask who ho
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ def begin_step(shard: Shard, everyone: PeerGroup) -> LossTokens:
 
     Raises PlanMismatchError, on every replica, and PeerError. Collective over ``everyone``.
     """
-    own = own_loss_tokens(shard)
-    count, weight = _sum_if_same(shard.plan.digest, everyone, (own.count, own.weight))
-    return summed_loss_tokens(shard, count, weight)
+    sums = sum_numbers(own_numbers(shard), everyone, action=COMPARING)
+    agreed = agreed_tokens(shard, sums, ranks=everyone.size)
+    if agreed is None:
+        raise PlanMismatchError(_holders(shard.plan.digest, everyone))
+    return agreed
 
 
 def check_same_plan(digest: str, group: PeerGroup) -> None:
@@ -38,24 +40,47 @@ def check_same_plan(digest: str, group: PeerGroup) -> None:
 
     Raises PlanMismatchError, on every replica, naming the digests and who holds them.
     """
-    _sum_if_same(digest, group, ())
-
-
-def _sum_if_same(digest: str, group: PeerGroup, numbers: Sequence[float]) -> list[float]:
-    """The sums of ``numbers`` over the group, whose members all gave the same digest."""
-    own = np.frombuffer(hashlib.sha256(digest.encode()).digest(), dtype=np.uint16).astype(float)
-    ours = np.concatenate([own, own**2])  # below 2³², so sums of 2²⁰ replicas are exact
-    sums = sum_numbers([*ours.tolist(), *numbers], group, action=COMPARING)
-    if not np.array_equal(sums[: len(ours)], group.size * ours):
+    own = _fingerprint(digest)
+    if sum_numbers(own, group, action=COMPARING) != [group.size * number for number in own]:
         raise PlanMismatchError(_holders(digest, group))
-    return sums[len(ours) :]
+
+
+def own_numbers(shard: Shard, *, labelled: bool = True) -> list[float]:
+    """What this rank adds to the sum; loss tokens only where it has labels (``labelled``)."""
+    own = own_loss_tokens(shard, labelled=labelled)
+    return [own.count, own.weight, *_fingerprint(shard.plan.digest)]
+
+
+def agreed_tokens(shard: Shard, sums: Sequence[float], *, ranks: int) -> LossTokens | None:
+    """The step's loss tokens from the sums over so many ranks; None where plans differ."""
+    count, weight, *fingerprints = sums
+    if fingerprints != [ranks * number for number in _fingerprint(shard.plan.digest)]:
+        return None
+    return summed_loss_tokens(shard, count, weight)
+
+
+def holders(texts: Iterable[tuple[int, torch.Tensor]], length: int) -> dict[str, list[int]]:
+    """Digest → the replicas that hold it, from each replica's digests (uint8, end to end)."""
+    replicas_of: dict[str, list[int]] = {}
+    for replica, gathered in texts:
+        held = bytes(gathered.tolist()).decode()
+        for each in sorted({held[i : i + length] for i in range(0, len(held), length)}):
+            replicas_of.setdefault(each, []).append(replica)
+    return replicas_of
+
+
+def digest_bytes(digest: str, device: torch.device) -> torch.Tensor:
+    """The digest as uint8."""
+    return torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8).to(device)
 
 
 def _holders(digest: str, group: PeerGroup) -> dict[str, list[int]]:
-    """Digest → the replicas that hold it."""
-    own = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8).to(group.device)
-    replicas_of: dict[str, list[int]] = {}
-    gathered = torch.stack(group.gather(own, action=COMPARING)).cpu()
-    for replica, theirs in zip(group.members, gathered, strict=True):
-        replicas_of.setdefault(bytes(theirs.tolist()).decode(), []).append(replica)
-    return replicas_of
+    gathered = group.gather(digest_bytes(digest, group.device), action=COMPARING)
+    return holders(zip(group.members, gathered, strict=True), len(digest))
+
+
+def _fingerprint(digest: str) -> list[float]:
+    """16 numbers below 2¹⁶ and their squares: sums over 2²⁰ ranks are exact in float64."""
+    own = np.frombuffer(hashlib.sha256(digest.encode()).digest(), dtype=np.uint16).astype(float)
+    fingerprint: list[float] = np.concatenate([own, own**2]).tolist()
+    return fingerprint

@@ -151,22 +151,23 @@ class Communicator:
         return transport._end_coalescing()
 
     def warm_up(self) -> None:
-        """Connect what will be used. Gloo's ranks are all connected once it is made.
+        """Connect what will be used, and wait until all ranks have: none leaves before.
 
-        NCCL connects the trees and rings of its collectives in the first of them, and two ranks
-        when one first sends to the other. Rings stay inside a host where they fit, so neighbours
-        are connected here, and next to one another all round. Other pairs (of exchanges, of rings
-        across hosts) are connected when a plan first needs them, in the plan's order: connecting
-        all pairs would cost buffers for every one of them.
+        Gloo's ranks are all connected once it is made. NCCL connects the trees and rings of its
+        collectives in the first of them, and two ranks when one first sends to the other. Rings
+        stay inside a host where they fit, so neighbours are connected here, and next to one another
+        all round. Other pairs (of exchanges, of rings across hosts) are connected when a plan first
+        needs them, in the plan's order: connecting all pairs would cost buffers for every one.
         """
-        if not self.on_stream:
-            return
         here = torch.ones(1, device=self.device)
         self.live("warming up").allreduce([here], dist.ReduceOp.SUM).wait()
+        if not self.on_stream:
+            return
         rank = self.members.index(self.replica)
         for following, preceding in neighbours(rank, len(self.members)):
             arriving = torch.empty_like(here)
             self.post_group([(here, following)], [(arriving, preceding)]).wait()
+        here.cpu()  # NCCL's waits are the stream's; here the host waits as well, once
 
     def flush(self) -> None:
         """Do what was deferred, while the connections live."""

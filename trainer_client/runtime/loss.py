@@ -89,14 +89,6 @@ def own_loss_tokens(shard: Shard, *, labelled: bool = True) -> LossTokens:
     )
 
 
-def step_loss_tokens(shard: Shard, group: PeerGroup, *, labelled: bool = True) -> LossTokens:
-    """The loss tokens of a step over all replicas; see ``own_loss_tokens``. Collective over
-    `group`."""
-    own = own_loss_tokens(shard, labelled=labelled)
-    sums = sum_numbers([own.count, own.weight], group, action="counting loss tokens")
-    return summed_loss_tokens(shard, *sums)
-
-
 def summed_loss_tokens(shard: Shard, count: float, weight: float) -> LossTokens:
     """The step's loss tokens from the sums over its replicas."""
     weighed = shard.plan.weighted_loss_tokens is not None

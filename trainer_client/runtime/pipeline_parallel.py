@@ -16,6 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_client.runtime.agreement import (
+    COMPARING,
+    agreed_tokens,
+    digest_bytes,
+    holders,
+    own_numbers,
+)
 from trainer_client.runtime.bubble_schedule import (
     BubbleSchedule,
     EncoderAction,
@@ -25,10 +32,8 @@ from trainer_client.runtime.clock import phase_clock
 from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
-from trainer_client.runtime.loss import (
-    step_loss_tokens,
-    sum_gradients,
-)
+from trainer_client.runtime.host_numbers import sum_numbers
+from trainer_client.runtime.loss import LossTokens, sum_gradients
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.phases import (
     BUBBLE,
@@ -99,9 +104,8 @@ def run_pipeline_step(
     with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
         everyone = mesh.groups.everyone
         reductions = _reductions_of([*chunks, *_modules(encoders)], everyone)
-        _meet(shard, mesh)
         labelled = mesh.stage == mesh.stages - 1
-        loss_tokens = step_loss_tokens(shard, everyone, labelled=labelled)
+        loss_tokens = _meet(shard, mesh, labelled=labelled)
         stage = PipelineStage(
             chunks, shard, mesh, hidden, schedule, reductions, loss_tokens, encoders
         )
@@ -160,7 +164,7 @@ def _plain_schedule(
         backbone,
         [encoders.layers(modality) for modality in modalities],
         trains=[encoders.encoder_trains(modality) for modality in modalities],
-        work=[_encoded_rows(microbatch, modalities) for microbatch in shard.microbatches],
+        work=[_encoded_rows(microbatch, modalities) for microbatch in shard.planned],
     )
 
 
@@ -219,25 +223,23 @@ def _check_arguments(
         )
 
 
-def _meet(shard: Shard, mesh: PipelineMesh) -> None:
-    """All ranks compare plans.
+def _meet(shard: Shard, mesh: PipelineMesh, *, labelled: bool) -> LossTokens:
+    """All ranks compare plans and count loss tokens, along rows and then along columns.
 
     Raises PlanMismatchError, on every rank, where any two of them differ.
     """
-    digest = shard.plan.digest
     everyone = mesh.groups.everyone
-    own = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
-    action = "comparing plan digests"
     with mesh.naming_stages():
-        row = torch.cat(mesh.row.gather(own.to(mesh.row.device), action=action))
-    rows = everyone.gather(row.to(everyone.device), action=action)
-    replicas_of: dict[str, list[int]] = {}
-    for replica, gathered in enumerate(rows):
-        held = bytes(gathered.tolist()).decode()
-        for each in sorted({held[i : i + len(digest)] for i in range(0, len(held), len(digest))}):
-            replicas_of.setdefault(each, []).append(replica)
-    if len(replicas_of) > 1:
-        raise PlanMismatchError(replicas_of)
+        of_row = sum_numbers(own_numbers(shard, labelled=labelled), mesh.row, action=COMPARING)
+    sums = sum_numbers(of_row, everyone, action=COMPARING)
+    agreed = agreed_tokens(shard, sums, ranks=mesh.row.size * everyone.size)
+    if agreed is not None:
+        return agreed
+    digest = shard.plan.digest
+    with mesh.naming_stages():
+        row = mesh.row.gather(digest_bytes(digest, mesh.row.device), action=COMPARING)
+    rows = everyone.gather(torch.cat(row).to(everyone.device), action=COMPARING)
+    raise PlanMismatchError(holders(enumerate(rows), len(digest)))
 
 
 def _share(

@@ -54,7 +54,6 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.reads = []
-        self.uploads = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -65,10 +64,9 @@ class FakeDevice(TorchDispatchMode):
         name = name_of(operation)
         there = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor)]
         target = kwargs.get("device")
-        if name == "_to_copy" and target is not None:
-            if there and torch.device(target).type == "cpu":
+        if name == "_to_copy":
+            if there and target is not None and torch.device(target).type == "cpu":
                 self.reads.append("a copy to the host")
-            self.uploads += not there and torch.device(target) == THERE
         elif name == "copy_":
             into, source = args[:2]
             if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):

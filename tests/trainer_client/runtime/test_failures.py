@@ -141,6 +141,33 @@ def test_a_lost_replica_is_named_to_all_others(world, scenario, manner):
         assert f"replica {LOST} of group [0, 1, 2, 3] died or hung" in text
 
 
+def in_a_ring_of_some(rank, size):
+    """Two rings at a time; those whose ring came through learn of the loss in the next sum."""
+    meet(rank, size)
+    with GroupPool(timeout_s=LIMIT_S) as pool:
+        group = pool.get((0, LOST) if rank in (0, LOST) else (1, 3))
+        meet(rank, size)
+        if rank == LOST:
+            lose("dies")
+        q = torch.randn(16, 1, 4)
+        try:
+            ring_attention(q, q, q, [0, 32], group=group)
+            pool.everyone.post_sum(torch.zeros(5), action="the gradient sum").wait()
+        except PeerError as error:
+            return facts(error, rank)
+
+
+def test_a_replica_lost_in_one_ring_is_named_to_those_of_others_too(world):
+    answers = world(in_a_ring_of_some, 4)
+    assert {rank: members for rank, (_, members, *_) in answers.items()} == {
+        0: (0, LOST),
+        1: (0, 1, 2, 3),
+        3: (0, 1, 2, 3),
+    }
+    for _, _, culprits, text in answers.values():
+        assert culprits == (LOST,), text
+
+
 def a_slow_member(rank, size):
     group = group_of_all(rank, size)
     total = torch.ones(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer_client.runtime.posted_order import unmatched
+from tests.trainer_client.runtime.posted_order import Post, stuck
 from trainer_client.runtime import GroupPool, GroupPoolError, PeerGroup, TransportMismatchError
 from trainer_client.runtime.communicator import Communicator
 
@@ -275,9 +275,13 @@ def test_nccl_is_warmed_up_once_and_then_only_posts_group_calls_of_two_peers(gpu
         assert named[1] == "allreduce", "all ranks take part in a communicator's first collective"
         assert named.count("allreduce") == 1
         assert len([what for what in named if what[0] == "connect"]) == 1
-        batches[rank] = grouped(named[2:])
+        batches[rank] = grouped(named[2:])  # the warm-up's, then the ring's hop
         assert all(len({peer for _, peer in batch}) <= 2 for batch in batches[rank])
-    assert not unmatched(batches)
+    posts = {
+        rank: [Post(number, "all", rank, 11, batch) for number, batch in enumerate(each)]
+        for rank, each in batches.items()
+    }
+    assert not stuck(posts)
     connected = {(rank, peer) for rank, each in batches.items() for b in each for _, peer in b}
     ring = {(rank, (rank + 1) % 11) for rank in range(11)}
     host = {(a, b) for a in range(8) for b in range(8) if a != b}
