@@ -50,6 +50,8 @@ class Kind(IntEnum):
     INLINE = 2  # a sample, or a job's record: its bytes
     MEMORY = 3  # a sample, or half a catalog: empty, and a descriptor
     BAD = 4  # no sample: the reason as text
+    FILLED = 5  # a sample in memory that the worker has: its number
+    NEW = 6  # a sample in memory that is filled again later: its number, and a descriptor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +84,17 @@ def receive(sock: socket.socket, size_bytes: int) -> tuple[bytes, list[int]]:
 # ---- orders -------------------------------------------------------------------------------
 
 
-def order_bytes(pipeline: str, samples: Sequence[PackSample]) -> bytes:
-    """An order to decode these samples in turn."""
-    return plain_bytes({"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]})
+def order_bytes(
+    pipeline: str,
+    samples: Sequence[PackSample],
+    *,
+    free: Sequence[int] = (),
+    gone: Sequence[int] = (),
+) -> bytes:
+    """An order to decode these samples in turn. Of the memory in which samples were handed over,
+    `free` may be filled again and `gone` is not read any more."""
+    plain = {"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]}
+    return plain_bytes(plain | {"free": list(free), "gone": list(gone)})
 
 
 def send_hello(
@@ -111,13 +121,26 @@ def read_hello(sock: socket.socket) -> tuple[dict[str, Any], socket.socket | Non
     return hello, socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
-def read_order(sock: socket.socket) -> tuple[str, list[PackSample]] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOrder:
+    """What `order_bytes` was made of."""
+
+    pipeline: str
+    samples: list[PackSample]
+    free: list[int]
+    gone: list[int]
+
+
+def read_order(sock: socket.socket) -> DecodeOrder | None:
     """The next order; None once the worker is gone."""
     try:
         plain = read_plain(sock)
     except OSError:
         return None
-    return plain["pipeline"], [_sample(each) for each in plain["samples"]]
+    samples = [_sample(each) for each in plain["samples"]]
+    return DecodeOrder(
+        pipeline=plain["pipeline"], samples=samples, free=plain["free"], gone=plain["gone"]
+    )
 
 
 def plain_bytes(plain: Mapping[str, Any]) -> bytes:
@@ -253,7 +276,7 @@ class AnswerReader:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
         payload = self._bytes(length)
         kind, descriptor = Kind(code), -1
-        if kind is Kind.MEMORY:
+        if kind in (Kind.MEMORY, Kind.NEW):
             if not self._descriptors:
                 raise ProtocolError("a memory file was announced and not sent")
             descriptor = self._descriptors.pop(0)

@@ -8,6 +8,7 @@ its memory exceeds the nursery's `memory_bytes`, an allocation fails and only th
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.orders import PackSample
@@ -21,6 +22,7 @@ from dataservice.workers.decoder_messages import (
 )
 from dataservice.workers.decoders import SampleOutcome, read_and_decode
 from dataservice.workers.reading_process import ReaderAway, serve_reads
+from dataservice.workers.recycled_memory import FilledMemory, Handed, Returned
 from dataservice.workers.sample_memory import (
     INLINE_LIMIT_BYTES,
     sample_buffers,
@@ -53,14 +55,15 @@ class _Decoder:
     def __init__(self, orders: socket.socket, factory: PipelineFactory) -> None:
         self._orders = orders
         self._pipelines = PipelineCache(factory)
+        self._memory = FilledMemory()
 
     def serve(self) -> None:
         """Serve orders until the worker closes the socket."""
         while (order := read_order(self._orders)) is not None:
-            name, samples = order
-            pipeline = self._pipeline(name, wanted=not samples)
+            self._memory.take_back(Returned(order.free, order.gone))
+            pipeline = self._pipeline(order.pipeline, wanted=not order.samples)
             if pipeline is not None:
-                for sample in samples:
+                for sample in order.samples:
                     self._decode(pipeline, sample)
 
     def _pipeline(self, name: str, *, wanted: bool) -> Pipeline | None:
@@ -91,13 +94,26 @@ class _Decoder:
             self._send(Kind.INLINE, outcome, b"".join(buffers))
             return
         try:
-            memory = write_memory(buffers, size_bytes)
+            self._hand_over(outcome, buffers, size_bytes)
         except OSError as error:
             reason = f"{size_bytes:,} decoded bytes cannot be kept: {error.strerror}."
             self._send(Kind.BAD, outcome, reason.encode())
-            return
-        self._send(Kind.MEMORY, outcome, descriptor=memory)
-        os.close(memory)
+
+    def _hand_over(
+        self, outcome: SampleOutcome, buffers: Sequence[memoryview | bytes], size_bytes: int
+    ) -> None:
+        """Send a large sample in memory. Raises OSError where there is none."""
+        try:
+            handed = self._memory.fill(buffers, size_bytes)
+            kind = Kind.FILLED if handed.descriptor < 0 else Kind.NEW
+        except MemoryError:  # this process has no more mappings
+            handed, kind = Handed(0, write_memory([*buffers], size_bytes)), Kind.MEMORY
+        payload = b"" if kind is Kind.MEMORY else str(handed.number).encode()
+        try:
+            self._send(kind, outcome, payload, handed.descriptor)
+        finally:
+            if handed.descriptor >= 0:
+                os.close(handed.descriptor)
 
     def _send(
         self,

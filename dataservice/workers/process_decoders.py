@@ -27,7 +27,7 @@ from typing import TypedDict
 from dataservice.core.credentials import credentials_of
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
-from dataservice.core.sample import SampleLengths
+from dataservice.core.sample import DecodedSample, SampleLengths
 from dataservice.core.visible import visible
 from dataservice.workers.decoder_messages import (
     Answer,
@@ -42,6 +42,7 @@ from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
 from dataservice.workers.nursery import ForkedProcess, Nursery
 from dataservice.workers.reading_process import READER_GONE
+from dataservice.workers.recycled_memory import Handed, ReadMemory
 from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
 from dataservice.workers.sample_pipelines import PIPELINES_KEPT, PipelineFactory
 from dataservice.workers.thread_decoders import require_slots
@@ -145,6 +146,7 @@ class _Slot:
         self._timeout_s = timeout_s
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
+        self._memory = ReadMemory()
         self._reading: ForkedProcess | None = None
         self._reads: AnswerReader | None = None
         self._reads_for = ""
@@ -202,6 +204,7 @@ class _Slot:
             if answers is not None:
                 answers.close()
         self._answers = self._reads = None
+        self._memory = ReadMemory()
         ending = self._nursery.end(process) if process is not None else ""
         if reading is None:
             return ending
@@ -241,7 +244,7 @@ class _Slot:
                 for answer in self._order(pipeline, samples[done:]):
                     took_s = min(answer.seconds, time.monotonic() - began_s)
                     planned = samples[len(outcomes)].lengths
-                    outcomes.append(_outcome(answer, planned, seconds=lost_s + took_s))
+                    outcomes.append(self._outcome(answer, planned, seconds=lost_s + took_s))
                     deaths, lost_s, began_s = 0, 0.0, time.monotonic()
             except (OSError, ProtocolError) as error:
                 what, again = self._end_of(error)
@@ -259,7 +262,8 @@ class _Slot:
         answers = self.ready(self.owner)
         self._have_read_for(pipeline)
         answers.sock.settimeout(self._timeout_s)
-        answers.sock.sendall(order_bytes(pipeline, samples))
+        returned = self._memory.returned()
+        answers.sock.sendall(order_bytes(pipeline, samples, free=returned.free, gone=returned.gone))
         answer = self._next(answers)
         if answer.kind is Kind.BUILT and samples:
             answer = self._next(answers)
@@ -280,6 +284,29 @@ class _Slot:
         if answer.kind is Kind.REFUSED:
             raise refused(answer, "the job's pipeline")
         self._reads_for = pipeline
+
+    def _outcome(self, answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
+        """Raises ProtocolError when the answer does not fit what was planned."""
+        took = _took(answer, seconds)
+        if answer.kind is Kind.BAD:
+            reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT)
+            return SampleOutcome(sample=None, reason=reason or "unknown", **took)
+        try:
+            return SampleOutcome(sample=self._sample(answer, planned), **took)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+
+    def _sample(self, answer: Answer, planned: SampleLengths) -> DecodedSample:
+        """Raises ValueError when the answer does not fit what was planned."""
+        if answer.kind is Kind.MEMORY:
+            return sample_of_memory(answer.descriptor, planned)
+        if answer.kind in (Kind.FILLED, Kind.NEW):
+            digits = answer.payload[:18]
+            handed = Handed(int(digits) if digits.isdigit() else -1, answer.descriptor)
+            return self._memory.sample(handed, planned)
+        if answer.kind is Kind.INLINE and len(answer.payload) == sample_bytes(planned):
+            return sample_of_bytes(answer.payload, planned)
+        raise ValueError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
 
     def _next(self, answers: AnswerReader) -> Answer:
         answers.left_s = self._timeout_s
@@ -313,33 +340,20 @@ class _Took(TypedDict):
     read_bytes: int
 
 
-def _outcome(answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
-    """Raises ProtocolError when the answer does not fit what was planned."""
+def _took(answer: Answer, seconds: float) -> _Took:
+    """Raises ProtocolError when the answer's times make no sense."""
     times = seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
     if not all(each >= 0 for each in times):
         raise ProtocolError(f"an answer after {answer.seconds} s, {answer.read_s} s of reading")
     # Answers are not believed, and parallel threads can use more CPU seconds than have passed.
     read_s, cpu_s = min(answer.read_s, seconds), min(answer.cpu_s, seconds)
-    took = _Took(
+    return _Took(
         seconds=seconds,
         read_s=read_s,
         cpu_s=cpu_s,
         read_cpu_s=min(answer.read_cpu_s, read_s, cpu_s),
         read_bytes=min(answer.read_bytes, MOST_READ_BYTES),
     )
-    if answer.kind is Kind.BAD:
-        reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT)
-        return SampleOutcome(sample=None, reason=reason or "unknown", **took)
-    if answer.kind is Kind.MEMORY:
-        try:
-            sample = sample_of_memory(answer.descriptor, planned)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
-    elif answer.kind is Kind.INLINE and len(answer.payload) == sample_bytes(planned):
-        sample = sample_of_bytes(answer.payload, planned)
-    else:
-        raise ProtocolError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
-    return SampleOutcome(sample=sample, **took)
 
 
 def _pad_token(answer: Answer) -> int:

@@ -61,7 +61,7 @@ def serve_reads(
             if order is None:
                 return
             try:
-                reader = readers(order[0])
+                reader = readers(order.pipeline)
             except Exception as error:
                 send_answer(orders, refusal(error))
             else:

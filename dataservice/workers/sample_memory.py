@@ -34,6 +34,7 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -136,13 +137,14 @@ def _mapped(descriptor: int, size_bytes: int) -> Any:
     protection, flags = mmap.PROT_READ, mmap.MAP_PRIVATE
     address = libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
     if address == MAP_FAILED:
-        return _read(descriptor, size_bytes)
+        return read_memory(descriptor, size_bytes)
     buffer = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(buffer, libc.munmap, address, size_bytes).atexit = False
     return memoryview(buffer).toreadonly()
 
 
-def _read(descriptor: int, size_bytes: int) -> NDArray[np.uint8]:
+def read_memory(descriptor: int, size_bytes: int) -> NDArray[np.uint8]:
+    """A copy of a memory file's first bytes. Raises ValueError when it has fewer, OSError."""
     data = np.empty(size_bytes, dtype=np.uint8)
     view, at = data.data, 0
     while at < size_bytes:

@@ -132,9 +132,11 @@ def test_an_order_arrives_as_it_was_sent(ends):
         location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1, piece=2),
     )
     samples = [PackSample(ref=ref, lengths=PLANNED, epoch=3), a_sample(2, "")]
-    ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples))
+    ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples, free=[3, 1], gone=[2]))
     ends[0].close()
-    assert read_order(ends[1]) == ('{"tokenizer": "ü"}', samples)
+    order = read_order(ends[1])
+    assert (order.pipeline, order.samples) == ('{"tokenizer": "ü"}', samples)
+    assert (order.free, order.gone) == ([3, 1], [2])
     assert read_order(ends[1]) is None
 
 
@@ -161,6 +163,7 @@ def test_answers_arrive_with_their_own_descriptors(ends):
         struct.pack("<BIddddQ", 99, 0, *[0.0] * 4, 0),
         struct.pack("<BIddddQ", Kind.INLINE, 2**31, *[0.0] * 4, 0),
         struct.pack("<BIddddQ", Kind.MEMORY, 0, *[0.0] * 4, 0),
+        struct.pack("<BIddddQ", Kind.NEW, 0, *[0.0] * 4, 0),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(ends, junk):

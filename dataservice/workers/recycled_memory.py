@@ -1,0 +1,207 @@
+"""Memory files in which a decoder hands over large samples, filled again once they are released.
+
+    decoder  FilledMemory  ── the number of a file, and a new one's descriptor ──►  worker
+    worker   ReadMemory    ◄── with the next order: numbers that are free, or gone ──  decoder
+
+To fill fresh pages costs the kernel several times what copying into pages in use does. Each file
+belongs to one decoder process and is gone with it. Its size is sealed: a file that could shrink
+would crash whoever reads it. Its bytes cannot be sealed: a decoder that breaks the protocol could
+change a sample that it has handed over, as it could have decoded it wrongly.
+
+The worker decides how much free memory is kept. What is released beyond that loses its pages at
+once, and its file with the next order.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dataservice.core.sample import DecodedSample, SampleLengths
+from dataservice.workers.sample_memory import (
+    MAP_FAILED,
+    libc,
+    read_memory,
+    sample_bytes,
+    sample_of_bytes,
+)
+
+KEPT_BYTES = 32 * 2**20
+"""Of one decoder's memory that is free; as much again may have been released since its last
+order."""
+LARGEST_SHARE = 4  # of a sample, in the memory that it takes
+_MADV_REMOVE = 9
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def file_bytes(size_bytes: int) -> int:
+    """The size of a new memory file for a sample of this size: the next of 4, 5, 6 and 7 eighths of
+    a power of two, so that samples of like sizes take one another's memory. Pages that are never
+    written take none."""
+    step = max(1 << max(size_bytes.bit_length() - 3, 0), mmap.PAGESIZE)
+    return -(-size_bytes // step) * step
+
+
+class _Mapping:
+    """A whole memory file, mapped until the last reference to it is gone. Raises MemoryError when
+    the kernel maps no more for this process. Python's own mmap would keep a descriptor."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        if address == MAP_FAILED:
+            raise MemoryError(f"{size_bytes:,} bytes of a memory file cannot be mapped")
+        self.address, self.size_bytes = address, size_bytes
+        weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False
+
+    def bytes(self, size_bytes: int) -> Any:
+        """Its first bytes as a buffer, which does not keep the mapping."""
+        return (ctypes.c_char * size_bytes).from_address(self.address)
+
+    def empty(self) -> None:
+        """Give its pages back to the kernel; whoever reads it finds zeros."""
+        libc.madvise(self.address, self.size_bytes, _MADV_REMOVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A sample's memory by number; `descriptor` is -1 where the worker knows it."""
+
+    number: int
+    descriptor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Numbers of memory that may be filled again, and of memory that the worker has unmapped."""
+
+    free: Sequence[int] = ()
+    gone: Sequence[int] = ()
+
+
+class FilledMemory:
+    """The decoder's side."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, _Mapping] = {}
+        self._free: list[int] = []
+        self._made = 0
+
+    def fill(self, buffers: Sequence[memoryview | bytes], size_bytes: int) -> Handed:
+        """Memory that holds these buffers end to end; its descriptor, if there is one, is the
+        caller's to close. Raises OSError or MemoryError when there is none."""
+        number, descriptor = self._fitting(size_bytes), -1
+        if number is None:
+            number, descriptor = self._new(size_bytes)
+        place = np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
+        at = 0
+        for buffer in buffers:
+            place[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
+            at += len(buffer)
+        return Handed(number, descriptor)
+
+    def take_back(self, returned: Returned) -> None:
+        """What the worker has no use for any more. Numbers that it was never given are ignored."""
+        for number in returned.gone:
+            self._files.pop(number, None)
+        self._free = [n for n in (*self._free, *returned.free) if n in self._files]
+
+    def _fitting(self, size_bytes: int) -> int | None:
+        """The smallest that is free and large enough, and not much too large."""
+        most_bytes = LARGEST_SHARE * size_bytes
+        fitting = (n for n in self._free if size_bytes <= self._files[n].size_bytes <= most_bytes)
+        number = min(fitting, key=lambda n: self._files[n].size_bytes, default=None)
+        if number is not None:
+            self._free.remove(number)
+        return number
+
+    def _new(self, size_bytes: int) -> tuple[int, int]:
+        whole_bytes = file_bytes(size_bytes)
+        descriptor = os.memfd_create("sample", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, whole_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            mapping = _Mapping(descriptor, whole_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._made += 1
+        self._files[self._made] = mapping
+        return self._made, descriptor
+
+
+@dataclass(kw_only=True, slots=True)
+class ReadMemory:
+    """The worker's side, for one decoder process. Used by one thread at a time; views may end on
+    any."""
+
+    kept_bytes: int = KEPT_BYTES
+    _files: dict[int, _Mapping] = field(default_factory=dict)
+    _used: set[int] = field(default_factory=set)
+    _ended: deque[int] = field(default_factory=deque)
+    _gone: list[int] = field(default_factory=list)
+
+    def sample(self, handed: Handed, planned: SampleLengths) -> DecodedSample:
+        """Views of a sample; its memory counts as used until the last of them is gone. Closes the
+        descriptor. Raises ValueError when the memory breaks the protocol, OSError or MemoryError
+        when it can be neither mapped nor read."""
+        try:
+            return self._sample(handed, sample_bytes(planned), planned)
+        finally:
+            if handed.descriptor >= 0:
+                os.close(handed.descriptor)
+
+    def _sample(self, handed: Handed, size_bytes: int, planned: SampleLengths) -> DecodedSample:
+        number = handed.number
+        if handed.descriptor >= 0:
+            self._check_new(handed, size_bytes)
+            try:
+                self._files[number] = _Mapping(handed.descriptor, file_bytes(size_bytes))
+            except MemoryError:  # this process has no more mappings
+                self._gone.append(number)
+                return sample_of_bytes(read_memory(handed.descriptor, size_bytes), planned)
+        file = self._files.get(number)
+        if file is None or number in self._used or file.size_bytes < size_bytes:
+            raise ValueError(f"the memory {number} of a sample is unknown, in use or too small")
+        self._used.add(number)
+        buffer = file.bytes(size_bytes)
+        end = weakref.finalize(buffer, _end, self._ended, number, file, self.kept_bytes)
+        end.atexit = False
+        return sample_of_bytes(memoryview(buffer).toreadonly(), planned)
+
+    def _check_new(self, handed: Handed, size_bytes: int) -> None:
+        if fcntl.fcntl(handed.descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("the size of a sample's memory file is not sealed")
+        if os.fstat(handed.descriptor).st_size != file_bytes(size_bytes):
+            raise ValueError("the memory file of a sample has not its planned size")
+        if handed.number < 0 or handed.number in self._files:
+            raise ValueError(f"the memory {handed.number} of a sample is no new one")
+
+    def returned(self) -> Returned:
+        """What has been released since the last call, for the next order."""
+        free = [self._ended.popleft() for _ in range(len(self._ended))]
+        self._used.difference_update(free)
+        kept = [number for number in self._files if number not in self._used]
+        left_bytes = sum(self._files[number].size_bytes for number in kept)
+        gone, self._gone = self._gone, []
+        for number in kept:  # the oldest first
+            if left_bytes <= self.kept_bytes:
+                break
+            left_bytes -= self._files.pop(number).size_bytes
+            gone.append(number)
+        return Returned([number for number in free if number in self._files], gone)
+
+
+def _end(ended: deque[int], number: int, file: _Mapping, kept_bytes: int) -> None:
+    """Notes that the last view of a sample is gone; its mapping is held until then. Runs on any
+    thread, at any moment: only the length of the list says how much is free."""
+    ended.append(number)
+    if len(ended) * file.size_bytes > kept_bytes:
+        file.empty()
