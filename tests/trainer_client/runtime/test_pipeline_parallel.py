@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +27,7 @@ from tests.trainer_client.runtime.random_steps import (
 from trainer_client import NotFetched
 from trainer_client.runtime import (
     LayoutError,
+    LinearLogits,
     PeerError,
     PlanMismatchError,
     forward_microbatch,
@@ -80,9 +81,22 @@ class Chunk(nn.Module):
         return self.head(x)
 
 
-def cut(model, chunks):
+class ChunkWithoutLogits(Chunk):
+    """The last one's loss is taken by its head. Where it is sharded, in its own forward."""
+
+    def forward(self, microbatch, *rest):
+        if not isinstance(self.head, nn.Linear):
+            return super().forward(microbatch, *rest)
+        head, self.head = self.head, nn.Identity()
+        hidden = super().forward(microbatch, *rest)
+        self.head = head
+        logits = LinearLogits(hidden=hidden, head=head)
+        return logits.loss_sum(microbatch) if isinstance(self, FSDPModule) else logits
+
+
+def cut(model, chunks, kind=Chunk):
     """The model as this many chunks, in order."""
-    return [Chunk(model, list(p)) for p in np.array_split(np.array(PIECES, dtype=object), chunks)]
+    return [kind(model, list(p)) for p in np.array_split(np.array(PIECES, dtype=object), chunks)]
 
 
 PIECES = ["embed", 0, 1, "head"]
@@ -234,6 +248,9 @@ def test_each_stage_says_what_its_seconds_went_to(trained):
             assert sum(found["phase_s"].values()) <= found["seconds"]
 
 
+WAYS = ("sharded", "sharded, without logits", "without logits", "all forward first")
+
+
 def sharded_then_failing(rank, size):
     """FSDP2 on every column, another schedule, then plans that differ, then a rank that dies."""
     answer = {}
@@ -243,15 +260,16 @@ def sharded_then_failing(rank, size):
     torch.distributed.barrier()
     with PipelineMesh(stages=2, timeout_s=20) as mesh:
         shard = make_shard(samples, waves, replicas, mesh.replica, 20)
-        for way in ("sharded", "all forward first"):
+        for way in WAYS:
             model = make_model(())
-            chunk = cut(model, 2)[mesh.stage]
+            kind = ChunkWithoutLogits if "without logits" in way else Chunk
+            chunk = cut(model, 2, kind)[mesh.stage]
             schedule = None
-            if way == "sharded":
+            if "sharded" in way:
                 columns = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("column", "row"))
                 for part in (*chunk.layers, chunk):
                     fully_shard(part, mesh=columns["column"])
-            else:
+            elif way == "all forward first":
                 schedule = all_forward_first(2, len(shard.microbatches))
             result = run_pipeline_step([chunk], shard, mesh, HIDDEN, schedule=schedule)
             for parameter in chunk.parameters():
@@ -292,7 +310,7 @@ def test_chunks_may_be_sharded_schedules_given_and_failures_end_in_errors(world)
     answers = world(sharded_then_failing, 4)
     assert sorted(answers) == [0, 1, 2]
     for answer in answers.values():
-        for way in ("sharded", "all forward first"):
+        for way in WAYS:
             loss, grads = answer[way]
             assert loss <= 1e-10
             assert max(grads.values()) <= 1e-10, (way, grads)
