@@ -18,6 +18,7 @@ from trainer_client.runtime.faults import (
 )
 from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.linear_loss import LinearLogits, linear_cross_entropy
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
 from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.pipeline_mesh import PipelineMesh, place_in_mesh
@@ -61,6 +62,7 @@ __all__ = [
     "LaterChunk",
     "LayeredEncoders",
     "LayoutError",
+    "LinearLogits",
     "MultimodalModel",
     "PackedAttention",
     "PeerError",
@@ -82,6 +84,7 @@ __all__ = [
     "forward_microbatch",
     "gantt",
     "global_loss_tokens",
+    "linear_cross_entropy",
     "one_forward_one_backward",
     "place_in_mesh",
     "read_bubbles",

@@ -44,7 +44,7 @@ class FlexKernel:
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            out, lse = _attend(*map(_heads_first, (q, k, v)), block, scale)
+            out, lse = _attend([_heads_first(rows) for rows in (q, k, v)], block, scale)
         return _rows_first(out), lse[0].contiguous()
 
     def backward(
@@ -60,7 +60,7 @@ class FlexKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _recording():
             leaves = [_heads_first(rows.detach()).requires_grad_() for rows in (q, k, v)]
-            own, own_lse = _attend(*leaves, block, scale)
+            own, own_lse = _attend(leaves, block, scale)
         dtype = accumulation_dtype(q.dtype)
         weight = (own_lse.detach() - lse).exp()  # [1, heads, rows]
         wide = _heads_first(grad_out).to(dtype)
@@ -80,9 +80,10 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(qkv: list[Tensor], block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """Output [1, heads, rows, width], and lse [1, heads, rows], of q, k and v as flex attention
     takes them."""
+    q, k, v = qkv
     out, aux = _flex(q.is_cuda)(
         *(q, k, v),
         block_mask=_mask_of(block, q.device),
@@ -141,7 +142,8 @@ def _sequences(rows: Rows, device: torch.device) -> Tensor:
 @lru_cache
 def _flex(compiled: bool) -> Callable[..., Any]:
     """Packs differ in rows, so the kernel is compiled for any number of them."""
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    fused: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return fused if compiled else flex_attention
 
 
 @lru_cache

@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from trainer_client.errors import BadArgument
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import token_weighted_loss
+from trainer_client.runtime.linear_loss import settled
+from trainer_client.runtime.loss import LossTokens, microbatch_loss
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel
 from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
@@ -136,8 +137,9 @@ def decoder_loads(
                 group=pool.get(microbatch.cp_group),
                 lengths=microbatch.lengths,
             )
-            logits = model.decode(microbatch, {}, attention)
-            loss = token_weighted_loss(logits, microbatch.labels, max(1, logits.shape[0]))
+            given = settled(model.decode(microbatch, {}, attention), microbatch)
+            rows = max(1, microbatch.local_tokens)
+            loss = microbatch_loss(given, microbatch, LossTokens(count=rows, weight=rows))
             loss.backward()  # type: ignore[no-untyped-call]
 
         yield Load(phase="llm", tokens=tokens, groups=groups, run=run)

@@ -6,6 +6,8 @@ tokens, independent of how they were packed and divided among replicas. Where th
 loss, each cross-entropy is multiplied by its sample's weight, and the sum of these weights over the
 loss tokens takes the place of their number.
 
+A model may take its own loss, or leave its logits to ``linear_loss.py``, which never holds them.
+
 A trainer that lets DDP or FSDP reduce gradients gets their average: ``gradients.py`` multiplies
 the loss by the number of replicas to make that a sum.
 """
@@ -20,10 +22,10 @@ from torch.nn.functional import cross_entropy
 
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.host_numbers import sum_numbers
+from trainer_client.runtime.linear_loss import IGNORED
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.shard import Microbatch, Shard
 
-IGNORED = -100
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients in one all-reduce; DDP's default
 
 
@@ -95,11 +97,14 @@ def summed_loss_tokens(shard: Shard, count: float, weight: float) -> LossTokens:
     return LossTokens(count=int(count), weight=weight if weighed else int(count))
 
 
-def microbatch_loss(logits: Tensor, microbatch: Microbatch, tokens: LossTokens) -> Tensor:
-    """A microbatch's part of the step's mean loss."""
-    labels = microbatch.labels.to(logits.device)
-    weights = None if microbatch.weights is None else microbatch.loss_weights.to(logits.device)
-    return token_weighted_loss(logits, labels, tokens.weight, weights)
+def microbatch_loss(given: Tensor, microbatch: Microbatch, tokens: LossTokens) -> Tensor:
+    """A microbatch's part of the step's mean loss: of logits [rows, vocabulary], or of a loss that
+    the model has summed over its rows itself, a scalar."""
+    if given.dim() == 0:
+        return given / (tokens.weight or 1)
+    labels = microbatch.labels.to(given.device)
+    weights = None if microbatch.weights is None else microbatch.loss_weights.to(given.device)
+    return token_weighted_loss(given, labels, tokens.weight, weights)
 
 
 def global_loss_tokens(local_count: int, group: PeerGroup | None = None) -> int:

@@ -27,6 +27,7 @@ from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders, Re
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.linear_loss import IGNORED, LinearLogits, settled
 from trainer_client.runtime.loss import (
     LossTokens,
     microbatch_loss,
@@ -55,10 +56,14 @@ class LaterChunk(Protocol):
     The first chunk is a ``MultimodalModel`` whose ``decode`` returns hidden states.
     """
 
-    def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
-        """Hidden states [rows, width] through this chunk's layers; of the last chunk, logits
-        [rows, vocabulary]. There is at least one row. Of the microbatch's tensors only
-        ``position_ids`` and ``positions`` can be relied on."""
+    def forward(
+        self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention
+    ) -> Tensor | LinearLogits:
+        """Hidden states [rows, width] through this chunk's layers; of the last chunk, what a
+        ``MultimodalModel`` decodes to: logits [rows, vocabulary], ``LinearLogits``, of which a
+        sharded chunk returns the ``loss_sum``, or its own loss. There is at least one row. Of the
+        microbatch's tensors only ``position_ids`` and ``positions`` can be relied on, and in the
+        last chunk labels."""
         ...
 
 
@@ -243,17 +248,17 @@ def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: G
             lengths=microbatch.lengths,
             layouts=microbatch.layouts,
         )
-        given: Tensor = chunk(microbatch, hidden, attention)
-        return given
+        return settled(chunk(microbatch, hidden, attention), microbatch)
     one_row = replace(
         microbatch,
         input_ids=None,
-        labels=None,
+        labels=microbatch.position_ids.new_full((1,), IGNORED),
         position_ids=microbatch.position_ids.new_zeros(1),
         mrope=None if microbatch.mrope is None else microbatch.mrope.new_zeros(3, 1),
         cu_seqlens=microbatch.cu_seqlens.new_tensor([0, 1]),
         lengths=microbatch.cu_seqlens.new_tensor([1]),
+        weights=None,
     )
     padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-    given = chunk(one_row, padded, PackedAttention([0, 1]))
-    return given[:0].clone()  # FSDP's hooks want no views
+    given = settled(chunk(one_row, padded, PackedAttention([0, 1])), one_row)
+    return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views

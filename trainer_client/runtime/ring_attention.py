@@ -89,6 +89,7 @@ class PackedAttention:
         PeerError: a member of the group died or hung.
         """
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        out: Tensor
         out, _ = packed_attention(q, k, v, self._handle, causal, scale, window, spans, kernel)
         return out
 

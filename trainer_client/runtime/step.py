@@ -32,7 +32,8 @@ from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import HostCopy
-from trainer_client.runtime.loss import IGNORED, microbatch_loss
+from trainer_client.runtime.linear_loss import IGNORED, LinearLogits, settled
+from trainer_client.runtime.loss import microbatch_loss
 from trainer_client.runtime.phases import (
     BACKWARD,
     END,
@@ -90,8 +91,12 @@ class MultimodalModel(Protocol):
         microbatch: Microbatch,
         features: Mapping[str, Features],
         attention: PackedAttention,
-    ) -> Tensor:
-        """Logits [local rows, vocabulary]; there is at least one row."""
+    ) -> Tensor | LinearLogits:
+        """Logits [local rows, vocabulary]; there is at least one row.
+
+        Or, so that logits are never held, ``LinearLogits``; or a loss of the model's own, a scalar:
+        the sum over rows of loss weight times cross-entropy, 0 of rows without a label.
+        """
         ...
 
 
@@ -148,8 +153,8 @@ def _whole_step(
         for number, microbatch in enumerate(shard.microbatches, start=1):
             last = number == len(shard.microbatches)
             with nullcontext() if reduction is None else reduction.microbatch(last=last):
-                logits = forward(microbatch, groups)
-                loss = microbatch_loss(logits, microbatch, loss_tokens)
+                given = forward(microbatch, groups)
+                loss = microbatch_loss(given, microbatch, loss_tokens)
                 if reduction is not None:
                     scaled = loss * reduction.averaged_over
                     scaled = switch_after_backward(scaled, GRADIENTS, END if last else None)
@@ -184,7 +189,8 @@ def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
 
 
 def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: GroupPool) -> Tensor:
-    """Encode, exchange, decode; logits [local rows, vocabulary]. Collective over all replicas.
+    """Encode, exchange, decode; logits [local rows, vocabulary], or the sum of the rows' loss, a
+    scalar, where the decoder gives it or ``LinearLogits``. Collective over all replicas.
 
     Every replica runs the same modules. An encoder for which this replica has no item, but others
     have one, runs on a dummy item; the decoder of an idle replica runs on one token. The loss sees
@@ -222,15 +228,15 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
         one_token = _one_token(microbatch)
-        logits = model.decode(one_token, features, PackedAttention([0, 1]))
-        return logits[:0].clone()  # FSDP's hooks want no views
+        given = settled(model.decode(one_token, features, PackedAttention([0, 1])), one_token)
+        return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views
     attention = PackedAttention(
         microbatch.cu_seqlens,
         group=groups.get(microbatch.cp_group),
         lengths=microbatch.lengths,
         layouts=microbatch.layouts,
     )
-    return model.decode(microbatch, features, attention)
+    return settled(model.decode(microbatch, features, attention), microbatch)
 
 
 def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.linear_loss import settled
 from trainer_client.runtime.loads import Groups, Load, device_of, feature_row, make_microbatch
 from trainer_client.runtime.phases import EXCHANGE, GRADIENTS
 from trainer_client.runtime.ring_attention import PackedAttention
@@ -51,9 +52,10 @@ class GivenRows(Module):
     def decode(
         self, microbatch: Microbatch, features: Mapping[str, Features], attention: PackedAttention
     ) -> Tensor:
-        """Logits of the text alone."""
-        logits = cast(MultimodalModel, self.model).decode(microbatch, {}, attention)
-        return logits + sum(0 * arrived.rows.sum() for arrived in features.values())
+        """What the model makes of the text alone."""
+        given = cast(MultimodalModel, self.model).decode(microbatch, {}, attention)
+        nothing = sum(0 * arrived.rows.sum() for arrived in features.values())
+        return settled(given, microbatch) + nothing
 
 
 def exchange_loads(

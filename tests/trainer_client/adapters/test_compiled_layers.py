@@ -1,4 +1,4 @@
-"""Decoder layers of transformers, compiled: one graph for all packs, and the library's gradients."""
+"""Compiled decoder layers of transformers: one graph for all packs, the library's gradients."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def fresh_compiler():
 
 
 def compiled_layers(name, seed=1):
-    """A step of a family whose layers are compiled; its largest difference, and its microbatches."""
+    """The largest difference of a step whose layers are compiled, and its microbatches."""
     family = FAMILIES[name]
     samples = samples_of(name, family.build(), seed)
     shard = shard_of(samples, 1, 0, seed, (1,))

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.trainer_client.runtime.random_steps import WIDTH
-from trainer_client.runtime import forward_microbatch, scatter_rows
+from trainer_client.runtime import LinearLogits, forward_microbatch, scatter_rows
 from trainer_client.runtime.pipeline_parallel import HiddenStates
 
 HIDDEN = HiddenStates(width=WIDTH, dtype=torch.float64)
@@ -52,9 +53,22 @@ class Chunk(nn.Module):
         return self.head(x)
 
 
-def cut(model, chunks):
+class ChunkWithoutLogits(Chunk):
+    """The last one's loss is taken by its head. Where it is sharded, in its own forward."""
+
+    def forward(self, microbatch, *rest):
+        if not isinstance(self.head, nn.Linear):
+            return super().forward(microbatch, *rest)
+        head, self.head = self.head, nn.Identity()
+        hidden = super().forward(microbatch, *rest)
+        self.head = head
+        logits = LinearLogits(hidden=hidden, head=head)
+        return logits.loss_sum(microbatch) if isinstance(self, FSDPModule) else logits
+
+
+def cut(model, chunks, kind=Chunk):
     """The model as this many chunks, in order."""
-    return [Chunk(model, list(p)) for p in np.array_split(np.array(PIECES, dtype=object), chunks)]
+    return [kind(model, list(p)) for p in np.array_split(np.array(PIECES, dtype=object), chunks)]
 
 
 PIECES = ["embed", 0, 1, "head"]

@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataservice.core.topology import Topology
 from tests.trainer_client.runtime.conftest import run_world
-from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
+from tests.trainer_client.runtime.random_chunks import (
+    HIDDEN,
+    Chunk,
+    ChunkWithoutLogits,
+    cut,
+    only_its_parts,
+)
 from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
@@ -161,6 +167,9 @@ def test_each_stage_says_what_its_seconds_went_to(trained):
             assert sum(found["phase_s"].values()) <= found["seconds"]
 
 
+WAYS = ("sharded", "sharded, without logits", "without logits", "all forward first")
+
+
 def sharded_then_failing(rank, size):
     """FSDP2 on every column, another schedule, then plans that differ, then a rank that dies."""
     answer = {}
@@ -170,15 +179,16 @@ def sharded_then_failing(rank, size):
     torch.distributed.barrier()
     with PipelineMesh(stages=2, timeout_s=20) as mesh:
         shard = make_shard(samples, waves, replicas, mesh.replica, 20)
-        for way in ("sharded", "all forward first"):
+        for way in WAYS:
             model = make_model(())
-            chunk = cut(model, 2)[mesh.stage]
+            kind = ChunkWithoutLogits if "without logits" in way else Chunk
+            chunk = cut(model, 2, kind)[mesh.stage]
             schedule = None
-            if way == "sharded":
+            if "sharded" in way:
                 columns = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("column", "row"))
                 for part in (*chunk.layers, chunk):
                     fully_shard(part, mesh=columns["column"])
-            else:
+            elif way == "all forward first":
                 schedule = all_forward_first(2, len(shard.microbatches))
             result = run_pipeline_step([chunk], shard, mesh, HIDDEN, schedule=schedule)
             for parameter in chunk.parameters():
@@ -219,7 +229,7 @@ def test_chunks_may_be_sharded_schedules_given_and_failures_end_in_errors(world)
     answers = world(sharded_then_failing, 4)
     assert sorted(answers) == [0, 1, 2]
     for answer in answers.values():
-        for way in ("sharded", "all forward first"):
+        for way in WAYS:
             loss, grads = answer[way]
             assert loss <= 1e-10
             assert max(grads.values()) <= 1e-10, (way, grads)

@@ -1,7 +1,7 @@
 """How each family of models takes its items and its features: one class a family.
 
     items ─ encoder inputs ─▶ the family's own encoder ─▶ feature rows [rows, row width]
-    feature rows, local tokens ─▶ embeddings ─▶ the family's own decoder ─▶ logits
+    feature rows, local tokens ─▶ embeddings ─▶ the family's own decoder ─▶ loss, or logits
 
 What is computed is the library's own: an encoder is called as the model's ``forward`` calls it, on
 all items of a microbatch at once, and the decoder through the model's ``forward`` wherever that
@@ -20,6 +20,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from trainer_client.adapters.transformers.attention import DEGREE_ONE, PackAttention
 from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.adapters.transformers.head import HeadLoss
 from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixels
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.positions import MropeRule, local_positions
@@ -50,6 +51,7 @@ class TextFamily:
         self.decoder = model.get_decoder()
         self.kernel = kernel
         self._normalization = normalization
+        self._head_loss = HeadLoss(model)
 
     def of(self, model: Any) -> "TextFamily":
         """The same for another model of the family."""
@@ -88,7 +90,8 @@ class TextFamily:
         features: Mapping[str, Features],
         attention: PackedAttention,
     ) -> Tensor:
-        """Logits [local rows, vocabulary]."""
+        """The sum of the loss over local rows, a scalar; logits [local rows, vocabulary] where it
+        cannot be taken without them."""
         taken = self.taken(microbatch.input_ids[None], features)
         return self.through(self.logits, taken, microbatch, attention)
 
@@ -99,21 +102,36 @@ class TextFamily:
         microbatch: Microbatch,
         attention: PackedAttention,
     ) -> Tensor:
-        """Rows of what `compute` (`logits`, or `hidden`) makes of what it takes of a microbatch."""
-        packed, before = self.pack(microbatch, attention), attention.calls
-        positions = self.positions(microbatch)
-        made = compute(**taken, position_ids=positions, use_cache=False, packed=packed)
+        """Rows of what `compute` (`logits`, or `hidden`) makes of what it takes of a microbatch; of
+        logits rather the sum of their loss, a scalar."""
+        given = {
+            **taken,
+            "position_ids": self.positions(microbatch),
+            "use_cache": False,
+            "packed": self.pack(microbatch, attention),
+        }
+
+        def run() -> Tensor:
+            before = attention.calls
+            made = compute(**given)
+            self._check_calls(attention.calls - before)
+            return made
+
+        made = self._head_loss.of(run, microbatch) if compute == self.logits else run()
+        if made.dim() == 0:
+            return made
+        # Not a view of the batch of one, on which FSDP's hooks would warn.
+        rows: Tensor = torch.ops.aten._unsafe_view(made, made.shape[1:])
+        return rows
+
+    def _check_calls(self, calls: int) -> None:
         layers = self.decoder.config.num_hidden_layers
-        calls = attention.calls - before
         if calls != layers:
             raise UnsupportedModel(
                 f"{calls} of the {layers} layers of {type(self.decoder).__name__} computed "
                 "their attention through transformers' attention interface; the others would mix "
                 "the samples of a pack"
             )
-        # Not a view of the batch of one, on which FSDP's hooks would warn.
-        rows: Tensor = torch.ops.aten._unsafe_view(made, made.shape[1:])
-        return rows
 
     def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
         """What `logits` takes of tokens [1, rows] and of feature rows."""

@@ -81,7 +81,7 @@ class TrainableModel(Module):
         return self._family
 
     def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
-        """Logits [local rows, vocabulary]; DDP and FSDP2 hook into this."""
+        """What ``decode`` gives; DDP and FSDP2 hook into this."""
         return forward_microbatch(self, microbatch, groups)
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
@@ -103,7 +103,8 @@ class TrainableModel(Module):
         features: Mapping[str, Features],
         attention: PackedAttention,
     ) -> Tensor:
-        """Logits [local rows, vocabulary] of the library's own decoder and head."""
+        """The sum of the loss over local rows, a scalar, of the library's own decoder and head;
+        their logits [local rows, vocabulary] where the head is no plain linear layer."""
         decoder = self._family.decoder
         if decoder.config._attn_implementation != RING:  # someone has evaluated in between
             decoder.set_attn_implementation(RING)

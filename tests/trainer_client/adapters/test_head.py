@@ -1,0 +1,135 @@
+"""Heads of transformers whose loss is taken without logits, whatever their model makes of those."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainer_client.adapters.foreign_models import (
+    FAMILIES,
+    PROCESSOR,
+    VOCABULARY,
+    Text,
+    one_at_a_time,
+)
+from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
+from tests.trainer_client.runtime.random_steps import worst_difference
+from trainer_client.adapters.transformers import trainable
+from trainer_client.runtime import GroupPool, linear_loss, run_step
+
+SHAPED = {
+    "softcap": Text("Gemma3TextConfig", final_logit_softcapping=0.7, query_pre_attn_scalar=8),
+    "scale": Text("CohereConfig", logit_scale=0.25),
+    "divisor": Text("GraniteConfig", logits_scaling=3.0),
+    "latent attention": Text(
+        "DeepseekV2Config",
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        first_k_dense_replace=3,
+    ),
+}
+
+
+IN_SINGLE = 1e-6  # what the library computes in float32 rounds differently in packs and samples
+EXACT = dict.fromkeys(SHAPED, IN_SINGLE) | {"divisor": 1e-10}
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+
+
+class MostLogits(TorchDispatchMode):
+    """The most rows of any product that is as wide as the vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        given = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket in PRODUCTS and given.shape[1] == VOCABULARY:
+            self.rows = max(self.rows, len(given))
+        return given
+
+
+def step(family, model, samples, seed):
+    """Loss and gradients of a step, and the most rows of logits that were held."""
+    shard = shard_of(samples, 1, 0, seed, (1,))
+    with GroupPool() as pool, MostLogits() as most:
+        return run_step(model, shard, pool), most.rows
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_a_model_makes_of_its_logits_is_part_of_its_loss(monkeypatch, name):
+    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 3 * VOCABULARY * 8)
+    monkeypatch.setitem(FAMILIES, name, SHAPED[name])
+    family = FAMILIES[name]
+    samples = samples_of(name, family.build(), 1)
+    model = trainable(family.build())
+    result, rows = step(family, model, samples, 1)
+    loss, grads = one_at_a_time(family, family.build(), samples)
+    assert worst_difference(result, model.model, loss, grads)[1] <= EXACT[name]
+    assert rows == 3
+
+
+def test_a_head_that_is_no_plain_linear_layer_is_trained_with_its_logits():
+    class Doubled(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(2 * hidden)
+
+    family = FAMILIES["llama"]
+    samples = samples_of("llama", family.build(), 1)
+
+    def doubled():
+        model = family.build()
+        head = Doubled(*reversed(model.lm_head.weight.shape), bias=False).double()
+        head.weight = model.lm_head.weight
+        model.set_output_embeddings(head)
+        return model
+
+    model = trainable(doubled())
+    result, rows = step(family, model, samples, 1)
+    loss, grads = one_at_a_time(family, doubled(), samples)
+    assert worst_difference(result, model.model, loss, grads)[1] <= 1e-10
+    assert rows > 3
+
+
+def test_logits_that_a_model_shapes_in_a_way_of_its_own_are_held(caplog):
+    family = FAMILIES["llama"]
+    samples = samples_of("llama", family.build(), 1)
+
+    def squared():
+        model = family.build()
+        forward = model.forward
+
+        def shaped(*arguments, labels=None, **named):
+            out = forward(*arguments, **named)
+            out.logits = out.logits.square()
+            if labels is not None:
+                out.loss = model.loss_function(out.logits, labels, VOCABULARY)
+            return out
+
+        model.forward = shaped
+        return model
+
+    model = trainable(squared())
+    with caplog.at_level("INFO", logger="trainer_client"):
+        result, _ = step(family, model, samples, 1)
+    loss, grads = one_at_a_time(family, squared(), samples)
+    assert worst_difference(result, model.model, loss, grads)[1] <= 1e-10
+    said = [r.getMessage() for r in caplog.records if "held in memory" in r.getMessage()]
+    assert len(said) == 1
+    assert "LlamaForCausalLM" in said[0]
+
+
+def test_the_first_microbatch_holds_no_logits_either(monkeypatch):
+    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 3 * VOCABULARY * 8)
+    family = FAMILIES["qwen3_vl"]
+    samples = samples_of("qwen3_vl", family.build(), 1, count=1)
+    model = trainable(family.build(), processor=PROCESSOR)
+    _, rows = step(family, model, samples, 1)
+    assert len(samples[0].ids) > 3
+    assert rows == 3

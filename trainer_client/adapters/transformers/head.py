@@ -1,0 +1,120 @@
+"""The loss of a model's own output head, without its logits.
+
+    model's forward ─▶ decoder ─ hidden states ─▶ head ─▶ scale, softcap ─▶ logits
+                                                   └ here the loss is taken, by chunks of rows
+
+The model runs its own forward, in which its head takes the loss instead of giving logits. What a
+model makes of the head's output (Cohere scales it, Gemma 2 caps it) must be known to the loss. So
+in the first microbatch the head gives three numbers, and what comes out of the model says what
+it does with them. A model that does something else is trained with its logits.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_client.runtime import linear_cross_entropy
+from trainer_client.runtime.linear_loss import instead_of_forward, is_plain_linear
+from trainer_client.shard import Microbatch
+
+NUMBERS = (0.25, -1.5, 40.0)  # a softcap bends the last
+CLOSE = 1e-2  # within the rounding of half types
+
+log = logging.getLogger("trainer_client")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shaping:
+    """What a model makes of its head's output: softcap · tanh(scale · output / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def of(self, output: Tensor) -> Tensor:
+        """The logits of some outputs, in fp64."""
+        logits = output.double() * self.scale
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+class HeadLoss:
+    """Runs a model of transformers up to its loss; its head is asked for anew in every call."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._shaping: Shaping | None = None
+        self._needs_logits = False
+
+    def of(self, run: Callable[[], Tensor], microbatch: Microbatch) -> Tensor:
+        """The sum of the microbatch's loss, a scalar, or logits [1, rows, vocabulary] where the
+        loss cannot be taken without. ``run``: the model's forward, which gives logits."""
+        head = self._model.get_output_embeddings()
+        if self._needs_logits or not is_plain_linear(head):
+            return run()
+        if self._shaping is None:
+            return self._first(run, head, microbatch)
+        taken: list[Tensor] = []
+
+        def take(hidden: Tensor) -> Tensor:
+            taken.append(self._loss(hidden, head, microbatch))
+            return taken[-1]
+
+        with instead_of_forward(head, take):
+            run()
+        return taken[0]
+
+    def _first(self, run: Callable[[], Tensor], head: Any, microbatch: Microbatch) -> Tensor:
+        taken: list[Tensor] = []
+
+        def show(hidden: Tensor) -> Tensor:
+            taken.append(hidden)
+            return hidden.new_tensor([[NUMBERS]])
+
+        with instead_of_forward(head, show):
+            self._shaping = self._found(run().detach())
+        if self._shaping is None:
+            log.info(
+                "the logits of %s are more than a scaled or capped output of its head, so they are "
+                "held in memory",
+                type(self._model).__name__,
+            )
+            self._needs_logits = True
+            return run()
+        with instead_of_forward(head, lambda hidden: self._loss(hidden, head, microbatch)):
+            total: Tensor = head(taken[0])
+        return total
+
+    def _loss(self, hidden: Tensor, head: Any, microbatch: Microbatch) -> Tensor:
+        assert self._shaping is not None
+        return linear_cross_entropy(
+            hidden[0],
+            head.weight,
+            microbatch.labels,
+            None if microbatch.weights is None else microbatch.loss_weights,
+            bias=head.bias,
+            scale=self._shaping.scale,
+            softcap=self._shaping.softcap,
+        )
+
+    def _found(self, shown: Tensor) -> Shaping | None:
+        """What makes of the head's numbers what came out of the model."""
+        given = torch.tensor([[NUMBERS]], dtype=torch.float64, device=shown.device)
+        for shaping in self._known():
+            expected = shaping.of(given)
+            if shown.shape == expected.shape and shown.double().allclose(expected, rtol=CLOSE):
+                return shaping
+        return None
+
+    def _known(self) -> Iterator[Shaping]:
+        """None, and those that its config has numbers for."""
+        yield Shaping()
+        config = self._model.config.get_text_config()
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            yield Shaping(softcap=cap)
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            yield Shaping(scale=scale)
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            yield Shaping(scale=1 / divisor)
