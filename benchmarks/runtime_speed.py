@@ -267,7 +267,7 @@ def copies_row(model: Model, size: Size, device: torch.device) -> Row:
         seconds_of(work, device, size.turns) for work in (there, overlapped, first)
     )
     return Row(
-        what=f"copies of {shard.size_bytes / 2**30:.2f} GiB a step, beside computing",
+        what=f"copies of {shard.size_bytes / 2**20:.0f} MiB a step, beside computing",
         figure=f"{(hidden_s - there_s) / there_s:+.1%} of the step "
         f"({(first_s - there_s) / there_s:+.1%} when copied first)",
         bar="< 1 %",

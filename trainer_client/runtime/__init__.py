@@ -38,6 +38,7 @@ from trainer_client.runtime.step import (
     forward_microbatch,
     run_step,
 )
+from trainer_client.runtime.trace import Trace, join_traces, traced
 
 __all__ = [
     "Action",
@@ -64,12 +65,14 @@ __all__ = [
     "StageLayout",
     "StepResult",
     "Timeline",
+    "Trace",
     "check_same_plan",
     "evaluate_step",
     "exchange_features",
     "forward_microbatch",
     "gantt",
     "global_loss_tokens",
+    "join_traces",
     "one_forward_one_backward",
     "place_in_mesh",
     "recomputed",
@@ -79,4 +82,5 @@ __all__ = [
     "scatter_rows",
     "sum_gradients",
     "token_weighted_loss",
+    "traced",
 ]

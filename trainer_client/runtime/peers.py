@@ -18,6 +18,7 @@ watchdog after the same timeout, and ends the process with NCCL's message.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from trainer_client.runtime.clock import note_transfer
 from trainer_client.runtime.faults import GroupPoolError, PeerError, RuntimeFault
 
 UNKNOWN = "?"
@@ -112,6 +114,7 @@ class Transfer:
     def __init__(self, group: "PeerGroup", action: str) -> None:
         self._group = group
         self._action = action
+        self._note = note_transfer(action)
         self._works: list[tuple[dist.Work, int | None]] = []
         self._kept: list[Tensor] = []
 
@@ -122,6 +125,10 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until all are done. Raises PeerError where a peer fails or stays silent."""
+        with self._note.waited() if self._note and self._works else nullcontext():
+            self._wait()
+
+    def _wait(self) -> None:
         for work, peer in self._works:
             try:
                 self._group.wait_for(work, peer)

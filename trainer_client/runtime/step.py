@@ -183,6 +183,7 @@ def _whole_step(
             reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
         mean_loss = float(loss_sum)  # waits for a GPU, so that the step's seconds are all counted
+        clock.stop()
         spent = clock.seconds()
         seconds = time.perf_counter() - started
         phase_s = seconds_by_phase(spent, shard.plan, everyone)
