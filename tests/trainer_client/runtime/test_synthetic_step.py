@@ -69,7 +69,8 @@ def train(rank, size, jobs):
             dataset, model = SyntheticDataset(job, rank=rank), new_model()
             for shard in dataset:
                 model.zero_grad()
-                result = run_step(model, shard, pool, upcoming=dataset.peek(wait=False))
+                assert dataset.peek(wait=False) is not shard
+                result = run_step(model, shard, pool)
                 dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
                 samples = alone(job.step(shard.step).samples)
                 expected = single_process(new_model(), samples)
