@@ -17,8 +17,11 @@ device until the loop's stream has used it (`record_stream`). Other devices than
 copies, the host none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Protocol, overload
 from weakref import WeakValueDictionary
 
@@ -30,14 +33,25 @@ from trainer_client.staging import BufferCopies, bundled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CopyTimes:
+    """When the copies of a wave's microbatch were made: between two CUDA events, where there are
+    streams, else between two readings of `time.perf_counter`."""
+
+    wave: int
+    size_bytes: int
+    began_s: float
+    ended_s: float
+    began: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sent:
-    """A microbatch whose copies have been started: its buffers on the device, and the CUDA events
-    around their copies."""
+    """A microbatch whose copies have been started, and its buffers on the device."""
 
     microbatch: Microbatch
     buffers: Sequence[Tensor]
-    began: torch.cuda.Event | None = None
-    copied: torch.cuda.Event | None = None
+    times: CopyTimes
 
 
 class CopyQueue(Protocol):
@@ -60,8 +74,15 @@ class PlainQueue:
 
     def start(self, microbatch: Microbatch) -> Sent:
         """Copy."""
-        copies = BufferCopies(self.copy, self._device)
-        return Sent(microbatch=microbatch.mapped(copies), buffers=copies.buffers)
+        copies, began_s = BufferCopies(self.copy, self._device), perf_counter()
+        there = microbatch.mapped(copies)
+        times = CopyTimes(
+            wave=microbatch.wave,
+            size_bytes=sum(buffer.nbytes for buffer in copies.buffers),
+            began_s=began_s,
+            ended_s=perf_counter(),
+        )
+        return Sent(microbatch=there, buffers=copies.buffers, times=times)
 
     def arrive(self, sent: Sent) -> Microbatch:
         """The copy."""
@@ -86,16 +107,29 @@ class StreamQueue(PlainQueue):
             began.record(self._stream)
             sent = super().start(microbatch)
             copied.record(self._stream)
-        return replace(sent, began=began, copied=copied)
+        return replace(sent, times=replace(sent.times, began=began, copied=copied))
 
     def arrive(self, sent: Sent) -> Microbatch:
         """The current stream waits for the copies."""
-        assert sent.copied is not None, "started by this queue"
+        assert sent.times.copied is not None, "started by this queue"
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(sent.copied)
+        computing.wait_event(sent.times.copied)
         for buffer in sent.buffers:
             buffer.record_stream(computing)
         return sent.microbatch
+
+
+_listener: ContextVar[Callable[[CopyTimes], None] | None] = ContextVar("told copies", default=None)
+
+
+@contextmanager
+def telling_copies(listener: Callable[[CopyTimes], None]) -> Iterator[None]:
+    """The listener is told of each microbatch's copies when the body takes it up."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 class StagedMicrobatches(Sequence[Microbatch]):
@@ -126,7 +160,10 @@ class StagedMicrobatches(Sequence[Microbatch]):
         taken = self._taken.get(place)
         if taken is None:
             self._start(place)
-            taken = self._queue.arrive(self._ahead.pop(place))
+            sent = self._ahead.pop(place)
+            taken = self._queue.arrive(sent)
+            if (listener := _listener.get()) is not None:
+                listener(sent.times)
             self._taken[place] = taken
         self._ahead = {k: sent for k, sent in self._ahead.items() if k == place + 1}
         self._start(place + 1)

@@ -1,6 +1,5 @@
 """Microbatches reach the device in one copy each, one ahead, and the host waits for none."""
 
-import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from tests.trainer_client.copies import CountedCopies, Loopback
 from trainer_client.device import DeviceCopier, PlainQueue, StreamQueue
+from trainer_client.runtime import LayoutError, PackedAttention
 from trainer_client.runtime.block_attention import choose_kernel
 from trainer_client.runtime.ring_layout import RingLayout, build_ring_layout, causal_layouts
 from trainer_client.runtime.ring_passes import pass_backward, pass_forward
@@ -115,12 +115,14 @@ def test_a_microbatch_costs_one_copy_and_the_host_waits_for_nothing():
     assert len(copies.started) == len(shard.microbatches)
 
 
-def test_without_staging_the_same_attention_blocks_nothing_either():
-    """A layout that no thread made beforehand, such as an encoder's, is one copy as well."""
-    microbatch = synthetic_shards(JOB)[5].microbatches[0]
-    with CountedCopies() as copies:
-        attend(microbatch, META, Loopback(16, microbatch.cp_rank))
-    assert (copies.blocking, copies.read, len(copies.started)) == ([], [], 1)
+def test_attention_takes_the_layout_that_came_with_its_microbatch():
+    """That of another pack is refused as one that does not fit, so it was not worked out again."""
+    another = build_ring_layout([0, 4], degree=1, cp_rank=0, causal=True)
+    attention = PackedAttention([0, 8], layouts={True: another})
+    q = torch.ones(8, 2, 8)
+    with pytest.raises(LayoutError, match="gives each of its 1 replicas 4"):
+        attention(q, q, q)
+    assert attention(q, q, q, causal=False).shape == q.shape, "which it does not know yet"
 
 
 class CountedQueue(PlainQueue):
@@ -184,7 +186,6 @@ def test_what_nobody_holds_any_more_has_left_the_device():
     assert shard.microbatches[1].wave == 1
     assert queue.copies == 3, "the two, and the one ahead"
     held.clear()
-    gc.collect()
     assert shard.microbatches[0].wave == 0
     assert queue.copies == 5, "again the first, and the one behind it"
 

@@ -44,6 +44,7 @@ from trainer_client.runtime.step import (
     run_step,
 )
 from trainer_client.runtime.step_result import StepResult
+from trainer_client.runtime.trace import Trace, join_traces, traced
 
 __all__ = [
     "Action",
@@ -77,6 +78,7 @@ __all__ = [
     "StageLayout",
     "StepResult",
     "Timeline",
+    "Trace",
     "TransportMismatchError",
     "check_same_plan",
     "evaluate_step",
@@ -84,6 +86,7 @@ __all__ = [
     "forward_microbatch",
     "gantt",
     "global_loss_tokens",
+    "join_traces",
     "linear_cross_entropy",
     "one_forward_one_backward",
     "place_in_mesh",
@@ -98,4 +101,5 @@ __all__ = [
     "sum_gradients",
     "sum_of_stages",
     "token_weighted_loss",
+    "traced",
 ]

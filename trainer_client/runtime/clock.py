@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Clock(Protocol):
 
     def read(self) -> list[float]:
         """All moments that were noted, in seconds since the clock was made."""
+        ...
+
+    def seconds_at(self, event: torch.cuda.Event) -> float:
+        """When an event of this device was, in the same seconds."""
         ...
 
 
@@ -68,6 +73,9 @@ class _HostClock:
     def read(self) -> list[float]:
         return self._moments_s
 
+    def seconds_at(self, event: torch.cuda.Event) -> float:
+        raise TypeError("a CPU's clock has no events")
+
 
 class _StreamClock:
     """The host only enqueues work, so moments are events on its stream."""
@@ -88,6 +96,10 @@ class _StreamClock:
             self._moments[-1].synchronize()  # not the stream, on which more may be queued by now
         return [self._origin.elapsed_time(moment) / 1e3 for moment in self._moments]
 
+    def seconds_at(self, event: torch.cuda.Event) -> float:
+        event.synchronize()
+        return float(self._origin.elapsed_time(event)) / 1e3
+
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
@@ -101,6 +113,8 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, *, place: Hashable = None) -> None:
+        self.began_s = time.perf_counter()
+        self.notes: list[Note] | None = None
         self._clock = start_clock(device)
         self.on_stream = self._clock.on_stream
         self._begun = [(OTHER, place, self._clock.mark())]
@@ -117,28 +131,96 @@ class PhaseClock:
     def seconds(self) -> dict[tuple[str, Hashable], float]:
         """Seconds of every phase until it was stopped, or so far, at each of its places. Waits for
         the device to come that far."""
+        spent: dict[tuple[str, Hashable], float] = {}
+        for phase, place, begun_s, ended_s in self.spans():
+            spent[phase, place] = spent.get((phase, place), 0.0) + ended_s - begun_s
+        return spent
+
+    def spans(self) -> list[tuple[str, Hashable, float, float]]:
+        """(phase, place, start, end) of each phase in turn, in seconds since the clock was made. As
+        `seconds`."""
         ended = self._clock.mark() if self._ended is None else self._ended
         moments_s = self._clock.read()
-        spent: dict[tuple[str, Hashable], float] = {}
         ends = [mark for *_, mark in self._begun[1:]] + [ended]
-        for (phase, place, begun), end in zip(self._begun, ends, strict=True):
-            before_s = spent.get((phase, place), 0.0)
-            spent[phase, place] = before_s + moments_s[end] - moments_s[begun]
-        return spent
+        return [
+            (phase, place, moments_s[begun], moments_s[end])
+            for (phase, place, begun), end in zip(self._begun, ends, strict=True)
+        ]
+
+    def moments_s(self) -> list[float]:
+        """All moments by their numbers, in seconds since the clock was made."""
+        return self._clock.read()
+
+    def seconds_at(self, event: torch.cuda.Event) -> float:
+        """When an event on another stream of the clock's device was, in its seconds."""
+        return self._clock.seconds_at(event)
+
+    def mark(self) -> int:
+        """Note this moment; returns its number."""
+        return self._clock.mark()
+
+
+@dataclass(kw_only=True, slots=True)
+class Note:
+    """A transfer in a traced step: its name, and the moments of posting and of waiting for it."""
+
+    clock: PhaseClock
+    name: str
+    posted: int
+    began: int = -1
+    ended: int = -1
+
+    @contextmanager
+    def waited(self) -> Iterator[None]:
+        """The body waits for it."""
+        self.began = self.clock.mark()
+        yield
+        self.ended = self.clock.mark()
+        if self.clock.notes is not None:
+            self.clock.notes.append(self)
 
 
 _running: ContextVar[PhaseClock | None] = ContextVar("phase clock of this step", default=None)
+_listener: ContextVar[Callable[[PhaseClock], None] | None] = ContextVar("told clocks", default=None)
+_under_way: list[PhaseClock] = []  # of all threads
 
 
 @contextmanager
 def phase_clock(device: torch.device, *, place: Hashable = None) -> Iterator[PhaseClock]:
     """The clock that ``switch_phase`` of this thread switches; it begins at ``place``."""
     clock = PhaseClock(device, place=place)
+    listener = _listener.get()
+    if listener is not None:
+        clock.notes = []
     token = _running.set(clock)
+    _under_way.append(clock)
     try:
         yield clock
     finally:
+        _under_way.remove(clock)
         _running.reset(token)
+    if listener is not None:
+        listener(clock)
+
+
+@contextmanager
+def telling_clocks(listener: Callable[[PhaseClock], None]) -> Iterator[None]:
+    """The listener is given the clock of each step that ends in the body without an error."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def note_transfer(name: str) -> Note | None:
+    """A transfer that is posted now; None where no step is traced."""
+    clock = _running.get()
+    if clock is None and len(_under_way) == 1:
+        clock = _under_way[0]  # a thread of the device's, which runs its backward pass
+    if clock is None or clock.notes is None:
+        return None
+    return Note(clock=clock, name=name, posted=clock.mark())
 
 
 def switch_phase(phase: str, place: Hashable = None) -> None:

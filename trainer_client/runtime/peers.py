@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer_client.runtime.clock import note_transfer
 from trainer_client.runtime.communicator import Communicator
 from trainer_client.runtime.fault_board import as_timedelta, grace_s
 from trainer_client.runtime.faults import GroupPoolError, PeerError, RuntimeFault
@@ -41,6 +42,7 @@ class Transfer:
     def __init__(self, group: "PeerGroup", action: str) -> None:
         self._group = group
         self._action = action
+        self._note = note_transfer(action)
         self._works: list[tuple[dist.Work, int | None]] = []
         self._kept: list[Tensor] = []
         self._given_up = False
@@ -53,6 +55,10 @@ class Transfer:
     def wait(self) -> None:
         """Wait until all are done. Raises PeerError where a peer fails or stays silent, and
         GroupPoolError where the connections were dropped before."""
+        with self._note.waited() if self._note and self._works else nullcontext():
+            self._wait()
+
+    def _wait(self) -> None:
         if self._given_up:
             self._group.check_alive(self._action)
         for work, peer in self._works:

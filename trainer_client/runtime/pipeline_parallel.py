@@ -120,6 +120,7 @@ def run_pipeline_step(
         clock.switch(BUBBLE)
         count = loss_tokens.count if labelled else 0
         loss, tokens, timeline = _share(stage, count, mesh, schedule)
+        clock.stop()
         spent = clock.seconds()
         seconds = time.perf_counter() - started
         phase_s = seconds_by_phase(spent, shard.plan, everyone, chunks=len(chunks))

@@ -12,6 +12,7 @@ from tests.trainer_client.runtime.random_steps import (
     single_process,
     worst_difference,
 )
+from trainer_client.device import DeviceCopier, PlainQueue
 from trainer_client.runtime import GroupPool, run_step
 from trainer_client.synthetic import SyntheticDataset, SyntheticJob, SyntheticMedia
 
@@ -68,6 +69,7 @@ def train(rank, size, jobs):
             dataset, model = SyntheticDataset(job, rank=rank), new_model()
             for shard in dataset:
                 model.zero_grad()
+                assert dataset.peek(wait=False) is not shard
                 result = run_step(model, shard, pool)
                 dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
                 samples = alone(job.step(shard.step).samples)
@@ -88,3 +90,27 @@ def test_two_replicas_have_the_gradients_of_one_process(world, degrees):
         for parameter, difference, samples in answer:
             assert samples >= 4
             assert difference <= 1e-10, (parameter, difference)
+
+
+class CountedQueue(PlainQueue):
+    copies = 0
+
+    def copy(self, whole):
+        self.copies += 1
+        return whole.clone()
+
+
+def test_a_step_takes_each_microbatch_to_the_device_once_and_computes_the_same():
+    """Also what counts its loss tokens beforehand reads the host's labels."""
+    job = SyntheticJob(
+        steps=1, microbatches=4, memory_tokens=64, sample_tokens=(9, 40), vocabulary=VOCABULARY,
+        loss_weights=True, media=MEDIA,
+    )  # fmt: skip
+    step, queue = job.step(0), CountedQueue(torch.device("cpu"))
+    shard = DeviceCopier(torch.device("cpu"), queue=queue).send(step.shard(0))
+    model = new_model()
+    with GroupPool() as pool:
+        result = run_step(model, shard, pool)
+    assert queue.copies == job.microbatches
+    expected = single_process(new_model(), alone(step.samples))
+    assert worst_difference(result, model, *expected)[1] <= 1e-10

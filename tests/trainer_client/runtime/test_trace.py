@@ -1,0 +1,155 @@
+"""A traced step is a file that Perfetto reads: nested phases without gaps, waits, copies, rings."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.trainer_client.runtime.random_steps import (
+    make_model,
+    make_shard,
+    random_plan,
+    random_samples,
+)
+from trainer_client.device import DeviceCopier, PlainQueue
+from trainer_client.runtime import GroupPool, join_traces, run_step, traced
+from trainer_client.runtime.trace import COPIES, STEPS, WAITS
+
+CPU = torch.device("cpu")
+ROUNDING_US = 0.5
+
+
+def steps(rank, size, folder):
+    samples = random_samples(6)
+    model = make_model(())
+    copier = DeviceCopier(CPU, queue=PlainQueue(CPU))
+    with GroupPool(timeout_s=60) as pool:
+        with traced() as trace:
+            results = []
+            for seed in (6, 7):
+                waves = random_plan(samples, size, (2, 3), seed)
+                shard = make_shard(samples, waves, size, rank, seed, f"{seed:064}")
+                results.append(run_step(model, copier.send(shard), pool))
+        run_step(model, shard, pool)  # outside of the trace
+        phases = [dict(result.phase_s) for result in results]
+    trace.write(f"{folder}/rank{rank}.json")
+    return phases, len(shard.microbatches)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    from tests.trainer_client.runtime.conftest import run_world
+
+    folder = tmp_path_factory.mktemp("traces")
+    return folder, run_world(steps, 3, folder, str(folder))
+
+
+def events_of(folder, rank):
+    return json.loads((folder / f"rank{rank}.json").read_text())["traceEvents"]
+
+
+def by_track(events):
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["tid"]].append(event)
+    return tracks
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def test_spans_of_a_track_are_nested_or_apart(traces):
+    folder, answers = traces
+    for rank in answers:
+        for events in by_track(events_of(folder, rank)).values():
+            open_spans = []
+            for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+                assert event["pid"] == rank
+                while open_spans and end(open_spans[-1]) <= event["ts"] + ROUNDING_US:
+                    open_spans.pop()
+                if open_spans:
+                    assert end(event) <= end(open_spans[-1]) + ROUNDING_US, event
+                open_spans.append(event)
+
+
+def test_phases_fill_the_step_and_add_up_to_its_seconds(traces):
+    folder, answers = traces
+    for rank, (phase_s, _) in answers.items():
+        track = by_track(events_of(folder, rank))[STEPS]
+        whole = [event for event in track if event["name"].startswith("step ")]
+        assert [event["name"] for event in whole] == ["step 0", "step 1"]
+        for step, seconds in zip(whole, phase_s, strict=True):
+            inside = [e for e in track if step["ts"] <= e["ts"] and end(e) <= end(step) + 1]
+            phases = [e for e in inside if not e["name"].startswith(("step ", "microbatch "))]
+            assert sum(e["dur"] for e in phases) == pytest.approx(step["dur"], abs=1)
+            assert step["dur"] == pytest.approx(sum(seconds.values()) * 1e6, abs=1)
+            for before, after in pairwise(phases):
+                assert after["ts"] == pytest.approx(end(before), abs=ROUNDING_US)
+            assert {"vision_forward", "exchange", "llm_forward", "llm_backward"} <= {
+                event["name"] for event in phases
+            }
+
+
+def test_each_microbatch_holds_its_passes(traces):
+    folder, answers = traces
+    track = by_track(events_of(folder, 0))[STEPS]
+    microbatches = [event for event in track if event["name"].startswith("microbatch ")]
+    waves = answers[0][1]
+    assert len(microbatches) >= waves
+    for microbatch in microbatches:
+        held = [
+            event["name"]
+            for event in track
+            if event["name"].startswith("llm_")
+            and microbatch["ts"] <= event["ts"] < end(microbatch)
+        ]
+        assert held == ["llm_forward", "llm_backward"]
+
+
+def test_rings_and_exchanges_are_transfers_with_their_exposed_waits(traces):
+    folder, _ = traces
+    events = events_of(folder, 0)
+    waits = by_track(events)[WAITS]
+    names = {event["name"] for event in waits}
+    for part in ("ring attention (forward)", "ring attention (backward)",
+                 "the feature exchange (forward)", "the gradient sum"):  # fmt: skip
+        assert part in names
+    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    ended = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert begun.keys() == ended.keys()
+    assert len(begun) == len(waits)
+    assert all(begun[key]["ts"] <= ended[key]["ts"] for key in begun)
+
+
+def test_each_microbatch_is_one_copy_to_the_device(traces):
+    folder, answers = traces
+    for rank in answers:
+        copies = by_track(events_of(folder, rank))[COPIES]
+        waves = [event["name"] for event in copies]
+        last = int(waves[-1].removeprefix("wave "))
+        assert waves[-last - 1 :] == [f"wave {number}" for number in range(last + 1)]
+        assert waves.count("wave 0") == 2
+        assert sum(event["args"]["bytes"] for event in copies) > 0
+
+
+def test_files_of_several_ranks_are_joined(traces, tmp_path):
+    folder, answers = traces
+    whole = tmp_path / "whole.json"
+    join_traces([folder / f"rank{rank}.json" for rank in answers], whole)
+    events = json.loads(whole.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(answers)
+    assert len(events) == sum(len(events_of(folder, rank)) for rank in answers)
+
+
+def test_a_step_that_is_not_traced_notes_no_transfers():
+    samples = random_samples(3)
+    shard = make_shard(samples, random_plan(samples, 1, (1,), 3), 1, 0, 3)
+    with GroupPool() as pool:
+        with traced() as trace:
+            pass
+        run_step(make_model(()), shard, pool)
+    assert [event["ph"] for event in trace.events()] == ["M"] * 4
