@@ -14,12 +14,11 @@ from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan import ITEM_COLUMNS, StageReport, StepPlan, StepTime
 from dataservice.core.plan_options import (
     STRATEGIES,
-    CostModel,
     IsfLimits,
     PlanOptions,
     Strategy,
 )
-from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
@@ -62,10 +61,6 @@ from dataservice.planning.validate import check_packs
 # that the baselines would take longer than the plan may (60 ms for 153,600), one within `_FAIR`.
 NEAR, _FAIR = 1.001, 1.03
 _COMPARED_SAMPLES = 32_768
-# Fewer waves are tried where one costs more than this share of β₁ beside its groups; of many
-# samples memory decides how many there are.
-MANY_WAVES = 0.25
-LONGEST_SHARE = 0.2
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
@@ -131,7 +126,7 @@ def compose_step(
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     near = NEAR if len(lengths) <= _COMPARED_SAMPLES else _FAIR
-    for rival in _rivals(lengths, units, topology, options, whole):
+    for rival in _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * near:
             break
         if bound.given(_least_waves_s(lengths, topology, rival)) >= best.time.total_s:
@@ -227,7 +222,6 @@ def _packed(
     return PackedStep(
         tokens=lengths.llm_tokens.astype(np.int64),
         packed=(packs, charged),
-        wave_s=rival.wave_s if rival else 0.0,
         degree=degree,
         topology=topology,
         options=options,
@@ -282,18 +276,15 @@ def _composed(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rival:
-    """Plans of the same packs and groups, which only later stages tell apart. `wave_s` as in
-    `PackedStep`; `unpadded`: priced as a trainer that packs computes it, although the algorithm is
-    a baseline's that pads."""
+    """Plans of the same packs and groups, which only later stages tell apart. `unpadded`: priced as
+    a trainer that packs computes it, although the algorithm is a baseline's that pads."""
 
     options: tuple[PlanOptions, ...]
-    wave_s: float = 0.0
     unpadded: bool = False
 
 
 def _rivals(
     lengths: LengthTable,
-    units: NDArray[np.int32] | None,
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
@@ -303,10 +294,6 @@ def _rivals(
     stages = STRATEGIES["full"]
     if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
         return
-    if len(lengths) <= FEW_SAMPLES:
-        wave_s = _encoding_of_a_wave(lengths, units, options.cost)
-        if wave_s > MANY_WAVES * options.cost.llm.group_s:
-            yield _Rival(options=(options,), wave_s=wave_s)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
@@ -337,21 +324,6 @@ def _least_waves_s(lengths: LengthTable, topology: Topology, rival: _Rival) -> f
         return 0.0
     degree = static_degree(lengths, topology.replicas, options)
     return static_bound(lengths, degree, topology, options)
-
-
-def _encoding_of_a_wave(
-    lengths: LengthTable, units: NDArray[np.int32] | None, cost: CostModel
-) -> float:
-    """About what one wave more costs before its decoder begins: a batch of each encoder, part of
-    the longest unit that the replicas then wait for, and an exchange."""
-    seconds = 0.0
-    unit_tokens = lengths.item_encoder_tokens // (1 if units is None else units)
-    for modality, phase in zip(Modality, (cost.vision, cost.audio), strict=True):
-        tokens = unit_tokens[lengths.item_modality == modality]
-        if tokens.size:
-            longest_s = float(phase.item_seconds(tokens.max(keepdims=True))[0])
-            seconds += phase.batch_s + LONGEST_SHARE * longest_s + cost.step.exchange_s
-    return seconds
 
 
 def _grouped_plan(

@@ -28,15 +28,13 @@ WORTH_TRYING = 1.003
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedStep:
     """What the group stage is given: `tokens` int64[n] true lengths, what the pack stage made of
-    them, and the `degree` of static context. `wave_s` is what a wave costs beside its groups, which
-    speaks for fewer waves."""
+    them, and the `degree` of static context."""
 
     tokens: NDArray[np.int64]
     packed: Packed
     degree: int
     topology: Topology
     options: PlanOptions
-    wave_s: float = 0.0
     full_attention: NDArray[np.float64] | None = None
     """η float64[n], None where all attention is causal."""
 
@@ -65,21 +63,13 @@ FULL_ATTENTION: dict[FullAttention, Callable[[LengthTable], NDArray[np.float64] 
 
 
 def group_packs(step: PackedStep) -> ContextWaves:
-    """Waves of CP groups, and a lower bound of their summed makespans; 0 where waves cost more than
-    their groups, as other waves may then be shorter in sum.
+    """Waves of CP groups, and a lower bound of their summed makespans.
 
     Raises PlanningError on an unknown algorithm, and on a sample that all replicas together
     cannot hold.
     """
     group = algorithm_named(CONTEXTS, step.options.stages.context, "plan.context")
-    if step.wave_s == 0:
-        return group(step)
-    cost = step.options.cost
-    # What every group takes, once a wave, is just such a cost: it is added for the search alone.
-    dearer = replace(cost.llm, group_s=cost.llm.group_s + step.wave_s)
-    found = group(replace(step, options=replace(step.options, cost=replace(cost, llm=dearer))))
-    waves = (replace(wave, time_s=wave.time_s - step.wave_s) for wave in found.waves)
-    return ContextWaves(waves=tuple(waves), lower_bound_s=0.0)
+    return group(step)
 
 
 def static_bound(
