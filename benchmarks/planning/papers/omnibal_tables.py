@@ -105,8 +105,7 @@ def _models(draws: int) -> Iterator[Row]:
             ours=float(base / ours),
             explanation=f"{days:.1f} GPU days at the end (paper {after}). Vision layers take "
             f"{of.vision_pace:.2f} of what is counted; as counted, {counted:.2f}×. `dataservice "
-            f"layout` at this TP, PP and DP, which does not cut an encoder over stages: "
-            f"{base / layout_sample_s(of, 0):.2f}×.",
+            f"layout` at this TP, PP and DP: {base / layout_sample_s(of, 0):.2f}×.",
             off_because="how much a baseline recomputes is printed of none: did this one recompute "
             f"no more than the method, it would be at {kept / theirs:.2f}×.",
         ).row()
