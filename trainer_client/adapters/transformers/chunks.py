@@ -173,6 +173,8 @@ def _with_parts(family: TextFamily, layers: slice, *, keep: Sequence[Keep]) -> T
         copied = _copy(holder, **others, **{path[depth]: copied})
         if not kept:
             copied.__dict__["_parameters"] = dict.fromkeys(holder._parameters)
+    head = family.model.get_output_embeddings() if "head" in keep else None
+    copied.get_output_embeddings = lambda: head  # the library's looks for embeddings first
     return family.of(copied)
 
 
@@ -196,7 +198,8 @@ def _tied(family: TextFamily) -> Parameter | None:
     """The weight of embeddings or head that this chunk has, if the model ties them."""
     if not getattr(family.model.config, "tie_word_embeddings", False):
         return None
-    weights = [part.weight for part in (family.model.lm_head, family.decoder.embed_tokens) if part]
+    parts = (family.model.get_output_embeddings(), family.decoder.embed_tokens)
+    weights = [part.weight for part in parts if part is not None]
     return weights[0] if weights else None
 
 
@@ -209,11 +212,11 @@ def _refuse_uncuttable(family: TextFamily) -> None:
         for part, module in parts.items()
         if part not in ("embed_tokens", "layers", "norm") and any(module.parameters())
     ]
-    wanted = {"embed_tokens", "layers", "norm"} <= parts.keys() and hasattr(family.model, "lm_head")
-    if not wanted or others:
+    headless = family.model.get_output_embeddings() is None
+    if not {"embed_tokens", "layers", "norm"} <= parts.keys() or others or headless:
         raise UnsupportedModel(
             f"{name} has {', '.join(parts)}; chunks are cut where a decoder has embed_tokens, "
-            "layers, norm and no other weights, and its model lm_head: train it by run_step"
+            "layers, norm and no other weights, and its model a head: train it by run_step"
         )
     if type(family).spans is not TextFamily.spans:
         raise UnsupportedModel(

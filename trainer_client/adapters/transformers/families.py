@@ -289,7 +289,7 @@ class Qwen3VL(QwenVL):
 
     def logits(self, **taken: Any) -> Tensor:
         # The model's own forward takes deepstack features with pixels only.
-        logits: Tensor = self.model.lm_head(self.hidden(**taken))
+        logits: Tensor = self.model.get_output_embeddings()(self.hidden(**taken))
         return logits
 
 
