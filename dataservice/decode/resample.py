@@ -63,7 +63,8 @@ class Resizing:
     def add(self, rows: Words | Pixels) -> None:
         """The next rows of the picture, which the first pass resizes along their length."""
         place = self._narrow[self._next : self._next + len(rows)]
-        self._first_pass(np.ascontiguousarray(rows), place, left=self._left)
+        whole: Any = np.ascontiguousarray(rows)  # whose type of elements is lost
+        self._first_pass(whole, place, left=self._left)
         self._next += len(rows)
 
     def finish(self) -> Pixels:
