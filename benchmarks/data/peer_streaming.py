@@ -61,7 +61,7 @@ def main() -> None:
         write(home)
     count = 0
     while True:
-        loader = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             Pictures(home, max_pixels), batch_size=BATCH, num_workers=WORKERS, collate_fn=list
         )
         for batch in loader:

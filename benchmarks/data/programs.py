@@ -44,7 +44,8 @@ def by_service_code(jpeg: bytes) -> Pixels:
     blob = MediaBlob(kind="image", name="picture", data=jpeg)
     width, height = image_size(blob, DEFAULT_LIMITS)
     plan = PROCESSOR.plan_image(width=width, height=height)
-    return decode_image(blob, plan, DEFAULT_LIMITS)[0]
+    pixels: Pixels = decode_image(blob, plan, DEFAULT_LIMITS)[0]
+    return pixels
 
 
 def bare(decode: Callable[[bytes], Pixels], home: Path) -> Iterator[int]:
@@ -97,7 +98,8 @@ def grpc_alone(home: Path) -> Iterator[int]:
     assert server.stdout is not None
     channel = grpc.insecure_channel(f"127.0.0.1:{server.stdout.readline().strip()}")
     received, buffer = 0, bytearray(len(data))
-    for message in channel.unary_stream("/bench/Bytes")(b""):
+    stream: Any = channel.unary_stream("/bench/Bytes")
+    for message in stream(b""):
         at = received % len(data)
         buffer[at : at + len(message)] = message
         received += len(message)
@@ -118,7 +120,7 @@ def grpc_server(size_bytes: int) -> None:
                 yield pixels[start : start + CHUNK_BYTES].tobytes()
 
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
-    handler = grpc.unary_stream_rpc_method_handler(pictures)
+    handler: Any = grpc.unary_stream_rpc_method_handler(pictures)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("bench", {"Bytes": handler}),)
     )

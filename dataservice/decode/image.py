@@ -53,7 +53,7 @@ _ORIENTATION_TAG = 0x0112
 _TIFF_TILE = (322, 323)  # width and height; a tile is decoded whole
 _START_OF_SCAN = b"\xff\xda"
 _PIXEL_BYTES = 4  # in Pillow's memory
-_BLOCK_BYTES = 16 * 2**20  # Pillow gives a larger picture several blocks of memory
+BLOCK_BYTES = 16 * 2**20  # Pillow gives a larger picture several blocks of memory
 _COPIED_ROWS = 128
 _SWAPS_SIDES = frozenset({5, 6, 7, 8})
 
@@ -139,7 +139,7 @@ def _rows(picture: Image.Image | Pixels) -> Iterator[Words | Pixels]:
     """The picture's rows from the top, in its own memory or copied a band at a time."""
     if not isinstance(picture, Image.Image):
         yield picture
-    elif picture.width * picture.height * _PIXEL_BYTES <= _BLOCK_BYTES:
+    elif picture.width * picture.height * _PIXEL_BYTES <= BLOCK_BYTES:
         yield _words(picture)
     else:
         for top in range(0, picture.height, _COPIED_ROWS):
@@ -150,8 +150,8 @@ def _rows(picture: Image.Image | Pixels) -> Iterator[Words | Pixels]:
 def _words(picture: Image.Image) -> Words:
     """An RGB picture's pixels where Pillow has them, uint32[h, w]: four bytes each, the last of
     which means nothing. The array keeps the picture."""
-    pixels: Any = pa.array(picture)
-    words: Words = np.asarray(pixels.values).view(np.uint32)
+    given: Any = picture  # pyarrow's stubs do not know that it is one of Arrow's arrays
+    words: Words = np.asarray(pa.array(given).values).view(np.uint32)
     return words.reshape(picture.height, picture.width)
 
 

@@ -56,14 +56,15 @@ class Resizing:
         self._narrow = np.empty((self._whole[1], _words(after[0])), np.uint32)
         self._next = self._top
         if square:
-            empty = np.full((1, self._whole[0]), self._ground)
+            empty: Words = np.full((1, self._whole[0]), self._ground, dtype=np.uint32)
             self._first_pass(empty, self._narrow[:1], left=0)
             self._narrow[1:] = self._narrow[0]
 
     def add(self, rows: Words | Pixels) -> None:
         """The next rows of the picture, which the first pass resizes along their length."""
         place = self._narrow[self._next : self._next + len(rows)]
-        self._first_pass(np.ascontiguousarray(rows), place, left=self._left)
+        whole: Any = np.ascontiguousarray(rows)  # whose type of elements is lost
+        self._first_pass(whole, place, left=self._left)
         self._next += len(rows)
 
     def finish(self) -> Pixels:
@@ -179,15 +180,19 @@ _CURVES: dict[Filter, tuple[float, Callable[[NDArray[np.float64]], NDArray[np.fl
 }
 
 
-def _given(dtype: Any, axes: int, layout: str = "C") -> types.Array:
-    return types.Array(dtype, axes, layout, readonly=True)  # as Pillow's pixels are
+def _given(dtype: Any, axes: int) -> Any:
+    return types.Array(dtype, axes, "C", readonly=True)  # as Pillow's pixels are
 
 
 def _kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
     """Compiled when this module is loaded, or read from numba's cache on disk: decoders are forked
     from a process that has loaded it, and never compile. Runs without the GIL."""
     every = [types.void(*signature) for signature in signatures]
-    return lambda function: cast(Kernel, njit(every, cache=True, nogil=True)(function))
+
+    def compiled(function: Kernel) -> Kernel:
+        return cast(Kernel, njit(every, cache=True, nogil=True)(function))
+
+    return compiled
 
 
 _TAPS = types.int32[::1], types.int16[:, ::1], types.int64

@@ -71,7 +71,7 @@ def test_a_picture_in_several_blocks_of_pillows_memory_is_resized_alike(monkeypa
     views = [View.whole(212, 140), View(width=196, height=196, tile_width=196, tile_height=196,
                                         square=True, fill=(9, 200, 77))]  # fmt: skip
     wanted = [next(cut_views(picture, [view])) for view in views]
-    monkeypatch.setattr(image_module, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(image_module, "BLOCK_BYTES", 1000)
     for view, pixels in zip(views, wanted, strict=True):
         assert (next(cut_views(picture, [view])) == pixels).all()
         assert (next(cut_views(np.asarray(picture), [view])) == pixels).all()

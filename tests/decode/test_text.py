@@ -12,6 +12,7 @@ from dataservice.core.sample import RawSample
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.tokenizer import LoadedTokenizer
 from tests.decode.files import SPECIALS, TEMPLATE
 from tests.decode.template_bench import TOKENIZERS
 
@@ -190,34 +191,25 @@ def test_a_document_is_learnt_whole_with_its_end(kitchen, sample):
     assert (decoded.labels[:-1] == decoded.input_ids[1:]).all()
 
 
-class Counted:
-    """A tokenizer that counts the calls which track characters."""
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        self.tracked = 0
-
-    def encode(self, text, **options):
-        self.tracked += 1
-        return self._tokenizer.encode(text, **options)
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-
-def test_a_text_that_is_learnt_whole_is_tokenised_without_tracking_its_characters(kitchen, sample):
+def test_a_text_that_is_learnt_whole_is_tokenised_without_tracking_its_characters(
+    kitchen, sample, monkeypatch
+):
     """That takes a third of the time, and only says where loss begins and ends."""
-    pipeline = kitchen.pipeline()
-    loaded = pipeline._text._tokenizer
-    counted = Counted(loaded.tokenizer)
-    object.__setattr__(loaded, "tokenizer", counted)
+    pipeline, encode, tracked = kitchen.pipeline(), LoadedTokenizer.encode, []
+
+    def counted(self, text, *, offsets=True):
+        tracked.append(offsets)
+        return encode(self, text, offsets=offsets)
+
+    monkeypatch.setattr(LoadedTokenizer, "encode", counted)
     text = "the cat sat — on été 猫"
     decoded = decode(pipeline, sample({"text": text}))
-    assert counted.tracked == 0
+    assert tracked
+    assert not any(tracked)
     assert decoded.input_ids.tolist() == kitchen.tokenizer.encode(text + "<|endoftext|>").ids
     assert (decoded.labels[:-1] == decoded.input_ids[1:]).all()
     decode(pipeline, sample({"messages": CHAT}))
-    assert counted.tracked > 0
+    assert any(tracked)
 
 
 @pytest.mark.parametrize("train", TOKENIZERS.values(), ids=TOKENIZERS)

@@ -20,7 +20,7 @@ from dataservice.workers.recycled_memory import (
     file_bytes,
 )
 from dataservice.workers.sample_memory import MAP_FAILED, sample_buffers, sample_bytes
-from tests.workers.test_sample_memory import descriptors, mappings, require_same
+from tests.workers.memory_files import descriptors, mappings, require_same
 from tests.workers.trouble import a_sample
 
 PLANNED = a_sample(1, "k", tokens=5, images=1, sounds=2).lengths

@@ -4,8 +4,6 @@ import gc
 import os
 import socket
 import struct
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +26,7 @@ from dataservice.workers.sample_memory import (
     sample_of_memory,
     write_memory,
 )
+from tests.workers.memory_files import descriptors, mappings, require_same
 from tests.workers.trouble import a_sample
 
 PLANNED = a_sample(1, "k", tokens=5, images=1, sounds=2).lengths
@@ -43,30 +42,6 @@ def decoded():
 
 def memory_of(sample):
     return write_memory(sample_buffers(sample, PLANNED), sample_bytes(PLANNED))
-
-
-def require_same(one, other):
-    for mine, theirs in zip(
-        (one.input_ids, one.labels, *one.items),
-        (other.input_ids, other.labels, *other.items),
-        strict=True,
-    ):
-        assert mine.dtype == theirs.dtype
-        assert mine.ctypes.data % 4 == 0
-        np.testing.assert_array_equal(mine, theirs)
-
-
-def mappings():
-    return Path("/proc/self/maps").read_text().count("memfd:sample")
-
-
-def descriptors():
-    """Of such memory alone: what other tests left open closes when it pleases."""
-    held = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the folder was read through one itself
-            held += "memfd:sample" in os.readlink(each)
-    return held
 
 
 def test_a_sample_is_seen_through_a_mapping_that_ends_with_its_last_view():
