@@ -26,6 +26,8 @@ class PackedAttention:
     group: the pack's CP group, or None for a pack that one replica holds alone.
     lengths: S true lengths, tokens. Full attention needs them where sequences are padded;
         for causal attention they only save work. Rows of padding get zeros.
+
+    ``handle``: under it the operator finds this pack.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class PackedAttention:
             None if lengths is None else _on_host(lengths),
             group or PeerGroup((0,), index=0),
         )
-        self._handle = bind(self._pack)
+        self.handle = bind(self._pack)
 
     @property
     def group(self) -> PeerGroup:
@@ -85,7 +87,7 @@ class PackedAttention:
         """
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         out: Tensor
-        out, _ = packed_attention(q, k, v, self._handle, causal, scale, window, spans, kernel)
+        out, _ = packed_attention(q, k, v, self.handle, causal, scale, window, spans, kernel)
         return out
 
 
