@@ -132,7 +132,7 @@ def kept_attention(context, operation, *arguments, **settings):
 
 
 @pytest.mark.parametrize(("policy", "calls"), [(None, 2), (kept_attention, 1)])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_selective_checkpoint_that_names_the_ring_does_not_go_round_again(
     policy, calls, compiled
 ):
