@@ -197,7 +197,7 @@ def choose_kernel(
     if choice.reason:
         tell_slow(choice.reason, choice.remedy)
     if q.is_cuda:
-        _note(choice.kernel, current_flash_attention_impl() or "FA2", q.dtype, asked.head_dim)
+        note_kernel(choice.kernel, current_flash_attention_impl() or "FA2", q.dtype, asked.head_dim)
     return _KERNELS[choice.kernel]
 
 
@@ -239,7 +239,7 @@ def tell_slow(reason: str, remedy: str) -> None:
 
 
 @lru_cache
-def _note(kernel: Kernel, flash: str, dtype: torch.dtype, head_dim: int) -> None:
+def note_kernel(kernel: Kernel, flash: str, dtype: torch.dtype, head_dim: int) -> None:
     """Log once what a kind of attention is computed with."""
     name = f"flash ({flash})" if kernel == "flash" else kernel
     log.info("attention of %s heads of %d: kernel %s", dtype, head_dim, name)

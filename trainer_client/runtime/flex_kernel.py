@@ -142,8 +142,8 @@ def _sequences(rows: Rows, device: torch.device) -> Tensor:
 @lru_cache
 def _flex(compiled: bool) -> Callable[..., Any]:
     """Packs differ in rows, so the kernel is compiled for any number of them."""
-    fused: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return fused if compiled else flex_attention
+    unfused: Callable[..., Any] = flex_attention
+    return torch.compile(unfused, dynamic=True) if compiled else unfused
 
 
 @lru_cache

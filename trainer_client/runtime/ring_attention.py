@@ -29,6 +29,8 @@ class PackedAttention:
         for causal attention they only save work. Rows of padding get zeros.
     layouts: by ``causal``, what would otherwise be worked out from these in the first layer: a
         microbatch's own, on the device that computes.
+
+    ``handle``: under it the operator finds this pack.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class PackedAttention:
             group or PeerGroup((0,), index=0),
             layouts or {},
         )
-        self._handle = bind(self._pack)
+        self.handle = bind(self._pack)
 
     @property
     def group(self) -> PeerGroup:
@@ -90,7 +92,7 @@ class PackedAttention:
         """
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         out: Tensor
-        out, _ = packed_attention(q, k, v, self._handle, causal, scale, window, spans, kernel)
+        out, _ = packed_attention(q, k, v, self.handle, causal, scale, window, spans, kernel)
         return out
 
 

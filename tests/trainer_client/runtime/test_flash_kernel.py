@@ -104,7 +104,7 @@ def test_a_layer_may_demand_its_kernel():
 
 def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch, caplog):
     monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
-    block_attention._note.cache_clear()
+    block_attention.note_kernel.cache_clear()
     with FakeTensorMode(), caplog.at_level("INFO", logger="trainer_client"):
         for dtype in (torch.bfloat16, torch.float16):
             assert kernel_of("cuda", dtype, 128) is FlashKernel
