@@ -37,8 +37,9 @@ class Size:
     ring_tokens: tuple[int, ...] = (16384, 65536)
     memory_tokens: int = 16384
     samples: int = 128
-    tiles: int = 64
+    tiles: int = 256
     tile_px: tuple[int, int] = (448, 448)
+    step_tokens: int = 16384
     step_bytes: int = 2**30
     turns: int = 7
     loss_shape: tuple[int, int] = (16384, 152_064)
@@ -52,8 +53,8 @@ TINY = Size(
     width=32, heads=2, kv_heads=1, layers=1, vocabulary=256, vision_width=32, vision_heads=2,
     vision_layers=1, lengths=(16, 32, 48, 64, 96, 128), patches=(8, 16, 32, 48, 64, 96),
     ring_tokens=(96,), memory_tokens=2048, samples=8, tiles=2, tile_px=(56, 56),
-    step_bytes=2**16, turns=2, loss_shape=(64, 256), parity_dims=(8,), parity_degrees=(2, 3, 8),
-    parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
+    step_tokens=96, step_bytes=2**16, turns=2, loss_shape=(64, 256), parity_dims=(8,),
+    parity_degrees=(2, 3, 8), parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
 )  # fmt: skip
 
 

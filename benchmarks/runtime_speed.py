@@ -288,7 +288,7 @@ def heavy_shard(size: Size, device: torch.device) -> Shard:
         SyntheticItem(modality="vision", values=tile, position=place, tokens=1)
         for place, tile in enumerate(whole)
     )
-    ids = torch.zeros(size.memory_tokens, dtype=torch.int64)
+    ids = torch.zeros(size.step_tokens, dtype=torch.int64)
     samples = [
         SyntheticSample(id=number, input_ids=ids, labels=ids, items=tiles)
         for number in range(packs)
@@ -343,7 +343,7 @@ def drains_row(model: Model, size: Size, device: torch.device) -> Row:
 
 def text_shard(size: Size) -> Shard:
     """Full packs of text on the host."""
-    ids = torch.zeros(size.memory_tokens, dtype=torch.int64)
+    ids = torch.zeros(size.step_tokens, dtype=torch.int64)
     samples = [SyntheticSample(id=k, input_ids=ids, labels=ids) for k in range(size.turns)]
     waves = [[((0,), [number])] for number in range(size.turns)]
     return SyntheticStep(samples, waves, replicas=1).shard(0)
