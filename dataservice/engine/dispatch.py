@@ -26,7 +26,10 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.errors import WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder
@@ -267,19 +270,24 @@ class Dispatcher:
         self,
         step: DispatchedStep,
         rank: int,
-        packs: Iterable[int],
+        packs: NDArray[np.int32],
         *,
         failed: Sequence[str] = (),
         slow: Sequence[str] = (),
-    ) -> dict[int, WorkerInfo]:
-        """Where a rank is to fetch these packs of the step.
+    ) -> NDArray[np.int32]:
+        """Where a rank is to fetch each of these packs of the step, int[k], repeats allowed, as
+        places in the step's `workers`.
 
         It could not fetch from the workers `failed`; from those `slow` nothing came for a
         while. Packs of its that are not at hand are then ordered again, and waited for a while.
         Raises the reason where a pack cannot be had, WorkerLostError where no worker is there.
         """
-        wanted = list(packs)
         step.asked = True
+        held = step.holder[packs]
+        plain = step.reachability.whole and not self._balancer.any_silent
+        if plain and not (failed or slow or (held < 0).any()):
+            return held
+        wanted = np.unique(packs).tolist()
         step.avoid_slow(rank, slow, wanted)
         for name in failed:
             if step.doubt(rank, name):
@@ -289,7 +297,8 @@ class Dispatcher:
             async with asyncio.timeout(HOLDERS_WAIT_S):
                 while [pack for pack in wanted if not self._at_hand(step, pack, rank, patient)]:
                     await step.next_change()
-        return {pack: self._holder(step, pack, rank) for pack in wanted}
+        holders = [step.number_of(self._holder(step, pack, rank)) for pack in wanted]
+        return np.array(holders, dtype=np.int32)[np.searchsorted(wanted, packs)]
 
     def _ask_again(self, step: DispatchedStep, packs: Sequence[int], worker: str) -> None:
         """Order what the worker should hold from it once more: the same order is decoded once,
@@ -346,8 +355,8 @@ class Dispatcher:
 
     def _look_after_steps(self) -> None:
         self._see_workers()
-        silent = any(map(self._balancer.is_silent, self._balancer.workers))
         for step in self._steps:
+            silent = self._balancer.any_silent
             for pack in range(len(step.placements)) if silent else sorted(step.pending):
                 placement = step.placements[pack]
                 if placement.copies and step.asked:

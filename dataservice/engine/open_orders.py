@@ -64,6 +64,7 @@ class OpenOrders:
         copy.task = asyncio.create_task(self._have_prepared(step, pack, copy))
         # Not in the task: one that is cancelled before its first turn runs no line of its own.
         copy.task.add_done_callback(lambda _: self._ended(step, pack, copy))
+        step.note_holder(pack)
         step.note_change()
 
     def forget(self, step: DispatchedStep, pack: int, worker: str) -> None:
@@ -74,6 +75,7 @@ class OpenOrders:
             copy.task.cancel()
         if not placement.ready:
             step.pending.add(pack)
+        step.note_holder(pack)
         step.note_change()
         self._wake.set()
 
@@ -127,6 +129,7 @@ class OpenOrders:
             task = asyncio.create_task(release)
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
+        step.note_holder(pack)
         step.note_change()
 
 

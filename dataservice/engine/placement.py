@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataservice.core.errors import ServiceError
 from dataservice.core.orders import PackOrder
 from dataservice.core.plan import StepPlan
@@ -65,6 +68,8 @@ class DispatchedStep:
     `asked` is set once a rank has asked for the step; `pending` are the packs that no worker is
     known to hold. `doubted` are (rank, worker): who could not fetch from whom once;
     `reachability` knows who is sent there no more.
+    `holder` int32[P] is the place in `workers` of whoever has a pack's best copy, for ranks that
+    can reach all of them, and -1 where there is no copy; `numbers` are those places by name.
     """
 
     plan: StepPlan
@@ -74,8 +79,30 @@ class DispatchedStep:
     delivered: Delivered
     asked: bool = False
     released: bool = False
+    workers: list[WorkerInfo] = field(default_factory=list)
+    holder: NDArray[np.int32] = field(init=False)
+    numbers: dict[str, int] = field(default_factory=dict)
     doubted: set[tuple[int, str]] = field(default_factory=set)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holder = np.full(len(self.placements), -1, dtype=np.int32)
+
+    def note_holder(self, pack: int) -> None:
+        """The copies of a pack have changed."""
+        best: Copy | None = None
+        for copy in self.placements[pack].copies.values():
+            if best is None or copy.ready >= best.ready:  # of equals, the one ordered last
+                best = copy
+        self.holder[pack] = -1 if best is None else self.number_of(best.worker)
+
+    def number_of(self, worker: WorkerInfo) -> int:
+        """The place of a worker in `workers`."""
+        number = self.numbers.get(worker.worker)
+        if number is None:
+            number = self.numbers[worker.worker] = len(self.workers)
+            self.workers.append(worker)
+        return number
 
     @property
     def job(self) -> str:

@@ -6,8 +6,9 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from dataservice_proto.columns import TICKET, VERSION, columns_of
 from dataservice_proto.v1 import worker_pb2
 
 from dataservice.core.errors import SpecError
@@ -17,10 +18,8 @@ from dataservice.core.orders import (
     PackOrder,
     PackReceipt,
     PackSample,
-    PartSpec,
     SourceWork,
     Ticket,
-    UnitRange,
 )
 from dataservice.core.sample import (
     ByteSpan,
@@ -227,57 +226,47 @@ def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
 
 
 def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
-    """The right to stream some parts."""
+    """The right to stream some parts, without the workers' addresses."""
     return worker_pb2.Ticket(
-        worker=ticket.worker,
-        address=ticket.address,
+        version=VERSION,
+        job=ticket.job,
+        step=ticket.step,
+        plan_digest=ticket.plan_digest,
         rank=ticket.rank,
         holder=ticket.holder,
         expires_unix_s=ticket.expires_unix_s,
-        parts=[
-            worker_pb2.PartSpec(
-                key=pack_key_to_proto(part.key),
-                cp_rank=part.cp_rank,
-                items=part.items,
-                tensors=part.tensors,
-                ranges=ranges_to_proto(part.ranges),
-            )
-            for part in ticket.parts
-        ],
+        workers=ticket.workers,
+        tensors=ticket.tensors,
+        sequences=ticket.sequences,
+        parts=ticket.parts,
         signature=ticket.signature,
+        **ticket.columns,
     )
 
 
-def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
-    """The right to stream some parts; not yet checked."""
+def ticket_from_proto(message: worker_pb2.Ticket, addresses: tuple[str, ...] = ()) -> Ticket:
+    """The right to stream some parts; not yet checked. Raises SpecError where it is of another
+    release."""
+    if message.version != VERSION:
+        raise SpecError(
+            f"the ticket's columns are of version {message.version}, and version {VERSION} is read "
+            "here. Run one release of coordinator, workers and trainer_client."
+        )
     return Ticket(
-        worker=message.worker,
-        address=message.address,
+        job=message.job,
+        step=message.step,
+        plan_digest=message.plan_digest,
         rank=message.rank,
         holder=message.holder,
         expires_unix_s=message.expires_unix_s,
-        parts=tuple(
-            PartSpec(
-                key=pack_key_from_proto(part.key),
-                cp_rank=part.cp_rank,
-                items=tuple(part.items),
-                tensors=tuple(part.tensors),
-                ranges=ranges_from_proto(part.ranges),
-            )
-            for part in message.parts
-        ),
+        workers=tuple(message.workers),
+        addresses=addresses,
+        tensors=tuple(message.tensors),
+        sequences=message.sequences,
+        parts=message.parts,
+        columns=columns_of(message, TICKET),
         signature=message.signature,
     )
-
-
-def ranges_to_proto(ranges: Iterable[UnitRange]) -> list[worker_pb2.UnitRange]:
-    """The parts of items that are cut."""
-    return [worker_pb2.UnitRange(first=r.first, stop=r.stop, of=r.of) for r in ranges]
-
-
-def ranges_from_proto(messages: Iterable[worker_pb2.UnitRange]) -> tuple[UnitRange, ...]:
-    """The parts of items that are cut; not yet checked."""
-    return tuple(UnitRange(first=m.first, stop=m.stop, of=m.of) for m in messages)
 
 
 def modality_from_proto(value: int) -> Modality:

@@ -15,7 +15,7 @@ from dataservice.core.authority import check_command
 from dataservice.core.errors import TicketError
 from dataservice.core.orders import PartSpec, Ticket
 from dataservice.core.ports import PackHost
-from dataservice.core.tickets import check_ticket
+from dataservice.core.tickets import check_ticket, parts_at
 from dataservice.serving import wire_packs
 from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
 from dataservice.serving.status_codes import answered
@@ -88,7 +88,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.FetchChunk]:
         """Stream the parts of a ticket, in its order; waits for parts that are not ready."""
         async with answered(context, "Fetch"), self._stream_open():
-            for part, spec in enumerate(self._granted(request, context).parts):
+            ticket = self._granted(request, context)
+            for part, spec in enumerate(parts_at(ticket, self._worker)):
                 tensors = await self._tensors(spec)
                 # The checksum reads every byte: in a thread, so that other streams go on.
                 header = await asyncio.to_thread(part_header, part, tensors)
@@ -115,12 +116,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             )
         except TicketError as error:
             self._refused[error.fault] += 1
-            about = {"worker": self._worker, "rank": ticket.rank}
-            if ticket.parts:
-                about |= {"job": ticket.parts[0].key.job, "step": ticket.parts[0].key.step}
+            about = {
+                "worker": self._worker,
+                "rank": ticket.rank,
+                "job": ticket.job,
+                "step": ticket.step,
+            }
             log.warning("a ticket from %s is refused: %s", context.peer(), error, extra=about)
             raise
-        if not ticket.parts:
+        if not ticket.sequences and not ticket.parts:
             raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")
         return ticket
 

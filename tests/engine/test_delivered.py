@@ -133,7 +133,7 @@ async def test_a_worker_that_decodes_a_pack_otherwise_than_another_ends_the_atte
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     shard = await shard_of(coordinator, sessions[0], 0)
-    lost = shard.tickets[0].worker
+    lost = shard.ticket.workers[0]
     books.other_bytes["w2"] = {sample_of(0, place) for place in range(16)}
     books.alive[books.alive.index(lost)] = "w2"  # it decodes anew what the lost one held
     await shard_of(coordinator, sessions[1], 0, failed=(lost,))

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -120,7 +121,9 @@ async def session(service, channel_to):
 
     async def session(token, job="a"):
         stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(service.address))
-        request = coordinator_pb2.OpenSessionRequest(job=job, rank=0, world_size=1, client="h:1")
+        request = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job=job, rank=0, world_size=1, client="h:1"
+        )
         calls.append(stub.OpenSession(request, metadata=(("authorization", f"Bearer {token}"),)))
         return (await calls[-1].read()).session, calls[-1]
 
@@ -339,7 +342,9 @@ async def test_a_team_has_so_many_calls_open_and_other_teams_are_not_counted(tmp
     async with served(tmp_path, limits=Limits(calls_per_team=1)) as running:
         stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(running.address))
         vision, audio = ((("authorization", f"Bearer {team}"),) for team in ("vision", "audio"))
-        request = coordinator_pb2.OpenSessionRequest(job="a", rank=0, world_size=1, client="h:1")
+        request = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job="a", rank=0, world_size=1, client="h:1"
+        )
         call = stub.OpenSession(request, metadata=vision)
         await call.read()
         listing = coordinator_pb2.ListJobsRequest()

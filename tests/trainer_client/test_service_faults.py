@@ -241,7 +241,7 @@ def test_a_checkpoint_does_not_wait_for_a_coordinator_that_is_away(make_service,
 
 def test_the_wrong_step_or_another_plan_is_never_trained(service):
     def another_step(shard):
-        shard.step += 1
+        shard.head.step += 1
 
     service.coordinator.edit = another_step
     with pytest.raises(Exception, match="step 0 was asked for, 1 came"):

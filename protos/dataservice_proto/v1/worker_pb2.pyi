@@ -406,115 +406,100 @@ Global___HeldPacks: _TypeAlias = HeldPacks  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
-    """The right to stream some parts from one worker. Signed by the coordinator, short-lived, and
-    good for the session alone that it was given to.
+    """The right to stream some parts of a step from the workers that hold them. Signed by the
+    coordinator, short-lived, and good for the session alone that it was given to. Columns as in
+    ShardColumns; workers are places in `workers`. Each worker streams its own parts by pack, and of a
+    pack first the sequence, then the items in the order of the columns.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    SIGNATURE_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
-    worker: _builtins.str
-    address: _builtins.str
+    WORKERS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_WORKER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_PACK_FIELD_NUMBER: _builtins.int
+    SEQUENCE_MEMBER_FIELD_NUMBER: _builtins.int
+    PART_WORKER_FIELD_NUMBER: _builtins.int
+    PART_PACK_FIELD_NUMBER: _builtins.int
+    PART_ITEMS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PLACE_FIRST_FIELD_NUMBER: _builtins.int
+    PLACE_STOP_FIELD_NUMBER: _builtins.int
+    PLACE_OF_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    plan_digest: _builtins.str
     rank: _builtins.int
     expires_unix_s: _builtins.int
-    signature: _builtins.bytes
     holder: _builtins.str
     """whom it was given to; tells nothing of the session's name"""
+    sequence_worker: _builtins.bytes
+    """Of each sequence: who holds it, its pack, and the member of the group that it is of."""
+    sequence_pack: _builtins.bytes
+    sequence_member: _builtins.bytes
+    part_worker: _builtins.bytes
+    """Of each part of items: who holds it, its pack, and how many items."""
+    part_pack: _builtins.bytes
+    part_items: _builtins.bytes
+    place: _builtins.bytes
+    """of each item, its place in the pack's list of items"""
+    place_first: _builtins.bytes
+    """units of each item to stream, of `of` equal ones; empty: all of each"""
+    place_stop: _builtins.bytes
+    place_of: _builtins.bytes
+    signature: _builtins.bytes
+    sequences: _builtins.int
+    parts: _builtins.int
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartSpec]: ...
-    def __init__(
-        self,
-        *,
-        worker: _builtins.str = ...,
-        address: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        expires_unix_s: _builtins.int = ...,
-        parts: _abc.Iterable[Global___PartSpec] | None = ...,
-        signature: _builtins.bytes = ...,
-        holder: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires_unix_s", b"expires_unix_s", "holder", b"holder", "parts", b"parts", "rank", b"rank", "signature", b"signature", "worker", b"worker"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
-
-@_typing.final
-class PartSpec(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    CP_RANK_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    RANGES_FIELD_NUMBER: _builtins.int
-    cp_rank: _builtins.int
-    """-1 when items are meant"""
-    @_builtins.property
-    def key(self) -> Global___PackKey: ...
-    @_builtins.property
-    def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """places in the pack's list of items"""
-
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of a sequence, the ones to stream; all when empty"""
 
-    @_builtins.property
-    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitRange]:
-        """of each item, what to stream; all of it when empty"""
-
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
-        cp_rank: _builtins.int = ...,
-        items: _abc.Iterable[_builtins.int] | None = ...,
+        version: _builtins.int = ...,
+        job: _builtins.str = ...,
+        step: _builtins.int = ...,
+        plan_digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        expires_unix_s: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
-        ranges: _abc.Iterable[Global___UnitRange] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key", "ranges", b"ranges", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PartSpec: _TypeAlias = PartSpec  # noqa: Y015
-
-@_typing.final
-class UnitRange(_message.Message):
-    """Units first to stop - 1 of an item in `of` equal ones: the same share of its frames."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    OF_FIELD_NUMBER: _builtins.int
-    first: _builtins.int
-    stop: _builtins.int
-    of: _builtins.int
-    def __init__(
-        self,
-        *,
-        first: _builtins.int = ...,
-        stop: _builtins.int = ...,
-        of: _builtins.int = ...,
+        sequence_worker: _builtins.bytes = ...,
+        sequence_pack: _builtins.bytes = ...,
+        sequence_member: _builtins.bytes = ...,
+        part_worker: _builtins.bytes = ...,
+        part_pack: _builtins.bytes = ...,
+        part_items: _builtins.bytes = ...,
+        place: _builtins.bytes = ...,
+        place_first: _builtins.bytes = ...,
+        place_stop: _builtins.bytes = ...,
+        place_of: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        sequences: _builtins.int = ...,
+        parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "of", b"of", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_unix_s", b"expires_unix_s", "holder", b"holder", "job", b"job", "part_items", b"part_items", "part_pack", b"part_pack", "part_worker", b"part_worker", "parts", b"parts", "place", b"place", "place_first", b"place_first", "place_of", b"place_of", "place_stop", b"place_stop", "plan_digest", b"plan_digest", "rank", b"rank", "sequence_member", b"sequence_member", "sequence_pack", b"sequence_pack", "sequence_worker", b"sequence_worker", "sequences", b"sequences", "signature", b"signature", "step", b"step", "tensors", b"tensors", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___UnitRange: _TypeAlias = UnitRange  # noqa: Y015
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
@@ -523,7 +508,7 @@ class FetchRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     proof: _builtins.bytes
-    """HMAC-SHA256 of the ticket's signature by the session's ticket_key"""
+    """HMAC-SHA256 of the ticket's signature and the worker's name by the ticket_key"""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     def __init__(
