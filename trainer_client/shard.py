@@ -108,7 +108,7 @@ class Wave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanGroups:
-    """What only some ranks look at: the groups of the whole step, and the stages of its planning."""
+    """What few ranks look at: the groups of the whole step, and the stages of its planning."""
 
     waves: tuple[Wave, ...]
     stages: tuple[StageReport, ...]
@@ -136,8 +136,8 @@ class LaterGroups:
 
 
 class OfAllRanks(Generic[Value]):
-    """A field of a plan that is given, or is that of its `LaterGroups`. As with `Fetched`, the value
-    is in the instance's dictionary."""
+    """A field of a plan that is given, or is that of its `LaterGroups`. As with `Fetched`, the
+    value is in the instance's dictionary."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,6 +21,8 @@ WORKERS = 40
 PLAYERS = 2
 BEGINS_IN_S = 0.3
 SETTLE_S = 1.0
+QUIET_S = 1.0
+IDLE_SHARE = 0.05  # of a processor, below which the coordinator counts as at rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,16 @@ class Stage:
         used: Used = self._coordinator.recv()
         return used
 
+    def settle(self) -> None:
+        """Wait until the coordinator has nothing left to do."""
+        busy_s = self.used().cpu_s
+        while True:
+            time.sleep(QUIET_S)
+            now_s = self.used().cpu_s
+            if now_s - busy_s < IDLE_SHARE * QUIET_S:
+                return
+            busy_s = now_s
+
     def steps(self, count: int, *, settle_s: float = SETTLE_S) -> Cost:
         """The cost of so many steps, with what was planned and ordered meanwhile."""
         return self._cost("step", count, settle_s)
@@ -58,12 +71,14 @@ class Stage:
         return self._cost("empty", count, 0.1)
 
     def _cost(self, word: str, count: int, settle_s: float) -> Cost:
+        self.settle()
         before, seen = self.used(), []
         for _ in range(count):
             for player in self._players:
                 player.send((word, time.time() + BEGINS_IN_S))
             seen += [_received(player) for player in self._players]
             time.sleep(settle_s)  # the next step is planned and decoded meanwhile
+        self.settle()
         after = self.used()
         asked_s = np.concatenate([each.asked_s for each in seen])
         answers = len(asked_s)
@@ -94,7 +109,7 @@ def staged(size: Size, *, workers: int = WORKERS, players: int = PLAYERS) -> Ite
         bounds = np.linspace(0, size.ranks, players + 1).astype(int).tolist()
         lines = [
             stack.enter_context(_process(ranks.play, address, size.ranks, first, stop))
-            for first, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for first, stop in pairwise(bounds)
         ]
         for line in lines:
             assert line.recv() == "open"

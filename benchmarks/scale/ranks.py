@@ -1,8 +1,8 @@
 """Ranks without trainers: some thousands in a process, each with its session and its calls.
 
-Every step begins for all ranks at once, as training does: each asks for its shard, then says that
-it has trained it. The same calls to a method that does nothing are what the machine, gRPC and this
-program take by themselves.
+Every step begins for all ranks at once, as training does: each asks for its shard, and says in the
+same call that it has trained the step before. As many calls of a method that does nothing are what
+the machine, gRPC and this program take by themselves.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import grpc.aio
+from dataservice_proto.columns import VERSION, read_shard
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -18,7 +19,6 @@ from benchmarks.scale.made_job import JOB
 
 # One connection of a process carries so many ranks.
 RANKS_A_CHANNEL = 64
-CALLS = 2  # of a rank in a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,55 +72,51 @@ class Player:
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
         self._rank, self._world_size = rank, world_size
-        self._session, self._step = "", 0
+        self._session, self._step, self._begun = "", 0, False
         self._stream: object = None
 
     async def open(self) -> None:
         """Claim the rank."""
         request = coordinator_pb2.OpenSessionRequest(
-            job=JOB, rank=self._rank, world_size=self._world_size, client="played", launch="one",
+            job=JOB,
+            rank=self._rank,
+            world_size=self._world_size,
+            client="played",
+            launch="one",
             loss_weights=True,
-        )  # fmt: skip
+            columns=VERSION,
+        )
         self._stream = stream = self._stub.OpenSession(request)
         event = await stream.read()
         self._session, self._step = event.session, event.start_step
 
     async def step(self) -> tuple[float, int, int, int]:
         """Seconds and bytes of the next shard, its packs and items."""
-        began_s = time.perf_counter()
-        answer = await self._stub.GetShard(
-            coordinator_pb2.GetShardRequest(
-                session=self._session,
-                step=self._step,
-                received_step=self._step - 1,
-                wanted=coordinator_pb2.WantedParts(tokens=True, media=True, labels=True),
-            )
+        trained = coordinator_pb2.TrainedStep(
+            step=self._step - 1, measured_s=1.0, phase_s={"llm": 1.0}
         )
+        request = coordinator_pb2.GetShardRequest(
+            session=self._session,
+            step=self._step,
+            received_step=self._step - 1,
+            wanted=coordinator_pb2.WantedParts(tokens=True, media=True, labels=True),
+            trained=[trained] if self._begun else (),
+        )
+        began_s = time.perf_counter()
+        answer = await self._stub.GetShard(request)
         asked_s = time.perf_counter() - began_s
         assert answer.shard.step == self._step
-        await self._stub.CommitStep(
-            coordinator_pb2.CommitStepRequest(
-                session=self._session, step=self._step, measured_s=1.0, phase_s={"llm": 1.0}
-            )
-        )
-        self._step += 1
+        self._step, self._begun = self._step + 1, True
         return asked_s, answer.ByteSize(), *held(answer.shard)
 
     async def empty(self) -> tuple[float, int, int, int]:
-        """Seconds of a call that does nothing, of as many as a step takes."""
+        """Seconds of a call that does nothing."""
         began_s = time.perf_counter()
         await self._health.Check(health_pb2.HealthCheckRequest())
-        asked_s = time.perf_counter() - began_s
-        for _ in range(CALLS - 1):
-            await self._health.Check(health_pb2.HealthCheckRequest())
-        return asked_s, 0, 0, 0
+        return time.perf_counter() - began_s, 0, 0, 0
 
 
 def held(shard: coordinator_pb2.RankShard) -> tuple[int, int]:
     """Packs and items of a shard: those of its packs, and those that it encodes."""
-    packs = sum(each.pack >= 0 for each in shard.microbatches)
-    items = sum(len(each.items.start) for each in shard.microbatches)
-    items += sum(
-        len(of.items) for mb in shard.microbatches for phase in mb.phases for of in phase.encodes
-    )
-    return packs, items
+    of = read_shard(shard.columns)
+    return int((of["wave_pack"] >= 0).sum()), len(of["item_start"]) + len(of["place"])

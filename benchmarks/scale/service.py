@@ -1,4 +1,4 @@
-"""The coordinator under load, in a process of its own: what `serve` runs, with workers elsewhere."""
+"""The coordinator under load, in a process of its own: as `serve` runs it, workers elsewhere."""
 
 import asyncio
 import contextlib

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.errors import ServiceError
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.core.sample import ItemNotes, Modality, SampleLengths, SampleRef
@@ -97,6 +98,14 @@ class PackReceipt:
     sources: tuple[SourceWork, ...] = ()
     sample_digests: bytes = b""
     room_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackAnswers:
+    """Packs that are ready, and those that could not be made, by pack with the reason."""
+
+    receipts: tuple[PackReceipt, ...] = ()
+    failures: Mapping[int, ServiceError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,7 @@ class Coordinator:
             planners=self._planners,
         )
         self._dispatcher = Dispatcher(
-            pool, link, on_receipt=self._table.note_receipt, metrics=self._metrics
+            pool, link, on_receipts=self._table.note_receipts, metrics=self._metrics
         )
         self._ports = LoopPorts(
             store=store,

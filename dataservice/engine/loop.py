@@ -235,27 +235,30 @@ class AttemptLoop:
         except StateError as error:
             raise self._fail(error) from error
 
-    async def note_receipt(self, step: DispatchedStep, receipt: PackReceipt) -> None:
-        """A worker has decoded a pack: record its bad samples, judge its sources, and compare
-        what it delivers with what was delivered before."""
+    async def note_receipts(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+        """A worker has decoded packs of a step: record their bad samples, judge their sources, and
+        compare what it delivers with what was delivered before."""
         if self._attempt.over:
             return
         try:
-            if receipt.bad_samples:
-                await in_store(self._records.quarantine, receipt)
-                self._quarantined += len(receipt.bad_samples)
+            for receipt in receipts:
+                if receipt.bad_samples:
+                    await in_store(self._records.quarantine, receipt)
+                    self._quarantined += len(receipt.bad_samples)
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:
             self._fail(error)
             return
-        self._judged(self._tally.take(receipt))
-        await self._note_delivered(step, receipt)
+        self._judged(self._tally.take(receipts))
+        await self._note_delivered(step, receipts)
 
-    async def _note_delivered(self, step: DispatchedStep, receipt: PackReceipt) -> None:
+    async def _note_delivered(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
         delivered = step.delivered
-        if others := delivered.otherwise.get(receipt.key.pack):
-            self._delivered_otherwise(StateError(two_versions(step, receipt.key, others)))
+        for key in (receipt.key for receipt in receipts):
+            if others := delivered.otherwise.get(key.pack):
+                self._delivered_otherwise(StateError(two_versions(step, key, others)))
+                break
         if self._attempt.over or not delivered.complete or delivered.noted:
             return
         delivered.noted = True

@@ -1,6 +1,7 @@
 """Where the packs of a step are: copies at workers, ordered or ready."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,7 +22,9 @@ STREAM_PATIENCE_S = 3.0
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
     """One order of a pack, at one worker. `queued_work` is what each of the worker's slots had
-    before it when it was made, and its own, in tokens."""
+    before it when it was made, and its own, in tokens; it is `queued` there until it is answered,
+    and its receipt is `noted` once whoever records it has done so. The `task` is the call in which
+    it was ordered with others, until it is answered."""
 
     worker: WorkerInfo
     ordered_s: float
@@ -29,6 +32,8 @@ class Copy:
     hedge: bool
     task: asyncio.Task[None] | None = None
     ready_s: float | None = None
+    queued: bool = True
+    noted: bool = False
 
     @property
     def ready(self) -> bool:
@@ -61,10 +66,17 @@ class PackPlacement:
         return self.failure is None and asyncio.get_running_loop().time() >= self.not_before_s
 
 
+def _is_due(placement: PackPlacement) -> bool:
+    """A receipt of the pack is on its way, or in the hands of whoever records it."""
+    copies = placement.copies.values()
+    return bool(copies) and not any(copy.noted for copy in copies)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedStep:
     """The packs of one step, or some of them, where each is, and what workers deliver for it.
 
+    `ordering` lasts until every pack is ordered once, at `ordered_s`;
     `asked` is set once a rank has asked for the step; `pending` are the packs that no worker is
     known to hold. `doubted` are (rank, worker): who could not fetch from whom once;
     `reachability` knows who is sent there no more.
@@ -77,6 +89,8 @@ class DispatchedStep:
     pending: set[int]
     reachability: Reachability
     delivered: Delivered
+    ordering: bool = True
+    ordered_s: float = 0.0
     asked: bool = False
     released: bool = False
     workers: list[WorkerInfo] = field(default_factory=list)
@@ -123,13 +137,10 @@ class DispatchedStep:
 
     async def receipts(self, timeout_s: float) -> None:
         """Wait for the receipts that are still to come, one for each pack."""
-        due = [
-            copy.task
-            for placement, copy in self.copies()
-            if copy.task is not None and (copy.ready or not placement.ready)
-        ]
-        if due:
-            await asyncio.wait(due, timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(map(_is_due, self.placements)):
+                    await self.next_change()
 
     def has_pack_at(self, worker: str) -> bool:
         """Whether some pack is ordered from, or held by, this worker."""

@@ -36,8 +36,8 @@ _OF_PHASES = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows of
-    each replica begin: `begins` int64[N+1, columns], in bytes, in the order of `columns`.
+    """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows
+    of each replica begin: `begins` int64[N+1, columns], in bytes, in the order of `columns`.
 
     `fetched` are the packs that replicas fetch sequences of, and `fetched_parts` those that they
     encode parts of, int32 by replica, from `fetched_begins` and `part_begins` int64[N+1] on.
@@ -90,8 +90,8 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
 
 
 def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> ShardColumns:
-    """One replica's rows. A rank that wants neither tokens nor media has no part in the encoders and
-    their exchange: its columns leave them out."""
+    """One replica's rows. A rank that wants neither tokens nor media has no part in the encoders
+    and their exchange: its columns leave them out."""
     cut = _cut(parts, replica)
     del cut["sequence_pack"], cut["sequence_member"]
     if not (wanted.tokens or wanted.media):
@@ -211,8 +211,8 @@ def _waves(
 
 
 def _packs_by_replica(plan: StepPlan) -> tuple[Array, Array]:
-    """The pack of each replica in each wave, -1 where it is idle, and its place in the pack's group:
-    int32[N·W] both, by replica."""
+    """The pack of each replica in each wave, -1 where it is idle, and its place in the pack's
+    group: int32[N·W] both, by replica."""
     at = np.full((plan.replicas, plan.waves), -1, dtype=np.int32)
     member = np.zeros((plan.replicas, plan.waves), dtype=np.int32)
     pack = np.repeat(np.arange(plan.packs, dtype=np.int32), plan.pack_degree)

@@ -1,4 +1,4 @@
-"""Columns of numbers in `bytes` fields: little-endian, end to end, each as narrow as its step allows.
+"""Columns of numbers in `bytes` fields: little-endian, end to end, as narrow as the numbers allow.
 
     packed([3, -1, 200])     6 bytes: the three as int16
     read(data, rows=3)       the width follows from the length: 6 / 3
@@ -87,6 +87,34 @@ TICKET = (
     Column("place_of", "part_items", optional=True),
 )
 """What a ticket gives; how many `sequences` and `parts` there are is given."""
+
+ORDERS = (
+    Column("pack", "packs"),
+    Column("degree", "packs"),
+    Column("samples", "packs"),
+    Column("sample_id", "samples"),
+    Column("file", "samples"),
+    Column("key_bytes", "samples"),
+    Column("epoch", "samples"),
+    Column("row_group", "samples"),
+    Column("row", "samples"),
+    Column("piece", "samples"),
+    Column("crc32", "samples"),
+    Column("llm_tokens", "samples"),
+    Column("loss_tokens", "samples"),
+    Column("spans", "samples"),
+    Column("span_name_bytes", "spans"),
+    Column("span_offset_bytes", "spans"),
+    Column("span_size_bytes", "spans"),
+    Column("items", "samples"),
+    Column("item_modality", "items"),
+    Column("item_encoder_tokens", "items"),
+    Column("item_llm_tokens", "items"),
+    Column("item_position", "items"),
+    Column("sides", "items"),
+    Column("side", "sides"),
+)
+"""The packs that one worker is to decode, with their samples; `packs` is given."""
 
 SUMMARY = (
     Column("pack_wave", "packs"),
@@ -189,12 +217,16 @@ class TicketColumns:
         found = [
             TicketPart(pack, member)
             for pack, member in zip(
-                of["sequence_pack"][sequences].tolist(), of["sequence_member"][sequences].tolist()
+                of["sequence_pack"][sequences].tolist(),
+                of["sequence_member"][sequences].tolist(),
+                strict=True,
             )
         ]
         for part in np.flatnonzero(of["part_worker"] == worker).tolist():
             own = slice(self._ends[part] - of["part_items"][part], self._ends[part])
             units = [of[name][own].tolist() for name in ("place_first", "place_stop", "place_of")]
             items = tuple(of["place"][own].tolist())
-            found.append(TicketPart(int(of["part_pack"][part]), -1, items, tuple(zip(*units))))
+            found.append(
+                TicketPart(int(of["part_pack"][part]), -1, items, tuple(zip(*units, strict=True)))
+            )
         return sorted(found, key=lambda part: part.pack)

@@ -13,6 +13,7 @@ from dataservice.core.job import JobRecord, MixtureChange
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.orders import (
     BadSample,
+    PackAnswers,
     PackKey,
     PackOrder,
     PackReceipt,
@@ -228,15 +229,21 @@ def test_pack_keys_survive(value):
 @settings(deadline=None)
 @given(orders)
 def test_pack_orders_survive(value):
-    assert wire_packs.pack_order_from_proto(sent(wire_packs.pack_order_to_proto(value))) == value
+    orders = [value, replace(value, key=replace(value.key, pack=7), degree=2)]
+    assert (
+        wire_packs.pack_orders_from_proto(sent(wire_packs.pack_orders_to_proto(orders))) == orders
+    )
 
 
 @settings(deadline=None)
 @given(receipts)
-def test_pack_receipts_survive(value):
-    assert (
-        wire_packs.pack_receipt_from_proto(sent(wire_packs.pack_receipt_to_proto(value))) == value
-    )
+def test_what_became_of_packs_survives(value):
+    answers = PackAnswers(receipts=(value,), failures={3: SpecError("no such processor")})
+    message = sent(wire_packs.pack_answers_to_proto(answers))
+    received = wire_packs.pack_answers_from_proto(message, replace(value.key, pack=9))
+    assert received.receipts == (value,)
+    (failure,) = received.failures.items()
+    assert (failure[0], type(failure[1]), str(failure[1])) == (3, SpecError, "no such processor")
 
 
 @settings(deadline=None)
@@ -267,7 +274,7 @@ def test_rank_shards_survive(value):
 
 
 def test_a_ticket_of_another_release_is_refused():
-    with pytest.raises(SpecError, match="version 0, and version 1 is read here. Run one release"):
+    with pytest.raises(SpecError, match=r"version 0, and version 1 is read here\. Run one release"):
         wire_packs.ticket_from_proto(worker_pb2.Ticket())
 
 
@@ -296,18 +303,25 @@ def test_a_summary_shows_every_group_of_the_step(make):
     assert (stage.before, stage.after, stage.lower_bound) == (3, 2, 1.5)
 
 
-def test_a_modality_of_another_release_is_refused():
-    item = worker_pb2.ItemLengths(modality=9)
-    sample = worker_pb2.PackSample(items=[item])
-    order = worker_pb2.PackOrder(degree=1, samples=[sample], team_weight=1, team_limit=1)
-    with pytest.raises(SpecError, match=r"modality 9 is not known.*0 \(vision\)"):
-        wire_packs.pack_order_from_proto(order)
-
-
-def test_an_order_without_its_teams_share_is_refused():
-    order = worker_pb2.PackOrder(degree=1)
-    with pytest.raises(SpecError, match=r"weight 0.0 and limit 0.0; both must be above 0"):
-        wire_packs.pack_order_from_proto(order)
+@pytest.mark.parametrize(
+    ("spoiled", "complaint"),
+    [
+        ({"item_modality": b"\x09\x00\x00\x00"}, "9 is not a valid Modality"),
+        ({"degree": b"\x00"}, "degree 0; it must be at least 1"),
+        ({"sample_id": b"\x00"}, "column sample_id has 1 bytes for 2 rows"),
+        ({"file": b"\x05\x05"}, "index out of range"),
+        ({"team_weight": 0.0}, r"weight 0.0 and limit 1.0; both must be above 0"),
+        ({"version": 3}, "columns of version 3; this worker reads version 1. Run one release"),
+    ],
+)
+def test_orders_of_another_release_or_that_contradict_themselves_are_refused(
+    make, spoiled, complaint
+):
+    message = wire_packs.pack_orders_to_proto([make.order()])
+    for name, value in spoiled.items():
+        setattr(message, name, value)
+    with pytest.raises(SpecError, match=complaint):
+        wire_packs.pack_orders_from_proto(message)
 
 
 def test_a_service_of_before_tells_no_mixture_and_no_progress():

@@ -62,6 +62,7 @@ class ScriptedShard:
     ticket_digest: str = ""
     spoil: dict[str, bytes] = field(default_factory=dict)
     with_summary: bool = True
+    version: int = columns.VERSION
 
     def summary_message(self) -> coordinator_pb2.StepSummary:
         """The groups of the whole step."""
@@ -88,7 +89,7 @@ class ScriptedShard:
         rings = np.flatnonzero(np.array(self.summary["pack_degree"]) > 1)
         message.columns.MergeFrom(
             coordinator_pb2.ShardColumns(
-                version=columns.VERSION,
+                version=self.version,
                 waves=self.waves,
                 replicas=self.replicas,
                 rings=len(rings),
@@ -179,13 +180,16 @@ class ScriptedShard:
                 **{name: packed(values) for name, values in ticket.items() if values},
             )
         )
-        message.addresses.extend(self.addresses[worker] for worker in workers)
+        message.addresses.extend(self.addresses.get(worker, "") for worker in workers)
 
 
 def runs(rows: list[int], splits: list[int]) -> list[tuple[int, int, int]]:
     """Rows in the order of the replicas that `splits` count them for, as (first, rows, replica)."""
     replicas = [replica for replica, count in enumerate(splits) for _ in range(count)]
-    numbered = [(row, replica, row - k) for k, (row, replica) in enumerate(zip(rows, replicas))]
+    numbered = [
+        (row, replica, row - k)
+        for k, (row, replica) in enumerate(zip(rows, replicas, strict=False))
+    ]
     return [
         (of[0][0], len(of), replica)
         for (replica, _), group in groupby(numbered, key=lambda row: row[1:])

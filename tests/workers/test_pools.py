@@ -44,6 +44,7 @@ from dataservice.workers.ray_pool import (
 )
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
+from tests.one_order import prepared
 from tests.waiting import until, wait_for
 from tests.workers.served import ask, nobody_at, serve
 
@@ -510,8 +511,8 @@ async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
             ref=SampleRef(sample_id=5, source="s", key="k", location=SampleLocation(file="f")),
             lengths=SampleLengths(llm_tokens=3, loss_tokens=3),
         )
-        receipt = await link.prepare(
-            info, PackOrder(key=key, degree=1, pipeline="{}", samples=(sample,))
+        receipt = await prepared(
+            link, info, PackOrder(key=key, degree=1, pipeline="{}", samples=(sample,))
         )
         assert receipt.bad_samples == ()
         parts = {info.worker: (PartSpec(key=key, cp_rank=0),)}

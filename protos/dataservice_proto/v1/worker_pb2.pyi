@@ -47,91 +47,192 @@ class PackKey(_message.Message):
 Global___PackKey: _TypeAlias = PackKey  # noqa: Y015
 
 @_typing.final
-class PackOrder(_message.Message):
+class PackOrders(_message.Message):
+    """Packs of one step for one worker. Columns as in ShardColumns: see dataservice_proto/columns.py."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
-    DEGREE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
     TEAM_WEIGHT_FIELD_NUMBER: _builtins.int
     TEAM_LIMIT_FIELD_NUMBER: _builtins.int
-    degree: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
+    DEGREE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    KEY_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROW_GROUP_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    LLM_TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SPAN_NAME_BYTES_FIELD_NUMBER: _builtins.int
+    SPAN_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SPAN_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    ITEM_MODALITY_FIELD_NUMBER: _builtins.int
+    ITEM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEM_LLM_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEM_POSITION_FIELD_NUMBER: _builtins.int
+    SIDES_FIELD_NUMBER: _builtins.int
+    SIDE_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    plan_digest: _builtins.str
     pipeline: _builtins.str
     team_weight: _builtins.float
     """decoding time is shared by it"""
     team_limit: _builtins.float
     """the fraction of a worker's decoding time the team may take at most"""
+    packs: _builtins.int
+    keys: _builtins.bytes
+    """of all samples, in UTF-8, end to end"""
+    names: _builtins.bytes
+    """of all spans"""
+    pack: _builtins.bytes
+    degree: _builtins.bytes
+    samples: _builtins.bytes
+    sample_id: _builtins.bytes
+    file: _builtins.bytes
+    """place in `files`"""
+    key_bytes: _builtins.bytes
+    epoch: _builtins.bytes
+    """that it was drawn in, which augmentation depends on"""
+    row_group: _builtins.bytes
+    row: _builtins.bytes
+    piece: _builtins.bytes
+    """from 1, of a document that was cut; 0, the sample is whole"""
+    crc32: _builtins.bytes
+    """of its bytes when it was indexed; -1 is not compared"""
+    llm_tokens: _builtins.bytes
+    loss_tokens: _builtins.bytes
+    spans: _builtins.bytes
+    span_name_bytes: _builtins.bytes
+    span_offset_bytes: _builtins.bytes
+    span_size_bytes: _builtins.bytes
+    items: _builtins.bytes
+    item_modality: _builtins.bytes
+    item_encoder_tokens: _builtins.bytes
+    item_llm_tokens: _builtins.bytes
+    item_position: _builtins.bytes
+    sides: _builtins.bytes
+    side: _builtins.bytes
     @_builtins.property
-    def key(self) -> Global___PackKey: ...
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of each file"""
+
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackSample]: ...
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
-        degree: _builtins.int = ...,
+        version: _builtins.int = ...,
+        job: _builtins.str = ...,
+        step: _builtins.int = ...,
+        plan_digest: _builtins.str = ...,
         pipeline: _builtins.str = ...,
-        samples: _abc.Iterable[Global___PackSample] | None = ...,
         team_weight: _builtins.float = ...,
         team_limit: _builtins.float = ...,
+        packs: _builtins.int = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        files: _abc.Iterable[_builtins.str] | None = ...,
+        keys: _builtins.bytes = ...,
+        names: _builtins.bytes = ...,
+        pack: _builtins.bytes = ...,
+        degree: _builtins.bytes = ...,
+        samples: _builtins.bytes = ...,
+        sample_id: _builtins.bytes = ...,
+        file: _builtins.bytes = ...,
+        key_bytes: _builtins.bytes = ...,
+        epoch: _builtins.bytes = ...,
+        row_group: _builtins.bytes = ...,
+        row: _builtins.bytes = ...,
+        piece: _builtins.bytes = ...,
+        crc32: _builtins.bytes = ...,
+        llm_tokens: _builtins.bytes = ...,
+        loss_tokens: _builtins.bytes = ...,
+        spans: _builtins.bytes = ...,
+        span_name_bytes: _builtins.bytes = ...,
+        span_offset_bytes: _builtins.bytes = ...,
+        span_size_bytes: _builtins.bytes = ...,
+        items: _builtins.bytes = ...,
+        item_modality: _builtins.bytes = ...,
+        item_encoder_tokens: _builtins.bytes = ...,
+        item_llm_tokens: _builtins.bytes = ...,
+        item_position: _builtins.bytes = ...,
+        sides: _builtins.bytes = ...,
+        side: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degree", b"degree", "key", b"key", "pipeline", b"pipeline", "samples", b"samples", "team_limit", b"team_limit", "team_weight", b"team_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackOrder: _TypeAlias = PackOrder  # noqa: Y015
+Global___PackOrders: _TypeAlias = PackOrders  # noqa: Y015
 
 @_typing.final
-class PackSample(_message.Message):
+class PackAnswers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLE_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    LOCATION_FIELD_NUMBER: _builtins.int
-    LLM_TOKENS_FIELD_NUMBER: _builtins.int
-    LOSS_TOKENS_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    CRC32_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    sample_id: _builtins.int
-    source: _builtins.str
-    key: _builtins.str
-    llm_tokens: _builtins.int
-    loss_tokens: _builtins.int
-    crc32: _builtins.int
-    """of its bytes when it was indexed; absent is not compared"""
-    epoch: _builtins.int
-    """that it was drawn in, which augmentation depends on"""
+    RECEIPTS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def location(self) -> Global___SampleLocation: ...
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackReceipt]: ...
     @_builtins.property
-    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemLengths]: ...
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackFailure]: ...
     def __init__(
         self,
         *,
-        sample_id: _builtins.int = ...,
-        source: _builtins.str = ...,
-        key: _builtins.str = ...,
-        location: Global___SampleLocation | None = ...,
-        llm_tokens: _builtins.int = ...,
-        loss_tokens: _builtins.int = ...,
-        items: _abc.Iterable[Global___ItemLengths] | None = ...,
-        crc32: _builtins.int | None = ...,
-        epoch: _builtins.int = ...,
+        receipts: _abc.Iterable[Global___PackReceipt] | None = ...,
+        failures: _abc.Iterable[Global___PackFailure] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "location", b"location"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "epoch", b"epoch", "items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "receipts", b"receipts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
-    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackSample: _TypeAlias = PackSample  # noqa: Y015
+Global___PackAnswers: _TypeAlias = PackAnswers  # noqa: Y015
+
+@_typing.final
+class PackFailure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    pack: _builtins.int
+    error: _builtins.str
+    """its class"""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        pack: _builtins.int = ...,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "pack", b"pack"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackFailure: _TypeAlias = PackFailure  # noqa: Y015
 
 @_typing.final
 class SampleLocation(_message.Message):
@@ -192,48 +293,17 @@ class ByteSpan(_message.Message):
 Global___ByteSpan: _TypeAlias = ByteSpan  # noqa: Y015
 
 @_typing.final
-class ItemLengths(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODALITY_FIELD_NUMBER: _builtins.int
-    ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
-    LLM_TOKENS_FIELD_NUMBER: _builtins.int
-    POSITION_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    modality: _builtins.int
-    encoder_tokens: _builtins.int
-    llm_tokens: _builtins.int
-    position: _builtins.int
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        modality: _builtins.int = ...,
-        encoder_tokens: _builtins.int = ...,
-        llm_tokens: _builtins.int = ...,
-        position: _builtins.int = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder_tokens", b"encoder_tokens", "llm_tokens", b"llm_tokens", "modality", b"modality", "position", b"position", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ItemLengths: _TypeAlias = ItemLengths  # noqa: Y015
-
-@_typing.final
 class PackReceipt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     BAD_SAMPLES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     SAMPLE_DIGESTS_FIELD_NUMBER: _builtins.int
     ROOM_S_FIELD_NUMBER: _builtins.int
+    pack: _builtins.int
     size_bytes: _builtins.int
     decode_s: _builtins.float
     sample_digests: _builtins.bytes
@@ -241,15 +311,13 @@ class PackReceipt(_message.Message):
     room_s: _builtins.float
     """waited for room in the worker's memory before it was begun"""
     @_builtins.property
-    def key(self) -> Global___PackKey: ...
-    @_builtins.property
     def bad_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSample]: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceWork]: ...
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
+        pack: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         decode_s: _builtins.float = ...,
         bad_samples: _abc.Iterable[Global___BadSample] | None = ...,
@@ -257,9 +325,9 @@ class PackReceipt(_message.Message):
         sample_digests: _builtins.bytes = ...,
         room_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "pack", b"pack", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
