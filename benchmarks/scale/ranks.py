@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from benchmarks.scale.made_job import JOB
 
 # One connection of a process carries so many ranks.
-RANKS_A_CHANNEL = 64
+RANKS_A_CHANNEL = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
