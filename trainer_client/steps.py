@@ -28,7 +28,7 @@ from trainer_client.errors import (
 )
 from trainer_client.fetch import Part, PartFetcher, PartId, Share, TicketFailure, shares_of
 from trainer_client.parts import WantedParts
-from trainer_client.prefetch import Trained
+from trainer_client.prefetch import Committer, Trained
 from trainer_client.session import Lease, Session
 from trainer_client.shard import Shard
 
@@ -48,7 +48,8 @@ class Blame:
 
 
 class StepLoader:
-    """Loads steps one after another. Ended by closing its session, channels and `stop`."""
+    """Loads steps one after another. Ended by closing its session, channels and `stop`. Calls take
+    along what `committer` has to say."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class StepLoader:
         self._wanted = wanted
         self._stop = stop
         self._timeout_s = timeout_s
+        self.committer: Committer | None = None
 
     def load(self, step: int) -> Shard | None:
         """The shard of a step, or of the first step after it that is not skipped; None after the
@@ -127,6 +129,8 @@ class StepLoader:
     def _ask(self, step: int, blame: Blame) -> tuple[coordinator_pb2.RankShard, bytes] | None:
         """The shard, and the key of the session that its ticket was given to."""
 
+        riding: tuple[Trained, ...] = ()
+
         def rpc(lease: Lease) -> tuple[coordinator_pb2.GetShardResponse, bytes]:
             request = coordinator_pb2.GetShardRequest(
                 session=lease.session,
@@ -135,11 +139,20 @@ class StepLoader:
                 failed_workers=blame.failed,
                 slow_workers=blame.slow,
                 wanted=self._wanted.to_proto(),
+                trained=[
+                    coordinator_pb2.TrainedStep(
+                        step=each.step, measured_s=each.measured_s, phase_s=each.phase_s
+                    )
+                    for each in riding
+                ],
             )
             return self._stub.GetShard(request, timeout=POLL_S), lease.ticket_key
 
         while True:
+            riding = self.committer.riding() if self.committer is not None else ()
             response, ticket_key = self._session.call(rpc)
+            if self.committer is not None and riding:
+                self.committer.arrived(riding[-1].step)
             kind = response.WhichOneof("result")
             if kind == "shard" and response.shard.step == step:
                 return response.shard, ticket_key

@@ -75,7 +75,7 @@ class Stage:
         before, seen = self.used(), []
         for _ in range(count):
             for player in self._players:
-                player.send((word, time.time() + BEGINS_IN_S))
+                player.send((word, time.time() + (BEGINS_IN_S if settle_s else 0.0)))
             seen += [_received(player) for player in self._players]
             time.sleep(settle_s)  # the next step is planned and decoded meanwhile
         self.settle()
