@@ -1,14 +1,17 @@
 """A job of made-up lengths over a real index: the columns of the catalog are those of an index on
 disk, its files are of no bytes."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from benchmarks import workloads
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan_options import PlanOptions
-from dataservice.core.sample import Modality
+from dataservice.core.sample import LengthTable, Modality
 from dataservice.sources.catalog import CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_part import SCHEMA
@@ -21,6 +24,8 @@ SOURCE = "pictures"
 ROWS_A_FILE = 10_000
 TILE_PX = 448
 FOR_EVER = 1_000_000  # epochs
+
+_lists: Any = pa.ListArray.from_arrays
 
 
 def made_setup(samples: int, batch: int, *, memory_tokens: int, text: bool = False) -> JobSetup:
@@ -70,7 +75,7 @@ def made_catalog(samples: int, *, text: bool = False) -> IndexedCatalog:
     )
 
 
-def _details(lengths: workloads.LengthTable) -> DetailFile:
+def _details(lengths: LengthTable) -> DetailFile:
     """Locations and shapes: two members of a tar, a picture of some tiles."""
     n, m = len(lengths), len(lengths.item_modality)
     members = pa.array(np.arange(n + 1, dtype=np.int32) * 2)
@@ -83,9 +88,9 @@ def _details(lengths: workloads.LengthTable) -> DetailFile:
     keys = np.char.mod("%09d", np.arange(n))
     columns = {
         "key": pa.array(keys),
-        "span_name": pa.ListArray.from_arrays(members, names.cast(pa.string())),
-        "span_offset_bytes": pa.ListArray.from_arrays(members, pa.array(offset_bytes)),
-        "span_size_bytes": pa.ListArray.from_arrays(members, pa.array(offset_bytes % 60_000 + 900)),
+        "span_name": _lists(members, names.cast(pa.string())),
+        "span_offset_bytes": _lists(members, pa.array(offset_bytes)),
+        "span_size_bytes": _lists(members, pa.array(offset_bytes % 60_000 + 900)),
         "row_group": pa.array(np.full(n, -1, np.int32)),
         "row": pa.array(np.full(n, -1, np.int32)),
         "piece": pa.array(np.zeros(n, np.int32)),
@@ -96,9 +101,9 @@ def _details(lengths: workloads.LengthTable) -> DetailFile:
         "item_encoder_tokens": _listed(items, lengths.item_encoder_tokens),
         "item_llm_tokens": _listed(items, lengths.item_llm_tokens),
         "item_position": _listed(items, lengths.item_position),
-        "item_shape": pa.ListArray.from_arrays(items, _fours(sides)),
+        "item_shape": _lists(items, _fours(sides)),
         "item_kind": _listed(items, np.full(m, int(Modality.VISION), np.int8)),
-        "item_grid": pa.ListArray.from_arrays(items, _fours(grids)),
+        "item_grid": _lists(items, _fours(grids)),
         "item_seconds_per_patch": _listed(items, np.full(m, np.nan)),
         LOSS_WEIGHT: pa.array(np.ones(n)),
     }
@@ -108,10 +113,10 @@ def _details(lengths: workloads.LengthTable) -> DetailFile:
         return writer.finish()
 
 
-def _listed(offsets: pa.Array, values: np.ndarray) -> pa.Array:
-    return pa.ListArray.from_arrays(offsets, pa.array(values))
+def _listed(offsets: Any, values: NDArray[Any]) -> Any:
+    return _lists(offsets, pa.array(values))
 
 
-def _fours(rows: np.ndarray) -> pa.Array:
+def _fours(rows: NDArray[Any]) -> Any:
     offsets = pa.array(np.arange(len(rows) + 1, dtype=np.int32) * 4)
-    return pa.ListArray.from_arrays(offsets, pa.array(rows.astype(np.int32).ravel()))
+    return _lists(offsets, pa.array(rows.astype(np.int32).ravel()))

@@ -9,6 +9,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import Any
 
 import grpc.aio
 from dataservice_proto.columns import VERSION, read_shard
@@ -87,7 +88,7 @@ class Player:
             columns=VERSION,
         )
         self._stream = stream = self._stub.OpenSession(request)
-        event = await stream.read()
+        event: Any = await stream.read()
         self._session, self._step = event.session, event.start_step
 
     async def step(self) -> tuple[float, int, int, int]:

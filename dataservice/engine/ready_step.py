@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from dataservice_proto.columns import SUMMARY, packed
@@ -64,7 +65,7 @@ class ReadyStep:
 
 def step_summary(plan: StepPlan, digest: str) -> StepSummary:
     """The groups of the whole step."""
-    columns = (
+    columns: tuple[NDArray[Any], ...] = (
         plan.pack_wave,
         plan.pack_degree,
         plan.pack_replicas,
