@@ -172,7 +172,7 @@ def _stage(stage: coordinator_pb2.StageReport) -> StageReport:
 class _Wave(NamedTuple):
     """A wave's own rows of the columns: `bounds` int64[S+1] are the padded sample offsets."""
 
-    index: int
+    number: int
     pack: int
     cp_group: tuple[int, ...]
     cp_rank: int
@@ -200,7 +200,7 @@ class _Rows:
         packs, members = of["wave_pack"].tolist(), of["wave_member"].tolist()
         self.waves = [
             _Wave(
-                index=wave,
+                number=wave,
                 pack=pack,
                 cp_group=self._group(wave, of["group"][group].tolist(), member),
                 cp_rank=member,
@@ -239,15 +239,15 @@ def _microbatch(
 ) -> Microbatch:
     sequence = _sequence(wave, parts, wanted)
     phases = {
-        name: _modality(rows, wave, phase, item_of) for name, phase in rows.phases(wave.index)
+        name: _modality(rows, wave, phase, item_of) for name, phase in rows.phases(wave.number)
     }
     items = _items(rows, wave)
     return Microbatch(
-        wave=wave.index,
+        wave=wave.number,
         pack=wave.pack,
         cp_group=wave.cp_group,
         cp_rank=wave.cp_rank,
-        predicted_s=float(rows.of["wave_seconds"][wave.index]),
+        predicted_s=float(rows.of["wave_seconds"][wave.number]),
         input_ids=sequence.get("input_ids"),
         labels=sequence.get("labels"),
         position_ids=sequence["position_ids"] if wanted.tokens else _position_ids(wave),
@@ -369,7 +369,7 @@ def _exchange(rows: _Rows, wave: _Wave, phase: int) -> FeatureExchange:
     ):
         if values.size and (values.min() < 0 or (most is not None and values.max() >= most)):
             raise ValueError(
-                f"the exchange of wave {wave.index} names {what} from {values.min()} to "
+                f"the exchange of wave {wave.number} names {what} from {values.min()} to "
                 f"{values.max()}; there are {rows.replicas} replicas and {wave.local_tokens} "
                 "local tokens"
             )

@@ -9,6 +9,7 @@ again: `wake` is set then.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.orders import PackAnswers, PackReceipt
@@ -92,7 +93,7 @@ class OpenOrders:
             for copy in some.values():
                 copy.task = task
             # Not in the task: one that is cancelled before its first turn runs no line of its own.
-            task.add_done_callback(lambda _, some=some: self._ended(step, worker, some))
+            task.add_done_callback(partial(self._ended, step, worker, some))
         step.note_change()
 
     def forget(self, step: DispatchedStep, pack: int, worker: str) -> None:
@@ -171,7 +172,13 @@ class OpenOrders:
             if step.placements[pack].copies.get(copy.worker.worker) is copy:
                 _note_failure(step.placements[pack], error)
 
-    def _ended(self, step: DispatchedStep, worker: WorkerInfo, copies: dict[int, Copy]) -> None:
+    def _ended(
+        self,
+        step: DispatchedStep,
+        worker: WorkerInfo,
+        copies: dict[int, Copy],
+        _call: "asyncio.Task[None]",
+    ) -> None:
         """The call is over: what it did not answer is ordered again."""
         for pack, copy in copies.items():
             copy.task = None  # cancelled, its traceback would keep the step, and the step it

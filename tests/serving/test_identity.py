@@ -180,7 +180,10 @@ async def test_a_team_cannot_do_what_is_for_admins(ask, method):
 @pytest.mark.parametrize("method", OF_A_JOB)
 async def test_another_team_s_job_is_answered_as_one_that_never_was(ask, method):
     steps = [coordinator_pb2.StepRange(first_step=1, last_step=2)]
-    needed = {"OpenSession": {"world_size": 1}, "SkipSteps": {"ranges": steps}}.get(method, {})
+    needed = {
+        "OpenSession": {"world_size": 1, "columns": VERSION},
+        "SkipSteps": {"ranges": steps},
+    }.get(method, {})
     for theirs, nobody_s in (("bells", "drums"), ("audio/bells", "audio/drums")):
         there = await ask(method, "vision", job=theirs, **needed)
         nowhere = await ask(method, "vision", job=nobody_s, **needed)
