@@ -255,6 +255,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.asks.append(request)
         self._fault("GetShard", context)
         claim = self._session(request.session, context)
+        if request.trained:
+            self._fault("CommitStep", context)
+        for trained in request.trained:
+            self._trained(trained)
         while not self.planned.wait(0.05):
             if not context.is_active():
                 return coordinator_pb2.GetShardResponse()
@@ -266,8 +270,6 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             return coordinator_pb2.GetShardResponse(
                 end_of_data=coordinator_pb2.EndOfData(steps=self.steps)
             )
-        for trained in request.trained:
-            self._trained(trained)
         shard = rank_shard(request.step, claim.rank)
         wanted = request.wanted
         shard.tensors = ["input_ids", "position_ids"] * wanted.tokens + ["labels"] * wanted.labels
