@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-long fuzz parity check bench bench-data protos reference format warm clean soak faults
+.PHONY: demo test test-long fuzz parity check bench bench-data bench-scale protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
@@ -48,6 +48,10 @@ bench: warm
 # What a delivered picture costs beside other loaders; Streaming gets an environment of its own.
 bench-data: warm
 	$(BIN)/python -m benchmarks.data --out benchmarks/results
+
+# One coordinator under 512, 2,560 and 10,000 ranks: some minutes.
+bench-scale: warm
+	$(BIN)/python -m benchmarks.scale
 
 soak: warm
 	$(BIN)/python -m soak --out benchmarks/results
