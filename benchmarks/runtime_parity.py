@@ -17,7 +17,6 @@ from benchmarks.runtime_ranks import step_in_processes, step_of_one_process
 from benchmarks.runtime_rows import Row
 from trainer_client.positions import held_rows
 from trainer_client.runtime import PackedAttention, PeerGroup
-from trainer_client.runtime.ring_attention import GRADIENTS_CHANNEL
 
 EXACT = 1e-10
 HALF_SLACK = 2.0  # of half precision: how many times a fused call's own error
@@ -45,13 +44,15 @@ class OneMember:
     """A CP group of which one member runs: it is given the others' keys, and no gradients.
 
     `sent` are its own parts of the gradients of the keys and values of each member, since it adds
-    them to nothing. A ring hands on keys first, so the t-th hop brings those of member i - t - 1.
+    them to nothing. A ring hands on keys first, so the t-th hop brings those of member i - t - 1;
+    what travels on another channel than they are gradients.
     """
 
     def __init__(self, index: int, keys: Sequence[Tensors]) -> None:
         self.size, self.index = len(keys), index
         self.sent: dict[int, Tensors] = {}
         self._keys = keys
+        self._keys_channel: int | None = None
         self._hops = 0
 
     def post(
@@ -63,7 +64,9 @@ class OneMember:
         **others: object,
     ) -> "OneMember":
         """Fill what would arrive."""
-        if channel == GRADIENTS_CHANNEL:
+        if self._keys_channel is None:
+            self._keys_channel = channel
+        if channel != self._keys_channel:
             owner = (self.index - len(self.sent)) % self.size
             self.sent[owner] = tuple(tensor.clone() for tensor, _ in sends)
             for arriving, _ in receives:
