@@ -306,7 +306,7 @@ def _text(column: "pa.Array[Any]") -> tuple[bytes, NDArray[np.int64]]:
     """Strings end to end, and how many bytes each has."""
     _, places, text = column.buffers()
     assert places is not None, "a column of strings has their offsets"
-    offsets = np.frombuffer(places, np.int32)[column.offset :][: len(column) + 1]
+    offsets = np.frombuffer(memoryview(places), np.int32)[column.offset :][: len(column) + 1]
     joined = b"" if text is None else memoryview(text)[offsets[0] : offsets[-1]].tobytes()
     return joined, np.diff(offsets).astype(np.int64)
 

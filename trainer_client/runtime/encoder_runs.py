@@ -33,6 +33,7 @@ from trainer_client.runtime.bubble_schedule import (
 )
 from trainer_client.runtime.clock import switch_phase
 from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.linear_loss import LinearLogits
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_mesh import PipelineMesh
 from trainer_client.runtime.ring_attention import PackedAttention
@@ -93,7 +94,7 @@ class ReadyFeatures:
         microbatch: Microbatch,
         features: Mapping[str, Features],
         attention: PackedAttention,
-    ) -> Tensor:
+    ) -> Tensor | LinearLogits:
         return self._chunk.decode(microbatch, features, attention)
 
 
