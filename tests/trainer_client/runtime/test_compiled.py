@@ -21,7 +21,8 @@ from trainer_client.runtime.ring_operator import bound_packs
 CONFIG = ModelConfig(width=32, heads=4, kv_heads=2)
 OPERATOR = torch.ops.dataservice.packed_attention.default
 EAGER = pytest.param("aot_eager")
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.long)
+QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own functions
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.long, QUIET])
 
 
 def decoder_block():

@@ -26,7 +26,8 @@ def kernel(request, monkeypatch):
     return "flex"
 
 
-KERNELS = pytest.mark.parametrize("kernel", ["plain", "flex"], indirect=True)
+COMPILES = pytest.param("flex", marks=pytest.mark.long)  # anew for every kind of mask
+KERNELS = pytest.mark.parametrize("kernel", ["plain", COMPILES], indirect=True)
 
 
 def random_spans(seed):
@@ -70,6 +71,12 @@ def test_windows_and_spans_are_those_of_the_whole_mask(monkeypatch, kernel, wind
 def test_values_may_be_narrower_or_wider_than_queries(kernel, causal):
     for width in (4, 8, 16):
         assert difference(kernel, causal=causal, width=width) <= 1e-10
+
+
+@UNFUSED
+@pytest.mark.parametrize("kernel", ["flex"], indirect=True)
+def test_flex_attention_computes_a_window_over_spans(kernel):
+    assert difference(kernel, window=5, spans=random_spans(5), width=4) <= 1e-10
 
 
 def test_spans_that_another_pack_had_at_the_same_place_are_not_mixed_up():
