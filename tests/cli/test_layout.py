@@ -197,9 +197,10 @@ def test_exactly_one_of_a_job_and_an_index_is_asked_for(cli, home):
 
 
 def test_measured_layers_take_the_place_of_computed_ones(cli, home):
-    computed = bare(cli, home, "--index", home / "index", "--batch", "6", "--json")
+    first = ("--encoders", "first")
+    computed = bare(cli, home, "--index", home / "index", "--batch", "6", "--json", *first)
     write_layers(home / "layers.yaml", "qwen2-vl-2b", slower=3.0)
-    measured = ("--layers", home / "layers.yaml")
+    measured = ("--layers", home / "layers.yaml", "--encoders", "first")
     done = bare(cli, home, "--index", home / "index", "--batch", "6", "--json", *measured)
     assert done.code == 0, done.said
     assert json.loads(done.out)["step_s"] > 1.5 * json.loads(computed.out)["step_s"]

@@ -14,21 +14,28 @@ from dataservice.planning.compose import compose_step
 from dataservice.planning.layout.bubble_replica import BubbleAsk, backbone_times, encoder_times
 from dataservice.planning.layout.microbatches import mean_work
 from dataservice.planning.layout.model import ModelDescription
-from dataservice.planning.layout.replica import PLACES, states_of
+from dataservice.planning.layout.replica import PLACES, Place, states_of
 from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.layout.search_bound import least_step_s
 from tests.planning.layout.bubble_cases import faults_of
 from tests.planning.layout.small_models import DECODER, MODEL, VISION, nodes
 
 
-def task(memory_bytes: float, *, model: ModelDescription = MODEL, count: int = 1) -> LayoutTask:
+def task(
+    memory_bytes: float,
+    *,
+    model: ModelDescription = MODEL,
+    count: int = 1,
+    places: tuple[Place, ...] = ("first", "spread"),
+) -> LayoutTask:
     batches = tuple(workloads.step_samples(workloads.vlm_sft(96, seed)) for seed in range(2))
-    return LayoutTask(model=model, group=nodes(memory_bytes, count), batches=batches)
+    return LayoutTask(model=model, group=nodes(memory_bytes, count), batches=batches, places=places)
 
 
 @pytest.fixture(scope="module")
 def roomy():
-    return task(80e9), search_layout(task(80e9))
+    asked = task(80e9, places=PLACES)
+    return asked, search_layout(asked)
 
 
 def test_the_best_is_none_slower_than_any_other_and_not_below_the_bound(roomy):
@@ -87,9 +94,9 @@ def test_no_stage_holds_more_than_its_memory_where_that_is_tight():
     assert layout.refused
 
 
-def test_less_memory_never_makes_a_step_shorter(roomy):
-    _, layout = roomy
-    assert search_layout(task(12e9)).best.step_s >= layout.best.step_s * (1 - 1e-9)
+def test_less_memory_never_makes_a_step_shorter():
+    roomy_s, tight_s = (search_layout(task(bytes_)).best.step_s for bytes_ in (80e9, 12e9))
+    assert tight_s >= roomy_s * (1 - 1e-9)
 
 
 def test_a_model_that_cannot_fit_is_told_by_how_many_bytes_and_how_many_gpus_would_do():
@@ -241,14 +248,14 @@ def test_encoders_in_bubbles_cost_what_their_step_takes_longer_than_the_backbone
         assert shown == pytest.approx(schedule.step_s - schedule.backbone_s, rel=1e-9)
 
 
-def test_overlapped_gradients_never_make_a_step_longer(roomy):
-    asked, layout = roomy
+def test_overlapped_gradients_never_make_a_step_longer():
+    asked = task(80e9)
     overlapped = search_layout(replace(asked, overlap_gradients=True))
-    assert overlapped.best.step_s <= layout.best.step_s * (1 + 1e-9)
+    assert overlapped.best.step_s <= search_layout(asked).best.step_s * (1 + 1e-9)
     assert overlapped.lower_bound_s <= overlapped.best.step_s
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_layout_is_below_the_bound(seed):
     rng = np.random.default_rng(seed)
     model = ModelDescription(
