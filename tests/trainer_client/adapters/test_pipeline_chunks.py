@@ -2,6 +2,7 @@
 of one sample at a time."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -22,7 +23,13 @@ from trainer_client.adapters.transformers import (
     sum_tied_gradient,
     trainable,
 )
-from trainer_client.runtime import LayoutError, PipelineMesh, StageLayout, run_pipeline_step
+from trainer_client.runtime import (
+    LayoutError,
+    PackedAttention,
+    PipelineMesh,
+    StageLayout,
+    run_pipeline_step,
+)
 
 EXACT = 1e-10
 TIED = Text("LlamaConfig", tie_word_embeddings=True)
@@ -155,7 +162,8 @@ def test_each_chunk_has_the_weights_of_its_own_layers_alone():
 def kept_by(how):
     """Elements that a decoder layer's forward keeps for its backward."""
     layout = StageLayout(modules=DECODER, bounds=(0, 1, 3), recompute=(how,) * 3)
-    layer = chunks_of(FAMILIES["llama"], layout)[0].model.model.layers[0]
+    chunk = chunks_of(FAMILIES["llama"], layout)[0]
+    layer = chunk.model.model.layers[0]
     x = torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.manual_seed(0))
     kept = {}
 
@@ -163,9 +171,10 @@ def kept_by(how):
         kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
-    def packed(q, k, v, **_):
-        return q + (k + v).repeat(1, 2, 1)
-
+    pack = types.SimpleNamespace(
+        cp_group=(0,), cu_seqlens=torch.tensor([0, 9]), lengths=torch.tensor([9])
+    )
+    packed = chunk.family.pack(pack, PackedAttention([0, 9]))
     angles = (torch.ones(1, 9, 8).double(), torch.zeros(1, 9, 8).double())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x.requires_grad_(), position_embeddings=angles, attention_mask=None, packed=packed)
