@@ -19,8 +19,9 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.engine.shards import cut_step, microbatches_of
-from dataservice.serving.wire_shards import rank_shard_to_proto, step_summary_to_proto
+from dataservice.engine.ready_step import step_summary
+from dataservice.engine.shards import columns_of, cut_step, microbatches_of
+from dataservice.serving.wire_shards import rank_shard_to_proto
 from dataservice.workers.pack import assemble
 from trainer_client.assemble import assemble_shard
 from trainer_client.fetch import Part, PartId
@@ -95,10 +96,12 @@ def sent_by_service(step, waves):
         of_rank = RankShard(
             job=step.job, attempt=1, step=step.step, rank=replica, replica=replica,
             plan_digest=step.plan.digest, cursor_after=str(step.step + 1),
-            loss_tokens=int(plan.sample_loss_tokens.sum()), microbatches=microbatches, tickets=(),
-            positions=rule, weighted_loss_tokens=step.plan.weighted_loss_tokens,
+            loss_tokens=int(plan.sample_loss_tokens.sum()), samples=len(plan.sample_ids),
+            predicted_s=plan.predicted_s, columns=columns_of(cut, replica), ticket=None,
+            summary=step_summary(plan, step.plan.digest), positions=rule,
+            weighted_loss_tokens=step.plan.weighted_loss_tokens,
         )  # fmt: skip
-        message = rank_shard_to_proto(of_rank, step_summary_to_proto(plan)).SerializeToString()
+        message = rank_shard_to_proto(of_rank).SerializeToString()
         mine = {part_id: part for part_id, part in parts.items() if wants(microbatches, part_id)}
         shards.append(assemble_shard(coordinator_pb2.RankShard.FromString(message), mine))
     return shards

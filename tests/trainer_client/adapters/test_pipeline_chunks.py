@@ -2,6 +2,7 @@
 of one sample at a time."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -162,7 +163,8 @@ def test_each_chunk_has_the_weights_of_its_own_layers_alone():
 def kept_by(how):
     """Elements that a decoder layer's forward keeps for its backward."""
     layout = StageLayout(modules=DECODER, bounds=(0, 1, 3), recompute=(how,) * 3)
-    layer = chunks_of(FAMILIES["llama"], layout)[0].model.model.layers[0]
+    chunk = chunks_of(FAMILIES["llama"], layout)[0]
+    layer = chunk.model.model.layers[0]
     x = torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.manual_seed(0))
     kept = {}
 
