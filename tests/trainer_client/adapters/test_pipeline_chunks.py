@@ -2,7 +2,6 @@
 of one sample at a time."""
 
 import itertools
-import types
 
 import pytest
 import torch
