@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-long fuzz parity check bench protos reference format warm clean soak faults
+.PHONY: demo test test-long fuzz parity check bench bench-scale protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
@@ -44,6 +44,10 @@ check: $(READY)
 
 bench: warm
 	$(BIN)/python -m benchmarks.planning
+
+# One coordinator under 512, 2,560 and 10,000 ranks: some minutes.
+bench-scale: warm
+	$(BIN)/python -m benchmarks.scale
 
 soak: warm
 	$(BIN)/python -m soak --out benchmarks/results

@@ -1,8 +1,8 @@
-"""Tickets → parts: bytes streamed from several workers at once into one buffer a part.
+"""A ticket → parts: bytes streamed from several workers at once into one buffer a part.
 
 A part is a header, then its tensors' bytes in chunks. The header's size allocates one
 buffer, every chunk is copied into it once, and the tensors are views of it. Each worker's
-ticket is one stream; the streams run side by side.
+share of the ticket is one stream; the streams run side by side.
 
 Success: `fetch` returns every wanted part.
 Failure: a stream that breaks, stalls or brings wrong bytes ends alone; `fetch` returns the
@@ -21,9 +21,17 @@ from math import prod
 
 import grpc
 import torch
+from dataservice_proto.columns import TICKET, VERSION, TicketColumns, columns_of
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
-from trainer_client.errors import ClientError, CorruptPart, MisuseError, ServiceTimeout, from_rpc
+from trainer_client.errors import (
+    ClientError,
+    CorruptPart,
+    MalformedShard,
+    MisuseError,
+    ServiceTimeout,
+    from_rpc,
+)
 from trainer_client.patience import Patience
 from trainer_client.transport import Transport
 
@@ -44,11 +52,6 @@ class PartId:
     cp_rank: int
     items: tuple[int, ...]
 
-    @staticmethod
-    def of(spec: worker_pb2.PartSpec) -> "PartId":
-        """The part that a ticket names."""
-        return PartId(spec.key.pack, -1 if spec.items else spec.cp_rank, tuple(spec.items))
-
     def __str__(self) -> str:
         if self.items:
             return f"items {list(self.items)} of pack {self.pack}"
@@ -66,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TicketFailure:
-    """A ticket's stream that did not bring all its parts."""
+    """A worker's stream that did not bring all its parts."""
 
     worker: str
     address: str
@@ -75,7 +78,7 @@ class TicketFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What came of a set of tickets."""
+    """What came of a ticket."""
 
     parts: dict[PartId, Part]
     failures: tuple[TicketFailure, ...]
@@ -144,26 +147,58 @@ def _size_bytes(tensor: worker_pb2.TensorHeader) -> int:
     return dtype.itemsize * prod(tensor.shape)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one worker streams for a ticket, in order."""
+
+    worker: str
+    address: str
+    parts: tuple[PartId, ...]
+
+
+def shares_of(ticket: worker_pb2.Ticket, addresses: Sequence[str]) -> tuple[Share, ...]:
+    """What each worker streams for a ticket. Raises MalformedShard where the ticket contradicts
+    itself, or is of another release."""
+    try:
+        if ticket.version != VERSION or len(addresses) != len(ticket.workers):
+            raise ValueError(
+                f"it is of version {ticket.version}, and {VERSION} is read here; it names "
+                f"{len(ticket.workers)} workers, and {len(addresses)} addresses came"
+            )
+        columns = TicketColumns(
+            columns_of(ticket, TICKET), sequences=ticket.sequences, parts=ticket.parts
+        )
+    except ValueError as error:
+        raise MalformedShard(f"the ticket of step {ticket.step} cannot be read: {error}") from error
+    return tuple(
+        Share(
+            worker=worker,
+            address=address,
+            parts=tuple(PartId(p.pack, p.member, p.items) for p in columns.parts_at(place)),
+        )
+        for place, (worker, address) in enumerate(zip(ticket.workers, addresses, strict=True))
+    )
+
+
 def receive(
     chunks: Iterable[worker_pb2.FetchChunk],
-    specs: Sequence[worker_pb2.PartSpec],
+    parts: Sequence[PartId],
     *,
     pin_memory: bool = False,
 ) -> Iterable[Part | None]:
-    """Read one ticket's stream: a Part when one is whole, None for every other chunk.
+    """Read one worker's stream: a Part when one is whole, None for every other chunk.
 
     Raises CorruptPart where headers or bytes do not follow the ticket.
     """
     number, buffer = 0, None
     for chunk in chunks:
         if chunk.WhichOneof("content") == "header":
-            if buffer is not None or chunk.header.part != number or number >= len(specs):
+            if buffer is not None or chunk.header.part != number or number >= len(parts):
                 raise CorruptPart(
                     f"the header of part {chunk.header.part} came where part {number} of "
-                    f"{len(specs)} was due"
+                    f"{len(parts)} was due"
                 )
-            part_id = PartId.of(specs[number])
-            buffer = PartBuffer(part_id, chunk.header, pin_memory=pin_memory)
+            buffer = PartBuffer(parts[number], chunk.header, pin_memory=pin_memory)
         elif buffer is None:
             raise CorruptPart(f"{len(chunk.data)} bytes came before a header")
         else:
@@ -173,12 +208,12 @@ def receive(
             number, buffer = number + 1, None
         else:
             yield None
-    if number < len(specs):
-        raise CorruptPart(f"the stream ended after {number} of {len(specs)} parts")
+    if number < len(parts):
+        raise CorruptPart(f"the stream ended after {number} of {len(parts)} parts")
 
 
 class PartFetcher:
-    """Streams tickets' parts, at most `streams` workers at once; see the module's contract.
+    """Streams a ticket's parts, at most `streams` workers at once; see the module's contract.
 
     A stream that brings nothing for `stall_timeout_s` is given up: its worker may still be
     decoding, or be gone. On a slow network the limit is longer: see `patience.py`. With
@@ -203,14 +238,18 @@ class PartFetcher:
         self._closed = False
 
     def fetch(
-        self, tickets: Sequence[worker_pb2.Ticket], wanted: set[PartId], ticket_key: bytes
+        self,
+        ticket: worker_pb2.Ticket,
+        shares: Sequence[Share],
+        wanted: set[PartId],
+        ticket_key: bytes,
     ) -> Fetched:
-        """Stream every ticket that has a wanted part; `ticket_key` is the key of the session that
-        the tickets were given to."""
+        """Stream from every worker whose share of the ticket has a wanted part; `ticket_key` is the
+        key of the session that the ticket was given to."""
         streams = [
-            _Stream(ticket, wanted, ticket_key, self._patience, pin_memory=self._pin_memory)
-            for ticket in tickets
-            if any(PartId.of(spec) in wanted for spec in ticket.parts)
+            _Stream(ticket, share, wanted, ticket_key, self._patience, pin_memory=self._pin_memory)
+            for share in shares
+            if not wanted.isdisjoint(share.parts)
         ]
         waiting, done = deque(streams), threading.Semaphore(0)
         threads = [
@@ -260,7 +299,7 @@ class PartFetcher:
             except IndexError:
                 return
             try:
-                stream.run(self._channel(stream.ticket.address))
+                stream.run(self._channel(stream.share.address))
             except BaseException as crash:  # raised by `fetch`, in the caller's thread
                 stream.crash = crash
             finally:
@@ -283,26 +322,28 @@ class PartFetcher:
 
 
 class _Stream:
-    """One ticket being fetched by one thread, watched by another."""
+    """One worker's share being fetched by one thread, watched by another."""
 
     def __init__(
         self,
         ticket: worker_pb2.Ticket,
+        share: Share,
         wanted: set[PartId],
         ticket_key: bytes,
         patience: Patience,
         *,
         pin_memory: bool,
     ) -> None:
-        self.ticket = ticket
-        self._proof = hmac.digest(ticket_key, ticket.signature, "sha256")
+        self.share = share
+        self._ticket = ticket
+        self._proof = hmac.digest(ticket_key, ticket.signature + share.worker.encode(), "sha256")
         self.stalled = False
         self._patience = patience
         self._pin_memory = pin_memory
         self.parts: list[Part] = []
         self.failure: TicketFailure | None = None
         self.crash: BaseException | None = None
-        self._missing = {PartId.of(spec) for spec in ticket.parts} & wanted
+        self._missing = wanted.intersection(share.parts)
         self._call: grpc.Call | None = None
         self._heard_s = 0.0
         self._limit_s = 0.0
@@ -314,7 +355,7 @@ class _Stream:
                 raise MisuseError("the dataset is closed")
             self._read(worker_pb2_grpc.WorkerStub(channel))
         except grpc.RpcError as failed:
-            self._fail(from_rpc(failed, self.ticket.address))
+            self._fail(from_rpc(failed, self.share.address))
         except ClientError as error:
             self._fail(error)
         except ValueError:  # what gRPC raises on a closed channel
@@ -328,13 +369,13 @@ class _Stream:
             call.cancel()
 
     def _read(self, stub: worker_pb2_grpc.WorkerStub) -> None:
-        last = PartId.of(self.ticket.parts[-1])
+        last = self.share.parts[-1]
         self._heard_s = time.monotonic()
-        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self.ticket, proof=self._proof))
+        call = stub.Fetch(worker_pb2.FetchRequest(ticket=self._ticket, proof=self._proof))
         self._call = call
         try:
             within = False  # between parts a worker may be decoding
-            for part in receive(call, self.ticket.parts, pin_memory=self._pin_memory):
+            for part in receive(call, self.share.parts, pin_memory=self._pin_memory):
                 before_s, self._heard_s = self._heard_s, time.monotonic()
                 if within:
                     self._patience.paused(self._heard_s - before_s)
@@ -354,5 +395,5 @@ class _Stream:
         if self.stalled:
             error = ServiceTimeout(f"nothing came for {self._limit_s:.3g} s")
         self.failure = TicketFailure(
-            worker=self.ticket.worker, address=self.ticket.address, error=error
+            worker=self.share.worker, address=self.share.address, error=error
         )

@@ -9,6 +9,7 @@ thread is blocked in must be ended by its owner (close the channels first).
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -121,11 +122,19 @@ class Trained:
 
 
 class Committer:
-    """Calls `commit(trained)` for each step put, in order, without blocking the caller of `put`."""
+    """Calls `commit(trained)` for each step put, in order, without blocking the caller of `put`.
 
-    def __init__(self, commit: Callable[[Trained], None]) -> None:
+    A call for a later step may take commits along: `riding` gives those that nobody has taken, and
+    `arrived` says that they were. What has not arrived `ride_s` after it was put, or once someone
+    flushes, is sent by itself; the service takes a commit that comes twice as one.
+    """
+
+    def __init__(self, commit: Callable[[Trained], None], *, ride_s: float = 0.0) -> None:
         self._commit = commit
+        self._ride_s = ride_s
         self._steps: deque[Trained] = deque()
+        self._put_s = 0.0
+        self._hurry = False
         self._changed = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -137,14 +146,32 @@ class Committer:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
+            if not self._steps:
+                self._put_s = time.monotonic()
             self._steps.append(trained)
+            self._changed.notify_all()
+
+    def riding(self) -> tuple[Trained, ...]:
+        """The commits that are yet to be taken, in order."""
+        with self._changed:
+            return tuple(self._steps)
+
+    def arrived(self, through_step: int) -> None:
+        """The service has taken the commits up to this step."""
+        with self._changed:
+            while self._steps and self._steps[0].step <= through_step:
+                self._steps.popleft()
+            self._put_s = time.monotonic()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all is sent. Raises the error of a commit, and ServiceTimeout where it takes
         longer."""
         with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
             wait_for(self._changed, self._settled, timeout_s)
+            self._hurry = False
             if self._failure is not None:
                 raise self._failure
             if self._steps and not self._closed:
@@ -174,11 +201,13 @@ class Committer:
                     self._changed.wait_for(lambda: self._steps or self._closed)
                     if self._closed:
                         return
+                    left_s = self._put_s + self._ride_s - time.monotonic()
+                    if left_s > 0 and not self._hurry:
+                        self._changed.wait(left_s)
+                        continue
                     trained = self._steps[0]
                 self._commit(trained)
-                with self._changed:
-                    self._steps.popleft()  # only now, because `flush` waits for the answer
-                    self._changed.notify_all()
+                self.arrived(trained.step)  # only now, because `flush` waits for the answer
         except BaseException as error:
             with self._changed:
                 self._failure = error

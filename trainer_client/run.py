@@ -35,6 +35,8 @@ from trainer_client.transport import Transport, wait_until_reachable
 # error says what failed.
 GRACE_S = 15.0
 CLOSING_FLUSH_S = 5.0
+# How long a commit waits for a call for a later step, which takes it along.
+RIDE_S = 0.25
 JOIN_S = 5.0
 
 
@@ -178,7 +180,7 @@ class Run:
             stop=self._stop,
             timeout_s=options.timeout_s,
         )
-        self._committer = Committer(loader.commit)
+        self._committer = loader.committer = Committer(loader.commit, ride_s=RIDE_S)
 
         step = start.step
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from trainer_client.backoff import Backoff
@@ -210,6 +211,7 @@ class Session:
             rejoin_attempt=last.attempt if last else 0,
             launch=claim.launch,
             loss_weights=True,
+            columns=VERSION,
         )
         try:
             for event in self._stub.OpenSession(request):

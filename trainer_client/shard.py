@@ -9,9 +9,10 @@ Rows of `input_ids`, `labels` and `position_ids` are this rank's own tokens ("lo
 whole pack at degree 1, two zigzag chunks of every sample at higher degrees.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -106,6 +107,55 @@ class Wave:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanGroups:
+    """What few ranks look at: the groups of the whole step, and the stages of its planning."""
+
+    waves: tuple[Wave, ...]
+    stages: tuple[StageReport, ...]
+
+
+class LaterGroups:
+    """The groups of a large step, which the service is asked for when they are first read; their
+    `wave_count` and `ring_packs` are known before."""
+
+    def __init__(
+        self, ask: Callable[[], PlanGroups], *, wave_count: int, ring_packs: tuple[int, ...]
+    ) -> None:
+        self.wave_count = wave_count
+        self.ring_packs = ring_packs
+        self._ask = ask
+        self._asking = threading.Lock()
+        self._found: PlanGroups | None = None
+
+    def found(self) -> PlanGroups:
+        """The groups. Raises what asking raises; it may be tried again."""
+        with self._asking:
+            if self._found is None:
+                self._found = self._ask()
+            return self._found
+
+
+class OfAllRanks(Generic[Value]):
+    """A field of a plan that is given, or is that of its `LaterGroups`. As with `Fetched`, the
+    value is in the instance's dictionary."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: object, owner: type | None = None) -> Value:
+        if holder is None:
+            raise AttributeError(self._name)  # so that dataclasses see a field without a default
+        value: Value | LaterGroups = holder.__dict__[self._name]
+        if isinstance(value, LaterGroups):
+            found: Value = getattr(value.found(), self._name)
+            return found
+        return value
+
+    def __set__(self, holder: object, value: "Value | LaterGroups") -> None:
+        holder.__dict__[self._name] = value
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanSummary:
     """The plan of a whole step, the same on every rank.
 
@@ -113,6 +163,10 @@ class PlanSummary:
     counts the labelled tokens of all ranks, the weight of the step's mean loss; samples that
     were masked while decoding are still counted. `weighted_loss_tokens` is the sum of the
     `loss_weights` of the same tokens, None where all of them weigh 1.
+
+    `waves`, `stages`, `groups` and `degrees` are of all ranks. Those of a large step do not come
+    with the shard: the first to read them asks the service, so the dataset must be open then, and
+    what a call raises is raised.
     """
 
     digest: str
@@ -120,9 +174,23 @@ class PlanSummary:
     samples: int
     loss_tokens: int
     predicted_s: float
-    waves: tuple[Wave, ...]
-    stages: tuple[StageReport, ...]
+    waves: OfAllRanks[tuple[Wave, ...]] = OfAllRanks()
+    stages: OfAllRanks[tuple[StageReport, ...]] = OfAllRanks()
     weighted_loss_tokens: float | None = None
+
+    @property
+    def wave_count(self) -> int:
+        """The number of waves."""
+        waves: tuple[Wave, ...] | LaterGroups = self.__dict__["waves"]
+        return waves.wave_count if isinstance(waves, LaterGroups) else len(waves)
+
+    @property
+    def ring_packs(self) -> tuple[int, ...]:
+        """The packs that several replicas share, in execution order."""
+        waves: tuple[Wave, ...] | LaterGroups = self.__dict__["waves"]
+        if isinstance(waves, LaterGroups):
+            return waves.ring_packs
+        return tuple(group.pack for group in self.groups if group.degree > 1)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -133,6 +201,10 @@ class PlanSummary:
     def degrees(self) -> tuple[int, ...]:
         """CP degree of every group, in execution order."""
         return tuple(group.degree for group in self.groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process has the groups, because it cannot ask for them."""
+        return {**self.__dict__, "waves": self.waves, "stages": self.stages}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

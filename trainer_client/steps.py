@@ -1,6 +1,6 @@
 """Loads one step's shard: asks for it, fetches it, and asks again for parts that did not come.
 
-GetShard ─▶ tickets ─▶ fetch ──all parts──▶ assemble ─▶ Shard
+GetShard ─▶ ticket ──▶ fetch ──all parts──▶ assemble ─▶ Shard
     ▲                    │ some failed, or nothing came for a while
     └─ failed_workers, ──┘ only the missing parts are fetched again
        slow_workers
@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -25,9 +26,9 @@ from trainer_client.errors import (
     ServiceTimeout,
     WorkerUnreachable,
 )
-from trainer_client.fetch import Part, PartFetcher, PartId, TicketFailure
+from trainer_client.fetch import Part, PartFetcher, PartId, Share, TicketFailure, shares_of
 from trainer_client.parts import WantedParts
-from trainer_client.prefetch import Trained
+from trainer_client.prefetch import Committer, Trained
 from trainer_client.session import Lease, Session
 from trainer_client.shard import Shard
 
@@ -47,7 +48,8 @@ class Blame:
 
 
 class StepLoader:
-    """Loads steps one after another. Ended by closing its session, channels and `stop`."""
+    """Loads steps one after another. Ended by closing its session, channels and `stop`. Calls take
+    along what `committer` has to say."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class StepLoader:
         self._wanted = wanted
         self._stop = stop
         self._timeout_s = timeout_s
+        self.committer: Committer | None = None
 
     def load(self, step: int) -> Shard | None:
         """The shard of a step, or of the first step after it that is not skipped; None after the
@@ -84,16 +87,30 @@ class StepLoader:
             shard, ticket_key = answer
             step = shard.step
             digest = check_digest(shard, digest)
-            wanted = {PartId.of(spec) for ticket in shard.tickets for spec in ticket.parts}
-            fetched = self._fetcher.fetch(shard.tickets, wanted - held.keys(), ticket_key)
+            shares = self._shares(shard)
+            wanted = {part for share in shares for part in share.parts}
+            fetched = self._fetcher.fetch(shard.ticket, shares, wanted - held.keys(), ticket_key)
             held |= fetched.parts
             if not fetched.failures:
-                return assemble_shard(shard, held, self._wanted)
+                return assemble_shard(shard, held, self._wanted, partial(self._summary, step))
             blame = troubles.judge(fetched.failures)
             if fetched.parts:  # the deadline is for the next part, not for the whole step
                 retry = Backoff(self._stop, self._timeout_s)
             if not retry.wait():
                 raise troubles.verdict(retry, missing=len(wanted - held.keys()))
+
+    @staticmethod
+    def _shares(shard: coordinator_pb2.RankShard) -> tuple[Share, ...]:
+        return shares_of(shard.ticket, shard.addresses) if shard.HasField("ticket") else ()
+
+    def _summary(self, step: int) -> coordinator_pb2.StepSummary:
+        """The groups of a whole step."""
+
+        def rpc(lease: Lease) -> coordinator_pb2.StepSummary:
+            request = coordinator_pb2.GetStepSummaryRequest(session=lease.session, step=step)
+            return self._stub.GetStepSummary(request, timeout=POLL_S)
+
+        return self._session.call(rpc)
 
     def commit(self, trained: Trained) -> None:
         """Tell the service that this rank has trained a step, and its measured seconds."""
@@ -110,7 +127,9 @@ class StepLoader:
         self._session.call(rpc)
 
     def _ask(self, step: int, blame: Blame) -> tuple[coordinator_pb2.RankShard, bytes] | None:
-        """The shard, and the key of the session that its tickets were given to."""
+        """The shard, and the key of the session that its ticket was given to."""
+
+        riding: tuple[Trained, ...] = ()
 
         def rpc(lease: Lease) -> tuple[coordinator_pb2.GetShardResponse, bytes]:
             request = coordinator_pb2.GetShardRequest(
@@ -120,11 +139,20 @@ class StepLoader:
                 failed_workers=blame.failed,
                 slow_workers=blame.slow,
                 wanted=self._wanted.to_proto(),
+                trained=[
+                    coordinator_pb2.TrainedStep(
+                        step=each.step, measured_s=each.measured_s, phase_s=each.phase_s
+                    )
+                    for each in riding
+                ],
             )
             return self._stub.GetShard(request, timeout=POLL_S), lease.ticket_key
 
         while True:
+            riding = self.committer.riding() if self.committer is not None else ()
             response, ticket_key = self._session.call(rpc)
+            if self.committer is not None and riding:
+                self.committer.arrived(riding[-1].step)
             kind = response.WhichOneof("result")
             if kind == "shard" and response.shard.step == step:
                 return response.shard, ticket_key
@@ -139,9 +167,10 @@ class StepLoader:
 
 
 def check_digest(shard: coordinator_pb2.RankShard, earlier: str) -> str:
-    """The shard's plan digest, the same in every ticket and in an `earlier` answer if any."""
-    digests = {spec.key.plan_digest for ticket in shard.tickets for spec in ticket.parts}
-    digests |= {shard.plan_digest, earlier or shard.plan_digest}
+    """The shard's plan digest, the same in its ticket and in an `earlier` answer if any."""
+    digests = {shard.plan_digest, earlier or shard.plan_digest}
+    if shard.HasField("ticket"):
+        digests.add(shard.ticket.plan_digest)
     if len(digests) > 1:
         raise PlanDigestMismatch(
             f"step {shard.step} has plans of different digests: {', '.join(sorted(digests))}. "

@@ -5,13 +5,15 @@ assembles it once and holds it until it is released. A *rank shard* is one rank'
 step plan, with the tickets that fetch its bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.errors import ServiceError
+from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.core.sample import ItemNotes, Modality, SampleLengths, SampleRef
 from dataservice.core.team import TeamShare
@@ -99,6 +101,14 @@ class PackReceipt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PackAnswers:
+    """Packs that are ready, and those that could not be made, by pack with the reason."""
+
+    receipts: tuple[PackReceipt, ...] = ()
+    failures: Mapping[int, ServiceError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WantedParts:
     """The bytes of its microbatches that a rank asks for; the numbers of the plan always come.
 
@@ -148,15 +158,25 @@ class PartSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """The right of its `holder` to stream some parts from one worker, which the worker checks
-    alone."""
+    """The right of its `holder` to stream some parts of a step from the `workers` that hold them.
+    Each worker checks it alone, and finds its own parts in the `columns`, which have rows for so
+    many `sequences` and `parts` of items; `addresses` are the workers'.
 
-    worker: str
-    address: str
+    Of a sequence the `tensors` named are streamed, all of them when none is named.
+    """
+
+    job: str
+    step: int
+    plan_digest: str
     rank: int
     holder: str
     expires_unix_s: int
-    parts: tuple[PartSpec, ...]
+    workers: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    sequences: int
+    parts: int
+    columns: Mapping[str, bytes]
     signature: bytes = b""
 
 
@@ -235,10 +255,42 @@ class Microbatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShardColumns:
+    """One replica's rows of a step, as `dataservice_proto.columns` has them; `replicas` are all of
+    the step, `rings` its packs that several replicas share."""
+
+    waves: int
+    replicas: int
+    rings: int
+    columns: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSummary:
+    """The groups of a whole step as `dataservice_proto.columns` has them, the same for every rank;
+    `packs` are their number."""
+
+    plan_digest: str
+    replicas: int
+    waves: int
+    packs: int
+    samples: int
+    predicted_s: float
+    stages: tuple[StageReport, ...]
+    columns: Mapping[str, bytes]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its columns."""
+        return sum(map(len, self.columns.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankShard:
     """One rank's part of a step. `positions` says how the model counts its tokens' positions;
     `weighted_loss_tokens` is the sum of the weights of the step's loss tokens, None where all
-    weigh 1."""
+    weigh 1. `loss_tokens`, `samples` and `predicted_s` are of the whole step. Without a `ticket`
+    nothing is to be fetched. A small `summary` comes along; another is asked for."""
 
     job: str
     attempt: int
@@ -248,7 +300,10 @@ class RankShard:
     plan_digest: str
     cursor_after: str
     loss_tokens: int
-    microbatches: tuple[Microbatch, ...]
-    tickets: tuple[Ticket, ...]
+    samples: int
+    predicted_s: float
+    columns: ShardColumns
+    ticket: Ticket | None
+    summary: StepSummary | None = None
     positions: PositionRule = IN_SEQUENCE
     weighted_loss_tokens: float | None = None

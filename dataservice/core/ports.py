@@ -1,6 +1,6 @@
 """What the rooms ask of each other. Each port has a real and an in-memory implementation."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import BatchSize, MixtureChange
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt, UnitRange
+from dataservice.core.orders import PackAnswers, PackKey, PackOrder, PackReceipt, UnitRange
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
     DecodedSample,
@@ -21,6 +21,7 @@ from dataservice.core.sample import (
     SampleLengths,
     SampleRef,
 )
+from dataservice.core.sample_columns import SampleColumns
 
 # ---- sources ------------------------------------------------------------------------------
 
@@ -126,6 +127,10 @@ class Catalog(Protocol):
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths (shapes included) of these samples, in the order given. An
         implementation may make each only when it is read."""
+        ...
+
+    def columns(self, sample_ids: IntArray) -> SampleColumns:
+        """The same as columns, of epoch 0."""
         ...
 
     def files(self, sample_ids: IntArray) -> Sequence[str]:
@@ -270,9 +275,10 @@ class WorkerPool(Protocol):
 class WorkerLink(Protocol):
     """How the coordinator commands workers."""
 
-    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
-        """Decode and assemble a pack. Returns once it is ready; the same order given twice is
-        decoded once. Raises WorkerLostError where the worker is gone."""
+    def order(self, worker: WorkerInfo, orders: Sequence[PackOrder]) -> AsyncIterator[PackAnswers]:
+        """Decode and assemble packs of one step. Each is answered once it is ready or cannot be
+        made; the same order given twice is decoded once. Raises WorkerLostError where the worker
+        is gone before all are answered."""
         ...
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
@@ -365,8 +371,8 @@ class Metrics(Protocol):
         """The number of workers that serve, and of samples that they decode at once together."""
         ...
 
-    def pack_prepared(self, receipt: PackReceipt) -> None:
-        """A worker has decoded and assembled a pack."""
+    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None:
+        """A worker has decoded and assembled packs of one step."""
         ...
 
     def error_budget_used(self, job: str, source: str, share: float) -> None:
@@ -417,7 +423,7 @@ class NoMetrics(Metrics):
     def waited_most(self, job: str, rank: int, step_s: float) -> None: ...
     def waiting_ranks(self, job: str, ranks: int) -> None: ...
     def workers_serving(self, workers: int, *, slots: int) -> None: ...
-    def pack_prepared(self, receipt: PackReceipt) -> None: ...
+    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None: ...
     def error_budget_used(self, job: str, source: str, share: float) -> None: ...
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
     def pack_hedged(self, job: str) -> None: ...

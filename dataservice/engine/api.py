@@ -16,7 +16,7 @@ from dataservice.core.job import (
     SkipRecord,
 )
 from dataservice.core.mixture_tree import MixtureTree
-from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
+from dataservice.core.orders import EVERYTHING, RankShard, StepSummary, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.sample import SampleRef
@@ -320,9 +320,14 @@ class CoordinatorApi(Protocol):
         failed_workers: Sequence[str],
         slow_workers: Sequence[str] = (),
         wanted: WantedParts = EVERYTHING,
-    ) -> tuple[RankShard, StepPlan] | SkippedSteps | EndOfData:
-        """This session's part of a step, with tickets for what is `wanted` of it; waits until
+    ) -> RankShard | SkippedSteps | EndOfData:
+        """This session's part of a step, with a ticket for what is `wanted` of it; waits until
         the step is planned."""
+        ...
+
+    async def summary(self, session: str, step: int) -> StepSummary:
+        """The groups of a whole step that the session's attempt has planned. Raises NotFoundError
+        where it never has."""
         ...
 
     async def commit(

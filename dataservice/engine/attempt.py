@@ -9,8 +9,10 @@ else.
 
 import asyncio
 import secrets
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from dataservice.core.cursor import Cursor
@@ -61,6 +63,8 @@ class Attempt:
         self.spec_version = spec_version
         self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
+        self._received = _Least(attrgetter("received_step"))
+        self._committed = _Least(attrgetter("committed_step"))
         self.reads_loss_weights = True
         self._begun_s = asyncio.get_running_loop().time()
         self._complete = asyncio.Event()
@@ -170,6 +174,10 @@ class Attempt:
             self._over.set_exception(copy(reason))
         return reason
 
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call this once the attempt is over."""
+        self._over.add_done_callback(lambda _: call())
+
     async def ended(self) -> None:
         """Wait for the end. Raises its reason."""
         await asyncio.wait({self._over})
@@ -206,12 +214,30 @@ class Attempt:
     @property
     def received_by_all(self) -> int:
         """The last step whose bytes have reached every rank."""
-        return self._by_all([claim.received_step for claim in self.claims.values()])
+        return self._received.among(self.claims) if self.full else self.trained_step
 
     @property
     def committed_by_all(self) -> int:
         """The last step that every rank has trained."""
-        return self._by_all([claim.committed_step for claim in self.claims.values()])
+        return self._committed.among(self.claims) if self.full else self.trained_step
 
-    def _by_all(self, steps: list[int]) -> int:
-        return min(steps) if self.full else self.trained_step
+
+class _Least:
+    """The least of a step that claims have, which only grows. It is looked for anew once the claim
+    that it was found at has moved on: so a call of each of n ranks costs O(n log n) in all."""
+
+    def __init__(self, step_of: Callable[[Claim], int]) -> None:
+        self._step_of = step_of
+        self._found: tuple[Claim, int] | None = None
+
+    def among(self, claims: Mapping[int, Claim]) -> int:
+        """The least step."""
+        if self._found is not None:
+            claim, step = self._found
+            if claims.get(claim.rank) is claim and self._step_of(claim) == step:
+                return step
+        step = min(map(self._step_of, claims.values()))
+        behind = [claim for claim in claims.values() if self._step_of(claim) == step]
+        # One of the middle: ranks move on in any order, the order of the claims among them.
+        self._found = behind[len(behind) // 2], step
+        return step

@@ -36,7 +36,8 @@ class Commits:
     ) -> None:
         """A rank has trained a step, and all before it. Records the steps that every rank has
         trained now. Raises StateError where the store cannot be written."""
-        if measured_s is not None and self.through_step < step:
+        told = step <= claim.committed_step  # a commit may come twice, along two ways
+        if measured_s is not None and self.through_step < step and not told:
             self._note_seconds(step, measured_s, phase_s or {})
         claim.committed_step = max(claim.committed_step, step)
         done = self._attempt.committed_by_all

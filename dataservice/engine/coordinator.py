@@ -25,8 +25,7 @@ from dataservice.core.job import (
     SkipRecord,
 )
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
-from dataservice.core.plan import StepPlan
+from dataservice.core.orders import EVERYTHING, RankShard, StepSummary, WantedParts
 from dataservice.core.ports import Metrics, NoMetrics, WorkerLink, WorkerPool
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, TeamSpec
@@ -115,7 +114,7 @@ class Coordinator:
             planners=self._planners,
         )
         self._dispatcher = Dispatcher(
-            pool, link, on_receipt=self._table.note_receipt, metrics=self._metrics
+            pool, link, on_receipts=self._table.note_receipts, metrics=self._metrics
         )
         self._ports = LoopPorts(
             store=store,
@@ -348,7 +347,7 @@ class Coordinator:
         failed_workers: Sequence[str],
         slow_workers: Sequence[str] = (),
         wanted: WantedParts = EVERYTHING,
-    ) -> tuple[RankShard, StepPlan] | SkippedSteps | EndOfData:
+    ) -> RankShard | SkippedSteps | EndOfData:
         """The session's part of a step."""
         known = self._session(session)
         loop = await self._loop_of(known)
@@ -360,6 +359,11 @@ class Coordinator:
             slow_workers=slow_workers,
             wanted=wanted,
         )
+
+    async def summary(self, session: str, step: int) -> StepSummary:
+        """The groups of a whole step of the session's attempt."""
+        loop = await self._loop_of(self._session(session))
+        return await loop.summary(step)
 
     async def commit(
         self,

@@ -64,21 +64,27 @@ class Delivered:
         """Every pack has a receipt, and there is at least one pack."""
         return bool(self._orders) and not self.missing
 
-    def take(self, receipt: PackReceipt) -> None:
-        """Take a worker's receipt of its copy of a pack. One without digests tells nothing."""
-        pack, places = receipt.key.pack, self.plan.samples_of(receipt.key.pack)
-        digests = np.frombuffer(receipt.sample_digests, SAMPLE_DIGEST)
-        if len(digests) != len(places):
+    def take(self, receipts: Sequence[PackReceipt]) -> None:
+        """Take workers' receipts of their copies of different packs. One without digests tells
+        nothing."""
+        size_of, width = np.diff(self.plan.pack_offsets), SAMPLE_DIGEST.itemsize
+        told = [r for r in receipts if len(r.sample_digests) == width * size_of[r.key.pack]]
+        if not told:
             return
-        self.masked |= {bad.sample_id: bad.reason for bad in receipt.bad_samples}
-        bad = [bad.sample_id for bad in receipt.bad_samples]
-        good = ~np.isin(self.plan.sample_ids[places], bad)
+        packs = [receipt.key.pack for receipt in told]
+        places = np.concatenate([self.plan.samples_of(pack) for pack in packs])
+        digests = np.frombuffer(b"".join(r.sample_digests for r in told), SAMPLE_DIGEST)
+        masked = [bad for receipt in told for bad in receipt.bad_samples]
+        self.masked |= {bad.sample_id: bad.reason for bad in masked}
+        good = np.ones(len(places), bool)
+        if masked:
+            good = ~np.isin(self.plan.sample_ids[places], [bad.sample_id for bad in masked])
         others = good & self._good[places] & (digests != self._digests[places])
         self._digests[places[good]] = digests[good]
         self._good[places] |= good
-        self.missing.discard(pack)
-        if others.any():
-            self.otherwise[pack] = [self._name(place) for place in places[others].tolist()]
+        self.missing.difference_update(packs)
+        for place in places[others].tolist():
+            self.otherwise.setdefault(self._pack_of(place), []).append(self._name(place))
 
     def content(self, masked: Collection[int] | None = None) -> StepContent:
         """The content of all samples but those `masked`, by default those that are masked now."""

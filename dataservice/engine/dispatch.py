@@ -28,14 +28,17 @@ import heapq
 import logging
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataservice.core.errors import WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, WorkerInfo, WorkerLink, WorkerPool
 from dataservice.engine.delivered import Delivered
-from dataservice.engine.hedging import HedgeBudget, OrderDeadlines
+from dataservice.engine.hedging import SOONEST_S, HedgeBudget, OrderDeadlines
 from dataservice.engine.load_balancer import LoadBalancer
-from dataservice.engine.open_orders import OnReceipt, OpenOrders
+from dataservice.engine.open_orders import OnReceipts, OpenOrders
 from dataservice.engine.orphaned_packs import ASK_EVERY_S, OrphanedPacks
 from dataservice.engine.pack_orders import decode_work
 from dataservice.engine.placement import Copy, DispatchedStep, PackPlacement
@@ -50,8 +53,6 @@ MOST_COPIES = 3
 RECEIPT_WAIT_S = 10.0
 # How long one question of a rank waits for its packs to be at hand.
 HOLDERS_WAIT_S = 10.0
-# Packs that are ordered before others have a turn at the event loop.
-ORDERED_AT_ONCE = 256
 NO_WORKER_PAUSE_S = 0.5
 NO_WORKER_LOG_S = 30.0
 
@@ -64,7 +65,7 @@ class Dispatcher:
         pool: WorkerPool,
         link: WorkerLink,
         *,
-        on_receipt: OnReceipt,
+        on_receipts: OnReceipts,
         metrics: Metrics,
     ) -> None:
         self._link = link
@@ -74,7 +75,7 @@ class Dispatcher:
         self._hedges = HedgeBudget()
         self._balancer = LoadBalancer(pool, self._metrics, wake=self._wake)
         self._orders = OpenOrders(
-            link, self._balancer, self._deadlines, on_receipt=on_receipt, wake=self._wake
+            link, self._balancer, self._deadlines, on_receipts=on_receipts, wake=self._wake
         )
         self._orphans = OrphanedPacks(pool, link)
         self._releases = True
@@ -174,7 +175,7 @@ class Dispatcher:
         for placement, copy in step.copies():
             keys_there = packs.setdefault(copy.worker.worker, (copy.worker, []))[1]
             keys_there.append(placement.order.key)
-        await cancel_all(*(copy.task for _, copy in step.copies()))
+        await cancel_all(*{copy.task for _, copy in step.copies()})
         if not any(other.job == step.job for other in self._steps):
             self._deadlines.forget(step.job)
         if self._releases:
@@ -239,27 +240,36 @@ class Dispatcher:
         return self._balancer.least_loaded(others)
 
     async def _order_all(self, step: DispatchedStep) -> None:
-        """O(packs · log workers), with pauses for what else there is to do."""
-        for first in range(0, len(step.placements), ORDERED_AT_ONCE):
-            self._order_some(step, range(len(step.placements))[first : first + ORDERED_AT_ONCE])
+        """One call for each worker, or some where it gets much."""
+        for worker, packs in self._shared_out(step, range(len(step.placements))):
+            self._orders.make_all(step, packs, worker)
             await asyncio.sleep(0)
+            if step.released:
+                return
+        step.ordering, step.ordered_s = False, asyncio.get_running_loop().time()
 
-    def _order_some(self, step: DispatchedStep, packs: range) -> None:
+    def _shared_out(
+        self, step: DispatchedStep, packs: Iterable[int]
+    ) -> list[tuple[WorkerInfo, list[int]]]:
+        """Who is to decode these packs: whoever holds one already, else the least loaded.
+        O(packs · log workers)."""
         workers = {worker.worker: worker for worker in self._candidates(step)}
+        if not workers:
+            return []  # the watch sees to it
         queues = [(self._balancer.queued_per_slot(each), name) for name, each in workers.items()]
         heapq.heapify(queues)
+        shares: dict[str, list[int]] = {}
         for pack in packs:
             placement = step.placements[pack]
-            if placement.copies or step.released or not workers:
-                continue  # the watch was faster, or sees to it
-            holder = workers.get(self._orphans.take(placement.order.key) or "")
-            if holder is not None:
-                self._orders.make(step, pack, holder)
+            holder = self._orphans.take(placement.order.key)
+            if holder is not None and holder in workers:
                 self._metrics.pack_found(step.job)
-                continue
-            worker = workers[queues[0][1]]
-            self._orders.make(step, pack, worker)
-            heapq.heapreplace(queues, (self._balancer.queued_per_slot(worker), worker.worker))
+            else:
+                queued, holder = queues[0]
+                more = placement.work / workers[holder].slots
+                heapq.heapreplace(queues, (queued + more, holder))
+            shares.setdefault(holder, []).append(pack)
+        return [(workers[name], shared) for name, shared in shares.items()]
 
     # ---- what a rank gets -----------------------------------------------------------------
 
@@ -267,19 +277,24 @@ class Dispatcher:
         self,
         step: DispatchedStep,
         rank: int,
-        packs: Iterable[int],
+        packs: NDArray[np.int32],
         *,
         failed: Sequence[str] = (),
         slow: Sequence[str] = (),
-    ) -> dict[int, WorkerInfo]:
-        """Where a rank is to fetch these packs of the step.
+    ) -> NDArray[np.int32]:
+        """Where a rank is to fetch each of these packs of the step, int[k], repeats allowed, as
+        places in the step's `workers`.
 
         It could not fetch from the workers `failed`; from those `slow` nothing came for a
         while. Packs of its that are not at hand are then ordered again, and waited for a while.
         Raises the reason where a pack cannot be had, WorkerLostError where no worker is there.
         """
-        wanted = list(packs)
         step.asked = True
+        held = step.holder[packs]
+        plain = step.reachability.whole and not self._balancer.any_silent
+        if plain and not (failed or slow or (held < 0).any()):
+            return held
+        wanted = np.unique(packs).tolist()
         step.avoid_slow(rank, slow, wanted)
         for name in failed:
             if step.doubt(rank, name):
@@ -289,7 +304,8 @@ class Dispatcher:
             async with asyncio.timeout(HOLDERS_WAIT_S):
                 while [pack for pack in wanted if not self._at_hand(step, pack, rank, patient)]:
                     await step.next_change()
-        return {pack: self._holder(step, pack, rank) for pack in wanted}
+        holders = [step.number_of(self._holder(step, pack, rank)) for pack in wanted]
+        return np.array(holders, dtype=np.int32)[np.searchsorted(wanted, packs)]
 
     def _ask_again(self, step: DispatchedStep, packs: Sequence[int], worker: str) -> None:
         """Order what the worker should hold from it once more: the same order is decoded once,
@@ -346,16 +362,21 @@ class Dispatcher:
 
     def _look_after_steps(self) -> None:
         self._see_workers()
-        silent = any(map(self._balancer.is_silent, self._balancer.workers))
-        for step in self._steps:
+        silent, now_s = self._balancer.any_silent, asyncio.get_running_loop().time()
+        for step in [step for step in self._steps if not step.ordering]:
+            # No order is overdue sooner, and what cannot be hedged need not be looked at.
+            late = now_s - step.ordered_s >= SOONEST_S and self._hedges.left
+            may_hedge = step.asked and (silent or late)
+            nowhere = []
             for pack in range(len(step.placements)) if silent else sorted(step.pending):
                 placement = step.placements[pack]
-                if placement.copies and step.asked:
+                if not placement.copies:
+                    if placement.may_be_tried:
+                        nowhere.append(pack)
+                elif may_hedge:
                     self._hedge_if_due(step, pack)
-                elif not placement.copies and placement.may_be_tried:
-                    worker = self._choose(step, pack)
-                    if worker is not None:
-                        self._orders.make(step, pack, worker)
+            for worker, packs in self._shared_out(step, nowhere) if nowhere else ():
+                self._orders.make_all(step, packs, worker)
 
     def _hedge_if_due(self, step: DispatchedStep, pack: int) -> None:
         placement = step.placements[pack]

@@ -8,7 +8,7 @@ workers finish. So the verdict falls at the same step in every run over the same
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,16 +147,17 @@ class BudgetTally:
         packs = {order.key.pack for order in orders}
         self._steps[step] = _Step(orders=orders, samples=samples, missing=packs)
 
-    def take(self, receipt: PackReceipt) -> ErrorBudgetError | None:
-        """Take a worker's receipt of a pack. Returns the verdict, once a source has passed its
+    def take(self, receipts: Iterable[PackReceipt]) -> ErrorBudgetError | None:
+        """Take workers' receipts of packs. Returns the verdict, once a source has passed its
         budget. A second receipt of a pack, or one that was not expected, is not counted."""
-        step = self._steps.get(receipt.key.step)
-        if step is None or receipt.key.pack not in step.missing:
-            return None
-        if step.orders[receipt.key.pack].key != receipt.key:
-            return None
-        step.missing.discard(receipt.key.pack)
-        step.bad.update({bad.sample_id: bad for bad in receipt.bad_samples})
+        for receipt in receipts:
+            step = self._steps.get(receipt.key.step)
+            if step is None or receipt.key.pack not in step.missing:
+                continue
+            if step.orders[receipt.key.pack].key != receipt.key:
+                continue
+            step.missing.discard(receipt.key.pack)
+            step.bad.update({bad.sample_id: bad for bad in receipt.bad_samples})
         return self._judge()
 
     def give_up(self, step: int) -> ErrorBudgetError | None:

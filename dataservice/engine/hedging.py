@@ -56,9 +56,14 @@ class HedgeBudget:
         """These orders were made."""
         self._left = min(MOST_AT_ONCE, self._left + HEDGED_FRACTION * orders)
 
+    @property
+    def left(self) -> bool:
+        """Whether `spend` would give one."""
+        return self._left >= 1.0
+
     def spend(self) -> bool:
         """Take one hedge; False where none is left."""
-        if self._left < 1.0:
+        if not self.left:
             return False
         self._left -= 1.0
         return True

@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataservice.core.health import RankReport, SourceHealth
@@ -254,16 +254,18 @@ class JobStatistics(NoMetrics):
         with self._lock:
             self._jobs[job].measured_s.append(measured_s)
 
-    def pack_prepared(self, receipt: PackReceipt) -> None:
-        """Note what its samples took, by source."""
+    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None:
+        """Note what their samples took, by source."""
         with self._lock:
-            known = self._jobs[receipt.key.job]
-            known.add_work(receipt.key.step, receipt.sources)
-            known.room_s.append(receipt.room_s)
-            known.quarantined.update(bad.source for bad in receipt.bad_samples)
-            now_s = self._clock()
-            self._began_s = min(self._began_s, now_s - receipt.decode_s)
-            self._decoded.append((now_s, receipt.decode_s))
+            key = receipts[0].key
+            known, now_s = self._jobs[key.job], self._clock()
+            for receipt in receipts:
+                known.add_work(key.step, receipt.sources)
+                known.room_s.append(receipt.room_s)
+                known.quarantined.update(bad.source for bad in receipt.bad_samples)
+            longest_s = max(receipt.decode_s for receipt in receipts)
+            self._began_s = min(self._began_s, now_s - longest_s)
+            self._decoded.append((now_s, sum(receipt.decode_s for receipt in receipts)))
             while self._decoded[0][0] < now_s - BUSY_S:
                 self._decoded.popleft()
 

@@ -457,14 +457,14 @@ class JobTable:
             )
         await asyncio.shield(job.checking)
 
-    async def note_receipt(self, step: DispatchedStep, receipt: PackReceipt) -> None:
-        """A worker has decoded a pack: tell the attempt that ordered it."""
-        job = self.running.get(receipt.key.job)
+    async def note_receipts(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+        """A worker has decoded packs of a step: tell the attempt that ordered them."""
+        job = self.running.get(receipts[0].key.job)
         if job is None:  # deleted meanwhile, or it was decoded again to be compared
             return
-        self._metrics.pack_prepared(receipt)
+        self._metrics.packs_prepared(receipts)
         if job.loop is not None:
-            await job.loop.note_receipt(step, receipt)
+            await job.loop.note_receipts(step, receipts)
 
 
 def _require_weights_left(job: RunningJob, changes: Mapping[str, MixtureChange]) -> None:

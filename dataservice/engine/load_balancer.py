@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadBalancer:
-    """`workers` by name, as they were when they were last looked at."""
+    """`workers` by name, as they were when they were last looked at, and whether one was silent."""
 
     def __init__(self, pool: WorkerPool, metrics: Metrics, *, wake: asyncio.Event) -> None:
         self._pool = pool
@@ -28,6 +28,7 @@ class LoadBalancer:
         self._retiring: set[str] = set()  # they may drain and end between two looks
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self.workers: dict[str, WorkerInfo] = {}
+        self.any_silent = False
 
     # ---- workers --------------------------------------------------------------------------
 
@@ -35,6 +36,7 @@ class LoadBalancer:
         """Look which workers there are. Returns those that have gone since the last look."""
         before, self.workers = self.workers, {info.worker: info for info in self._pool.workers()}
         serving = [info for info in self.workers.values() if info.state == "serving"]
+        self.any_silent = any(info.state == "silent" for info in self.workers.values())
         self._metrics.workers_serving(len(serving), slots=sum(info.slots for info in serving))
         gone = [info for name, info in before.items() if name not in self.workers]
         for info in gone:

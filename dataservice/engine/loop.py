@@ -23,17 +23,25 @@ planned, and may change the coefficients of those to come.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, ServiceError, StateError, WorkerLostError
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import EVERYTHING, PackReceipt, RankShard, WantedParts
-from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Metrics, WorkerInfo
+from dataservice.core.orders import (
+    EVERYTHING,
+    PackReceipt,
+    RankShard,
+    StepSummary,
+    WantedParts,
+)
+from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
@@ -44,8 +52,9 @@ from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
-from dataservice.engine.ready_step import ReadyStep, rank_shard, sign_tickets, wanted_parts
+from dataservice.engine.ready_step import ReadyStep, rank_shard, signed_ticket
 from dataservice.engine.records import AttemptRecords, MadeStep, two_versions
+from dataservice.engine.shards import columns_of, packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import cancel_all, detach
@@ -56,6 +65,8 @@ log = logging.getLogger(__name__)
 
 # Steps passed over in one turn of a thread, for which other teams wait.
 PASSED_AT_ONCE = 1024
+# Summaries of the last steps that are kept for ranks that ask; older ones are made again.
+SUMMARIES_KEPT = 16
 
 Result = TypeVar("Result")
 
@@ -104,6 +115,7 @@ class AttemptLoop:
         self._skips = skips
         self._tally = BudgetTally(attempt.job, setup.budgets, files_of=setup.catalog.files)
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
+        self._summaries: dict[int, StepSummary] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._releasing = 0
         self._next_step = attempt.start.step
@@ -172,8 +184,8 @@ class AttemptLoop:
         failed_workers: Sequence[str],
         slow_workers: Sequence[str] = (),
         wanted: WantedParts = EVERYTHING,
-    ) -> tuple[RankShard, StepPlan] | SkippedSteps | EndOfData:
-        """This rank's part of a step, as soon as it is planned, with tickets for the `wanted`
+    ) -> RankShard | SkippedSteps | EndOfData:
+        """This rank's part of a step, as soon as it is planned, with a ticket for the `wanted`
         bytes; of a step that is skipped, which comes next."""
         await self._note_received(claim, received_step)
         if self._skips.record(step) is not None:
@@ -186,11 +198,24 @@ class AttemptLoop:
             about = {**self._attempt.about, "step": step, "rank": rank}
             log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
         replica = self._attempt.topology.replica_of(rank)
-        microbatches, parts = wanted_parts(ready, replica, wanted)
-        holder = await self._holders(ready, rank, parts, failed_workers, slow_workers)
-        tickets = sign_tickets(parts, holder, claim, self._ports.ticket_secret)
-        shard = rank_shard(ready, self._attempt, rank, microbatches, tickets, self._setup.positions)
-        return shard, ready.planned.plan
+        packs = packs_of(ready.parts, replica, wanted).packs
+        holders = await self._holders(ready, rank, packs, failed_workers, slow_workers)
+        job, secret = self._attempt.job, self._ports.ticket_secret
+        ticket = signed_ticket(ready, replica, wanted, holders, claim, job, secret)
+        columns = columns_of(ready.parts, replica, wanted)
+        return rank_shard(ready, self._attempt, rank, columns, ticket, self._setup.positions)
+
+    async def summary(self, step: int) -> StepSummary:
+        """The groups of a whole step of this attempt. Raises NotFoundError where it never planned
+        the step."""
+        known = self._summaries.get(step)
+        if known is not None:
+            return known
+        cursor = await in_store(self._records.cursor, step)
+        if cursor is None:
+            raise NotFoundError(self._never_handed_out(step))
+        planning = partial(self._records.summary, self._setup, cursor)
+        return await self._planners.run(self._attempt.job, planning)
 
     async def commit(
         self,
@@ -210,27 +235,30 @@ class AttemptLoop:
         except StateError as error:
             raise self._fail(error) from error
 
-    async def note_receipt(self, step: DispatchedStep, receipt: PackReceipt) -> None:
-        """A worker has decoded a pack: record its bad samples, judge its sources, and compare
-        what it delivers with what was delivered before."""
+    async def note_receipts(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+        """A worker has decoded packs of a step: record their bad samples, judge their sources, and
+        compare what it delivers with what was delivered before."""
         if self._attempt.over:
             return
         try:
-            if receipt.bad_samples:
-                await in_store(self._records.quarantine, receipt)
-                self._quarantined += len(receipt.bad_samples)
+            for receipt in receipts:
+                if receipt.bad_samples:
+                    await in_store(self._records.quarantine, receipt)
+                    self._quarantined += len(receipt.bad_samples)
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:
             self._fail(error)
             return
-        self._judged(self._tally.take(receipt))
-        await self._note_delivered(step, receipt)
+        self._judged(self._tally.take(receipts))
+        await self._note_delivered(step, receipts)
 
-    async def _note_delivered(self, step: DispatchedStep, receipt: PackReceipt) -> None:
+    async def _note_delivered(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
         delivered = step.delivered
-        if others := delivered.otherwise.get(receipt.key.pack):
-            self._delivered_otherwise(StateError(two_versions(step, receipt.key, others)))
+        for key in (receipt.key for receipt in receipts):
+            if others := delivered.otherwise.get(key.pack):
+                self._delivered_otherwise(StateError(two_versions(step, key, others)))
+                break
         if self._attempt.over or not delivered.complete or delivered.noted:
             return
         delivered.noted = True
@@ -321,9 +349,16 @@ class AttemptLoop:
         planning = partial(self._records.plan, self._setup, cursor, self._ports.shares(job))
         made = await self._planners.run(job, planning)
         if made is not None:
+            self._keep_summary(made)
             recording = detach(in_store(self._records.record, made))
             await asyncio.shield(self._background(recording))
         return made
+
+    def _keep_summary(self, made: MadeStep) -> None:
+        """Ranks may ask for it while they train the step, which has left the window then."""
+        self._summaries[made.planned.plan.step] = made.common.summary
+        while len(self._summaries) > SUMMARIES_KEPT:
+            del self._summaries[min(self._summaries)]
 
     # ---- what ranks have, and ask for -----------------------------------------------------
 
@@ -343,9 +378,7 @@ class AttemptLoop:
     async def _note_received(self, claim: Claim, received_step: int) -> None:
         # A client may claim anything; the window moves only by steps that were planned.
         claim.received_step = max(claim.received_step, min(received_step, self._recorded))
-        released = await self._window.take(self._attempt.received_by_all)
-        await self._ports.ready_bytes.look_again()
-        for ready in released:
+        for ready in await self._window.take_received():
             self._releasing += 1
             self._background(asyncio.create_task(self._release(ready)))
 
@@ -362,10 +395,10 @@ class AttemptLoop:
         self,
         ready: ReadyStep,
         rank: int,
-        packs: Iterable[int],
+        packs: NDArray[np.int32],
         failed: Sequence[str],
         slow: Sequence[str],
-    ) -> dict[int, WorkerInfo]:
+    ) -> NDArray[np.int32]:
         """Where the rank fetches; a pack that nobody can make ends the attempt for all ranks."""
         try:
             return await self._dispatcher.holders(
@@ -377,10 +410,9 @@ class AttemptLoop:
             raise self._fail(error) from error
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
-        again = step < self._next_step and step not in self._window
-        waiter: asyncio.Task[ReadyStep | EndOfData] = asyncio.create_task(
-            self._plan_again(step) if again else self._window.wait_planned(step)
-        )
+        if step >= self._next_step or step in self._window:
+            return await self._window.wait_planned(step)
+        waiter: asyncio.Task[ReadyStep | EndOfData] = asyncio.create_task(self._plan_again(step))
         over = asyncio.create_task(self._attempt.ended())
         try:
             await asyncio.wait({waiter, over}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,16 +1,18 @@
 """Orders of packs at workers, each seen through to its end; `dispatch.py` decides which are made.
 
-Contract. An order is a task. However it ends (answered, failed, cancelled), its work leaves the
-worker's queue once. Unanswered, it also leaves the pack's copies, so a pack without copies is one
-that must be ordered again: `wake` is set then.
+Contract. Packs are ordered together, those of a worker in one call, and a call is a task. However
+an order ends (answered, failed, given up, cancelled), its work leaves the worker's queue once.
+Unanswered, it also leaves the pack's copies, so a pack without copies is one that must be ordered
+again: `wake` is set then.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
-from dataservice.core.orders import PackReceipt
+from dataservice.core.orders import PackAnswers, PackReceipt
 from dataservice.core.ports import WorkerInfo, WorkerLink
 from dataservice.engine.hedging import OrderDeadlines
 from dataservice.engine.load_balancer import LoadBalancer
@@ -24,7 +26,10 @@ ORDER_TRIES = 8
 RETRY_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
 
-OnReceipt = Callable[[DispatchedStep, PackReceipt], Awaitable[None]]
+# Samples ordered in one call: of 2 KB each, they fill a message.
+MOST_SAMPLES = 2048
+
+OnReceipts = Callable[[DispatchedStep, Sequence[PackReceipt]], Awaitable[None]]
 
 
 class OpenOrders:
@@ -36,13 +41,13 @@ class OpenOrders:
         balancer: LoadBalancer,
         deadlines: OrderDeadlines,
         *,
-        on_receipt: OnReceipt,
+        on_receipts: OnReceipts,
         wake: asyncio.Event,
     ) -> None:
         self._link = link
         self._balancer = balancer
         self._deadlines = deadlines
-        self._on_receipt = on_receipt
+        self._on_receipts = on_receipts
         self._wake = wake
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -50,84 +55,175 @@ class OpenOrders:
         self, step: DispatchedStep, pack: int, worker: WorkerInfo, *, hedge: bool = False
     ) -> None:
         """Order a pack from a worker. The same order twice is decoded once."""
-        placement = step.placements[pack]
-        copy = Copy(
-            worker=worker,
-            ordered_s=asyncio.get_running_loop().time(),
-            queued_work=self._balancer.queued_per_slot(worker) + placement.work,
-            hedge=hedge,
-        )
-        self._balancer.add(worker.worker, placement.work)
-        placement.copies[worker.worker] = copy
-        if not placement.ready:
-            step.pending.add(pack)
-        copy.task = asyncio.create_task(self._have_prepared(step, pack, copy))
-        # Not in the task: one that is cancelled before its first turn runs no line of its own.
-        copy.task.add_done_callback(lambda _: self._ended(step, pack, copy))
+        self.make_all(step, [pack], worker, hedge=hedge)
+
+    def make_all(
+        self,
+        step: DispatchedStep,
+        packs: Sequence[int],
+        worker: WorkerInfo,
+        *,
+        hedge: bool = False,
+    ) -> None:
+        """Order packs from a worker, in as few calls as their samples fit into."""
+        now_s = asyncio.get_running_loop().time()
+        queued, number = self._balancer.queued_per_slot(worker), step.number_of(worker)
+        made: dict[int, Copy] = {}
+        for pack in packs:
+            placement = step.placements[pack]
+            queued += placement.work / worker.slots
+            made[pack] = copy = Copy(
+                worker=worker,
+                ordered_s=now_s,
+                queued_work=queued,
+                hedge=hedge,
+            )
+            if (again := placement.copies.pop(worker.worker, None)) is not None:
+                self._leave(placement, again)
+            placement.copies[worker.worker] = copy
+            if not placement.ready:
+                step.pending.add(pack)
+            if len(placement.copies) == 1:
+                step.holder[pack] = number
+            else:
+                step.note_holder(pack)
+        self._balancer.add(worker.worker, sum(step.placements[pack].work for pack in packs))
+        for some in _split(step, made):
+            task = asyncio.create_task(self._have_prepared(step, worker, some))
+            for copy in some.values():
+                copy.task = task
+            # Not in the task: one that is cancelled before its first turn runs no line of its own.
+            task.add_done_callback(partial(self._ended, step, worker, some))
         step.note_change()
 
     def forget(self, step: DispatchedStep, pack: int, worker: str) -> None:
         """The worker no longer has its copy, and will not have it."""
         placement = step.placements[pack]
-        copy = placement.copies.pop(worker)
-        if copy.task is not None:
-            copy.task.cancel()
+        self._leave(placement, placement.copies.pop(worker))
         if not placement.ready:
             step.pending.add(pack)
+        step.note_holder(pack)
         step.note_change()
         self._wake.set()
 
     async def stop(self, steps: Iterable[DispatchedStep]) -> None:
         """Cancel the orders of these steps, and the releases that are under way."""
-        orders = [copy.task for step in steps for _, copy in step.copies()]
+        orders = {copy.task for step in steps for _, copy in step.copies()}
         await cancel_all(*orders, *self._releases)
 
-    async def _have_prepared(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
-        placement, name = step.placements[pack], copy.worker.worker
+    async def _have_prepared(
+        self, step: DispatchedStep, worker: WorkerInfo, copies: dict[int, Copy]
+    ) -> None:
+        """See packs through; those that are answered leave `copies`."""
+        name = worker.worker
         try:
-            receipt = await self._link.prepare(copy.worker, placement.order)
+            orders = [step.placements[pack].order for pack in copies]
+            async for answers in self._link.order(worker, orders):
+                await self._take(step, name, copies, answers)
         except WorkerLostError as error:
-            log.warning("%s lost pack %d: %s", name, pack, error, extra=step.about)
-            _note_failure(placement, error)
+            log.warning("%s lost %d packs: %s", name, len(copies), error, extra=step.about)
+            self._fail(step, copies, error)
             self._balancer.replace(name)
         except ServiceError as error:
-            log.error("%s refused pack %d: %s", name, pack, error, extra=step.about)
-            _note_failure(placement, error)
+            log.error("%s refused %d packs: %s", name, len(copies), error, extra=step.about)
+            self._fail(step, copies, error)
         except Exception as error:
-            log.exception("ordering pack %d from %s failed", pack, name, extra=step.about)
-            _note_failure(placement, ServiceError(f"{name} could not be asked: {error!r}"))
-        else:
-            step.delivered.take(receipt)
-            self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
-            self._note_ready(step, pack, copy)
-            try:
-                await self._on_receipt(step, receipt)
-            except ServiceError as error:
-                log.error("pack %d's receipt was not noted: %s", pack, error, extra=step.about)
+            log.exception("ordering packs from %s failed", name, extra=step.about)
+            self._fail(step, copies, ServiceError(f"{name} could not be asked: {error!r}"))
 
-    def _ended(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
-        placement, name = step.placements[pack], copy.worker.worker
-        self._balancer.add(name, -placement.work)
-        copy.task = None  # cancelled, its traceback would keep the step, and the step it
-        if not copy.ready and placement.copies.get(name) is copy:
+    async def _take(
+        self, step: DispatchedStep, name: str, copies: dict[int, Copy], answers: PackAnswers
+    ) -> None:
+        """Take what became of some packs. A copy that was given up meanwhile is none of ours."""
+        for pack, error in answers.failures.items():
+            copy = copies.pop(pack, None)
+            if copy is None or step.placements[pack].copies.get(name) is not copy:
+                continue
+            log.error("%s refused pack %d: %s", name, pack, error, extra=step.about)
+            _note_failure(step.placements[pack], error)
             self.forget(step, pack, name)
+            if isinstance(error, WorkerLostError):
+                self._balancer.replace(name)
+        taken = []
+        for receipt in answers.receipts:
+            copy = copies.pop(receipt.key.pack, None)
+            if copy is None or step.placements[receipt.key.pack].copies.get(name) is not copy:
+                continue
+            taken.append((receipt, copy))
+            placement = step.placements[receipt.key.pack]
+            self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
+            self._note_ready(step, receipt.key.pack, copy)
+        if not taken:
+            return
+        receipts = [receipt for receipt, _ in taken]
+        step.delivered.take(receipts)
+        step.note_change()
+        try:
+            await self._on_receipts(step, receipts)
+        except ServiceError as error:
+            log.error("receipts were not noted: %s", error, extra=step.about)
+        finally:
+            for _, copy in taken:
+                copy.noted, copy.task = True, None
+            step.note_change()
+
+    def _fail(self, step: DispatchedStep, copies: dict[int, Copy], error: ServiceError) -> None:
+        for pack, copy in copies.items():
+            if step.placements[pack].copies.get(copy.worker.worker) is copy:
+                _note_failure(step.placements[pack], error)
+
+    def _ended(
+        self,
+        step: DispatchedStep,
+        worker: WorkerInfo,
+        copies: dict[int, Copy],
+        _call: "asyncio.Task[None]",
+    ) -> None:
+        """The call is over: what it did not answer is ordered again."""
+        for pack, copy in copies.items():
+            copy.task = None  # cancelled, its traceback would keep the step, and the step it
+            self._leave(step.placements[pack], copy)
+            if step.placements[pack].copies.get(worker.worker) is copy:
+                self.forget(step, pack, worker.worker)
+
+    def _leave(self, placement: PackPlacement, copy: Copy) -> None:
+        """The pack's work leaves the worker's queue, once."""
+        if copy.queued:
+            copy.queued = False
+            self._balancer.add(copy.worker.worker, -placement.work)
 
     def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
         placement = step.placements[pack]
         copy.ready_s = asyncio.get_running_loop().time()
+        self._leave(placement, copy)
         placement.tries, placement.failure = 0, None
         step.pending.discard(pack)
+        if len(placement.copies) == 1:
+            return
         others = [each for each in placement.copies.values() if not each.ready]
         for loser in [each for each in others if each.hedge or copy.hedge]:
             del placement.copies[loser.worker.worker]
-            assert loser.task is not None, "an order that is not ready is under way"
-            loser.task.cancel()
-            # Ranks that wait there are told that it is not held, and come for other tickets.
+            self._leave(placement, loser)
+            # Ranks that wait there are told that it is not held, and come for another ticket.
             release = self._link.release(loser.worker, step.job, [placement.order.key])
             task = asyncio.create_task(release)
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
-        step.note_change()
+        step.note_holder(pack)
+
+
+def _split(step: DispatchedStep, made: dict[int, Copy]) -> Iterator[dict[int, Copy]]:
+    """The packs of each call."""
+    some: dict[int, Copy] = {}
+    samples = 0
+    for pack, copy in made.items():
+        samples += len(step.placements[pack].order.samples)
+        if some and samples > MOST_SAMPLES:
+            yield some
+            some, samples = {}, len(step.placements[pack].order.samples)
+        some[pack] = copy
+    if some:
+        yield some
 
 
 def _note_failure(placement: PackPlacement, error: ServiceError) -> None:

@@ -30,7 +30,7 @@ class OrphanedPacks:
 
     def take(self, pack: PackKey) -> str | None:
         """Claim an orphaned pack. Returns the worker that holds it, None where none does."""
-        return self._worker_of.pop(pack, None)
+        return self._worker_of.pop(pack, None) if self._worker_of else None
 
     async def ask(self, claimed: Callable[[], Mapping[str, Set[PackKey]]]) -> None:
         """Ask every worker what it holds, and release the packs that were not among those

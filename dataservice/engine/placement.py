@@ -1,8 +1,12 @@
 """Where the packs of a step are: copies at workers, ordered or ready."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.errors import ServiceError
 from dataservice.core.orders import PackOrder
@@ -18,7 +22,9 @@ STREAM_PATIENCE_S = 3.0
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
     """One order of a pack, at one worker. `queued_work` is what each of the worker's slots had
-    before it when it was made, and its own, in tokens."""
+    before it when it was made, and its own, in tokens; it is `queued` there until it is answered,
+    and its receipt is `noted` once whoever records it has done so. The `task` is the call in which
+    it was ordered with others, until it is answered."""
 
     worker: WorkerInfo
     ordered_s: float
@@ -26,6 +32,8 @@ class Copy:
     hedge: bool
     task: asyncio.Task[None] | None = None
     ready_s: float | None = None
+    queued: bool = True
+    noted: bool = False
 
     @property
     def ready(self) -> bool:
@@ -58,13 +66,22 @@ class PackPlacement:
         return self.failure is None and asyncio.get_running_loop().time() >= self.not_before_s
 
 
+def _is_due(placement: PackPlacement) -> bool:
+    """A receipt of the pack is on its way, or in the hands of whoever records it."""
+    copies = placement.copies.values()
+    return bool(copies) and not any(copy.noted for copy in copies)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedStep:
     """The packs of one step, or some of them, where each is, and what workers deliver for it.
 
+    `ordering` lasts until every pack is ordered once, at `ordered_s`;
     `asked` is set once a rank has asked for the step; `pending` are the packs that no worker is
     known to hold. `doubted` are (rank, worker): who could not fetch from whom once;
     `reachability` knows who is sent there no more.
+    `holder` int32[P] is the place in `workers` of whoever has a pack's best copy, for ranks that
+    can reach all of them, and -1 where there is no copy; `numbers` are those places by name.
     """
 
     plan: StepPlan
@@ -72,10 +89,34 @@ class DispatchedStep:
     pending: set[int]
     reachability: Reachability
     delivered: Delivered
+    ordering: bool = True
+    ordered_s: float = 0.0
     asked: bool = False
     released: bool = False
+    workers: list[WorkerInfo] = field(default_factory=list)
+    holder: NDArray[np.int32] = field(init=False)
+    numbers: dict[str, int] = field(default_factory=dict)
     doubted: set[tuple[int, str]] = field(default_factory=set)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holder = np.full(len(self.placements), -1, dtype=np.int32)
+
+    def note_holder(self, pack: int) -> None:
+        """The copies of a pack have changed."""
+        best: Copy | None = None
+        for copy in self.placements[pack].copies.values():
+            if best is None or copy.ready >= best.ready:  # of equals, the one ordered last
+                best = copy
+        self.holder[pack] = -1 if best is None else self.number_of(best.worker)
+
+    def number_of(self, worker: WorkerInfo) -> int:
+        """The place of a worker in `workers`."""
+        number = self.numbers.get(worker.worker)
+        if number is None:
+            number = self.numbers[worker.worker] = len(self.workers)
+            self.workers.append(worker)
+        return number
 
     @property
     def job(self) -> str:
@@ -96,13 +137,10 @@ class DispatchedStep:
 
     async def receipts(self, timeout_s: float) -> None:
         """Wait for the receipts that are still to come, one for each pack."""
-        due = [
-            copy.task
-            for placement, copy in self.copies()
-            if copy.task is not None and (copy.ready or not placement.ready)
-        ]
-        if due:
-            await asyncio.wait(due, timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(map(_is_due, self.placements)):
+                    await self.next_change()
 
     def has_pack_at(self, worker: str) -> bool:
         """Whether some pack is ordered from, or held by, this worker."""

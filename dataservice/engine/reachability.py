@@ -55,6 +55,11 @@ class Reachability:
                 extra=self._about,
             )
 
+    @property
+    def whole(self) -> bool:
+        """No path is, or was lately, broken."""
+        return not self._broken
+
     def avoids(self, rank: int, worker: str) -> bool:
         """Whether the rank is not to be sent to this worker."""
         known = self._broken.get(worker)

@@ -1,96 +1,154 @@
-"""A ready step as one rank gets it: its microbatches, and tickets for their bytes."""
+"""A ready step as one rank gets it: its rows, and a ticket for their bytes."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dataservice.core.orders import Microbatch, PackKey, PartSpec, RankShard, Ticket, WantedParts
-from dataservice.core.ports import WorkerInfo
+import numpy as np
+from dataservice_proto.columns import SUMMARY, packed
+from numpy.typing import NDArray
+
+from dataservice.core.orders import (
+    RankShard,
+    ShardColumns,
+    StepSummary,
+    Ticket,
+    WantedParts,
+)
+from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
 from dataservice.core.tickets import holder_of, sign_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
-from dataservice.engine.shards import StepParts, microbatches_of, part_specs
+from dataservice.engine.shards import StepParts, packs_of, ticket_columns
 
 # Streams wait for one another on slow links, and the clocks of hosts differ. Only its holder can
 # use a ticket meanwhile.
 TICKET_LIFE_S = 900
+# A summary up to this size comes with every shard; a larger one is asked for.
+SMALL_SUMMARY_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommonPart:
+    """What every rank is told of a step, made once."""
+
+    cursor_after: str
+    loss_tokens: int
+    weighted_loss_tokens: float | None
+    summary: StepSummary
+
+    @staticmethod
+    def of(planned: PlannedStep, digest: str) -> "CommonPart":
+        """O(packs)."""
+        plan = planned.plan
+        return CommonPart(
+            cursor_after=planned.next_cursor.to_json(),
+            loss_tokens=int(plan.sample_loss_tokens.sum()),
+            weighted_loss_tokens=plan.weighted_loss_tokens,
+            summary=step_summary(plan, digest),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyStep:
-    """A planned step whose packs, named `keys`, are decoding or decoded; decoded they have
-    `size_bytes`."""
+    """A planned step whose packs are decoding or decoded; decoded they have `size_bytes`."""
 
     planned: PlannedStep
     digest: str
     parts: StepParts
+    common: CommonPart
     dispatched: DispatchedStep
-    keys: tuple[PackKey, ...]
     size_bytes: int
 
 
-def wanted_parts(
-    ready: ReadyStep, replica: int, wanted: WantedParts
-) -> tuple[tuple[Microbatch, ...], dict[int, list[PartSpec]]]:
-    """A replica's microbatches, and by pack what is to be fetched for them."""
-    microbatches = microbatches_of(ready.parts, replica, wanted)
-    return microbatches, part_specs(microbatches, ready.keys, wanted)
+def step_summary(plan: StepPlan, digest: str) -> StepSummary:
+    """The groups of the whole step."""
+    columns: tuple[NDArray[Any], ...] = (
+        plan.pack_wave,
+        plan.pack_degree,
+        plan.pack_replicas,
+        plan.pack_tokens,
+        plan.pack_seconds,
+    )
+    return StepSummary(
+        plan_digest=digest,
+        replicas=plan.replicas,
+        waves=plan.waves,
+        packs=plan.packs,
+        samples=len(plan.sample_ids),
+        predicted_s=plan.predicted_s,
+        stages=plan.stages,
+        columns={
+            column.name: packed(values) for column, values in zip(SUMMARY, columns, strict=True)
+        },
+    )
 
 
 def rank_shard(
     ready: ReadyStep,
     attempt: Attempt,
     rank: int,
-    microbatches: tuple[Microbatch, ...],
-    tickets: tuple[Ticket, ...],
+    columns: ShardColumns,
+    ticket: Ticket | None,
     positions: PositionRule,
 ) -> RankShard:
     """One rank's part of a step, for a model that counts positions so."""
-    plan = ready.planned.plan
+    common = ready.common
+    summary = common.summary
     return RankShard(
         job=attempt.job,
         attempt=attempt.number,
-        step=plan.step,
+        step=ready.planned.plan.step,
         rank=rank,
         replica=attempt.topology.replica_of(rank),
         plan_digest=ready.digest,
-        cursor_after=ready.planned.next_cursor.to_json(),
-        loss_tokens=int(plan.sample_loss_tokens.sum()),
-        weighted_loss_tokens=plan.weighted_loss_tokens,
-        microbatches=microbatches,
-        tickets=tickets,
+        cursor_after=common.cursor_after,
+        loss_tokens=common.loss_tokens,
+        weighted_loss_tokens=common.weighted_loss_tokens,
+        samples=summary.samples,
+        predicted_s=summary.predicted_s,
+        columns=columns,
+        ticket=ticket,
+        summary=summary if summary.size_bytes <= SMALL_SUMMARY_BYTES else None,
         positions=positions,
     )
 
 
-def sign_tickets(
-    parts: Mapping[int, list[PartSpec]],
-    place: Mapping[int, WorkerInfo],
+def signed_ticket(
+    ready: ReadyStep,
+    replica: int,
+    wanted: WantedParts,
+    holders: NDArray[np.int32],
     claim: Claim,
+    job: str,
     secret: bytes,
-) -> tuple[Ticket, ...]:
-    """One ticket for each worker, its parts in wave order. `place[pack]` is the worker that the
-    pack is fetched from."""
-    of_worker: dict[str, list[PartSpec]] = {}
-    address = {}
-    for pack in sorted(parts):
-        address[place[pack].worker] = place[pack].address
-        of_worker.setdefault(place[pack].worker, []).extend(parts[pack])
-    holder = holder_of(claim.session)
-    expires = int(time.time()) + TICKET_LIFE_S
-    return tuple(
-        sign_ticket(
-            Ticket(
-                worker=worker,
-                address=address[worker],
-                rank=claim.rank,
-                holder=holder,
-                expires_unix_s=expires,
-                parts=tuple(specs),
-            ),
-            secret,
-        )
-        for worker, specs in of_worker.items()
+) -> Ticket | None:
+    """The ticket for what a rank wants of its replica's part, of which `holders` int32[k] has the
+    packs: those of `packs_of`, as places in the dispatched step's workers. None where there is
+    nothing."""
+    if not len(holders):
+        return None
+    numbers, place = np.unique(holders, return_inverse=True)
+    own = packs_of(ready.parts, replica, wanted)
+    workers = [ready.dispatched.workers[number] for number in numbers.tolist()]
+    columns = ticket_columns(ready.parts, replica, wanted)
+    columns["sequence_worker"] = packed(place[: own.sequences])
+    columns["part_worker"] = packed(place[own.sequences :])
+    tensors = () if wanted.tokens and wanted.labels else wanted.sequence
+    ticket = Ticket(
+        job=job,
+        step=ready.planned.plan.step,
+        plan_digest=ready.digest,
+        rank=claim.rank,
+        holder=holder_of(claim.session),
+        expires_unix_s=int(time.time()) + TICKET_LIFE_S,
+        workers=tuple(worker.worker for worker in workers),
+        addresses=tuple(worker.address for worker in workers),
+        tensors=tensors,
+        sequences=own.sequences,
+        parts=len(holders) - own.sequences,
+        columns=columns,
     )
+    return sign_ticket(ticket, secret)

@@ -15,7 +15,7 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt, StepSummary
 from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Metrics
 from dataservice.core.state_store import StateStore
@@ -27,6 +27,7 @@ from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep, plan_step
 from dataservice.engine.ready_bytes import planned_bytes
+from dataservice.engine.ready_step import CommonPart, step_summary
 from dataservice.engine.shards import StepParts, cut_step
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class MadeStep:
     parts: StepParts
     orders: list[PackOrder]
     samples: TrainedSamples
+    common: CommonPart
     size_bytes: int
     plan_s: float
 
@@ -90,9 +92,16 @@ class AttemptRecords:
             parts=cut_step(plan, setup.catalog.item_notes(plan.sample_ids)),
             orders=orders,
             samples=TrainedSamples.of(plan, setup.catalog),
+            common=CommonPart.of(planned, digest),
             size_bytes=size_bytes,
             plan_s=plan_s,
         )
+
+    def summary(self, setup: JobSetup, cursor: Cursor) -> StepSummary:
+        """The groups of a step of the ledger, planned again."""
+        planned = plan_step(setup, cursor, self._attempt.topology)
+        assert planned is not None, "a step of the ledger is never past the end"
+        return step_summary(planned.plan, planned.plan.digest)
 
     def record(self, made: MadeStep) -> None:
         """Put a step in the ledger, before anyone hears of it. Raises StateError where the step is

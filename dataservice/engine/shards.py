@@ -1,122 +1,285 @@
-"""Cut a step plan into the parts of its ranks.
+"""A step plan cut into the parts of its ranks: columns of all replicas, of which each gets a slice.
 
-The routes of the whole step are computed once and sliced for each replica. Ranks of one
-replica get the same microbatches; what differs is which of their bytes each may fetch.
+    plan ── sorted by replica, once ──► columns of the step ──► rows of one replica, as bytes
+
+No object is made for a sample or an item: whatever a rank is told of its part of the step are the
+bytes between two offsets of each column, see `dataservice_proto.columns`. Ranks of one replica get
+the same microbatches; what differs is which of their bytes each may fetch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from dataservice_proto.columns import SHARD, packed
 from numpy.typing import NDArray
 
 from dataservice.core.layout import sample_starts
-from dataservice.core.orders import (
-    EVERYTHING,
-    FeatureRoutes,
-    ItemsOfPack,
-    Microbatch,
-    PackItems,
-    PackKey,
-    PartSpec,
-    UnitRange,
-    WantedParts,
-)
+from dataservice.core.orders import EVERYTHING, Microbatch, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
+from dataservice.core.shard_columns import expanded, microbatches
 from dataservice.planning.kernels.sort import group_stable
 from dataservice.planning.pieces import item_numbers, unit_counts
-from dataservice.planning.routes import (
-    ItemPlaces,
-    Runs,
-    buckets,
-    encode_order,
-    feature_runs,
-    item_places,
-    phase_bucket,
+from dataservice.planning.routes import ItemPlaces, Runs, feature_runs, item_places
+
+Array = NDArray[Any]
+_PHASES = len(Modality)
+# The columns of what is encoded and exchanged: ranks without tokens and media have no part in it.
+_OF_PHASES = tuple(
+    column.name
+    for column in SHARD
+    if column.name.startswith(("phase_", "part_", "place", "send_", "receive_"))
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """A plan with its exchange, ready to be cut.
+    """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows
+    of each replica begin: `begins` int64[N+1, columns], in bytes, in the order of `columns`.
 
-    `encode_*` [k] list what is encoded, items or pieces of them, in encoding order;
-    `runs_by_source` is sorted by (wave, modality, source, target), `runs_by_target` by (wave,
-    modality, target, source).
-    `padded_starts` int64[n+1] are the sequence offsets of all packs end to end; `pack_at`
-    int32[waves, replicas] is the pack of each replica in each wave, -1 where it is idle.
-    `encode_range` int32[k, 3] are first, stop and number of units of what is encoded of each item,
-    None where no item is cut, and `encode_notes` are of that.
-    `items` are of the plan's items as they were drawn, by pack, from `pack_item_offsets`
-    int64[P+1] on.
+    `fetched` are the packs that replicas fetch sequences of, and `fetched_parts` those that they
+    encode parts of, int32 by replica, from `fetched_begins` and `part_begins` int64[N+1] on.
     """
 
     plan: StepPlan
-    encode_bucket: NDArray[np.int64]
-    encode_pack: NDArray[np.int32]
-    encode_place: NDArray[np.int32]
-    encode_range: NDArray[np.int32] | None
-    encode_notes: ItemNotes
-    runs_by_source: Runs
-    source_bucket: NDArray[np.int64]
-    runs_by_target: Runs
-    target_bucket: NDArray[np.int64]
-    modalities: tuple[frozenset[Modality], ...]
-    padded_starts: NDArray[np.int64]
-    pack_at: NDArray[np.int32]
-    items: PackItems
-    pack_item_offsets: NDArray[np.int64]
+    rings: int
+    ring_pack: bytes
+    columns: Mapping[str, bytes]
+    begins: NDArray[np.int64]
+    fetched: NDArray[np.int32]
+    fetched_begins: NDArray[np.int64]
+    fetched_parts: NDArray[np.int32]
+    part_begins: NDArray[np.int64]
 
 
 def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
-    """Prepare a plan for `microbatches_of`. O(n + k + W·N) for n samples, k runs of feature
-    rows. `notes` are of the plan's items as they were drawn, in its order."""
+    """The columns of a step. O(n + m + k + W·N) for n samples, m items and k runs of feature rows.
+    `notes` are of the plan's items as they were drawn, in its order."""
     places = item_places(plan)
-    order = encode_order(plan, places)
-    runs = feature_runs(plan, places)
-    target_bucket = phase_bucket(plan, runs.wave, runs.modality, runs.target)
-    # Runs are sorted by source and row already, and the sort is stable.
-    by_target, _ = group_stable(target_bucket, np.arange(len(runs.item)), buckets(plan))
-    wave = plan.pack_wave[places.pack]
-    seen = np.zeros((plan.waves, len(Modality)), dtype=bool)
-    seen[wave, plan.item_modality] = True
-    pack_at = np.full((plan.waves, plan.replicas), -1, dtype=np.int32)
-    member = np.repeat(np.arange(plan.packs, dtype=np.int32), plan.pack_degree)
-    pack_at[plan.pack_wave[member], plan.pack_replicas] = member
+    drawn = _drawn_items(plan, places)
+    notes = notes if notes is not None else ItemNotes.unknown(len(drawn.rows))
+    encoded = _encoded(plan, places, drawn, notes)
+    sequences = _sequences(plan)
+    groups = [
+        *_waves(plan, drawn, notes, places),
+        *encoded,
+        *_exchanged(plan, places),
+        sequences,
+    ]
+    columns: dict[str, bytes] = {}
+    begins = []
+    for group in groups:
+        for name, values in group.columns.items():
+            column = columns[name] = b"" if values is None else packed(values)
+            rows = group.begins[-1]
+            begins.append(group.begins * (len(column) // rows) if rows else 0 * group.begins)
+    rings = np.flatnonzero(plan.pack_degree > 1)
+    return StepParts(
+        plan=plan,
+        rings=len(rings),
+        ring_pack=packed(rings),
+        columns=columns,
+        begins=np.stack(begins, axis=1),
+        fetched=_known(sequences, "sequence_pack"),
+        fetched_begins=sequences.begins,
+        fetched_parts=_known(encoded[1], "part_pack"),
+        part_begins=encoded[1].begins,
+    )
+
+
+def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> ShardColumns:
+    """One replica's rows. A rank that wants neither tokens nor media has no part in the encoders
+    and their exchange: its columns leave them out."""
+    cut = _cut(parts, replica)
+    del cut["sequence_pack"], cut["sequence_member"]
+    if not (wanted.tokens or wanted.media):
+        cut |= dict.fromkeys(_OF_PHASES, b"")
+    cut["ring_pack"] = parts.ring_pack
+    plan = parts.plan
+    return ShardColumns(waves=plan.waves, replicas=plan.replicas, rings=parts.rings, columns=cut)
+
+
+def _cut(parts: StepParts, replica: int) -> dict[str, bytes]:
+    first, stop = parts.begins[replica : replica + 2].tolist()
+    return {
+        name: column[begin:end]
+        for (name, column), begin, end in zip(parts.columns.items(), first, stop, strict=True)
+    }
+
+
+class Fetched(NamedTuple):
+    """What a rank fetches: its packs int32[k], first those of its `sequences`, then of each part of
+    items."""
+
+    packs: NDArray[np.int32]
+    sequences: int
+
+
+def packs_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> Fetched:
+    """The packs of which a rank of this replica wants something, one for each piece."""
+    first, stop = parts.fetched_begins[replica : replica + 2] if wanted.sequence else (0, 0)
+    begin, end = parts.part_begins[replica : replica + 2] if wanted.media else (0, 0)
+    packs = np.concatenate([parts.fetched[first:stop], parts.fetched_parts[begin:end]])
+    return Fetched(packs, int(stop - first))
+
+
+def ticket_columns(
+    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
+) -> dict[str, bytes]:
+    """The columns of a rank's ticket but for who holds what: see `packs_of`."""
+    cut = _cut(parts, replica)
+    sequences = _SEQUENCE_COLUMNS if wanted.sequence else ()
+    of_items = _ITEM_COLUMNS if wanted.media else ()
+    nothing = dict.fromkeys((*_SEQUENCE_COLUMNS, *_ITEM_COLUMNS), b"")
+    return nothing | {name: cut[name] for name in (*sequences, *of_items)}
+
+
+def microbatches_of(
+    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
+) -> tuple[Microbatch, ...]:
+    """One replica's microbatches as objects, wave by wave; idle waves included."""
+    return microbatches(columns_of(parts, replica, wanted))
+
+
+_SEQUENCE_COLUMNS = ("sequence_pack", "sequence_member")
+_ITEM_COLUMNS = ("part_pack", "part_items", "place", "place_first", "place_stop", "place_of")
+
+
+class _Columns(NamedTuple):
+    """Columns of the same rows, sorted by replica: those of replica r are
+    `begins[r]:begins[r + 1]` of `begins` int64[N+1]. Nothing is known where one is None."""
+
+    begins: NDArray[np.int64]
+    columns: dict[str, Array | None]
+
+
+def _known(of: _Columns, name: str) -> NDArray[np.int32]:
+    values = of.columns[name]
+    assert values is not None, "what is fetched is known"
+    return values.astype(np.int32)
+
+
+def _by_replica(plan: StepPlan, counts: Array) -> NDArray[np.int64]:
+    """Where each replica's rows begin, by the counts of its waves or phases [N·W] or [N·W·2]."""
+    return sample_starts(counts.reshape(plan.replicas, -1).sum(axis=1))
+
+
+# ---- what a replica has of each wave: its pack, with samples and items -----------------------
+
+
+def _waves(
+    plan: StepPlan, drawn: "_DrawnItems", notes: ItemNotes, places: ItemPlaces
+) -> list[_Columns]:
+    pack, member = _packs_by_replica(plan)
+    idle = pack < 0
+    replica = np.repeat(np.arange(plan.replicas), plan.waves)
+    pack_items = np.bincount(places.pack[drawn.rows], minlength=plan.packs)
+    degree = np.where(idle, 1, plan.pack_degree[pack])
+    samples = np.where(idle, 0, np.diff(plan.pack_offsets)[pack])
+    items = np.where(idle, 0, pack_items[pack])
+    # An idle replica is alone in its group: its own number stands behind the groups of the plan.
+    pool = np.concatenate([plan.pack_replicas, np.arange(plan.replicas)])
+    alone = len(plan.pack_replicas) + replica
+    return [
+        _Columns(
+            np.arange(plan.replicas + 1) * plan.waves,
+            {
+                "wave_pack": pack,
+                "wave_seconds": np.where(idle, 0.0, plan.pack_seconds[pack]),
+                "wave_member": member,
+                "wave_degree": degree,
+                "wave_samples": samples,
+                "wave_items": items,
+            },
+        ),
+        _Columns(
+            _by_replica(plan, degree),
+            {"group": pool[expanded(np.where(idle, alone, plan.replica_offsets[pack]), degree)]},
+        ),
+        _samples(plan, expanded(plan.pack_offsets[pack], samples), _by_replica(plan, samples)),
+        _items(
+            plan,
+            drawn,
+            notes,
+            places,
+            expanded(sample_starts(pack_items)[pack], items),
+            _by_replica(plan, items),
+        ),
+    ]
+
+
+def _packs_by_replica(plan: StepPlan) -> tuple[Array, Array]:
+    """The pack of each replica in each wave, -1 where it is idle, and its place in the pack's
+    group: int32[N·W] both, by replica."""
+    at = np.full((plan.replicas, plan.waves), -1, dtype=np.int32)
+    member = np.zeros((plan.replicas, plan.waves), dtype=np.int32)
+    pack = np.repeat(np.arange(plan.packs, dtype=np.int32), plan.pack_degree)
+    at[plan.pack_replicas, plan.pack_wave[pack]] = pack
+    within = np.arange(len(pack)) - plan.replica_offsets[pack]
+    member[plan.pack_replicas, plan.pack_wave[pack]] = within
+    return at.ravel(), member.ravel()
+
+
+def _sequences(plan: StepPlan) -> _Columns:
+    """Of the packs of each replica, without the waves in which it is idle."""
+    pack, member = _packs_by_replica(plan)
+    busy = pack >= 0
+    return _Columns(
+        _by_replica(plan, busy), {"sequence_pack": pack[busy], "sequence_member": member[busy]}
+    )
+
+
+def _samples(plan: StepPlan, rows: Array, begins: Array) -> _Columns:
+    """Of the samples at `rows` of the packs end to end."""
+    sample = plan.pack_samples[rows]
+    weights = plan.sample_loss_weights
+    return _Columns(
+        begins,
+        {
+            "sample_id": plan.sample_ids[sample],
+            "sample_tokens": plan.sample_tokens[sample],
+            "sample_padded": plan.padded_sample_tokens[rows],
+            "sample_weight": None if weights is None else weights[sample],
+        },
+    )
+
+
+def _items(
+    plan: StepPlan,
+    drawn: "_DrawnItems",
+    notes: ItemNotes,
+    places: ItemPlaces,
+    rows: Array,
+    begins: Array,
+) -> _Columns:
+    """Of the items at `rows` of the packs' lists end to end, as they were drawn."""
     padded_starts = sample_starts(plan.padded_sample_tokens)
     sample_start = np.empty(len(plan.sample_ids), dtype=np.int64)
     sample_start[plan.pack_samples] = padded_starts[:-1]
-    drawn = _drawn_items(plan, places)
     first = drawn.rows
-    start = sample_start[plan.item_sample[first]] + plan.item_position[first]
-    pack_start = padded_starts[plan.pack_offsets[:-1]]
-    notes = notes if notes is not None else ItemNotes.unknown(len(drawn.rows))
-    return StepParts(
-        plan=plan,
-        encode_bucket=phase_bucket(plan, wave, plan.item_modality, plan.item_replica)[order],
-        encode_pack=places.pack[order],
-        encode_place=drawn.place[order],
-        encode_range=None if drawn.ranges is None else drawn.ranges[order],
-        encode_notes=_encode_notes(notes, drawn).take(order),
-        runs_by_source=runs,
-        source_bucket=phase_bucket(plan, runs.wave, runs.modality, runs.source),
-        runs_by_target=runs.take(by_target),
-        target_bucket=target_bucket[by_target],
-        modalities=tuple(
-            frozenset(modality for modality in Modality if kinds[modality]) for kinds in seen
-        ),
-        padded_starts=padded_starts,
-        pack_at=pack_at,
-        items=PackItems(
-            modality=plan.item_modality[first],
-            start=(start - pack_start[places.pack[first]]).astype(np.int32),
-            tokens=drawn.llm_tokens,
-            notes=notes.take(drawn.item[first]),
-        ),
-        pack_item_offsets=sample_starts(np.bincount(places.pack[first], minlength=plan.packs)),
+    pack_start = padded_starts[plan.pack_offsets[places.pack[first]]]
+    start = sample_start[plan.item_sample[first]] + plan.item_position[first] - pack_start
+    return _Columns(
+        begins,
+        {
+            "item_modality": plan.item_modality[first][rows],
+            "item_start": start[rows],
+            "item_tokens": drawn.llm_tokens[rows],
+            **_noted("item", notes.take(drawn.item[first][rows])),
+        },
     )
+
+
+def _noted(kind: str, notes: ItemNotes) -> dict[str, Array | None]:
+    """The notes as columns; those in which nothing is known are left out."""
+    unknown = np.isnan(notes.seconds_per_patch).all()
+    return {
+        f"{kind}_kind": notes.kind if (notes.kind >= 0).any() else None,
+        f"{kind}_grid": notes.grid if notes.grid.any() else None,
+        f"{kind}_seconds": None if unknown else notes.seconds_per_patch,
+    }
 
 
 class _DrawnItems(NamedTuple):
@@ -148,150 +311,96 @@ def _drawn_items(plan: StepPlan, places: ItemPlaces) -> _DrawnItems:
     return _DrawnItems(rows, tokens[item[rows]], item, place[item], ranges)
 
 
-def _encode_notes(notes: ItemNotes, drawn: _DrawnItems) -> ItemNotes:
+# ---- what a replica encodes, sends and receives ----------------------------------------------
+
+
+def _phase_of(plan: StepPlan, replica: Array, wave: Array, modality: Array) -> NDArray[np.int64]:
+    """One number for (replica, wave, modality), in that order: int64[k] of arrays [k]."""
+    return (replica.astype(np.int64) * plan.waves + wave) * _PHASES + modality
+
+
+def _encoded(
+    plan: StepPlan, places: ItemPlaces, drawn: _DrawnItems, notes: ItemNotes
+) -> list[_Columns]:
+    wave = plan.pack_wave[places.pack]
+    phase = _phase_of(plan, plan.item_replica, wave, plan.item_modality)
+    phases = plan.replicas * plan.waves * _PHASES
+    order, begins = group_stable(phase, places.order, phases)
+    pack = places.pack[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (np.diff(pack) != 0) | (np.diff(phase[order]) != 0)
+    heads = np.flatnonzero(new)
+    parts = np.bincount(phase[order[heads]], minlength=phases)
+    seen = np.zeros((plan.waves, _PHASES), dtype=bool)
+    seen[wave, plan.item_modality] = True
+    absent = ~np.tile(seen.ravel(), plan.replicas)
+    of_phase = begins[:: plan.waves * _PHASES]
+    return [
+        _Columns(
+            np.arange(plan.replicas + 1) * plan.waves * _PHASES,
+            {"phase_parts": np.where(absent, -1, parts)},
+        ),
+        _Columns(
+            _by_replica(plan, parts),
+            {
+                "part_pack": pack[heads],
+                "part_items": np.diff(np.append(heads, len(order))),
+            },
+        ),
+        _Columns(
+            of_phase,
+            {
+                "place": drawn.place[order],
+                **_ranges(drawn, order),
+                **_noted("place", _encode_notes(notes, drawn, order)),
+            },
+        ),
+    ]
+
+
+def _ranges(drawn: _DrawnItems, order: Array) -> dict[str, Array | None]:
+    names = ("place_first", "place_stop", "place_of")
+    if drawn.ranges is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, drawn.ranges[order].T, strict=True))
+
+
+def _encode_notes(notes: ItemNotes, drawn: _DrawnItems, order: Array) -> ItemNotes:
     """What is known of each row: of a piece as of its item, in a grid as long as the piece."""
-    of_rows = notes.take(drawn.item)
+    of_rows = notes.take(drawn.item[order])
     if drawn.ranges is None:
         return of_rows
-    first, stop, of = drawn.ranges.T
+    first, stop, of = drawn.ranges[order].T
     grid = of_rows.grid.copy()
     grid[:, 0] = grid[:, 0] // of * (stop - first)
     return replace(of_rows, grid=grid)
 
 
-def microbatches_of(
-    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
-) -> tuple[Microbatch, ...]:
-    """One replica's microbatches, wave by wave; idle waves included.
-
-    A rank that wants neither tokens nor media has no part in the encoders and their exchange:
-    its microbatches leave them out.
-    """
-    plan = parts.plan
-    return tuple(
-        _microbatch(
-            parts,
-            replica,
-            wave,
-            int(parts.pack_at[wave, replica]),
-            sorted(parts.modalities[wave]) if wanted.tokens or wanted.media else [],
-        )
-        for wave in range(plan.waves)
-    )
-
-
-def part_specs(
-    microbatches: Sequence[Microbatch], keys: Sequence[PackKey], wanted: WantedParts
-) -> dict[int, list[PartSpec]]:
-    """What a rank is to fetch, by pack: its sequences' tensors, and the items it encodes.
-
-    `keys[p]` names pack p. Empty when nothing is wanted.
-    """
-    tensors = () if wanted.tokens and wanted.labels else wanted.sequence
-    parts: dict[int, list[PartSpec]] = {}
-    for microbatch in microbatches:
-        if microbatch.pack >= 0 and wanted.sequence:
-            pack = microbatch.pack
-            spec = PartSpec(key=keys[pack], cp_rank=microbatch.cp_rank, tensors=tensors)
-            parts.setdefault(pack, []).append(spec)
-        for encodes in microbatch.encodes.values() if wanted.media else ():
-            for chosen in encodes:
-                spec = PartSpec(key=keys[chosen.pack], items=chosen.items, ranges=chosen.ranges)
-                parts.setdefault(chosen.pack, []).append(spec)
-    return parts
-
-
-def _microbatch(
-    parts: StepParts,
-    replica: int,
-    wave: int,
-    pack: int,
-    modalities: Sequence[Modality],
-) -> Microbatch:
-    plan = parts.plan
-    group = plan.replicas_of(pack) if pack >= 0 else (replica,)
-    samples = plan.samples_of(pack) if pack >= 0 else np.zeros(0, dtype=np.int32)
-    bounds = np.zeros(1, dtype=np.int64)
-    if pack >= 0:
-        first, last = plan.pack_offsets[pack : pack + 2]
-        bounds = parts.padded_starts[first : last + 1] - parts.padded_starts[first]
-    encoded = {m: _rows(parts.encode_bucket, plan, wave, m, replica) for m in modalities}
-    return Microbatch(
-        wave=wave,
-        pack=pack,
-        cp_group=group,
-        cp_rank=group.index(replica),
-        seconds=float(plan.pack_seconds[pack]) if pack >= 0 else 0.0,
-        sample_ids=plan.sample_ids[samples],
-        cu_seqlens=bounds.astype(np.int32),
-        lengths=plan.sample_tokens[samples],
-        encodes={m: _encodes(parts, encoded[m]) for m in modalities},
-        routes={m: _routes(parts, wave, m, replica) for m in modalities},
-        encode_notes={m: parts.encode_notes.take(encoded[m]) for m in modalities},
-        items=_items(parts, pack) if pack >= 0 else PackItems.none(),
-        loss_weights=(
-            np.zeros(0) if plan.sample_loss_weights is None else plan.sample_loss_weights[samples]
+def _exchanged(plan: StepPlan, places: ItemPlaces) -> list[_Columns]:
+    runs = feature_runs(plan, places)  # sorted by wave, modality, source, target, source row
+    return [
+        *_runs(plan, runs, runs.source, "phase_sends", ("send_row", "send_rows", "send_target")),
+        *_runs(
+            plan,
+            runs,
+            runs.target,
+            "phase_receives",
+            ("receive_row", "receive_rows", "receive_source"),
         ),
-    )
+    ]
 
 
-def _items(parts: StepParts, pack: int) -> PackItems:
-    items, of_pack = parts.items, slice(*parts.pack_item_offsets[pack : pack + 2])
-    return PackItems(
-        modality=items.modality[of_pack],
-        start=items.start[of_pack],
-        tokens=items.tokens[of_pack],
-        notes=items.notes.take(of_pack),
-    )
-
-
-def _encodes(parts: StepParts, rows: slice) -> tuple[ItemsOfPack, ...]:
-    packs, places, ranges = parts.encode_pack[rows], parts.encode_place[rows], None
-    if parts.encode_range is not None:
-        ranges = parts.encode_range[rows]
-    return tuple(
-        ItemsOfPack(
-            pack=int(pack),
-            items=tuple(places[packs == pack].tolist()),
-            ranges=() if ranges is None else _ranges(ranges[packs == pack]),
-        )
-        for pack in np.unique(packs)
-    )
-
-
-def _ranges(rows: NDArray[np.int32]) -> tuple[UnitRange, ...]:
-    """The units [k, 3] of some items; empty where all of them are whole."""
-    if (rows[:, 1] - rows[:, 0] == rows[:, 2]).all():
-        return ()
-    return tuple(UnitRange(*row) for row in rows.tolist())
-
-
-def _routes(parts: StepParts, wave: int, modality: Modality, replica: int) -> FeatureRoutes:
-    plan = parts.plan
-    sent = parts.runs_by_source.take(_rows(parts.source_bucket, plan, wave, modality, replica))
-    got = parts.runs_by_target.take(_rows(parts.target_bucket, plan, wave, modality, replica))
-    return FeatureRoutes(
-        modality=modality,
-        send_rows=_expand(sent.source_row, sent.rows),
-        send_splits=_splits(sent.target, sent.rows, plan.replicas),
-        recv_splits=_splits(got.source, got.rows, plan.replicas),
-        recv_positions=_expand(got.target_row, got.rows),
-    )
-
-
-def _rows(
-    buckets: NDArray[np.int64], plan: StepPlan, wave: int, modality: Modality, replica: int
-) -> slice:
-    wanted = (wave * 2 + modality) * plan.replicas + replica
-    return slice(*np.searchsorted(buckets, [wanted, wanted + 1]))
-
-
-def _expand(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Runs (first, rows) as single row numbers: int32[sum(rows)]."""
-    before = np.cumsum(rows) - rows
-    total = int(rows.sum())
-    return (np.repeat(first - before, rows) + np.arange(total)).astype(np.int32)
-
-
-def _splits(replicas: NDArray[np.int32], rows: NDArray[np.int64], count: int) -> NDArray[np.int32]:
-    return np.bincount(replicas, weights=rows, minlength=count).astype(np.int32)
+def _runs(
+    plan: StepPlan, runs: Runs, replica: Array, counted: str, names: tuple[str, str, str]
+) -> list[_Columns]:
+    """The runs of each replica at one end of the exchange, the others' order kept."""
+    phase = _phase_of(plan, replica, runs.wave, runs.modality)
+    phases = plan.replicas * plan.waves * _PHASES
+    order, begins = group_stable(phase, np.arange(len(phase)), phases)
+    sends = replica is runs.source
+    row, other = (runs.source_row, runs.target) if sends else (runs.target_row, runs.source)
+    values = (row[order], runs.rows[order], other[order])
+    return [
+        _Columns(np.arange(plan.replicas + 1) * plan.waves * _PHASES, {counted: np.diff(begins)}),
+        _Columns(begins[:: plan.waves * _PHASES], dict(zip(names, values, strict=True))),
+    ]

@@ -55,7 +55,10 @@ class ReadyWindow:
         self._steps: dict[int, ReadyStep] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._received = attempt.received_by_all
         self.end: EndOfData | None = None
+        attempt.when_over(self._wake_ranks)
 
     def __contains__(self, step: int) -> bool:
         return step in self._steps
@@ -84,15 +87,17 @@ class ReadyWindow:
             planned=made.planned,
             digest=made.digest,
             parts=made.parts,
+            common=made.common,
             dispatched=dispatched,
-            keys=tuple(order.key for order in made.orders),
             size_bytes=made.size_bytes,
         )
+        self._wake_ranks()
         return ready
 
     async def close(self, end: EndOfData) -> None:
         """No step comes behind those that are here."""
         self.end = end
+        self._wake_ranks()
         await self.tell()
 
     # ---- waiting ----------------------------------------------------------------------------
@@ -109,14 +114,32 @@ class ReadyWindow:
             await self._changed.wait_for(condition)
 
     async def wait_planned(self, step: int) -> ReadyStep | EndOfData:
-        """A step once it is put, or the end."""
-        await self.wait_until(lambda: step in self._steps or self.end is not None)
-        if step in self._steps:
-            return self._steps[step]
-        assert self.end is not None, "one of the two was waited for"
-        return self.end
+        """A step once it is put, or the end. Raises the reason where the attempt ends."""
+        while True:
+            if self._attempt.over:
+                await self._attempt.ended()
+            if (found := self._steps.get(step) or self.end) is not None:
+                return found
+            # Not the condition, which tells of all else too: thousands of ranks wait here.
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    def _wake_ranks(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
 
     # ---- out --------------------------------------------------------------------------------
+
+    async def take_received(self) -> list[ReadyStep]:
+        """Take out the steps that every rank has received."""
+        before, self._received = self._received, self._attempt.received_by_all
+        if self._received == before and all(step > before for step in self._steps):
+            return []  # as nearly every call of a rank finds
+        await self._ready_bytes.look_again()
+        return await self.take(self._received)
 
     async def take(self, through_step: int | None = None) -> list[ReadyStep]:
         """Take out the steps up to this one, all by default."""

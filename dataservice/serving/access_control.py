@@ -54,6 +54,7 @@ RULES: dict[str, Rule] = {
     "RestartWorkers": Rule(role="admin", audited=True),
     "OpenSession": Rule(role="team"),
     "GetShard": Rule(role="team"),
+    "GetStepSummary": Rule(role="team"),
     "CommitStep": Rule(role="team"),
     "Report": Rule(role="team"),
     "GetHealth": Rule(role="reader"),

@@ -12,7 +12,6 @@ runs once.
 
 import asyncio
 import logging
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,7 +21,6 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from dataservice.core.cursor import Cursor
 from dataservice.core.health import ServiceHealth
 from dataservice.core.orders import EVERYTHING
-from dataservice.core.plan import StepPlan
 from dataservice.core.visible import visible
 from dataservice.engine.api import (
     CoordinatorApi,
@@ -50,7 +48,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._access = access
         self._job_of_session: dict[str, str] = {}
         self._closing = asyncio.Event()
-        self._summaries: dict[int, coordinator_pb2.StepSummary] = {}
 
     def close(self) -> None:
         """End all sessions with a status that makes their clients reconnect."""
@@ -228,6 +225,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         # and the claim must not outlive its client.
         async with self._access.call(context, "OpenSession", request) as visit:
             client = visible(request.client, CLIENT_CHARS)
+            wire_shards.require_columns_read(request, client)
             opened = await self._api.open_session(
                 job=visit.named(request.job),
                 rank=request.rank,
@@ -256,8 +254,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.GetShardResponse:
         """One rank's part of a step; waits until it is planned."""
         async with self._access.call(context, "GetShard", request) as visit:
+            session = self._own_session(visit, request.session)
+            for trained in request.trained:
+                await self._commit(session, trained)
             answer = await self._api.shard(
-                self._own_session(visit, request.session),
+                session,
                 request.step,
                 received_step=request.received_step,
                 failed_workers=tuple(request.failed_workers),
@@ -276,26 +277,38 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             return coordinator_pb2.GetShardResponse(
                 skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
             )
-        shard, plan = answer
-        summary = self._summary_of(plan)
-        shard = replace(shard, job=visit.caller.plain(shard.job))
-        return coordinator_pb2.GetShardResponse(
-            shard=wire_shards.rank_shard_to_proto(shard, summary)
-        )
+        message = wire_shards.rank_shard_to_proto(answer)
+        message.job = visit.caller.plain(answer.job)
+        return coordinator_pb2.GetShardResponse(shard=message)
+
+    async def GetStepSummary(
+        self, request: coordinator_pb2.GetStepSummaryRequest, context: Context
+    ) -> coordinator_pb2.StepSummary:
+        """The groups of a whole step."""
+        async with self._access.call(context, "GetStepSummary", request) as visit:
+            session = self._own_session(visit, request.session)
+            summary = await self._api.summary(session, request.step)
+        return wire_shards.step_summary_to_proto(summary)
 
     async def CommitStep(
         self, request: coordinator_pb2.CommitStepRequest, context: Context
     ) -> coordinator_pb2.CommitStepResponse:
         """A rank has trained a step."""
         async with self._access.call(context, "CommitStep", request) as visit:
-            session = self._own_session(visit, request.session)
-            await self._api.commit(
-                session,
-                request.step,
-                measured_s=wire_health.measured_from_proto(request),
-                phase_s=wire_health.phases_from_proto(request),
-            )
+            await self._commit(self._own_session(visit, request.session), request)
         return coordinator_pb2.CommitStepResponse()
+
+    async def _commit(
+        self,
+        session: str,
+        trained: coordinator_pb2.CommitStepRequest | coordinator_pb2.TrainedStep,
+    ) -> None:
+        await self._api.commit(
+            session,
+            trained.step,
+            measured_s=wire_health.measured_from_proto(trained),
+            phase_s=wire_health.phases_from_proto(trained),
+        )
 
     async def Report(
         self, request: coordinator_pb2.ReportRequest, context: Context
@@ -335,14 +348,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             ended.cancel()
             closing.cancel()
             await asyncio.gather(ended, closing, return_exceptions=True)
-
-    def _summary_of(self, plan: StepPlan) -> coordinator_pb2.StepSummary:
-        """The summary of a plan; made once for all ranks, and kept until the plan is dropped."""
-        summary = self._summaries.get(id(plan))
-        if summary is None:
-            summary = self._summaries[id(plan)] = wire_shards.step_summary_to_proto(plan)
-            weakref.finalize(plan, self._summaries.pop, id(plan)).atexit = False
-        return summary
 
 
 def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:

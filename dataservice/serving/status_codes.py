@@ -108,6 +108,11 @@ def error_of(error: grpc.RpcError) -> ServiceError:
     return kind(call.details() or f"the call ended with {call.code().name} and no message")
 
 
+def error_named(name: str, message: str) -> ServiceError:
+    """The error of this class, or a bare one where this release knows no such class."""
+    return (_kind_named(name) or ServiceError)(message)
+
+
 def _call_of(error: grpc.RpcError) -> grpc.Call:
     # An RpcError that a call raises is also a grpc.Call, although its type does not say so.
     return cast(grpc.Call, error)
@@ -115,7 +120,11 @@ def _call_of(error: grpc.RpcError) -> grpc.Call:
 
 def _class_of(call: grpc.Call) -> type[ServiceError] | None:
     name = dict(call.trailing_metadata() or ()).get(ERROR_METADATA)
-    kind = getattr(errors, name, None) if isinstance(name, str) else None
+    return _kind_named(name) if isinstance(name, str) else None
+
+
+def _kind_named(name: str) -> type[ServiceError] | None:
+    kind = getattr(errors, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, ServiceError) else None
 
 

@@ -32,8 +32,10 @@ OLDER_PHASES = {
 }
 MOST_PHASES = 32
 
+Trained = coordinator_pb2.CommitStepRequest | coordinator_pb2.TrainedStep
 
-def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, float]:
+
+def phases_from_proto(message: Trained) -> dict[str, float]:
     """Seconds of a rank's step by phase, for the phases that plans predict: another release may
     send others, which get no metric. Raises SpecError where there are too many phases or a number
     of seconds is invalid."""
@@ -51,7 +53,7 @@ def phases_from_proto(message: coordinator_pb2.CommitStepRequest) -> dict[str, f
     return known
 
 
-def measured_from_proto(message: coordinator_pb2.CommitStepRequest) -> float | None:
+def measured_from_proto(message: Trained) -> float | None:
     """The seconds that a rank measured, None where it sent none. Raises SpecError where the number
     is invalid."""
     if not message.HasField("measured_s"):

@@ -6,31 +6,32 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+from dataservice_proto.columns import ORDERS, TICKET, VERSION, columns_of, packed, read_all
 from dataservice_proto.v1 import worker_pb2
 
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import (
     BadSample,
+    PackAnswers,
     PackKey,
     PackOrder,
     PackReceipt,
-    PackSample,
-    PartSpec,
     SourceWork,
     Ticket,
-    UnitRange,
 )
-from dataservice.core.sample import (
-    ByteSpan,
-    ItemLengths,
-    Modality,
-    SampleLengths,
-    SampleLocation,
-    SampleRef,
+from dataservice.core.sample import ByteSpan, SampleLocation
+from dataservice.core.sample_columns import (
+    NUMBERS,
+    SampleColumns,
+    columns_of_packs,
+    numbers_of,
 )
 from dataservice.core.team import TeamShare
+from dataservice.serving.status_codes import error_named
 
 
 def pack_key_to_proto(key: PackKey) -> worker_pb2.PackKey:
@@ -47,45 +48,70 @@ def pack_key_from_proto(message: worker_pb2.PackKey) -> PackKey:
     )
 
 
-def pack_order_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
-    """What a worker is to decode and assemble."""
-    message = pack_order_head_to_proto(order)
-    add_pack_samples(message, order.samples)
-    return message
-
-
-def pack_order_head_to_proto(order: PackOrder) -> worker_pb2.PackOrder:
-    """An order without its samples."""
-    return worker_pb2.PackOrder(
-        key=pack_key_to_proto(order.key),
-        degree=order.degree,
-        pipeline=order.pipeline,
-        team_weight=order.share.weight,
-        team_limit=order.share.limit,
+def pack_orders_to_proto(orders: Sequence[PackOrder]) -> worker_pb2.PackOrders:
+    """What a worker is to decode and assemble: packs of one step, of one job."""
+    first = orders[0]
+    samples = columns_of_packs([order.samples for order in orders])
+    return worker_pb2.PackOrders(
+        version=VERSION,
+        job=first.key.job,
+        step=first.key.step,
+        plan_digest=first.key.plan_digest,
+        pipeline=first.pipeline,
+        team_weight=first.share.weight,
+        team_limit=first.share.limit,
+        packs=len(orders),
+        sources=[source for source, _ in samples.files],
+        files=[path for _, path in samples.files],
+        keys=samples.keys,
+        names=samples.names,
+        pack=packed([order.key.pack for order in orders]),
+        degree=packed([order.degree for order in orders]),
+        samples=packed([len(order.samples) for order in orders]),
+        **{name: packed(numbers) for name, numbers in numbers_of(samples).items()},
     )
 
 
-def add_pack_samples(message: worker_pb2.PackOrder, samples: Sequence[PackSample]) -> None:
-    """Append samples to an order."""
-    message.samples.extend(map(_pack_sample_to_proto, samples))
-
-
-def pack_order_from_proto(message: worker_pb2.PackOrder) -> PackOrder:
+def pack_orders_from_proto(message: worker_pb2.PackOrders) -> list[PackOrder]:
     """What a worker is to decode and assemble. Raises SpecError where its numbers are invalid."""
-    if message.degree < 1:
-        raise SpecError(f"a pack order has degree {message.degree}; it must be at least 1.")
+    if message.version != VERSION:
+        raise SpecError(
+            f"orders came as columns of version {message.version}; this worker reads version "
+            f"{VERSION}. Run one release of coordinator and workers."
+        )
     if not (message.team_weight > 0 and message.team_limit > 0):
         raise SpecError(
             f"a pack order has team weight {message.team_weight} and limit {message.team_limit}; "
             "both must be above 0. Run one release of coordinator and workers."
         )
-    return PackOrder(
-        key=pack_key_from_proto(message.key),
-        degree=message.degree,
-        pipeline=message.pipeline,
-        samples=tuple(_pack_sample_from_proto(sample) for sample in message.samples),
-        share=TeamShare(weight=message.team_weight, limit=message.team_limit),
-    )
+    try:
+        of = read_all(ORDERS, columns_of(message, ORDERS), {"packs": message.packs})
+        samples = SampleColumns(
+            files=list(zip(message.sources, message.files, strict=True)),
+            keys=message.keys,
+            names=message.names,
+            **{name: of[name] for name in NUMBERS},
+        ).samples()
+    except (ValueError, IndexError) as error:
+        raise SpecError(f"orders whose columns cannot be read: {error}.") from error
+    if of["degree"].size and of["degree"].min() < 1:
+        raise SpecError(f"a pack order has degree {of['degree'].min()}; it must be at least 1.")
+    ends = np.cumsum(of["samples"]).tolist()
+    share = TeamShare(weight=message.team_weight, limit=message.team_limit)
+    return [
+        PackOrder(
+            key=PackKey(
+                job=message.job, step=message.step, plan_digest=message.plan_digest, pack=pack
+            ),
+            degree=degree,
+            pipeline=message.pipeline,
+            samples=tuple(samples[end - count : end]),
+            share=share,
+        )
+        for pack, degree, count, end in zip(
+            of["pack"].tolist(), of["degree"].tolist(), of["samples"].tolist(), ends, strict=True
+        )
+    ]
 
 
 def location_to_proto(location: SampleLocation) -> worker_pb2.SampleLocation:
@@ -118,62 +144,31 @@ def location_from_proto(message: worker_pb2.SampleLocation) -> SampleLocation:
     )
 
 
-def _pack_sample_to_proto(sample: PackSample) -> worker_pb2.PackSample:
-    return worker_pb2.PackSample(
-        sample_id=sample.ref.sample_id,
-        source=sample.ref.source,
-        key=sample.ref.key,
-        location=location_to_proto(sample.ref.location),
-        llm_tokens=sample.lengths.llm_tokens,
-        loss_tokens=sample.lengths.loss_tokens,
-        items=[_item_to_proto(item) for item in sample.lengths.items],
-        crc32=sample.ref.crc32,
-        epoch=sample.epoch,
+def pack_answers_to_proto(answers: PackAnswers) -> worker_pb2.PackAnswers:
+    """What became of some packs of one call."""
+    return worker_pb2.PackAnswers(
+        receipts=map(_receipt_to_proto, answers.receipts),
+        failures=[
+            worker_pb2.PackFailure(pack=pack, error=type(error).__name__, message=str(error))
+            for pack, error in answers.failures.items()
+        ],
     )
 
 
-def _pack_sample_from_proto(message: worker_pb2.PackSample) -> PackSample:
-    return PackSample(
-        ref=SampleRef(
-            sample_id=message.sample_id,
-            source=message.source,
-            key=message.key,
-            location=location_from_proto(message.location),
-            crc32=message.crc32 if message.HasField("crc32") else None,
-        ),
-        lengths=SampleLengths(
-            llm_tokens=message.llm_tokens,
-            loss_tokens=message.loss_tokens,
-            items=tuple(_item_from_proto(item) for item in message.items),
-        ),
-        epoch=message.epoch,
+def pack_answers_from_proto(message: worker_pb2.PackAnswers, step: PackKey) -> PackAnswers:
+    """What became of some packs of the step that `step` names one of."""
+    return PackAnswers(
+        receipts=tuple(_receipt_from_proto(each, step) for each in message.receipts),
+        failures={
+            failure.pack: error_named(failure.error, failure.message)
+            for failure in message.failures
+        },
     )
 
 
-def _item_to_proto(item: ItemLengths) -> worker_pb2.ItemLengths:
-    return worker_pb2.ItemLengths(
-        modality=int(item.modality),
-        encoder_tokens=item.encoder_tokens,
-        llm_tokens=item.llm_tokens,
-        position=item.position,
-        shape=item.shape,
-    )
-
-
-def _item_from_proto(message: worker_pb2.ItemLengths) -> ItemLengths:
-    return ItemLengths(
-        modality=modality_from_proto(message.modality),
-        encoder_tokens=message.encoder_tokens,
-        llm_tokens=message.llm_tokens,
-        position=message.position,
-        shape=tuple(message.shape),
-    )
-
-
-def pack_receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
-    """What assembling a pack took."""
+def _receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
     return worker_pb2.PackReceipt(
-        key=pack_key_to_proto(receipt.key),
+        pack=receipt.key.pack,
         size_bytes=receipt.size_bytes,
         decode_s=receipt.decode_s,
         bad_samples=[
@@ -199,10 +194,9 @@ def pack_receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
     )
 
 
-def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
-    """What assembling a pack took."""
+def _receipt_from_proto(message: worker_pb2.PackReceipt, step: PackKey) -> PackReceipt:
     return PackReceipt(
-        key=pack_key_from_proto(message.key),
+        key=replace(step, pack=message.pack),
         size_bytes=message.size_bytes,
         decode_s=message.decode_s,
         bad_samples=tuple(
@@ -227,65 +221,44 @@ def pack_receipt_from_proto(message: worker_pb2.PackReceipt) -> PackReceipt:
 
 
 def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
-    """The right to stream some parts."""
+    """The right to stream some parts, without the workers' addresses."""
     return worker_pb2.Ticket(
-        worker=ticket.worker,
-        address=ticket.address,
+        version=VERSION,
+        job=ticket.job,
+        step=ticket.step,
+        plan_digest=ticket.plan_digest,
         rank=ticket.rank,
         holder=ticket.holder,
         expires_unix_s=ticket.expires_unix_s,
-        parts=[
-            worker_pb2.PartSpec(
-                key=pack_key_to_proto(part.key),
-                cp_rank=part.cp_rank,
-                items=part.items,
-                tensors=part.tensors,
-                ranges=ranges_to_proto(part.ranges),
-            )
-            for part in ticket.parts
-        ],
+        workers=ticket.workers,
+        tensors=ticket.tensors,
+        sequences=ticket.sequences,
+        parts=ticket.parts,
         signature=ticket.signature,
+        **ticket.columns,
     )
 
 
-def ticket_from_proto(message: worker_pb2.Ticket) -> Ticket:
-    """The right to stream some parts; not yet checked."""
+def ticket_from_proto(message: worker_pb2.Ticket, addresses: tuple[str, ...] = ()) -> Ticket:
+    """The right to stream some parts; not yet checked. Raises SpecError where it is of another
+    release."""
+    if message.version != VERSION:
+        raise SpecError(
+            f"the ticket's columns are of version {message.version}, and version {VERSION} is read "
+            "here. Run one release of coordinator, workers and trainer_client."
+        )
     return Ticket(
-        worker=message.worker,
-        address=message.address,
+        job=message.job,
+        step=message.step,
+        plan_digest=message.plan_digest,
         rank=message.rank,
         holder=message.holder,
         expires_unix_s=message.expires_unix_s,
-        parts=tuple(
-            PartSpec(
-                key=pack_key_from_proto(part.key),
-                cp_rank=part.cp_rank,
-                items=tuple(part.items),
-                tensors=tuple(part.tensors),
-                ranges=ranges_from_proto(part.ranges),
-            )
-            for part in message.parts
-        ),
+        workers=tuple(message.workers),
+        addresses=addresses,
+        tensors=tuple(message.tensors),
+        sequences=message.sequences,
+        parts=message.parts,
+        columns=columns_of(message, TICKET),
         signature=message.signature,
     )
-
-
-def ranges_to_proto(ranges: Iterable[UnitRange]) -> list[worker_pb2.UnitRange]:
-    """The parts of items that are cut."""
-    return [worker_pb2.UnitRange(first=r.first, stop=r.stop, of=r.of) for r in ranges]
-
-
-def ranges_from_proto(messages: Iterable[worker_pb2.UnitRange]) -> tuple[UnitRange, ...]:
-    """The parts of items that are cut; not yet checked."""
-    return tuple(UnitRange(first=m.first, stop=m.stop, of=m.of) for m in messages)
-
-
-def modality_from_proto(value: int) -> Modality:
-    try:
-        return Modality(value)
-    except ValueError as error:
-        known = ", ".join(f"{each.value} ({each.name.lower()})" for each in Modality)
-        raise SpecError(
-            f"modality {value} is not known; this release knows {known}. Run one release of "
-            "coordinator and workers."
-        ) from error

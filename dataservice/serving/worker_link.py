@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, WorkerLostError
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import PackAnswers, PackKey, PackOrder
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.tls import ClientTls
 from dataservice.engine.fair_threads import FairThreads
@@ -31,9 +31,6 @@ from dataservice.serving.status_codes import error_of, is_unreachable
 from dataservice.serving.tls import client_credentials, client_options
 
 log = logging.getLogger(__name__)
-
-# Number of an order's samples that are written in one go; each takes about 25 µs.
-WRITTEN_AT_ONCE = 1024
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -68,34 +65,37 @@ class GrpcWorkerLink:
         self._threads = threads
         self._lines: dict[str, _Line] = {}
 
-    async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
-        """Have a pack decoded; there is no deadline. Raises WorkerLostError, or the worker's own
-        error."""
-        request = await self._written(order)
-        try:
-            receipt = await self._prepare(worker, request)
-        except WorkerLostError as error:
-            if not await self._answers(worker):
-                raise
-            log.info("%s answers again, the order is repeated: %s", worker.worker, error)
-            receipt = await self._prepare(worker, request)
-        return wire_packs.pack_receipt_from_proto(receipt)
-
-    async def _written(self, order: PackOrder) -> worker_pb2.PackOrder:
-        """The order as a message, written in pieces so that other teams' orders take turns."""
-        if self._threads is None:
-            return wire_packs.pack_order_to_proto(order)
-        message = wire_packs.pack_order_head_to_proto(order)
-        for first in range(0, len(order.samples), WRITTEN_AT_ONCE):
-            some = slice(first, first + WRITTEN_AT_ONCE)
-            await self._threads.run(order.key.job, partial(_add_samples, message, order, some))
-        return message
+    async def order(
+        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+    ) -> AsyncIterator[PackAnswers]:
+        """Have packs of one step decoded; there is no deadline. Raises WorkerLostError, or the
+        worker's own error."""
+        left = {order.key.pack: order for order in orders}
+        repeated = False
+        while left:
+            try:
+                async for answers in self._prepare(worker, list(left.values())):
+                    for pack in (*(r.key.pack for r in answers.receipts), *answers.failures):
+                        left.pop(pack, None)
+                    yield answers
+            except WorkerLostError as error:
+                if repeated or not await self._answers(worker):
+                    raise
+                log.info("%s answers again, orders are repeated: %s", worker.worker, error)
+            else:
+                if left:
+                    raise ServiceError(f"{worker.worker} ended a call with packs unanswered.")
+            repeated = True
 
     async def _prepare(
-        self, worker: WorkerInfo, request: worker_pb2.PackOrder
-    ) -> worker_pb2.PackReceipt:
+        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+    ) -> AsyncIterator[PackAnswers]:
+        writing = partial(wire_packs.pack_orders_to_proto, orders)
+        key = orders[0].key
+        request = writing() if self._threads is None else await self._threads.run(key.job, writing)
         async with self._stub(worker) as stub:
-            return await stub.Prepare(request, metadata=self._metadata)
+            async for message in stub.Prepare(request, metadata=self._metadata):
+                yield wire_packs.pack_answers_from_proto(message, key)
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. If the worker cannot be reached, that is only logged."""
@@ -176,7 +176,3 @@ class GrpcWorkerLink:
         # Read again for each channel, because certificates are renewed.
         options = [*options, *client_options(self._tls)]
         return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
-
-
-def _add_samples(message: worker_pb2.PackOrder, order: PackOrder, some: slice) -> None:
-    wire_packs.add_pack_samples(message, order.samples[some])

@@ -5,17 +5,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
 from dataservice.core.authority import check_command
-from dataservice.core.errors import TicketError
-from dataservice.core.orders import PartSpec, Ticket
+from dataservice.core.errors import ServiceError, TicketError
+from dataservice.core.orders import PackAnswers, PackOrder, PackReceipt, PartSpec, Ticket
 from dataservice.core.ports import PackHost
-from dataservice.core.tickets import check_ticket
+from dataservice.core.tickets import check_ticket, parts_at
+from dataservice.engine.tasks import cancel_all
 from dataservice.serving import wire_packs
 from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
 from dataservice.serving.status_codes import answered
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 # About 200 bytes each; a message holds 4 MiB.
 NAMES_IN_A_MESSAGE = 4096
 
-# Largest number of samples in an order that is read on the event loop, which also streams bytes.
-READ_AT_ONCE = 256
+# Receipts in a message: of packs of thousands of samples each, 8 bytes for each.
+ANSWERED_AT_ONCE = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,17 +52,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         await self._quiet.wait()
 
     async def Prepare(
-        self, request: worker_pb2.PackOrder, context: Context
-    ) -> worker_pb2.PackReceipt:
-        """Decode and assemble a pack; answers when it is ready."""
+        self, request: worker_pb2.PackOrders, context: Context
+    ) -> AsyncIterator[worker_pb2.PackAnswers]:
+        """Decode and assemble packs; each is answered when it is ready, together with others."""
         async with answered(context, "Prepare"):
             check_command(context.invocation_metadata() or (), self._secret)
-            if len(request.samples) > READ_AT_ONCE:
-                order = await asyncio.to_thread(wire_packs.pack_order_from_proto, request)
-            else:
-                order = wire_packs.pack_order_from_proto(request)
-            receipt = await self._host.prepare(order)
-        return wire_packs.pack_receipt_to_proto(receipt)
+            orders = await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
+            async for answers in self._prepared(orders):
+                yield wire_packs.pack_answers_to_proto(answers)
+
+    async def _prepared(self, orders: Sequence[PackOrder]) -> AsyncIterator[PackAnswers]:
+        done: asyncio.Queue[asyncio.Task[PackReceipt]] = asyncio.Queue()
+        packs = {asyncio.create_task(self._host.prepare(each)): each.key.pack for each in orders}
+        for task in packs:
+            task.add_done_callback(done.put_nowait)
+        left = len(packs)
+        try:
+            while left:
+                ended = [await done.get()]
+                while not done.empty() and len(ended) < ANSWERED_AT_ONCE:
+                    ended.append(done.get_nowait())
+                left -= len(ended)
+                yield _answers({packs[task]: task for task in ended})
+        finally:
+            # The caller has gone, or a pack's failure is none of ours; the host goes on decoding.
+            await cancel_all(*packs)
 
     async def Release(
         self, request: worker_pb2.ReleaseRequest, context: Context
@@ -88,7 +103,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.FetchChunk]:
         """Stream the parts of a ticket, in its order; waits for parts that are not ready."""
         async with answered(context, "Fetch"), self._stream_open():
-            for part, spec in enumerate(self._granted(request, context).parts):
+            ticket = self._granted(request, context)
+            for part, spec in enumerate(parts_at(ticket, self._worker)):
                 tensors = await self._tensors(spec)
                 # The checksum reads every byte: in a thread, so that other streams go on.
                 header = await asyncio.to_thread(part_header, part, tensors)
@@ -115,12 +131,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             )
         except TicketError as error:
             self._refused[error.fault] += 1
-            about = {"worker": self._worker, "rank": ticket.rank}
-            if ticket.parts:
-                about |= {"job": ticket.parts[0].key.job, "step": ticket.parts[0].key.step}
+            about = {
+                "worker": self._worker,
+                "rank": ticket.rank,
+                "job": ticket.job,
+                "step": ticket.step,
+            }
             log.warning("a ticket from %s is refused: %s", context.peer(), error, extra=about)
             raise
-        if not ticket.parts:
+        if not ticket.sequences and not ticket.parts:
             raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")
         return ticket
 
@@ -135,3 +154,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 f"{', '.join(held)}. Run one release of coordinator and workers."
             )
         return [(name, held[name]) for name in held if not spec.tensors or name in spec.tensors]
+
+
+def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> PackAnswers:
+    """What became of packs. Raises what is no error of the service."""
+    receipts, failures = [], {}
+    for pack, task in ended.items():
+        try:
+            receipts.append(task.result())
+        except ServiceError as error:
+            failures[pack] = error
+    return PackAnswers(receipts=tuple(receipts), failures=failures)

@@ -25,6 +25,7 @@ from dataservice.core.sample import (
     SampleLengths,
     SampleRef,
 )
+from dataservice.core.sample_columns import SampleColumns
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder
@@ -120,6 +121,11 @@ class IndexedCatalog(LengthsById):
         is first read. Raises NotFoundError when an id is unknown."""
         files = self._file_numbers(sample_ids)
         return self.parts.details.take(sample_ids, files, self.parts.files)
+
+    def columns(self, sample_ids: IntArray) -> SampleColumns:
+        """The same as columns, of epoch 0. Raises NotFoundError when an id is unknown."""
+        files = self._file_numbers(sample_ids)
+        return self.parts.details.columns(sample_ids, files, self.parts.files)
 
     def find_key(self, key: str) -> int | None:
         """The id of the first sample with this key in any source, or None. O(samples)."""

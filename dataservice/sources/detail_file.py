@@ -24,6 +24,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 from dataservice.sources.rows_digest import LOSS_WEIGHT
 
@@ -85,6 +86,47 @@ class DetailFile:
         rows = np.asarray(sample_ids, dtype=np.int64)
         taken = self._take(rows, _ROW_COLUMNS)
         return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
+
+    def columns(
+        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
+    ) -> SampleColumns:
+        """The same as `take` as columns, of epoch 0."""
+        rows = np.asarray(sample_ids, dtype=np.int64)
+        table = self._take(rows, _ROW_COLUMNS).combine_chunks()
+        batches = table.to_batches()
+        if not batches:
+            return SampleColumns.of([])
+        (batch,) = batches
+        keys, key_bytes = _text(batch.column("key"))
+        names, name_bytes = _text(pc.list_flatten(batch.column("span_name")))
+        shapes = pc.list_flatten(batch.column("item_shape"))
+        numbers = {
+            name: pc.list_flatten(batch.column(name)).to_numpy(zero_copy_only=False)
+            for name in (*SPAN_COLUMNS[1:], *ITEM_COLUMNS)
+        }
+        plain = {
+            name: batch.column(name).to_numpy(zero_copy_only=False)
+            for name in PLAIN_COLUMNS
+            if name not in ("key", "crc32")
+        }
+        checksums = batch.column("crc32").cast(pa.int64()).fill_null(NO_CHECKSUM)
+        return SampleColumns(
+            files=files,
+            keys=keys,
+            names=names,
+            sample_id=rows,
+            file=np.asarray(file_of, dtype=np.int64),
+            key_bytes=key_bytes,
+            epoch=np.zeros(len(rows), dtype=np.int64),
+            crc32=checksums.to_numpy(zero_copy_only=False),
+            spans=_counts(batch.column("span_name")),
+            span_name_bytes=name_bytes,
+            items=_counts(batch.column("item_shape")),
+            sides=_counts(shapes),
+            side=pc.list_flatten(shapes).to_numpy(zero_copy_only=False),
+            **plain,
+            **numbers,
+        )
 
     def decoded_values(self, sample_ids: IntArray) -> dict[Modality, int]:
         """Number of values that the encoder items of these samples decode to, by modality."""
@@ -253,6 +295,20 @@ def rows_of(
                 llm_tokens=llm_tokens, loss_tokens=loss_tokens, items=tuple(items[own_items])
             ),
         )
+
+
+def _counts(lists: "pa.Array[Any]") -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = pc.list_value_length(lists).to_numpy().astype(np.int64)
+    return counts
+
+
+def _text(column: "pa.Array[Any]") -> tuple[bytes, NDArray[np.int64]]:
+    """Strings end to end, and how many bytes each has."""
+    _, places, text = column.buffers()
+    assert places is not None, "a column of strings has their offsets"
+    offsets = np.frombuffer(memoryview(places), np.int32)[column.offset :][: len(column) + 1]
+    joined = b"" if text is None else memoryview(text)[offsets[0] : offsets[-1]].tobytes()
+    return joined, np.diff(offsets).astype(np.int64)
 
 
 def _flat(batch: pa.RecordBatch, column: str) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
     IntArray,
     ItemNotes,
@@ -17,6 +18,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.core.sample_columns import SampleColumns
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.ranges import SourceRanges
 
@@ -52,6 +54,11 @@ class MemoryCatalog(LengthsById):
         id is unknown."""
         self.sources.require(sample_ids)
         return [self._details[int(sample_id)] for sample_id in sample_ids]
+
+    def columns(self, sample_ids: IntArray) -> SampleColumns:
+        """The same as columns, of epoch 0. Raises NotFoundError when an id is unknown."""
+        details = self.details(sample_ids)
+        return SampleColumns.of([PackSample(ref=ref, lengths=lengths) for ref, lengths in details])
 
     def files(self, sample_ids: IntArray) -> list[str]:
         """Paths of the files that hold these samples, in this order. Raises NotFoundError when an

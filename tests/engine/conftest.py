@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -96,9 +96,9 @@ async def dispatcher(
     counts: Counts,
     receipts: list[PackReceipt],
 ) -> AsyncIterator[Dispatcher]:
-    async def take(step: DispatchedStep, receipt: PackReceipt) -> None:
-        receipts.append(receipt)
+    async def take(step: DispatchedStep, some: Sequence[PackReceipt]) -> None:
+        receipts.extend(some)
 
-    made = Dispatcher(workers, workers, on_receipt=take, metrics=counts)
+    made = Dispatcher(workers, workers, on_receipts=take, metrics=counts)
     yield made
     await made.stop()

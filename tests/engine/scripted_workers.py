@@ -1,21 +1,26 @@
 """Workers that die, fall silent, are slow, refuse and lose packs, as a test tells them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
+from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import plan_step
 from tests.engine.support import make_setup
+from tests.one_order import OneByOne
 
 
-class Workers:
+class Workers(OneByOne):
     """A pool and its link: every worker answers at once unless it is told otherwise."""
 
     def __init__(self, count: int = 3) -> None:
@@ -176,3 +181,12 @@ def holders_of(workers: Workers, key: PackKey) -> list[str]:
 
 def holders(step: DispatchedStep) -> set[str]:
     return {name for place in step.placements for name in place.copies}
+
+
+async def held_by(
+    dispatcher: Dispatcher, step: DispatchedStep, rank: int, packs: Iterable[int], **told: Any
+) -> dict[int, WorkerInfo]:
+    """Where a rank is sent for each pack."""
+    wanted = np.array(list(packs), dtype=np.int32)
+    found = await dispatcher.holders(step, rank, wanted, **told)
+    return {int(pack): step.workers[k] for pack, k in zip(wanted, found, strict=True)}

@@ -4,7 +4,7 @@ import asyncio
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
-from dataservice.engine.api import EndOfData, SessionOpened
+from dataservice.engine.api import EndOfData, SessionOpened, SkippedSteps
 from dataservice.engine.coordinator import Coordinator
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import Books, make_coordinator, make_setup
@@ -65,7 +65,8 @@ async def shard_of(
     got = await coordinator.shard(
         opened.session, step, received_step=step - 1, failed_workers=failed, wanted=wanted
     )
-    return got if isinstance(got, EndOfData) else got[0]
+    assert not isinstance(got, SkippedSteps)
+    return got
 
 
 async def train(

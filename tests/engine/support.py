@@ -29,6 +29,7 @@ from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from tests.ledger import ledger_of
+from tests.one_order import OneByOne
 
 MEMORY_TOKENS = 512
 
@@ -99,7 +100,7 @@ def make_setup(
 
 
 @dataclass
-class Books:
+class Books(OneByOne):
     """A worker pool and its link in one: keeps what was ordered and released, decodes nothing."""
 
     alive: list[str] = field(default_factory=lambda: ["w0", "w1"])

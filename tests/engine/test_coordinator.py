@@ -15,7 +15,8 @@ from dataservice.core.errors import (
     WorldSizeError,
 )
 from dataservice.core.orders import RankShard, WantedParts
-from dataservice.core.tickets import check_ticket, prove
+from dataservice.core.shard_columns import microbatches
+from dataservice.core.tickets import check_ticket, parts_at, prove
 from dataservice.core.topology import ReplicaLayout
 from dataservice.engine.api import EndOfData
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
@@ -67,13 +68,20 @@ async def test_tickets_are_signed_for_the_worker_that_holds_the_pack(store, book
     sessions = await open_all(coordinator)
     shard = await shard_of(coordinator, sessions[1], 0)
     assert isinstance(shard, RankShard)
-    for ticket in shard.tickets:
-        now = {"worker": ticket.worker, "now_unix_s": 0.0}
-        check_ticket(ticket, prove(ticket, sessions[1].ticket_key), b"secret", **now)
+    ticket = shard.ticket
+    assert ticket is not None
+    own, other = sessions[1].ticket_key, sessions[0].ticket_key
+    for worker in ticket.workers:
+        now = {"worker": worker, "now_unix_s": 0.0}
+        check_ticket(ticket, prove(ticket, worker, own), b"secret", **now)
         with pytest.raises(TicketError, match="of rank 1"):
-            check_ticket(ticket, prove(ticket, sessions[0].ticket_key), b"secret", **now)
-    wanted = {m.pack for m in shard.microbatches if m.pack >= 0}
-    assert {p.key.pack for t in shard.tickets for p in t.parts if p.cp_rank >= 0} == wanted
+            check_ticket(ticket, prove(ticket, worker, other), b"secret", **now)
+        keys = {part.key for part in parts_at(ticket, worker)}
+        await until(lambda keys=keys: keys <= books.held.keys())
+        assert {books.held[key] for key in keys} == {worker}
+    wanted = {m.pack for m in microbatches(shard.columns) if m.pack >= 0}
+    parts = [part for worker in ticket.workers for part in parts_at(ticket, worker)]
+    assert {part.key.pack for part in parts if part.cp_rank >= 0} == wanted
     await coordinator.stop()
 
 
@@ -93,22 +101,28 @@ async def test_ranks_of_a_replica_share_microbatches_and_get_tickets_for_what_th
     ]
     for rank, shard in enumerate(shards):
         assert (shard.rank, shard.replica) == (rank, rank // 4)
-        numbers = [(m.wave, m.pack, m.cp_group, m.sample_ids.tolist()) for m in shard.microbatches]
-        first = shards[rank // 4 * 4].microbatches
+        numbers = [
+            (m.wave, m.pack, m.cp_group, m.sample_ids.tolist()) for m in microbatches(shard.columns)
+        ]
+        first = microbatches(shards[rank // 4 * 4].columns)
         assert numbers == [(m.wave, m.pack, m.cp_group, m.sample_ids.tolist()) for m in first]
     for replica in (0, 4):
         named = [_named(shard) for shard in shards[replica : replica + 4]]
         sequences = [{("input_ids", "position_ids")}] * 2 + [{("labels",)}, set()]
         assert [tensors for tensors, _ in named] == sequences
         assert [items > 0 for _, items in named] == [True, False, False, False]
-        present = [any(m.routes for m in s.microbatches) for s in shards[replica : replica + 4]]
+        present = [
+            any(m.routes for m in microbatches(s.columns)) for s in shards[replica : replica + 4]
+        ]
         assert present == [True, True, False, False]
     await coordinator.stop()
 
 
 def _named(shard: RankShard) -> tuple[set[tuple[str, ...]], int]:
-    """Tensors that a shard's tickets name of sequences, and how many items they give."""
-    parts = [part for ticket in shard.tickets for part in ticket.parts]
+    """Tensors that a shard's ticket names of sequences, and how many items it gives."""
+    if shard.ticket is None:
+        return set(), 0
+    parts = [part for worker in shard.ticket.workers for part in parts_at(shard.ticket, worker)]
     return {p.tensors for p in parts if not p.items}, sum(len(p.items) for p in parts)
 
 
@@ -238,11 +252,11 @@ async def test_a_lost_worker_is_replaced_and_its_packs_are_ordered_again(store, 
     assert "w0" not in books.held.values()
 
     books.deaf.update(books.alive)  # all die after decoding; a rank finds out
-    failed = tuple(ticket.worker for ticket in shard.tickets)
+    failed = shard.ticket.workers
     again = await shard_of(coordinator, sessions[0], 0, failed)
     assert isinstance(again, RankShard)
     assert again.plan_digest == shard.plan_digest
-    assert not {ticket.worker for ticket in again.tickets} & set(failed)
+    assert not set(again.ticket.workers) & set(failed)
     await coordinator.stop()
 
 

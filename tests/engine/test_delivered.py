@@ -133,7 +133,7 @@ async def test_a_worker_that_decodes_a_pack_otherwise_than_another_ends_the_atte
     await coordinator.submit("job", "")
     sessions = await open_all(coordinator)
     shard = await shard_of(coordinator, sessions[0], 0)
-    lost = shard.tickets[0].worker
+    lost = shard.ticket.workers[0]
     books.other_bytes["w2"] = {sample_of(0, place) for place in range(16)}
     books.alive[books.alive.index(lost)] = "w2"  # it decodes anew what the lost one held
     await shard_of(coordinator, sessions[1], 0, failed=(lost,))
@@ -155,12 +155,12 @@ async def test_copies_of_a_pack_are_compared_where_both_could_decode():
     order = max(ORDERS, key=lambda each: len(each.samples))
     first, second = (s.ref for s in order.samples[:2])
     books.masks = {first.sample_id}
-    delivered.take(await receipts_of(order, books))
+    delivered.take([await receipts_of(order, books)])
     books.masks = set()
-    delivered.take(await receipts_of(order, books, "w1"))
+    delivered.take([await receipts_of(order, books, "w1")])
     assert delivered.otherwise == {}
     books.other_bytes["w1"] = {first.sample_id, second.sample_id}
-    delivered.take(await receipts_of(order, books, "w1"))
+    delivered.take([await receipts_of(order, books, "w1")])
     assert delivered.otherwise == {
         order.key.pack: [f"{ref.source}/{ref.key}" for ref in (first, second)]
     }
@@ -171,7 +171,7 @@ async def test_a_step_is_known_once_every_pack_is_told():
     delivered = Delivered(PLAN, ORDERS)
     for order in ORDERS:
         assert not delivered.complete
-        delivered.take(await receipts_of(order))
+        delivered.take([await receipts_of(order)])
     assert delivered.complete
     recorded = delivered.content()
     assert StepContent.from_bytes(recorded.to_bytes()) == recorded
@@ -198,5 +198,5 @@ async def test_what_differs_is_named_by_sample_and_pack_or_by_all_packs():
 async def told(orders, books):
     delivered = Delivered(PLAN, orders)
     for order in orders:
-        delivered.take(await receipts_of(order, books))
+        delivered.take([await receipts_of(order, books)])
     return delivered

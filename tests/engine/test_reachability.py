@@ -6,7 +6,7 @@ import pytest
 
 from dataservice.engine import placement
 from dataservice.engine.reachability import FIRST_S, Reachability
-from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, holders, ready, step_of
+from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, held_by, holders, ready, step_of
 from tests.waiting import until
 
 
@@ -21,7 +21,7 @@ async def stall(dispatcher, step, rank, worker):
     await until(lambda: ready(step))
     mine = [pack for pack in PACKS if worker in step.placements[pack].copies]
     assert mine
-    return await dispatcher.holders(step, rank, mine, slow=[worker])
+    return await held_by(dispatcher, step, rank, mine, slow=[worker])
 
 
 async def test_a_rank_does_not_wait_in_vain_for_the_same_worker_at_every_step(dispatcher):
@@ -30,9 +30,9 @@ async def test_a_rank_does_not_wait_in_vain_for_the_same_worker_at_every_step(di
     await stall(dispatcher, first, 0, "w0")
     second = await dispatcher.dispatch(*step_of(1), reachability=paths)
     packs = range(second.plan.packs)
-    others = await dispatcher.holders(second, 1, packs)  # it may be the rank's own fault
+    others = await held_by(dispatcher, second, 1, packs)  # it may be the rank's own fault
     assert "w0" in {info.worker for info in others.values()}
-    mine = await dispatcher.holders(second, 0, packs)
+    mine = await held_by(dispatcher, second, 0, packs)
     assert "w0" not in {info.worker for info in mine.values()}
 
 
@@ -43,7 +43,7 @@ async def test_where_several_ranks_fail_all_go_elsewhere_and_nothing_is_ordered_
         await stall(dispatcher, first, rank, "w0")
     second = await dispatcher.dispatch(*step_of(1), reachability=paths)
     assert holders(second) == {"w1", "w2"}
-    found = await dispatcher.holders(first, 5, PACKS)
+    found = await held_by(dispatcher, first, 5, PACKS)
     assert "w0" not in {info.worker for info in found.values()}
 
 
@@ -53,7 +53,7 @@ async def test_ranks_that_reach_nobody_are_sent_wherever_there_is_somebody(dispa
     for name in workers.names:
         for rank in (0, 1):
             paths.avoid(rank, name)
-    found = await dispatcher.holders(step, 0, PACKS)
+    found = await held_by(dispatcher, step, 0, PACKS)
     assert set(found) == set(PACKS)
     assert holders(await dispatcher.dispatch(*step_of(1), reachability=paths)) == set(workers.infos)
 

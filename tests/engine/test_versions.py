@@ -14,6 +14,7 @@ from dataservice.core.errors import ConflictError, CursorMismatchError, IndexSta
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan_options import CostModel, PlanOptions
+from dataservice.core.shard_columns import microbatches
 from dataservice.engine.coordinator import Coordinator
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
@@ -135,7 +136,7 @@ async def test_what_leaves_samples_and_order_holds_from_the_next_attempt_on(stor
     assert (status.attempt_version, status.pending) == (2, False)
     assert [(v.first_attempt, v.last_attempt) for v in status.versions] == [(1, 1), (2, 2)]
     batch = changes.get("batch", FILE["batch"])["samples"]
-    first_members = [m for shard in seen for m in shard.microbatches if m.cp_rank == 0]
+    first_members = [m for shard in seen for m in microbatches(shard.columns) if m.cp_rank == 0]
     assert sum(len(m.sample_ids) for m in first_members) == batch
     assert await all_as_recorded(coordinator, store) > 2
     await coordinator.stop()
@@ -339,7 +340,7 @@ async def test_inside_a_window_of_steps_it_must_be_split_as_before(store, change
     assert "last checkpoint before step 5" in said
     sessions = await open_all(coordinator, cursor=between)
     rest = await train(coordinator, sessions, 4, 100)
-    ids = [i for s in rest for m in s.microbatches for i in m.sample_ids]
+    ids = [i for s in rest for m in microbatches(s.columns) for i in m.sample_ids]
     assert rest
     assert len(ids) == len(set(ids))
     await coordinator.stop()

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc, worker_pb2
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
@@ -227,7 +228,9 @@ async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         async with grpc.aio.insecure_channel(service.address) as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            claim = stub.OpenSession(coordinator_pb2.OpenSessionRequest(job="fuzzed", world_size=1))
+            claim = stub.OpenSession(
+                coordinator_pb2.OpenSessionRequest(columns=VERSION, job="fuzzed", world_size=1)
+            )
             session = (await claim.read()).session
             words = [*texts(job, tmp_path), *[session] * 10]
             requests = Requests(descriptor, words, f"{SEED} coordinator")

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from tests.cli.support import CommandLine, Done, says
@@ -516,7 +517,9 @@ def test_a_rank_out_of_range_is_refused_by_the_client_and_by_the_service(job):
     job.register()
     with grpc.insecure_channel(job.service.address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-        request = coordinator_pb2.OpenSessionRequest(job=job.name, rank=2, world_size=2)
+        request = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job=job.name, rank=2, world_size=2
+        )
         with pytest.raises(grpc.RpcError, match=r"rank 2 is outside 0\.\.1"):
             next(stub.OpenSession(request))
     job.visits_each_once()

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.engine.connection_capacity import A_RANK, A_WORKER, AT_REST
@@ -124,7 +125,7 @@ class claims:
         stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
         for rank in range(ranks):
             request = coordinator_pb2.OpenSessionRequest(
-                job="job", rank=rank, world_size=world_size, client=f"host:{rank}"
+                columns=VERSION, job="job", rank=rank, world_size=world_size, client=f"host:{rank}"
             )
             stream = stub.OpenSession(request)
             threading.Thread(target=_drain, args=(stream,), daemon=True).start()

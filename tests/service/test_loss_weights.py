@@ -7,6 +7,7 @@ import types
 import grpc
 import numpy as np
 import pytest
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from tests.service.small import spoil, write_jsonl
@@ -153,7 +154,9 @@ def test_a_loop_that_leaves_the_weights_out_is_refused(served):
 
 
 def test_a_client_of_before_is_refused_when_it_opens(served):
-    request = coordinator_pb2.OpenSessionRequest(job="whole", rank=0, world_size=1, client="old:1")
+    request = coordinator_pb2.OpenSessionRequest(
+        columns=VERSION, job="whole", rank=0, world_size=1, client="old:1"
+    )
     with grpc.insecure_channel(served) as channel:
         stream = coordinator_pb2_grpc.CoordinatorStub(channel).OpenSession(request, timeout=60)
         with pytest.raises(grpc.RpcError) as refused:

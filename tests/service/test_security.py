@@ -14,6 +14,7 @@ import grpc
 import pytest
 import trustme
 import yaml
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -199,7 +200,9 @@ def rank_zero(teams: Teams, who: str) -> Iterator[tuple[Any, Any]]:
     transport = GrpcTransport(token=teams.tokens[who], tls=teams.tls)
     with transport.channel(teams.service.address, authorised=True) as channel:
         stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-        opened = coordinator_pb2.OpenSessionRequest(job="job", rank=0, world_size=RANKS)
+        opened = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job="job", rank=0, world_size=RANKS
+        )
         stream = stub.OpenSession(opened, timeout=60)
         event = next(stream)
         asked = coordinator_pb2.GetShardRequest(session=event.session, step=0, received_step=-1)

@@ -29,17 +29,7 @@ from dataservice.core.health import (
     SourceProgress,
 )
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
-from dataservice.core.orders import (
-    FeatureRoutes,
-    ItemsOfPack,
-    Microbatch,
-    PackKey,
-    PackOrder,
-    PackSample,
-    PartSpec,
-    RankShard,
-    Ticket,
-)
+from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec, RankShard
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.sample import (
@@ -52,7 +42,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.tickets import holder_key, holder_of, prove, sign_ticket
+from dataservice.core.tickets import holder_key, holder_of, prove, sign_ticket, ticket_for
 from dataservice.core.topology import Topology
 from dataservice.engine.api import (
     EndOfData,
@@ -67,6 +57,8 @@ from dataservice.engine.api import (
     StepFate,
     WorkerStatus,
 )
+from dataservice.engine.ready_step import step_summary
+from dataservice.engine.shards import columns_of, cut_step
 from dataservice.serving import wire_packs
 from dataservice.serving.server import serve_coordinator, serve_worker
 from dataservice.workers.host import DecodingHost
@@ -139,20 +131,13 @@ def make_order(*, pack=0, samples=2, degree=1, tokens=8, shapes=((1, 2, 2, 3), (
 
 
 def make_ticket(*parts, worker=WORKER, secret=SECRET, expires_unix_s=NEVER_S):
-    ticket = Ticket(
-        worker=worker,
-        address="",
-        rank=0,
-        holder=HOLDER,
-        expires_unix_s=expires_unix_s,
-        parts=tuple(parts),
-    )
+    ticket = ticket_for({worker: parts}, rank=0, holder=HOLDER, expires_unix_s=expires_unix_s)
     return sign_ticket(ticket, secret)
 
 
 def make_fetch(ticket, session=SESSION):
     """What the rank of this session asks for with a ticket."""
-    proof = prove(ticket, holder_key(holder_of(session), SECRET)) if session else b""
+    proof = prove(ticket, WORKER, holder_key(holder_of(session), SECRET)) if session else b""
     return worker_pb2.FetchRequest(ticket=wire_packs.ticket_to_proto(ticket), proof=proof)
 
 
@@ -189,38 +174,22 @@ def make_plan(step=5):
 
 
 def make_shard(*, rank=0, step=5):
-    empty = np.zeros(0, dtype=np.int32)
-    route = FeatureRoutes(
-        modality=Modality.VISION,
-        send_rows=np.array([0], dtype=np.int32),
-        send_splits=np.array([0, 1], dtype=np.int32),
-        recv_splits=np.array([0, 0], dtype=np.int32),
-        recv_positions=empty,
-    )
+    plan = make_plan(step)
+    digest = plan.digest
     return RankShard(
         job="vlm",
         attempt=1,
         step=step,
         rank=rank,
         replica=rank,
-        plan_digest=make_plan(step).digest,
+        plan_digest=digest,
         cursor_after=Cursor(step=step + 1).to_json(),
         loss_tokens=9,
-        microbatches=(
-            Microbatch(
-                wave=0,
-                pack=1,
-                cp_group=(0,),
-                cp_rank=0,
-                seconds=0.25,
-                sample_ids=np.array([9], dtype=np.int64),
-                cu_seqlens=np.array([0, 6], dtype=np.int32),
-                lengths=np.array([6], dtype=np.int32),
-                encodes={Modality.VISION: (ItemsOfPack(pack=0, items=(0,)),)},
-                routes={Modality.VISION: route},
-            ),
-        ),
-        tickets=(make_ticket(PartSpec(key=make_order().key, cp_rank=0)),),
+        samples=3,
+        predicted_s=0.5,
+        columns=columns_of(cut_step(plan), rank),
+        ticket=make_ticket(PartSpec(key=make_order().key, cp_rank=0)),
+        summary=step_summary(plan, digest),
     )
 
 
@@ -459,7 +428,12 @@ class CoordinatorInMemory:
             return EndOfData(steps=10)
         if any(skip.first_step <= step <= skip.last_step for skip in self.skips):
             return SkippedSteps(next_step=max(skip.last_step for skip in self.skips) + 1)
-        return make_shard(rank=int(session.rpartition("/")[2]), step=step), make_plan(step)
+        return make_shard(rank=int(session.rpartition("/")[2]), step=step)
+
+    async def summary(self, session, step):
+        if not session:
+            raise NotFoundError("no such session.")
+        return step_summary(make_plan(step), make_plan(step).digest)
 
     async def commit(self, session, step, *, measured_s=None, phase_s=None):
         self.committed.append(

@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.errors import SpecError
@@ -98,7 +99,9 @@ async def test_sessions_are_told_when_they_open_and_close_and_shards_are_not(
     called, api, lines, make
 ):
     metadata = (("authorization", f"Bearer {called.tokens['vision-1']}"),)
-    request = coordinator_pb2.OpenSessionRequest(job="a", rank=0, world_size=1, client="host:1")
+    request = coordinator_pb2.OpenSessionRequest(
+        columns=VERSION, job="a", rank=0, world_size=1, client="host:1"
+    )
     call = called.stub.OpenSession(request, metadata=metadata)
     session = (await call.read()).session
     shard = coordinator_pb2.GetShardRequest(session=session, step=5)

@@ -3,11 +3,11 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import grpc
 import grpc.aio
 import pytest
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
@@ -29,7 +29,7 @@ def stub(coordinator, channel_to):
 
 def opening(rank=0, job="vlm", **fields):
     return coordinator_pb2.OpenSessionRequest(
-        job=job, rank=rank, world_size=2, client="host:1", **fields
+        columns=VERSION, job=job, rank=rank, world_size=2, client="host:1", **fields
     )
 
 
@@ -107,7 +107,9 @@ import sys, time, grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 channel = grpc.insecure_channel(sys.argv[1])
 stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-request = coordinator_pb2.OpenSessionRequest(job="vlm", rank=1, world_size=2, client="c:2")
+request = coordinator_pb2.OpenSessionRequest(
+    columns=1, job="vlm", rank=1, world_size=2, client="c:2"
+)
 call = stub.OpenSession(request)
 print(next(call).session, flush=True)
 time.sleep(600)
@@ -190,8 +192,7 @@ async def test_a_shard_comes_with_the_summary_of_its_step(stub, api, make):
             slow_workers=["worker-1.1"],
         )
     )
-    assert wire_shards.rank_shard_from_proto(answer.shard).rank == 1
-    assert answer.shard.summary == wire_shards.step_summary_to_proto(make.plan(5))
+    assert wire_shards.rank_shard_from_proto(answer.shard) == make.shard(rank=1, step=5)
     assert api.failed_workers == [("worker-0.1",)]
     assert api.slow_workers == [("worker-1.1",)]
     assert api.wanted == [WantedParts()]
@@ -211,27 +212,34 @@ async def test_a_rank_may_ask_for_some_parts_or_for_none(stub, api):
         assert api.wanted.pop() == wanted
 
 
-async def test_the_summary_follows_the_step(stub, make):
+async def test_the_groups_of_a_step_are_asked_for_by_themselves(stub, make):
     for step in (5, 6, 5):
-        answer = await stub.GetShard(
-            coordinator_pb2.GetShardRequest(session="vlm/0", step=step, received_step=-1)
-        )
-        assert answer.shard.plan_digest == make.plan(step).digest
-        assert list(answer.shard.summary.pack_degree) == [1, 1]
+        request = coordinator_pb2.GetStepSummaryRequest(session="vlm/0", step=step)
+        answer = await stub.GetStepSummary(request)
+        assert answer.plan_digest == make.plan(step).digest
+        assert (answer.packs, answer.pack_degree) == (2, b"\x01\x01")
 
 
-async def test_jobs_whose_plans_have_one_digest_keep_their_own_reports(
-    stub, api, make, monkeypatch
-):
-    async def shard(session, step, **_):
-        job = session.split("/")[0]
-        report = replace(make.plan(step).stages[0], algorithm=job)
-        return replace(make.shard(step=step), job=job), replace(make.plan(step), stages=(report,))
+async def test_a_client_that_reads_other_columns_is_refused_by_name(stub, api):
+    old = opening(rank=1)
+    for version, reads in ((0, "none, as before version 1"), (7, "version 7")):
+        old.columns = version
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.OpenSession(old).read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"as columns of version {VERSION}; the client of rank 1" in refused.value.details()
+        assert reads in refused.value.details()
+    assert not api.claims
 
-    monkeypatch.setattr(api, "shard", shard)
-    for job in ("isf", "bfd", "isf"):
-        answer = await stub.GetShard(coordinator_pb2.GetShardRequest(session=f"{job}/0", step=5))
-        assert [stage.algorithm for stage in answer.shard.summary.stages] == [job]
+
+async def test_steps_that_were_trained_are_told_along_with_the_next_call(stub, api):
+    trained = [
+        coordinator_pb2.TrainedStep(step=3, measured_s=0.5, phase_s={"llm": 0.25}),
+        coordinator_pb2.TrainedStep(step=4),
+    ]
+    await stub.GetShard(coordinator_pb2.GetShardRequest(session="vlm/0", step=5, trained=trained))
+    assert api.committed == [("vlm/0", 3, 0.5), ("vlm/0", 4)]
+    assert api.phases == [{"llm": 0.25}, {}]
 
 
 async def test_the_end_of_the_data_says_how_many_steps_there_were(stub):

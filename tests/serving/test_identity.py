@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -120,7 +121,9 @@ async def session(service, channel_to):
 
     async def session(token, job="a"):
         stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(service.address))
-        request = coordinator_pb2.OpenSessionRequest(job=job, rank=0, world_size=1, client="h:1")
+        request = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job=job, rank=0, world_size=1, client="h:1"
+        )
         calls.append(stub.OpenSession(request, metadata=(("authorization", f"Bearer {token}"),)))
         return (await calls[-1].read()).session, calls[-1]
 
@@ -177,7 +180,10 @@ async def test_a_team_cannot_do_what_is_for_admins(ask, method):
 @pytest.mark.parametrize("method", OF_A_JOB)
 async def test_another_team_s_job_is_answered_as_one_that_never_was(ask, method):
     steps = [coordinator_pb2.StepRange(first_step=1, last_step=2)]
-    needed = {"OpenSession": {"world_size": 1}, "SkipSteps": {"ranges": steps}}.get(method, {})
+    needed = {
+        "OpenSession": {"world_size": 1, "columns": VERSION},
+        "SkipSteps": {"ranges": steps},
+    }.get(method, {})
     for theirs, nobody_s in (("bells", "drums"), ("audio/bells", "audio/drums")):
         there = await ask(method, "vision", job=theirs, **needed)
         nowhere = await ask(method, "vision", job=nobody_s, **needed)
@@ -236,7 +242,7 @@ async def test_a_shard_and_errors_carry_the_caller_s_names(ask, session):
     name, _ = await session("vision")
     _, answer = await ask("GetShard", "vision", session=name, step=0, received_step=-1)
     assert answer.shard.job == "a"
-    assert {p.key.job for t in answer.shard.tickets for p in t.parts} == {"vision/a"}
+    assert answer.shard.ticket.job == "vision/a"
     _, held = await ask("DeleteJob", "vision", job="a")
     assert "job 'a' is in use by h:1" in held
     _, held = await ask("DeleteJob", "operator", job="vision/a")
@@ -339,7 +345,9 @@ async def test_a_team_has_so_many_calls_open_and_other_teams_are_not_counted(tmp
     async with served(tmp_path, limits=Limits(calls_per_team=1)) as running:
         stub = coordinator_pb2_grpc.CoordinatorStub(channel_to(running.address))
         vision, audio = ((("authorization", f"Bearer {team}"),) for team in ("vision", "audio"))
-        request = coordinator_pb2.OpenSessionRequest(job="a", rank=0, world_size=1, client="h:1")
+        request = coordinator_pb2.OpenSessionRequest(
+            columns=VERSION, job="a", rank=0, world_size=1, client="h:1"
+        )
         call = stub.OpenSession(request, metadata=vision)
         await call.read()
         listing = coordinator_pb2.ListJobsRequest()

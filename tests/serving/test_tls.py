@@ -19,6 +19,7 @@ from dataservice.serving.server import serve_coordinator, serve_worker
 from dataservice.serving.status_codes import ServiceUnreachableError
 from dataservice.serving.tls import client_credentials, server_credentials
 from dataservice.serving.worker_link import GrpcWorkerLink
+from tests.one_order import prepared
 
 
 class Authority:
@@ -195,12 +196,12 @@ async def test_the_coordinator_commands_workers_by_mutual_tls(serve_secured, aut
     )
     worker = await serve_secured(spec)
     link = GrpcWorkerLink(make.secret, tls=spec.client)
-    assert (await link.prepare(worker, make.order())).key == make.order().key
+    assert (await prepared(link, worker, make.order())).key == make.order().key
     await link.close()
     for tls in (None, ClientTls(ca_file=str(authority.ca_file), server_name="worker.test")):
         stranger = GrpcWorkerLink(make.secret, tls=tls)
         with pytest.raises(WorkerLostError):
-            await stranger.prepare(worker, make.order())
+            await prepared(stranger, worker, make.order())
         await stranger.close()
 
 
@@ -223,14 +224,15 @@ async def test_a_ticket_that_was_changed_to_another_team_s_pack_fetches_nothing(
 
     assert (await fetch(granted)).header.size_bytes > 0
     for change in (
-        lambda t: setattr(t.parts[0].key, "job", "audio/b"),
-        lambda t: setattr(t.parts[0].key, "pack", 1),
-        lambda t: setattr(t.parts[0], "cp_rank", 1),
+        lambda t: setattr(t, "job", "audio/b"),
+        lambda t: setattr(t, "sequence_pack", b"\x01"),
+        lambda t: setattr(t, "sequence_member", b"\x01"),
+        lambda t: t.workers.append("worker-9"),
         lambda t: setattr(t, "rank", 1),
         lambda t: setattr(t, "holder", "0" * 32),
         lambda t: setattr(t, "expires_unix_s", int(time.time()) + 10**6),
         lambda t: setattr(t, "signature", bytes(32)),
-        lambda t: t.parts.append(t.parts[0]),
+        lambda t: setattr(t, "sequences", 2),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match="signature") as refused:
             await fetch(changed(change))

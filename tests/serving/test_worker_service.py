@@ -27,6 +27,7 @@ from dataservice.serving.server import serve_worker
 from dataservice.serving.status_codes import error_of
 from dataservice.serving.worker_link import GrpcWorkerLink
 from soak.gate import through_gate
+from tests.one_order import prepared
 from tests.waiting import until
 
 
@@ -78,7 +79,7 @@ def tensors(part):
 async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
     make, host, worker, link, fetch
 ):
-    receipt = await link.prepare(worker, make.order(degree=2))
+    receipt = await prepared(link, worker, make.order(degree=2))
     key = receipt.key
     ticket = make.ticket(
         PartSpec(key=key, cp_rank=1), PartSpec(key=key, items=(3, 0)), PartSpec(key=key, cp_rank=0)
@@ -86,16 +87,16 @@ async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
     parts = await fetch(worker.address, ticket)
     assert [header.part for header, _ in parts] == [0, 1, 2]
 
-    for part, cp_rank in ((parts[0], 1), (parts[2], 0)):
+    for part, cp_rank in ((parts[0], 1), (parts[1], 0)):  # of a pack the sequences come first
         expected = await host.sequence(key, cp_rank)
         for (name, array), (wanted_name, wanted) in zip(
             tensors(part), expected.items(), strict=True
         ):
             assert (name, array.dtype.str) == (wanted_name, "<i4")
             np.testing.assert_array_equal(array, wanted)
-    assert [name for name, _ in tensors(parts[1])] == ["item", "item"]
-    assert [array.dtype.str for _, array in tensors(parts[1])] == ["<f4", "|u1"]
-    for (_, array), wanted in zip(tensors(parts[1]), await host.items(key, [3, 0]), strict=True):
+    assert [name for name, _ in tensors(parts[2])] == ["item", "item"]
+    assert [array.dtype.str for _, array in tensors(parts[2])] == ["<f4", "|u1"]
+    for (_, array), wanted in zip(tensors(parts[2]), await host.items(key, [3, 0]), strict=True):
         np.testing.assert_array_equal(array, wanted)
 
 
@@ -103,7 +104,7 @@ async def test_of_an_item_only_the_frames_that_a_ticket_names_are_streamed(
     make, host, worker, link, fetch
 ):
     order = make.order(samples=1, shapes=((6, 2, 2, 3), (4, 2, 2, 3)))
-    await link.prepare(worker, order)
+    await prepared(link, worker, order)
     ranges = (UnitRange(1, 3, 3), UnitRange(0, 1, 4))
     (part,) = await fetch(
         worker.address, make.ticket(PartSpec(key=order.key, items=(0, 1), ranges=ranges))
@@ -119,21 +120,20 @@ async def test_of_an_item_only_the_frames_that_a_ticket_names_are_streamed(
 )
 async def test_frames_that_an_item_does_not_fall_into_are_refused(make, worker, link, fetch, units):
     order = make.order(samples=1, shapes=((6, 2, 2, 3),))
-    await link.prepare(worker, order)
+    await prepared(link, worker, order)
     ticket = make.ticket(PartSpec(key=order.key, items=(0,), ranges=(units,)))
     with pytest.raises(NotFoundError, match=r"items of \[6\] frames, which do not fall into"):
         await fetch(worker.address, ticket)
 
 
 async def test_only_the_tensors_that_a_ticket_names_are_streamed(make, host, worker, link, fetch):
-    key = (await link.prepare(worker, make.order())).key
+    key = (await prepared(link, worker, make.order())).key
     held = await host.sequence(key, 0)
     named = [("labels",), ("position_ids", "input_ids"), ()]
-    parts = await fetch(
-        worker.address, make.ticket(*(PartSpec(key=key, cp_rank=0, tensors=n) for n in named))
-    )
     streamed = [("labels",), ("input_ids", "position_ids"), tuple(held)]
-    for part, names in zip(parts, streamed, strict=True):
+    for wanted, names in zip(named, streamed, strict=True):
+        ticket = make.ticket(PartSpec(key=key, cp_rank=0, tensors=wanted))
+        (part,) = await fetch(worker.address, ticket)
         assert part[0].size_bytes == sum(held[name].nbytes for name in names)
         assert tuple(name for name, _ in tensors(part)) == names
         for name, array in tensors(part):
@@ -141,7 +141,7 @@ async def test_only_the_tensors_that_a_ticket_names_are_streamed(make, host, wor
 
 
 async def test_a_tensor_of_another_release_is_refused(make, worker, link, fetch):
-    key = (await link.prepare(worker, make.order())).key
+    key = (await prepared(link, worker, make.order())).key
     with pytest.raises(TicketError, match="names loss_mask; a sequence has input_ids"):
         await fetch(
             worker.address, make.ticket(PartSpec(key=key, cp_rank=0, tensors=("loss_mask",)))
@@ -152,7 +152,7 @@ async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
     make, host, worker, link, fetch
 ):
     order = make.order(samples=1, shapes=((10, 1000, 1000, 3),))
-    await link.prepare(worker, order)
+    await prepared(link, worker, order)
     (part,) = await fetch(worker.address, make.ticket(PartSpec(key=order.key, items=(0,))))
     ((_, array),) = tensors(part)
     assert array.nbytes == 30_000_000
@@ -162,7 +162,7 @@ async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
 async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch, gated):
     info, gate, begun = gated
     order = make.order()
-    prepare = asyncio.create_task(link.prepare(info, order))
+    prepare = asyncio.create_task(prepared(link, info, order))
     await until(lambda: begun)
     fetched = asyncio.create_task(
         fetch(info.address, make.ticket(PartSpec(key=order.key, cp_rank=0)))
@@ -181,7 +181,7 @@ async def test_an_unknown_pack_is_not_found(make, worker, fetch):
 
 
 async def test_a_released_pack_is_not_found(make, worker, link, fetch):
-    receipt = await link.prepare(worker, make.order())
+    receipt = await prepared(link, worker, make.order())
     await link.release(worker, "vlm", [receipt.key])
     with pytest.raises(NotFoundError, match="has been released"):
         await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0)))
@@ -192,11 +192,11 @@ async def test_a_released_pack_is_not_found(make, worker, link, fetch):
     [
         ({"signature": b"x" * 32}, "signature"),
         ({"rank": 1}, "signature"),
-        ({"worker": "worker-0.2"}, "signature"),
+        ({"workers": ("worker-0.2",)}, "signature"),
     ],
 )
 async def test_a_forged_ticket_is_refused(make, worker, link, fetch, change, message):
-    receipt = await link.prepare(worker, make.order())
+    receipt = await prepared(link, worker, make.order())
     ticket = make.ticket(PartSpec(key=receipt.key, cp_rank=0))
     with pytest.raises(TicketError, match=message):
         await fetch(worker.address, replace(ticket, **change))
@@ -213,7 +213,7 @@ async def test_a_forged_ticket_is_refused(make, worker, link, fetch, change, mes
 async def test_a_ticket_of_another_time_place_or_service_is_refused(
     make, worker, link, fetch, made, message
 ):
-    receipt = await link.prepare(worker, make.order())
+    receipt = await prepared(link, worker, make.order())
     with pytest.raises(TicketError, match=message):
         await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0), **made))
 
@@ -250,9 +250,9 @@ async def test_a_ticket_without_parts_is_refused(make, worker, fetch):
 @pytest.mark.parametrize("metadata", [(), (("dataservice-command", "0" * 64),)])
 async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, metadata):
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
-    order = wire_packs.pack_order_to_proto(make.order())
+    orders = wire_packs.pack_orders_to_proto([make.order()])
     for call in (
-        stub.Prepare(order, metadata=metadata),
+        stub.Prepare(orders, metadata=metadata).read(),
         stub.Release(worker_pb2.ReleaseRequest(), metadata=metadata),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match="only the coordinator") as refused:
@@ -263,21 +263,21 @@ async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, 
 async def test_a_link_with_another_secret_is_refused(make, worker):
     link = GrpcWorkerLink(b"another")
     with pytest.raises(TicketError, match="different secrets"):
-        await link.prepare(worker, make.order())
+        await prepared(link, worker, make.order())
     await link.release(worker, "vlm", [make.order().key])
     await link.close()
 
 
 async def test_the_worker_s_own_error_comes_back_as_itself(make, worker, link):
     with pytest.raises(SpecError, match="degree 0"):
-        await link.prepare(worker, make.order(degree=0))
+        await prepared(link, worker, make.order(degree=0))
 
 
 async def test_a_worker_that_is_not_there_is_lost_and_releasing_it_is_no_error(make, link):
     nobody = WorkerInfo(worker="worker-3.1", address="127.0.0.1:1", slots=1)
     for _ in range(2):
         with pytest.raises(WorkerLostError, match=r"worker-3.1 at 127.0.0.1:1 does not answer"):
-            await link.prepare(nobody, make.order())
+            await prepared(link, nobody, make.order())
     await link.release(nobody, "vlm", [make.order().key])
 
 
@@ -305,7 +305,7 @@ async def gated(make):
 async def test_a_worker_may_take_as_long_as_it_needs(make, gated, link):
     info, gate, _ = gated
     hasty = GrpcWorkerLink(make.secret, answer_timeout_s=0.2)
-    prepare = asyncio.create_task(hasty.prepare(info, make.order()))
+    prepare = asyncio.create_task(prepared(hasty, info, make.order()))
     done, _ = await asyncio.wait({prepare}, timeout=1.0)
     assert not done
     assert await link.ask_held(info) == {make.order().key}
@@ -317,7 +317,7 @@ async def test_a_worker_may_take_as_long_as_it_needs(make, gated, link):
 async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, gated, network):
     info, gate, begun = gated
     through = replace(info, address=through_gate(network.control, info.address))
-    prepare = asyncio.create_task(link.prepare(through, make.order()))
+    prepare = asyncio.create_task(prepared(link, through, make.order()))
     await until(lambda: len(begun) == 2)
     network.cut(lambda to: to == info.address)
     network.heal()
@@ -340,7 +340,7 @@ async def test_a_stopped_worker_is_lost_once_pings_stay_unanswered(make):
         try:
             address = (await asyncio.to_thread(process.stdout.readline)).strip()
             info = WorkerInfo(worker=make.worker, address=address, slots=1)
-            prepare = asyncio.create_task(link.prepare(info, make.order()))
+            prepare = asyncio.create_task(prepared(link, info, make.order()))
             done, _ = await asyncio.wait({prepare}, timeout=2.5)  # longer than a ping may take
             assert not done
             process.send_signal(signal.SIGSTOP)
@@ -354,7 +354,7 @@ async def test_a_stopped_worker_is_lost_once_pings_stay_unanswered(make):
 async def test_a_worker_tells_the_coordinator_alone_what_it_holds(make, worker, link, channel_to):
     orders = [make.order(pack=pack) for pack in range(3)]
     for order in orders:
-        await link.prepare(worker, order)
+        await prepared(link, worker, order)
     await link.release(worker, "vlm", [orders[1].key])
     assert await link.ask_held(worker) == {orders[0].key, orders[2].key}
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
@@ -377,12 +377,12 @@ async def test_a_successor_at_the_same_address_is_reached_at_once(make, host, li
 
     first = await serve("worker-0.1", 0)
     info = WorkerInfo(worker="worker-0.1", address=first.address, slots=1)
-    await link.prepare(info, make.order())
+    await prepared(link, info, make.order())
     await first.stop()
     with pytest.raises(WorkerLostError):
-        await link.prepare(info, make.order(pack=1))
+        await prepared(link, info, make.order(pack=1))
     second = await serve("worker-0.2", first.address.rpartition(":")[2])
-    assert (await link.prepare(info, make.order(pack=1))).key.pack == 1
+    assert (await prepared(link, info, make.order(pack=1))).key.pack == 1
     await second.stop()
 
 

@@ -129,6 +129,8 @@ def test_details_are_given_in_the_order_asked_for(
         if isinstance(catalog, MemoryCatalog):  # it has seen no bytes
             wanted = [(replace(ref, crc32=None), lengths) for ref, lengths in wanted]
         assert catalog.details(np.array(ids, dtype=np.int64)) == wanted
+        columns = catalog.columns(np.array(ids, dtype=np.int64))
+        assert [(each.ref, each.lengths) for each in columns.samples()] == wanted
 
 
 def test_details_and_decoded_values_do_not_depend_on_how_rows_are_kept(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import pytest
+from dataservice_proto.columns import TICKET, TicketColumns, columns_of
 from dataservice_proto.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -23,6 +24,14 @@ from dataservice_proto.v1 import (
     worker_pb2_grpc,
 )
 
+from tests.trainer_client.scripted_shard import (
+    AUDIO,
+    VISION,
+    Microbatch,
+    Part,
+    Phase,
+    ScriptedShard,
+)
 from trainer_client import ShardDataset
 
 JOB = "vlm-sft"
@@ -50,54 +59,41 @@ def item_of(step: int, pack: int, item: int) -> Array:
     return rng.standard_normal(333).astype(np.float32)
 
 
-def rank_shard(step: int, rank: int) -> coordinator_pb2.RankShard:
-    """The shard without its tickets."""
-    image = coordinator_pb2.EncoderPhase(
-        modality=coordinator_pb2.VISION,
-        encodes=[coordinator_pb2.ItemsOfPack(pack=0, items=[rank])],
-        send_rows=[0, 1],
-        send_splits=[1, 1],
-        recv_splits=[1, 1],
-        recv_positions=[2, 5],
-    )
-    sound = coordinator_pb2.EncoderPhase(
-        modality=coordinator_pb2.AUDIO,
-        encodes=[coordinator_pb2.ItemsOfPack(pack=1, items=[0])] if rank == 1 else [],
+def rank_shard(step: int, rank: int) -> ScriptedShard:
+    """The shard, with where its parts lie: pack 0 on `w0`, pack 1 on `w1`."""
+    image = Phase(
+        modality=VISION, encodes=[(0, [rank])], send_rows=[0, 1], send_splits=[1, 1],
+        recv_splits=[1, 1], recv_positions=[2, 5],
+    )  # fmt: skip
+    sound = Phase(
+        modality=AUDIO,
+        encodes=[(1, [0])] if rank == 1 else [],
         send_rows=[0, 1, 2] if rank == 1 else [],
         send_splits=[3, 0] if rank == 1 else [0, 0],
         recv_splits=[0, 0] if rank == 1 else [0, 3],
         recv_positions=[] if rank == 1 else [1, 2, 3],
     )
-    first = coordinator_pb2.Microbatch(
-        wave=0, pack=0, cp_group=[0, 1], cp_rank=rank, seconds=0.5, sample_ids=[10 * step, 7],
+    first = Microbatch(
+        pack=0, cp_group=[0, 1], cp_rank=rank, seconds=0.5, sample_ids=[10 * step, 7],
         cu_seqlens=[0, 8, 16], lengths=[7, 8], phases=[image],
     )  # fmt: skip
-    second = coordinator_pb2.Microbatch(wave=1, pack=-1, cp_group=[rank], phases=[sound])
+    second = Microbatch(pack=-1, cp_group=[rank], phases=[sound])
     if rank == 0:
         second.pack, second.seconds = 1, 0.25
-        second.sample_ids[:], second.cu_seqlens[:], second.lengths[:] = [3], [0, 5], [5]
-    summary = coordinator_pb2.StepSummary(
-        replicas=2, waves=2, predicted_s=0.75, pack_wave=[0, 1], pack_degree=[2, 1],
-        pack_replicas=[0, 1, 0], pack_tokens=[16, 5], pack_seconds=[0.5, 0.25], samples=3,
-        stages=[coordinator_pb2.StageReport(stage="pack", algorithm="isf", unit="packs",
-                                            before=3, after=2, lower_bound=2)],
+        second.sample_ids, second.cu_seqlens, second.lengths = [3], [0, 5], [5]
+    other = Part("w1", 1, member=0) if rank == 0 else Part("w1", 1, items=(0,))
+    return ScriptedShard(
+        head=coordinator_pb2.RankShard(
+            job=JOB, attempt=1, step=step, rank=rank, replica=rank, plan_digest=digest_of(step),
+            cursor_after=f"cursor-{step + 1}", loss_tokens=18, predicted_s=0.75, samples=3,
+        ),
+        microbatches=[first, second],
+        summary={
+            "pack_wave": [0, 1], "pack_degree": [2, 1], "pack_replicas": [0, 1, 0],
+            "pack_tokens": [16, 5], "pack_seconds": [0.5, 0.25],
+        },
+        parts=[Part("w0", 0, member=rank), Part("w0", 0, items=(rank,)), other],
     )  # fmt: skip
-    return coordinator_pb2.RankShard(
-        job=JOB, attempt=1, step=step, rank=rank, replica=rank, plan_digest=digest_of(step),
-        cursor_after=f"cursor-{step + 1}", loss_tokens=18, microbatches=[first, second],
-        summary=summary,
-    )  # fmt: skip
-
-
-def specs_of(step: int, rank: int) -> dict[str, list[worker_pb2.PartSpec]]:
-    """A rank's parts by worker: pack 0 lies on `w0`, pack 1 on `w1`."""
-
-    def spec(pack: int, cp_rank: int = -1, items: tuple[int, ...] = ()) -> worker_pb2.PartSpec:
-        key = worker_pb2.PackKey(job=JOB, step=step, plan_digest=digest_of(step), pack=pack)
-        return worker_pb2.PartSpec(key=key, cp_rank=cp_rank, items=items)
-
-    other = [spec(1, cp_rank=0)] if rank == 0 else [spec(1, items=(0,))]
-    return {"w0": [spec(0, cp_rank=rank), spec(0, items=(rank,))], "w1": other}
 
 
 @dataclass
@@ -137,7 +133,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         raise NotImplementedError
 
     def Fetch(self, request, context):
-        self.steps.append(request.ticket.parts[0].key.step)
+        self.steps.append(request.ticket.step)
         if self.faults:
             self.faults.pop(0).raise_in(context)
         drop_after = self.drop_after.pop(0) if self.drop_after else None
@@ -150,13 +146,17 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     return
 
     def _messages(self, ticket: worker_pb2.Ticket) -> Iterator[worker_pb2.FetchChunk]:
-        for number, spec in enumerate(ticket.parts):
-            step, pack = spec.key.step, spec.key.pack
-            if spec.items:
-                tensors = [("item", item_of(step, pack, item)) for item in spec.items]
+        step, wanted = ticket.step, ticket.tensors
+        known = TicketColumns(
+            columns_of(ticket, TICKET), sequences=ticket.sequences, parts=ticket.parts
+        )
+        place = list(ticket.workers).index(self.name.removesuffix("-spare"))
+        for number, part in enumerate(known.parts_at(place)):
+            if part.items:
+                tensors = [("item", item_of(step, part.pack, item)) for item in part.items]
             else:
-                held = sequence_of(step, pack, spec.cp_rank)
-                tensors = [(n, a) for n, a in held.items() if not spec.tensors or n in spec.tensors]
+                held = sequence_of(step, part.pack, part.member)
+                tensors = [(n, a) for n, a in held.items() if not wanted or n in wanted]
             raw = b"".join(array.tobytes() for _, array in tensors)
             header = worker_pb2.PartHeader(
                 part=number,
@@ -207,7 +207,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.changed = threading.Condition()
         self.addresses: dict[str, str] = {}
         self.skipped: set[int] = set()
-        self.edit: Callable[[coordinator_pb2.RankShard], None] = lambda shard: None
+        self.edit: Callable[[ScriptedShard], None] = lambda shard: None
+        self.large = False  # the groups of the whole step do not come with shards
+        self.summaries: list[int] = []  # steps whose groups were asked for
 
     def next_of(self, step: int) -> int:
         """The first step from this one on that is not skipped."""
@@ -253,6 +255,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.asks.append(request)
         self._fault("GetShard", context)
         claim = self._session(request.session, context)
+        if request.trained:
+            self._fault("CommitStep", context)
+        for trained in request.trained:
+            self._trained(trained)
         while not self.planned.wait(0.05):
             if not context.is_active():
                 return coordinator_pb2.GetShardResponse()
@@ -266,30 +272,39 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             )
         shard = rank_shard(request.step, claim.rank)
         wanted = request.wanted
-        tensors = ["input_ids", "position_ids"] * wanted.tokens + ["labels"] * wanted.labels
+        shard.tensors = ["input_ids", "position_ids"] * wanted.tokens + ["labels"] * wanted.labels
         if not (wanted.tokens or wanted.media):
             for microbatch in shard.microbatches:
-                del microbatch.phases[:]
-        for name, specs in specs_of(request.step, claim.rank).items():
-            specs = [spec for spec in specs if (wanted.media if spec.items else tensors)]
-            for spec in specs:
-                spec.tensors.extend([] if spec.items else tensors)
-            if not specs:
-                continue
-            blamed = {*request.failed_workers, *request.slow_workers}
+                microbatch.phases.clear()
+        shard.parts = [p for p in shard.parts if (wanted.media if p.items else shard.tensors)]
+        blamed = {*request.failed_workers, *request.slow_workers}
+        for name in ("w0", "w1"):
             holder = f"{name}-spare" if name in blamed else name
-            shard.tickets.add(worker=name, address=self.addresses[holder], parts=specs)
+            shard.addresses[name] = self.addresses[holder]
+        shard.with_summary = not self.large
         self.edit(shard)
-        return coordinator_pb2.GetShardResponse(shard=shard)
+        return coordinator_pb2.GetShardResponse(shard=shard.message())
+
+    def GetStepSummary(self, request, context):
+        self._fault("GetStepSummary", context)
+        claim = self._session(request.session, context)
+        self.summaries.append(request.step)
+        return rank_shard(request.step, claim.rank).summary_message()
 
     def CommitStep(self, request, context):
         self._fault("CommitStep", context)
         self._session(request.session, context)
-        self.commits.append(request.step)
-        if request.HasField("measured_s"):
-            self.measured_s[request.step] = request.measured_s
-            self.phase_s[request.step] = dict(request.phase_s)
+        self._trained(request)
         return coordinator_pb2.CommitStepResponse()
+
+    def _trained(self, request) -> None:
+        with self.changed:
+            if request.step in self.commits:
+                return  # it came along another way
+            self.commits.append(request.step)
+            if request.HasField("measured_s"):
+                self.measured_s[request.step] = request.measured_s
+                self.phase_s[request.step] = dict(request.phase_s)
 
     def Report(self, request, context):
         self._fault("Report", context)

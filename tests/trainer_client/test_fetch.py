@@ -15,8 +15,8 @@ from trainer_client.fetch import Part, PartId, receive
 DTYPES = {"<i4": torch.int32, "<f4": torch.float32, "|u1": torch.uint8}
 
 
-def spec(pack=0, cp_rank=-1, items=(0,)):
-    return worker_pb2.PartSpec(key=worker_pb2.PackKey(pack=pack), cp_rank=cp_rank, items=items)
+def spec(pack=0, items=(0,)):
+    return PartId(pack, -1, tuple(items))
 
 
 def messages(part, arrays, *, chunk_bytes=1000, **changes):
@@ -61,7 +61,7 @@ def test_tensors_arrive_as_they_were_sent_whatever_the_chunks(parts, chunk_bytes
     specs = [spec(pack, items=range(max(1, len(arrays)))) for pack, arrays in enumerate(sent)]
     stream = [m for n, a in enumerate(sent) for m in messages(n, a, chunk_bytes=chunk_bytes)]
     came = parts_of(stream, specs)
-    assert [part.id for part in came] == [PartId.of(s) for s in specs]
+    assert [part.id for part in came] == specs
     for arrays, part in zip(sent, came, strict=True):
         for array, (_, tensor) in zip(arrays, part.tensors, strict=True):
             assert tensor.dtype == DTYPES[array.dtype.str]
@@ -97,7 +97,6 @@ def test_a_stream_that_does_not_follow_its_ticket_is_refused(stream, complaint):
         parts_of(stream, [spec()])
 
 
-def test_a_part_is_known_by_its_pack_and_place():
-    assert PartId.of(spec(3, cp_rank=1, items=())) == PartId(3, 1, ())
+def test_a_part_is_called_by_its_pack_and_place():
     assert str(PartId(3, 1, ())) == "sequence 1 of pack 3"
     assert str(PartId(3, -1, (0, 2))) == "items [0, 2] of pack 3"

@@ -81,14 +81,8 @@ def test_ranks_that_no_item_came_to_are_told_nothing(service):
 def test_a_job_without_media_is_told_nothing(service):
     def no_phases(shard):
         for mb in shard.microbatches:
-            del mb.phases[:]
-        for ticket in shard.tickets:
-            kept = [part for part in ticket.parts if not part.items]
-            del ticket.parts[:]
-            ticket.parts.extend(kept)
-        tickets = [ticket for ticket in shard.tickets if ticket.parts]
-        del shard.tickets[:]
-        shard.tickets.extend(tickets)
+            mb.phases.clear()
+        shard.parts = [part for part in shard.parts if not part.items]
 
     service.coordinator.edit = no_phases
     assert media_notices(lambda: tokens_only(service.dataset())) == []
@@ -140,12 +134,12 @@ def alone(shard):
         mb.cp_group[:], mb.cp_rank = [0], 0
         for phase in mb.phases:
             rows = len(phase.send_rows)
-            phase.send_splits[:] = phase.recv_splits[:] = [rows]
-            phase.recv_positions[:] = [2, 5][:rows]
+            phase.send_splits = phase.recv_splits = [rows]
+            phase.recv_positions = [2, 5][:rows]
     whole = shard.microbatches[0]
-    whole.cu_seqlens[:], whole.lengths[:], whole.sample_ids[:] = [0, 8], [8], [7]
-    shard.summary.replicas = 1
-    shard.summary.pack_degree[:], shard.summary.pack_replicas[:] = [1, 1], [0, 0]
+    whole.cu_seqlens, whole.lengths, whole.sample_ids = [0, 8], [8], [7]
+    shard.replicas = 1
+    shard.summary |= {"pack_degree": [1, 1], "pack_replicas": [0, 0]}
 
 
 def test_the_runtime_reads_what_it_encodes(service):

@@ -218,9 +218,8 @@ def test_a_commit_that_is_refused_stops_the_loop(make_service):
     service = make_service(steps=20)
     service.fail("CommitStep", "FAILED_PRECONDITION", "not your step", "ConflictError")
     shards = iter(service.dataset())
-    next(shards), next(shards)
-    wait_for(lambda: "shard-commit" not in [thread.name for thread in threading.enumerate()])
-    with pytest.raises(RequestRefused, match="not your step"):
+    next(shards)
+    with pytest.raises(RequestRefused, match="not your step"):  # along with a call, or by itself
         list(shards)
 
 
@@ -241,7 +240,7 @@ def test_a_checkpoint_does_not_wait_for_a_coordinator_that_is_away(make_service,
 
 def test_the_wrong_step_or_another_plan_is_never_trained(service):
     def another_step(shard):
-        shard.step += 1
+        shard.head.step += 1
 
     service.coordinator.edit = another_step
     with pytest.raises(Exception, match="step 0 was asked for, 1 came"):

@@ -226,10 +226,7 @@ def test_a_loop_is_left_at_once_while_a_worker_is_silent(service):
 def test_a_plan_that_changes_between_two_tries_is_refused(service):
     def other_plan(shard):
         if len(service.coordinator.asks) > 1:
-            shard.plan_digest = "another"
-            for ticket in shard.tickets:
-                for part in ticket.parts:
-                    part.key.plan_digest = "another"
+            shard.head.plan_digest = "another"
 
     service.coordinator.edit = other_plan
     service.kill("w0")
@@ -237,18 +234,18 @@ def test_a_plan_that_changes_between_two_tries_is_refused(service):
         next(iter(service.dataset()))
 
 
-def test_tickets_of_another_plan_are_refused(service):
+def test_a_ticket_of_another_plan_is_refused(service):
     def wrong_ticket(shard):
-        shard.tickets[0].parts[0].key.plan_digest = "stray"
+        shard.ticket_digest = "stray"
 
     service.coordinator.edit = wrong_ticket
     with pytest.raises(PlanDigestMismatch, match="digest-0, stray"):
         next(iter(service.dataset()))
 
 
-def test_a_shard_whose_tickets_leave_something_out_is_refused(service):
+def test_a_shard_whose_ticket_leaves_something_out_is_refused(service):
     def forget(shard):
-        del shard.tickets[1:]
+        shard.parts = [part for part in shard.parts if part.worker == "w0"]
 
     service.coordinator.edit = forget
     with pytest.raises(MalformedShard, match="the sequence of pack 1, member 0"):

@@ -21,7 +21,7 @@ from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 from ray import cloudpickle
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
-from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec, Ticket
+from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec
 from dataservice.core.sample import (
     DecodedSample,
     RawSample,
@@ -29,7 +29,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.tickets import holder_key, prove, sign_ticket
+from dataservice.core.tickets import holder_key, prove, sign_ticket, ticket_for
 from dataservice.serving.server import serve_worker
 from dataservice.serving.wire_packs import ticket_to_proto
 from dataservice.serving.worker_link import GrpcWorkerLink
@@ -44,6 +44,7 @@ from dataservice.workers.ray_pool import (
 )
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
+from tests.one_order import prepared
 from tests.waiting import until, wait_for
 from tests.workers.served import ask, nobody_at, serve
 
@@ -510,21 +511,15 @@ async def test_ray_workers_decode_and_stream_packs_over_grpc(make_ray_pool):
             ref=SampleRef(sample_id=5, source="s", key="k", location=SampleLocation(file="f")),
             lengths=SampleLengths(llm_tokens=3, loss_tokens=3),
         )
-        receipt = await link.prepare(
-            info, PackOrder(key=key, degree=1, pipeline="{}", samples=(sample,))
+        receipt = await prepared(
+            link, info, PackOrder(key=key, degree=1, pipeline="{}", samples=(sample,))
         )
         assert receipt.bad_samples == ()
-        ticket = Ticket(
-            worker=info.worker,
-            address=info.address,
-            rank=0,
-            holder="h",
-            expires_unix_s=2**40,
-            parts=(PartSpec(key=key, cp_rank=0),),
-        )
+        parts = {info.worker: (PartSpec(key=key, cp_rank=0),)}
+        ticket = ticket_for(parts, rank=0, holder="h", expires_unix_s=2**40)
         signed = sign_ticket(ticket, b"s")
         request = worker_pb2.FetchRequest(
-            ticket=ticket_to_proto(signed), proof=prove(signed, holder_key("h", b"s"))
+            ticket=ticket_to_proto(signed), proof=prove(signed, info.worker, holder_key("h", b"s"))
         )
         async with grpc.aio.insecure_channel(info.address) as channel:
             header, data = [c async for c in worker_pb2_grpc.WorkerStub(channel).Fetch(request)]

@@ -83,11 +83,12 @@ def _phase_of(name: str) -> str:
 def _places(plan: PlanSummary, chunks: int) -> list[Place]:
     """Every place of a step, in the same order on all replicas."""
     directions = (FORWARD, BACKWARD)
-    waves = [Place(m, wave.index, d) for wave in plan.waves for m in MODALITIES for d in directions]
+    waves = [
+        Place(m, wave, d) for wave in range(plan.wave_count) for m in MODALITIES for d in directions
+    ]
     packs = [
-        Place(LLM, group.pack, direction, chunk)
-        for group in plan.groups
-        if len(group.replicas) > 1
+        Place(LLM, pack, direction, chunk)
+        for pack in plan.ring_packs
         for direction in directions
         for chunk in range(chunks)
     ]

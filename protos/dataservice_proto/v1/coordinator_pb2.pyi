@@ -10,7 +10,6 @@ from dataservice_proto.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,21 +20,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _Modality:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ModalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Modality.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    VISION: _Modality.ValueType  # 0
-    AUDIO: _Modality.ValueType  # 1
-
-class Modality(_Modality, metaclass=_ModalityEnumTypeWrapper): ...
-
-VISION: Modality.ValueType  # 0
-AUDIO: Modality.ValueType  # 1
-Global___Modality: _TypeAlias = Modality  # noqa: Y015
 
 @_typing.final
 class SubmitJobRequest(_message.Message):
@@ -1112,6 +1096,7 @@ class OpenSessionRequest(_message.Message):
     REJOIN_ATTEMPT_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
     LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -1125,6 +1110,8 @@ class OpenSessionRequest(_message.Message):
     """one start of all ranks: alike on all of them; empty: it has no name"""
     loss_weights: _builtins.bool
     """this client hands loss weights on to the trainer"""
+    columns: _builtins.int
+    """the version of ShardColumns that it reads; 0: a release that had none"""
     def __init__(
         self,
         *,
@@ -1136,10 +1123,11 @@ class OpenSessionRequest(_message.Message):
         rejoin_attempt: _builtins.int = ...,
         launch: _builtins.str = ...,
         loss_weights: _builtins.bool = ...,
+        columns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cursor", b"cursor", "job", b"job", "launch", b"launch", "loss_weights", b"loss_weights", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "columns", b"columns", "cursor", b"cursor", "job", b"job", "launch", b"launch", "loss_weights", b"loss_weights", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1189,6 +1177,7 @@ class GetShardRequest(_message.Message):
     FAILED_WORKERS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     SLOW_WORKERS_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     received_step: _builtins.int
@@ -1205,6 +1194,10 @@ class GetShardRequest(_message.Message):
     def slow_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """workers from which nothing came for a while"""
 
+    @_builtins.property
+    def trained(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedStep]:
+        """steps trained by now and not told yet, in their order"""
+
     def __init__(
         self,
         *,
@@ -1214,10 +1207,11 @@ class GetShardRequest(_message.Message):
         failed_workers: _abc.Iterable[_builtins.str] | None = ...,
         wanted: Global___WantedParts | None = ...,
         slow_workers: _abc.Iterable[_builtins.str] | None = ...,
+        trained: _abc.Iterable[Global___TrainedStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "slow_workers", b"slow_workers", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "slow_workers", b"slow_workers", "step", b"step", "trained", b"trained", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1337,11 +1331,14 @@ class RankShard(_message.Message):
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     CURSOR_AFTER_FIELD_NUMBER: _builtins.int
     LOSS_TOKENS_FIELD_NUMBER: _builtins.int
-    MICROBATCHES_FIELD_NUMBER: _builtins.int
-    TICKETS_FIELD_NUMBER: _builtins.int
-    SUMMARY_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     WEIGHTED_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     step: _builtins.int
@@ -1353,14 +1350,26 @@ class RankShard(_message.Message):
     """of the whole step, as planned"""
     weighted_loss_tokens: _builtins.float
     """The sum of the weights of the whole step's loss tokens, as planned; absent where all weigh 1."""
-    @_builtins.property
-    def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Microbatch]: ...
-    @_builtins.property
-    def tickets(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Ticket]: ...
-    @_builtins.property
-    def summary(self) -> Global___StepSummary: ...
+    predicted_s: _builtins.float
+    """of the whole step"""
+    samples: _builtins.int
+    """of the whole step"""
     @_builtins.property
     def positions(self) -> Global___PositionRule: ...
+    @_builtins.property
+    def columns(self) -> Global___ShardColumns: ...
+    @_builtins.property
+    def ticket(self) -> _worker_pb2.Ticket:
+        """absent where nothing is to be fetched"""
+
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the ticket's workers"""
+
+    @_builtins.property
+    def summary(self) -> Global___StepSummary:
+        """absent where it is large: see GetStepSummary"""
+
     def __init__(
         self,
         *,
@@ -1372,21 +1381,180 @@ class RankShard(_message.Message):
         plan_digest: _builtins.str = ...,
         cursor_after: _builtins.str = ...,
         loss_tokens: _builtins.int = ...,
-        microbatches: _abc.Iterable[Global___Microbatch] | None = ...,
-        tickets: _abc.Iterable[_worker_pb2.Ticket] | None = ...,
-        summary: Global___StepSummary | None = ...,
         positions: Global___PositionRule | None = ...,
         weighted_loss_tokens: _builtins.float | None = ...,
+        columns: Global___ShardColumns | None = ...,
+        ticket: _worker_pb2.Ticket | None = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        predicted_s: _builtins.float = ...,
+        samples: _builtins.int = ...,
+        summary: Global___StepSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "positions", b"positions", "summary", b"summary", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "columns", b"columns", "positions", b"positions", "summary", b"summary", "ticket", b"ticket", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "attempt", b"attempt", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "microbatches", b"microbatches", "plan_digest", b"plan_digest", "positions", b"positions", "rank", b"rank", "replica", b"replica", "step", b"step", "summary", b"summary", "tickets", b"tickets", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens", "addresses", b"addresses", "attempt", b"attempt", "columns", b"columns", "cursor_after", b"cursor_after", "job", b"job", "loss_tokens", b"loss_tokens", "plan_digest", b"plan_digest", "positions", b"positions", "predicted_s", b"predicted_s", "rank", b"rank", "replica", b"replica", "samples", b"samples", "step", b"step", "summary", b"summary", "ticket", b"ticket", "weighted_loss_tokens", b"weighted_loss_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weighted_loss_tokens: _TypeAlias = _typing.Literal["weighted_loss_tokens"]  # noqa: Y015
     _WhichOneofArgType__weighted_loss_tokens: _TypeAlias = _typing.Literal["_weighted_loss_tokens", b"_weighted_loss_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weighted_loss_tokens) -> _WhichOneofReturnType__weighted_loss_tokens | None: ...
 
 Global___RankShard: _TypeAlias = RankShard  # noqa: Y015
+
+@_typing.final
+class ShardColumns(_message.Message):
+    """One replica's rows of a step as columns of numbers, see dataservice_proto/columns.py, which also
+    says what counts the rows of each. A column of which nothing is known is empty.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    WAVES_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    WAVE_PACK_FIELD_NUMBER: _builtins.int
+    WAVE_SECONDS_FIELD_NUMBER: _builtins.int
+    WAVE_MEMBER_FIELD_NUMBER: _builtins.int
+    WAVE_DEGREE_FIELD_NUMBER: _builtins.int
+    WAVE_SAMPLES_FIELD_NUMBER: _builtins.int
+    WAVE_ITEMS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_PADDED_FIELD_NUMBER: _builtins.int
+    SAMPLE_WEIGHT_FIELD_NUMBER: _builtins.int
+    ITEM_MODALITY_FIELD_NUMBER: _builtins.int
+    ITEM_START_FIELD_NUMBER: _builtins.int
+    ITEM_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEM_KIND_FIELD_NUMBER: _builtins.int
+    ITEM_GRID_FIELD_NUMBER: _builtins.int
+    ITEM_SECONDS_FIELD_NUMBER: _builtins.int
+    PHASE_PARTS_FIELD_NUMBER: _builtins.int
+    PHASE_SENDS_FIELD_NUMBER: _builtins.int
+    PHASE_RECEIVES_FIELD_NUMBER: _builtins.int
+    PART_PACK_FIELD_NUMBER: _builtins.int
+    PART_ITEMS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PLACE_FIRST_FIELD_NUMBER: _builtins.int
+    PLACE_STOP_FIELD_NUMBER: _builtins.int
+    PLACE_OF_FIELD_NUMBER: _builtins.int
+    PLACE_KIND_FIELD_NUMBER: _builtins.int
+    PLACE_GRID_FIELD_NUMBER: _builtins.int
+    PLACE_SECONDS_FIELD_NUMBER: _builtins.int
+    SEND_ROW_FIELD_NUMBER: _builtins.int
+    SEND_ROWS_FIELD_NUMBER: _builtins.int
+    SEND_TARGET_FIELD_NUMBER: _builtins.int
+    RECEIVE_ROW_FIELD_NUMBER: _builtins.int
+    RECEIVE_ROWS_FIELD_NUMBER: _builtins.int
+    RECEIVE_SOURCE_FIELD_NUMBER: _builtins.int
+    RINGS_FIELD_NUMBER: _builtins.int
+    RING_PACK_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    waves: _builtins.int
+    replicas: _builtins.int
+    wave_pack: _builtins.bytes
+    """Of each wave. Pack -1: this replica is idle in it."""
+    wave_seconds: _builtins.bytes
+    wave_member: _builtins.bytes
+    """this replica's place in the pack's group"""
+    wave_degree: _builtins.bytes
+    wave_samples: _builtins.bytes
+    wave_items: _builtins.bytes
+    group: _builtins.bytes
+    """the replicas of each wave's group, in ring order"""
+    sample_id: _builtins.bytes
+    """Of each pack's samples, in sequence order."""
+    sample_tokens: _builtins.bytes
+    sample_padded: _builtins.bytes
+    sample_weight: _builtins.bytes
+    item_modality: _builtins.bytes
+    """Of each pack's encoder items, in sequence order, whoever encodes them."""
+    item_start: _builtins.bytes
+    """place of the item's first token in the padded pack"""
+    item_tokens: _builtins.bytes
+    item_kind: _builtins.bytes
+    """0 image, 1 clip, 2 recording; -1: unknown"""
+    item_grid: _builtins.bytes
+    """t, h, w in patches and merge size of each; 0: no grid"""
+    item_seconds: _builtins.bytes
+    """one patch of a clip in time; nan: unknown"""
+    phase_parts: _builtins.bytes
+    """Of each wave and in it of each modality. Parts -1: nobody has an item of it in this wave."""
+    phase_sends: _builtins.bytes
+    phase_receives: _builtins.bytes
+    part_pack: _builtins.bytes
+    """A part is what this replica encodes of one pack."""
+    part_items: _builtins.bytes
+    place: _builtins.bytes
+    """of each item, its place in the pack's list of items"""
+    place_first: _builtins.bytes
+    """units of the item that are encoded here; empty: all of every item"""
+    place_stop: _builtins.bytes
+    place_of: _builtins.bytes
+    place_kind: _builtins.bytes
+    place_grid: _builtins.bytes
+    place_seconds: _builtins.bytes
+    send_row: _builtins.bytes
+    """Runs of feature rows that it sends, by target; the rows are of what it encodes in the phase."""
+    send_rows: _builtins.bytes
+    send_target: _builtins.bytes
+    receive_row: _builtins.bytes
+    """Runs of local tokens whose features it receives, by source."""
+    receive_rows: _builtins.bytes
+    receive_source: _builtins.bytes
+    rings: _builtins.int
+    """Of the whole step: the packs that several replicas share."""
+    ring_pack: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        waves: _builtins.int = ...,
+        replicas: _builtins.int = ...,
+        wave_pack: _builtins.bytes = ...,
+        wave_seconds: _builtins.bytes = ...,
+        wave_member: _builtins.bytes = ...,
+        wave_degree: _builtins.bytes = ...,
+        wave_samples: _builtins.bytes = ...,
+        wave_items: _builtins.bytes = ...,
+        group: _builtins.bytes = ...,
+        sample_id: _builtins.bytes = ...,
+        sample_tokens: _builtins.bytes = ...,
+        sample_padded: _builtins.bytes = ...,
+        sample_weight: _builtins.bytes = ...,
+        item_modality: _builtins.bytes = ...,
+        item_start: _builtins.bytes = ...,
+        item_tokens: _builtins.bytes = ...,
+        item_kind: _builtins.bytes = ...,
+        item_grid: _builtins.bytes = ...,
+        item_seconds: _builtins.bytes = ...,
+        phase_parts: _builtins.bytes = ...,
+        phase_sends: _builtins.bytes = ...,
+        phase_receives: _builtins.bytes = ...,
+        part_pack: _builtins.bytes = ...,
+        part_items: _builtins.bytes = ...,
+        place: _builtins.bytes = ...,
+        place_first: _builtins.bytes = ...,
+        place_stop: _builtins.bytes = ...,
+        place_of: _builtins.bytes = ...,
+        place_kind: _builtins.bytes = ...,
+        place_grid: _builtins.bytes = ...,
+        place_seconds: _builtins.bytes = ...,
+        send_row: _builtins.bytes = ...,
+        send_rows: _builtins.bytes = ...,
+        send_target: _builtins.bytes = ...,
+        receive_row: _builtins.bytes = ...,
+        receive_rows: _builtins.bytes = ...,
+        receive_source: _builtins.bytes = ...,
+        rings: _builtins.int = ...,
+        ring_pack: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "item_grid", b"item_grid", "item_kind", b"item_kind", "item_modality", b"item_modality", "item_seconds", b"item_seconds", "item_start", b"item_start", "item_tokens", b"item_tokens", "part_items", b"part_items", "part_pack", b"part_pack", "phase_parts", b"phase_parts", "phase_receives", b"phase_receives", "phase_sends", b"phase_sends", "place", b"place", "place_first", b"place_first", "place_grid", b"place_grid", "place_kind", b"place_kind", "place_of", b"place_of", "place_seconds", b"place_seconds", "place_stop", b"place_stop", "receive_row", b"receive_row", "receive_rows", b"receive_rows", "receive_source", b"receive_source", "replicas", b"replicas", "ring_pack", b"ring_pack", "rings", b"rings", "sample_id", b"sample_id", "sample_padded", b"sample_padded", "sample_tokens", b"sample_tokens", "sample_weight", b"sample_weight", "send_row", b"send_row", "send_rows", b"send_rows", "send_target", b"send_target", "version", b"version", "wave_degree", b"wave_degree", "wave_items", b"wave_items", "wave_member", b"wave_member", "wave_pack", b"wave_pack", "wave_samples", b"wave_samples", "wave_seconds", b"wave_seconds", "waves", b"waves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardColumns: _TypeAlias = ShardColumns  # noqa: Y015
 
 @_typing.final
 class PositionRule(_message.Message):
@@ -1419,37 +1587,59 @@ class PositionRule(_message.Message):
 Global___PositionRule: _TypeAlias = PositionRule  # noqa: Y015
 
 @_typing.final
+class GetStepSummaryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStepSummaryRequest: _TypeAlias = GetStepSummaryRequest  # noqa: Y015
+
+@_typing.final
 class StepSummary(_message.Message):
-    """The groups of the whole step, the same for every rank."""
+    """The groups of the whole step, the same for every rank. Columns as in ShardColumns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
     PREDICTED_S_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     PACK_WAVE_FIELD_NUMBER: _builtins.int
     PACK_DEGREE_FIELD_NUMBER: _builtins.int
     PACK_REPLICAS_FIELD_NUMBER: _builtins.int
     PACK_TOKENS_FIELD_NUMBER: _builtins.int
     PACK_SECONDS_FIELD_NUMBER: _builtins.int
-    STAGES_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
     replicas: _builtins.int
     waves: _builtins.int
     predicted_s: _builtins.float
     samples: _builtins.int
-    @_builtins.property
-    def pack_wave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def pack_degree(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def pack_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """members of each pack's group, end to end"""
-
-    @_builtins.property
-    def pack_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def pack_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    plan_digest: _builtins.str
+    version: _builtins.int
+    packs: _builtins.int
+    pack_wave: _builtins.bytes
+    pack_degree: _builtins.bytes
+    pack_replicas: _builtins.bytes
+    """members of each pack's group, end to end"""
+    pack_tokens: _builtins.bytes
+    pack_seconds: _builtins.bytes
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageReport]: ...
     def __init__(
@@ -1458,17 +1648,20 @@ class StepSummary(_message.Message):
         replicas: _builtins.int = ...,
         waves: _builtins.int = ...,
         predicted_s: _builtins.float = ...,
-        pack_wave: _abc.Iterable[_builtins.int] | None = ...,
-        pack_degree: _abc.Iterable[_builtins.int] | None = ...,
-        pack_replicas: _abc.Iterable[_builtins.int] | None = ...,
-        pack_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        pack_seconds: _abc.Iterable[_builtins.float] | None = ...,
         stages: _abc.Iterable[Global___StageReport] | None = ...,
         samples: _builtins.int = ...,
+        plan_digest: _builtins.str = ...,
+        version: _builtins.int = ...,
+        packs: _builtins.int = ...,
+        pack_wave: _builtins.bytes = ...,
+        pack_degree: _builtins.bytes = ...,
+        pack_replicas: _builtins.bytes = ...,
+        pack_tokens: _builtins.bytes = ...,
+        pack_seconds: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack_degree", b"pack_degree", "pack_replicas", b"pack_replicas", "pack_seconds", b"pack_seconds", "pack_tokens", b"pack_tokens", "pack_wave", b"pack_wave", "predicted_s", b"predicted_s", "replicas", b"replicas", "samples", b"samples", "stages", b"stages", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack_degree", b"pack_degree", "pack_replicas", b"pack_replicas", "pack_seconds", b"pack_seconds", "pack_tokens", b"pack_tokens", "pack_wave", b"pack_wave", "packs", b"packs", "plan_digest", b"plan_digest", "predicted_s", b"predicted_s", "replicas", b"replicas", "samples", b"samples", "stages", b"stages", "version", b"version", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1507,213 +1700,6 @@ class StageReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
-
-@_typing.final
-class Microbatch(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WAVE_FIELD_NUMBER: _builtins.int
-    PACK_FIELD_NUMBER: _builtins.int
-    CP_GROUP_FIELD_NUMBER: _builtins.int
-    CP_RANK_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
-    CU_SEQLENS_FIELD_NUMBER: _builtins.int
-    LENGTHS_FIELD_NUMBER: _builtins.int
-    PHASES_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
-    wave: _builtins.int
-    pack: _builtins.int
-    """-1: this replica is idle in the wave"""
-    cp_rank: _builtins.int
-    seconds: _builtins.float
-    @_builtins.property
-    def cp_group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def cu_seqlens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderPhase]: ...
-    @_builtins.property
-    def items(self) -> Global___PackItems: ...
-    @_builtins.property
-    def loss_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """of the samples; empty where all of the step weigh 1"""
-
-    def __init__(
-        self,
-        *,
-        wave: _builtins.int = ...,
-        pack: _builtins.int = ...,
-        cp_group: _abc.Iterable[_builtins.int] | None = ...,
-        cp_rank: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-        sample_ids: _abc.Iterable[_builtins.int] | None = ...,
-        cu_seqlens: _abc.Iterable[_builtins.int] | None = ...,
-        lengths: _abc.Iterable[_builtins.int] | None = ...,
-        phases: _abc.Iterable[Global___EncoderPhase] | None = ...,
-        items: Global___PackItems | None = ...,
-        loss_weights: _abc.Iterable[_builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_group", b"cp_group", "cp_rank", b"cp_rank", "cu_seqlens", b"cu_seqlens", "items", b"items", "lengths", b"lengths", "loss_weights", b"loss_weights", "pack", b"pack", "phases", b"phases", "sample_ids", b"sample_ids", "seconds", b"seconds", "wave", b"wave"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Microbatch: _TypeAlias = Microbatch  # noqa: Y015
-
-@_typing.final
-class PackItems(_message.Message):
-    """All encoder items of a pack, in sequence order, whoever encodes them."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODALITY_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    NOTES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def modality(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
-    @_builtins.property
-    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """place of the item's first token in the padded pack"""
-
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def notes(self) -> Global___ItemNotes: ...
-    def __init__(
-        self,
-        *,
-        modality: _abc.Iterable[Global___Modality.ValueType] | None = ...,
-        start: _abc.Iterable[_builtins.int] | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        notes: Global___ItemNotes | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["modality", b"modality", "notes", b"notes", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PackItems: _TypeAlias = PackItems  # noqa: Y015
-
-@_typing.final
-class ItemNotes(_message.Message):
-    """What models need to know of items; a column is empty where nothing is known of any of them."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    GRID_FIELD_NUMBER: _builtins.int
-    SECONDS_PER_PATCH_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def kind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """0 image, 1 clip, 2 recording; -1: unknown"""
-
-    @_builtins.property
-    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """t, h, w in patches and merge size of each; 0: no grid"""
-
-    @_builtins.property
-    def seconds_per_patch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """of clips, in time; nan: unknown"""
-
-    def __init__(
-        self,
-        *,
-        kind: _abc.Iterable[_builtins.int] | None = ...,
-        grid: _abc.Iterable[_builtins.int] | None = ...,
-        seconds_per_patch: _abc.Iterable[_builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "kind", b"kind", "seconds_per_patch", b"seconds_per_patch"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ItemNotes: _TypeAlias = ItemNotes  # noqa: Y015
-
-@_typing.final
-class EncoderPhase(_message.Message):
-    """What this rank does for one encoder in one wave."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODALITY_FIELD_NUMBER: _builtins.int
-    ENCODES_FIELD_NUMBER: _builtins.int
-    SEND_ROWS_FIELD_NUMBER: _builtins.int
-    SEND_SPLITS_FIELD_NUMBER: _builtins.int
-    RECV_SPLITS_FIELD_NUMBER: _builtins.int
-    RECV_POSITIONS_FIELD_NUMBER: _builtins.int
-    NOTES_FIELD_NUMBER: _builtins.int
-    modality: Global___Modality.ValueType
-    @_builtins.property
-    def encodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemsOfPack]: ...
-    @_builtins.property
-    def send_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def send_splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def recv_splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def recv_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def notes(self) -> Global___ItemNotes:
-        """of the items that it encodes, in their order"""
-
-    def __init__(
-        self,
-        *,
-        modality: Global___Modality.ValueType = ...,
-        encodes: _abc.Iterable[Global___ItemsOfPack] | None = ...,
-        send_rows: _abc.Iterable[_builtins.int] | None = ...,
-        send_splits: _abc.Iterable[_builtins.int] | None = ...,
-        recv_splits: _abc.Iterable[_builtins.int] | None = ...,
-        recv_positions: _abc.Iterable[_builtins.int] | None = ...,
-        notes: Global___ItemNotes | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encodes", b"encodes", "modality", b"modality", "notes", b"notes", "recv_positions", b"recv_positions", "recv_splits", b"recv_splits", "send_rows", b"send_rows", "send_splits", b"send_splits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EncoderPhase: _TypeAlias = EncoderPhase  # noqa: Y015
-
-@_typing.final
-class ItemsOfPack(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PACK_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    RANGES_FIELD_NUMBER: _builtins.int
-    pack: _builtins.int
-    @_builtins.property
-    def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.UnitRange]:
-        """of each item, what is encoded; all of it when empty"""
-
-    def __init__(
-        self,
-        *,
-        pack: _builtins.int = ...,
-        items: _abc.Iterable[_builtins.int] | None = ...,
-        ranges: _abc.Iterable[_worker_pb2.UnitRange] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "pack", b"pack", "ranges", b"ranges"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ItemsOfPack: _TypeAlias = ItemsOfPack  # noqa: Y015
 
 @_typing.final
 class CommitStepRequest(_message.Message):
@@ -1770,6 +1756,56 @@ class CommitStepRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
 
 Global___CommitStepRequest: _TypeAlias = CommitStepRequest  # noqa: Y015
+
+@_typing.final
+class TrainedStep(_message.Message):
+    """As CommitStepRequest, along with the call for a later step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PhaseSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
+    PHASE_S_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    measured_s: _builtins.float
+    @_builtins.property
+    def phase_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        measured_s: _builtins.float | None = ...,
+        phase_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "measured_s", b"measured_s", "phase_s", b"phase_s", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
+
+Global___TrainedStep: _TypeAlias = TrainedStep  # noqa: Y015
 
 @_typing.final
 class CommitStepResponse(_message.Message):

@@ -64,6 +64,8 @@ class CoordinatorStub:
     """
     GetShard: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]
     """One rank's part of one step, with tickets. Waits until the step is planned."""
+    GetStepSummary: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStepSummaryRequest, _coordinator_pb2.StepSummary]
+    """The groups of a whole step, the same for every rank of its attempt."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]
     """This rank has trained the step."""
     Report: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]
@@ -108,6 +110,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     GetShard: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]  # type: ignore[assignment]
     """One rank's part of one step, with tickets. Waits until the step is planned."""
+    GetStepSummary: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStepSummaryRequest, _coordinator_pb2.StepSummary]  # type: ignore[assignment]
+    """The groups of a whole step, the same for every rank of its attempt."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]  # type: ignore[assignment]
     """This rank has trained the step."""
     Report: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]  # type: ignore[assignment]
@@ -245,6 +249,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetShardResponse, _abc.Awaitable[_coordinator_pb2.GetShardResponse]]:
         """One rank's part of one step, with tickets. Waits until the step is planned."""
+
+    @_abc_1.abstractmethod
+    def GetStepSummary(
+        self,
+        request: _coordinator_pb2.GetStepSummaryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.StepSummary, _abc.Awaitable[_coordinator_pb2.StepSummary]]:
+        """The groups of a whole step, the same for every rank of its attempt."""
 
     @_abc_1.abstractmethod
     def CommitStep(

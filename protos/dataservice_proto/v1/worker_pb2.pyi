@@ -47,91 +47,192 @@ class PackKey(_message.Message):
 Global___PackKey: _TypeAlias = PackKey  # noqa: Y015
 
 @_typing.final
-class PackOrder(_message.Message):
+class PackOrders(_message.Message):
+    """Packs of one step for one worker. Columns as in ShardColumns: see dataservice_proto/columns.py."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
-    DEGREE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
     TEAM_WEIGHT_FIELD_NUMBER: _builtins.int
     TEAM_LIMIT_FIELD_NUMBER: _builtins.int
-    degree: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
+    DEGREE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    KEY_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROW_GROUP_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    LLM_TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SPAN_NAME_BYTES_FIELD_NUMBER: _builtins.int
+    SPAN_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SPAN_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    ITEM_MODALITY_FIELD_NUMBER: _builtins.int
+    ITEM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEM_LLM_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEM_POSITION_FIELD_NUMBER: _builtins.int
+    SIDES_FIELD_NUMBER: _builtins.int
+    SIDE_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    plan_digest: _builtins.str
     pipeline: _builtins.str
     team_weight: _builtins.float
     """decoding time is shared by it"""
     team_limit: _builtins.float
     """the fraction of a worker's decoding time the team may take at most"""
+    packs: _builtins.int
+    keys: _builtins.bytes
+    """of all samples, in UTF-8, end to end"""
+    names: _builtins.bytes
+    """of all spans"""
+    pack: _builtins.bytes
+    degree: _builtins.bytes
+    samples: _builtins.bytes
+    sample_id: _builtins.bytes
+    file: _builtins.bytes
+    """place in `files`"""
+    key_bytes: _builtins.bytes
+    epoch: _builtins.bytes
+    """that it was drawn in, which augmentation depends on"""
+    row_group: _builtins.bytes
+    row: _builtins.bytes
+    piece: _builtins.bytes
+    """from 1, of a document that was cut; 0, the sample is whole"""
+    crc32: _builtins.bytes
+    """of its bytes when it was indexed; -1 is not compared"""
+    llm_tokens: _builtins.bytes
+    loss_tokens: _builtins.bytes
+    spans: _builtins.bytes
+    span_name_bytes: _builtins.bytes
+    span_offset_bytes: _builtins.bytes
+    span_size_bytes: _builtins.bytes
+    items: _builtins.bytes
+    item_modality: _builtins.bytes
+    item_encoder_tokens: _builtins.bytes
+    item_llm_tokens: _builtins.bytes
+    item_position: _builtins.bytes
+    sides: _builtins.bytes
+    side: _builtins.bytes
     @_builtins.property
-    def key(self) -> Global___PackKey: ...
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of each file"""
+
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackSample]: ...
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
-        degree: _builtins.int = ...,
+        version: _builtins.int = ...,
+        job: _builtins.str = ...,
+        step: _builtins.int = ...,
+        plan_digest: _builtins.str = ...,
         pipeline: _builtins.str = ...,
-        samples: _abc.Iterable[Global___PackSample] | None = ...,
         team_weight: _builtins.float = ...,
         team_limit: _builtins.float = ...,
+        packs: _builtins.int = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        files: _abc.Iterable[_builtins.str] | None = ...,
+        keys: _builtins.bytes = ...,
+        names: _builtins.bytes = ...,
+        pack: _builtins.bytes = ...,
+        degree: _builtins.bytes = ...,
+        samples: _builtins.bytes = ...,
+        sample_id: _builtins.bytes = ...,
+        file: _builtins.bytes = ...,
+        key_bytes: _builtins.bytes = ...,
+        epoch: _builtins.bytes = ...,
+        row_group: _builtins.bytes = ...,
+        row: _builtins.bytes = ...,
+        piece: _builtins.bytes = ...,
+        crc32: _builtins.bytes = ...,
+        llm_tokens: _builtins.bytes = ...,
+        loss_tokens: _builtins.bytes = ...,
+        spans: _builtins.bytes = ...,
+        span_name_bytes: _builtins.bytes = ...,
+        span_offset_bytes: _builtins.bytes = ...,
+        span_size_bytes: _builtins.bytes = ...,
+        items: _builtins.bytes = ...,
+        item_modality: _builtins.bytes = ...,
+        item_encoder_tokens: _builtins.bytes = ...,
+        item_llm_tokens: _builtins.bytes = ...,
+        item_position: _builtins.bytes = ...,
+        sides: _builtins.bytes = ...,
+        side: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degree", b"degree", "key", b"key", "pipeline", b"pipeline", "samples", b"samples", "team_limit", b"team_limit", "team_weight", b"team_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackOrder: _TypeAlias = PackOrder  # noqa: Y015
+Global___PackOrders: _TypeAlias = PackOrders  # noqa: Y015
 
 @_typing.final
-class PackSample(_message.Message):
+class PackAnswers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLE_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    LOCATION_FIELD_NUMBER: _builtins.int
-    LLM_TOKENS_FIELD_NUMBER: _builtins.int
-    LOSS_TOKENS_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    CRC32_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    sample_id: _builtins.int
-    source: _builtins.str
-    key: _builtins.str
-    llm_tokens: _builtins.int
-    loss_tokens: _builtins.int
-    crc32: _builtins.int
-    """of its bytes when it was indexed; absent is not compared"""
-    epoch: _builtins.int
-    """that it was drawn in, which augmentation depends on"""
+    RECEIPTS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def location(self) -> Global___SampleLocation: ...
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackReceipt]: ...
     @_builtins.property
-    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemLengths]: ...
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackFailure]: ...
     def __init__(
         self,
         *,
-        sample_id: _builtins.int = ...,
-        source: _builtins.str = ...,
-        key: _builtins.str = ...,
-        location: Global___SampleLocation | None = ...,
-        llm_tokens: _builtins.int = ...,
-        loss_tokens: _builtins.int = ...,
-        items: _abc.Iterable[Global___ItemLengths] | None = ...,
-        crc32: _builtins.int | None = ...,
-        epoch: _builtins.int = ...,
+        receipts: _abc.Iterable[Global___PackReceipt] | None = ...,
+        failures: _abc.Iterable[Global___PackFailure] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "location", b"location"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "epoch", b"epoch", "items", b"items", "key", b"key", "llm_tokens", b"llm_tokens", "location", b"location", "loss_tokens", b"loss_tokens", "sample_id", b"sample_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "receipts", b"receipts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
-    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackSample: _TypeAlias = PackSample  # noqa: Y015
+Global___PackAnswers: _TypeAlias = PackAnswers  # noqa: Y015
+
+@_typing.final
+class PackFailure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    pack: _builtins.int
+    error: _builtins.str
+    """its class"""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        pack: _builtins.int = ...,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "pack", b"pack"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackFailure: _TypeAlias = PackFailure  # noqa: Y015
 
 @_typing.final
 class SampleLocation(_message.Message):
@@ -192,48 +293,17 @@ class ByteSpan(_message.Message):
 Global___ByteSpan: _TypeAlias = ByteSpan  # noqa: Y015
 
 @_typing.final
-class ItemLengths(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODALITY_FIELD_NUMBER: _builtins.int
-    ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
-    LLM_TOKENS_FIELD_NUMBER: _builtins.int
-    POSITION_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    modality: _builtins.int
-    encoder_tokens: _builtins.int
-    llm_tokens: _builtins.int
-    position: _builtins.int
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        modality: _builtins.int = ...,
-        encoder_tokens: _builtins.int = ...,
-        llm_tokens: _builtins.int = ...,
-        position: _builtins.int = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder_tokens", b"encoder_tokens", "llm_tokens", b"llm_tokens", "modality", b"modality", "position", b"position", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ItemLengths: _TypeAlias = ItemLengths  # noqa: Y015
-
-@_typing.final
 class PackReceipt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     BAD_SAMPLES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     SAMPLE_DIGESTS_FIELD_NUMBER: _builtins.int
     ROOM_S_FIELD_NUMBER: _builtins.int
+    pack: _builtins.int
     size_bytes: _builtins.int
     decode_s: _builtins.float
     sample_digests: _builtins.bytes
@@ -241,15 +311,13 @@ class PackReceipt(_message.Message):
     room_s: _builtins.float
     """waited for room in the worker's memory before it was begun"""
     @_builtins.property
-    def key(self) -> Global___PackKey: ...
-    @_builtins.property
     def bad_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSample]: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceWork]: ...
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
+        pack: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         decode_s: _builtins.float = ...,
         bad_samples: _abc.Iterable[Global___BadSample] | None = ...,
@@ -257,9 +325,9 @@ class PackReceipt(_message.Message):
         sample_digests: _builtins.bytes = ...,
         room_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "key", b"key", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "pack", b"pack", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,115 +474,100 @@ Global___HeldPacks: _TypeAlias = HeldPacks  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
-    """The right to stream some parts from one worker. Signed by the coordinator, short-lived, and
-    good for the session alone that it was given to.
+    """The right to stream some parts of a step from the workers that hold them. Signed by the
+    coordinator, short-lived, and good for the session alone that it was given to. Columns as in
+    ShardColumns; workers are places in `workers`. Each worker streams its own parts by pack, and of a
+    pack first the sequence, then the items in the order of the columns.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    SIGNATURE_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
-    worker: _builtins.str
-    address: _builtins.str
+    WORKERS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_WORKER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_PACK_FIELD_NUMBER: _builtins.int
+    SEQUENCE_MEMBER_FIELD_NUMBER: _builtins.int
+    PART_WORKER_FIELD_NUMBER: _builtins.int
+    PART_PACK_FIELD_NUMBER: _builtins.int
+    PART_ITEMS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PLACE_FIRST_FIELD_NUMBER: _builtins.int
+    PLACE_STOP_FIELD_NUMBER: _builtins.int
+    PLACE_OF_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    plan_digest: _builtins.str
     rank: _builtins.int
     expires_unix_s: _builtins.int
-    signature: _builtins.bytes
     holder: _builtins.str
     """whom it was given to; tells nothing of the session's name"""
+    sequence_worker: _builtins.bytes
+    """Of each sequence: who holds it, its pack, and the member of the group that it is of."""
+    sequence_pack: _builtins.bytes
+    sequence_member: _builtins.bytes
+    part_worker: _builtins.bytes
+    """Of each part of items: who holds it, its pack, and how many items."""
+    part_pack: _builtins.bytes
+    part_items: _builtins.bytes
+    place: _builtins.bytes
+    """of each item, its place in the pack's list of items"""
+    place_first: _builtins.bytes
+    """units of each item to stream, of `of` equal ones; empty: all of each"""
+    place_stop: _builtins.bytes
+    place_of: _builtins.bytes
+    signature: _builtins.bytes
+    sequences: _builtins.int
+    parts: _builtins.int
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartSpec]: ...
-    def __init__(
-        self,
-        *,
-        worker: _builtins.str = ...,
-        address: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        expires_unix_s: _builtins.int = ...,
-        parts: _abc.Iterable[Global___PartSpec] | None = ...,
-        signature: _builtins.bytes = ...,
-        holder: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires_unix_s", b"expires_unix_s", "holder", b"holder", "parts", b"parts", "rank", b"rank", "signature", b"signature", "worker", b"worker"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
-
-@_typing.final
-class PartSpec(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    CP_RANK_FIELD_NUMBER: _builtins.int
-    ITEMS_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    RANGES_FIELD_NUMBER: _builtins.int
-    cp_rank: _builtins.int
-    """-1 when items are meant"""
-    @_builtins.property
-    def key(self) -> Global___PackKey: ...
-    @_builtins.property
-    def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """places in the pack's list of items"""
-
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of a sequence, the ones to stream; all when empty"""
 
-    @_builtins.property
-    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitRange]:
-        """of each item, what to stream; all of it when empty"""
-
     def __init__(
         self,
         *,
-        key: Global___PackKey | None = ...,
-        cp_rank: _builtins.int = ...,
-        items: _abc.Iterable[_builtins.int] | None = ...,
+        version: _builtins.int = ...,
+        job: _builtins.str = ...,
+        step: _builtins.int = ...,
+        plan_digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        expires_unix_s: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
-        ranges: _abc.Iterable[Global___UnitRange] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp_rank", b"cp_rank", "items", b"items", "key", b"key", "ranges", b"ranges", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PartSpec: _TypeAlias = PartSpec  # noqa: Y015
-
-@_typing.final
-class UnitRange(_message.Message):
-    """Units first to stop - 1 of an item in `of` equal ones: the same share of its frames."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    OF_FIELD_NUMBER: _builtins.int
-    first: _builtins.int
-    stop: _builtins.int
-    of: _builtins.int
-    def __init__(
-        self,
-        *,
-        first: _builtins.int = ...,
-        stop: _builtins.int = ...,
-        of: _builtins.int = ...,
+        sequence_worker: _builtins.bytes = ...,
+        sequence_pack: _builtins.bytes = ...,
+        sequence_member: _builtins.bytes = ...,
+        part_worker: _builtins.bytes = ...,
+        part_pack: _builtins.bytes = ...,
+        part_items: _builtins.bytes = ...,
+        place: _builtins.bytes = ...,
+        place_first: _builtins.bytes = ...,
+        place_stop: _builtins.bytes = ...,
+        place_of: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        sequences: _builtins.int = ...,
+        parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "of", b"of", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_unix_s", b"expires_unix_s", "holder", b"holder", "job", b"job", "part_items", b"part_items", "part_pack", b"part_pack", "part_worker", b"part_worker", "parts", b"parts", "place", b"place", "place_first", b"place_first", "place_of", b"place_of", "place_stop", b"place_stop", "plan_digest", b"plan_digest", "rank", b"rank", "sequence_member", b"sequence_member", "sequence_pack", b"sequence_pack", "sequence_worker", b"sequence_worker", "sequences", b"sequences", "signature", b"signature", "step", b"step", "tensors", b"tensors", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___UnitRange: _TypeAlias = UnitRange  # noqa: Y015
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
@@ -523,7 +576,7 @@ class FetchRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     proof: _builtins.bytes
-    """HMAC-SHA256 of the ticket's signature by the session's ticket_key"""
+    """HMAC-SHA256 of the ticket's signature and the worker's name by the ticket_key"""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     def __init__(

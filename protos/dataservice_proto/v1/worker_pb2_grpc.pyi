@@ -28,8 +28,10 @@ class WorkerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PackOrder, _worker_pb2.PackReceipt]
-    """From the coordinator only (authorised by the shared secret). Returns when the pack is ready."""
+    Prepare: _grpc.UnaryStreamMultiCallable[_worker_pb2.PackOrders, _worker_pb2.PackAnswers]
+    """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
+    ready or cannot be made, several together where they are; the call ends with the last.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]
     Held: _grpc.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]
     """From the coordinator only: what was ordered here and not released, decoded or not."""
@@ -39,8 +41,10 @@ class WorkerStub:
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PackOrder, _worker_pb2.PackReceipt]  # type: ignore[assignment]
-    """From the coordinator only (authorised by the shared secret). Returns when the pack is ready."""
+    Prepare: _aio.UnaryStreamMultiCallable[_worker_pb2.PackOrders, _worker_pb2.PackAnswers]  # type: ignore[assignment]
+    """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
+    ready or cannot be made, several together where they are; the call ends with the last.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]  # type: ignore[assignment]
     Held: _aio.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]  # type: ignore[assignment]
     """From the coordinator only: what was ordered here and not released, decoded or not."""
@@ -51,10 +55,12 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Prepare(
         self,
-        request: _worker_pb2.PackOrder,
+        request: _worker_pb2.PackOrders,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.PackReceipt, _abc.Awaitable[_worker_pb2.PackReceipt]]:
-        """From the coordinator only (authorised by the shared secret). Returns when the pack is ready."""
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.PackAnswers], _abc.AsyncIterator[_worker_pb2.PackAnswers]]:
+        """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
+        ready or cannot be made, several together where they are; the call ends with the last.
+        """
 
     @_abc_1.abstractmethod
     def Release(

@@ -1,0 +1,130 @@
+"""What thousands of ranks cost one coordinator: `python -m benchmarks.scale`.
+
+The coordinator, its workers and the ranks are processes of their own, and talk gRPC over loopback.
+Workers only acknowledge orders, and ranks fetch nothing: bytes are not the subject. Figures of a
+step are beyond those of as many empty calls, taken in turns with it on the same server.
+"""
+
+import argparse
+import datetime
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness import Row, hardware, slug
+from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
+from benchmarks.scale.play import Cost, Stage, staged
+from benchmarks.scale.service import Size
+from benchmarks.scale.stages import stages
+from dataservice.planning.warm import warm_up
+
+RESULTS = Path(__file__).parents[1] / "results"
+# Ranks, and the most processor seconds that a step may cost beyond the empty calls.
+BARS: dict[int, float | None] = {512: None, 2_560: 0.4, 10_000: 2.0}
+SAMPLES_A_RANK = 60
+SLOWER = 1.5  # than an empty call, at most, by the 99th percentiles
+RANK_BYTES, ROW_BYTES = 8_192, 24  # of an answer, and for each of its packs and items
+LONG_RANKS, LONG_SAMPLES, LONG_STEPS, LONG_WARM = 64, 8, 2_000, 400
+GROWTH = 0.05  # of the resident memory, at most, from the warm steps to the last
+
+
+def played(ranks: int, limit_s: float | None, turns: int, steps: int) -> list[Row]:
+    """The bars of one number of ranks: the least of some turns; the machine may have other work."""
+    size = Size(ranks=ranks, samples_a_rank=SAMPLES_A_RANK)
+    with staged(size) as stage:
+        stage.steps(1)
+        pairs = [(stage.empty(steps), stage.steps(steps)) for _ in range(turns)]
+        rss_bytes = stage.used().rss_bytes
+    beyond_s = min(real.cpu_s - empty.cpu_s for empty, real in pairs)
+    slower = min(real.p99_s / empty.p99_s for empty, real in pairs)
+    real, empty = pairs[-1][1], pairs[-1][0]
+    about = f"{ranks:,} ranks × {SAMPLES_A_RANK} samples"
+    return [
+        Row(
+            group="played",
+            what=f"processor time of a step beyond as many empty calls, {about}",
+            figure=beyond_s,
+            unit="s",
+            limit=limit_s,
+            explanation=f"The empty calls take {empty.cpu_s:.3f} s; resident "
+            f"{rss_bytes / 2**20:.0f} MiB.",
+        ),
+        Row(
+            group="played",
+            what=f"p99 of GetShard over that of an empty call, {about}",
+            figure=slower,
+            unit="×",
+            limit=SLOWER,
+            explanation=f"p50 {1e3 * real.p50_s:.0f} ms, empty {1e3 * empty.p50_s:.0f} ms; p99 "
+            f"{1e3 * real.p99_s:.0f} ms, empty {1e3 * empty.p99_s:.0f} ms.",
+        ),
+        _answer_bytes(about, real),
+    ]
+
+
+def _answer_bytes(about: str, real: Cost) -> Row:
+    rows = real.packs + real.items
+    return Row(
+        group="played",
+        what=f"bytes of a rank's answer, {about}",
+        figure=real.size_bytes,
+        unit="B",
+        limit=RANK_BYTES + ROW_BYTES * rows,
+        explanation=f"{real.packs:.1f} packs and {real.items:.1f} items in it.",
+    )
+
+
+def long_run(steps: int) -> Row:
+    """Resident memory over many small steps."""
+    size = Size(ranks=LONG_RANKS, samples_a_rank=LONG_SAMPLES, indexed=50_000)
+    with staged(size, workers=4, players=1) as stage:
+        _run(stage, LONG_WARM)
+        before = stage.used().rss_bytes
+        began_s = time.monotonic()
+        _run(stage, steps)
+        took_s, after = time.monotonic() - began_s, stage.used().rss_bytes
+    return Row(
+        group="long",
+        what=f"growth of resident memory over {steps:,} steps, {LONG_RANKS} ranks",
+        figure=after / before - 1,
+        unit="of it",
+        limit=GROWTH,
+        explanation=f"From {before / 2**20:.0f} to {after / 2**20:.0f} MiB, in {took_s:.0f} s.",
+    )
+
+
+def _run(stage: Stage, steps: int) -> None:
+    stage.steps(steps, settle_s=0.0)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, write the results; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=sorted(BARS))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help="0: leave it out")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    warm_up()
+    rows = stages(Size(ranks=2_560, samples_a_rank=SAMPLES_A_RANK))
+    for ranks in options.ranks:
+        rows += played(ranks, BARS.get(ranks), options.turns, options.steps)
+    if options.long_steps:
+        rows.append(long_run(options.long_steps))
+    print_rows(Console(), "Thousands of ranks", rows)
+    today = datetime.date.today().isoformat()
+    head = f"# Scale, {today}\n\n`python -m benchmarks.scale` on {hardware()}. {verdict(rows)}\n"
+    path = write_report(
+        options.output,
+        f"scale_{slug(hardware())}_{today}",
+        [head, rows_to_markdown("Thousands of ranks", rows)],
+    )
+    print(f"written to {path}")
+    return int(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""The coordinator under load, in a process of its own: as `serve` runs it, workers elsewhere."""
+
+import asyncio
+import contextlib
+import gc
+import resource
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from benchmarks.scale.made_job import JOB, made_setup
+from dataservice.core.ports import WorkerInfo
+from dataservice.engine.coordinator import Coordinator
+from dataservice.engine.fair_threads import FairThreads
+from dataservice.observability.metrics import PrometheusMetrics
+from dataservice.operate.freed_memory import give_back_now_and_then
+from dataservice.planning.warm import warm_up
+from dataservice.serving.server import serve_coordinator
+from dataservice.serving.worker_link import GrpcWorkerLink
+from dataservice.state.sqlite import SqliteStateStore
+
+SECRET = b"a secret of 32 bytes for scaling"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """What is played: `ranks` with `samples_a_rank` each, drawn from an index of `indexed`."""
+
+    ranks: int
+    samples_a_rank: int
+    indexed: int = 400_000
+    memory_tokens: int = 8192
+    text: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Used:
+    """Processor seconds of the coordinator's process so far, and its resident memory now."""
+
+    cpu_s: float
+    rss_bytes: int
+
+
+class FixedPool:
+    """core.ports.WorkerPool over workers that somebody else runs."""
+
+    def __init__(self, addresses: list[str], slots: int) -> None:
+        self._workers = tuple(
+            WorkerInfo(worker=f"worker-{k}", address=address, slots=slots)
+            for k, address in enumerate(addresses)
+        )
+
+    async def start(self) -> None:
+        """They run already."""
+
+    async def stop(self) -> None:
+        """They are not ours."""
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """All of them."""
+        return self._workers
+
+    def shortfall(self) -> str:
+        """None is missing."""
+        return ""
+
+    async def replace(self, worker: str) -> None:
+        """They do not fail here."""
+        raise AssertionError(f"{worker} was lost")
+
+    async def renew(
+        self, workers: Collection[str], drained: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Nobody asks for it."""
+
+
+def serve(size: Size, workers: list[str], home: str, line: Connection) -> None:
+    """Serve until the line says None; every other word is answered with what was used."""
+    asyncio.run(_serve(size, workers, Path(home), line))
+
+
+async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -> None:
+    warm_up()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    setup = made_setup(
+        max(size.indexed, size.ranks * size.samples_a_rank),
+        size.ranks * size.samples_a_rank,
+        memory_tokens=size.memory_tokens,
+        text=size.text,
+    )
+    writers = FairThreads("writing orders", threads=1)
+    store = SqliteStateStore(home)
+    coordinator = Coordinator(
+        store=store,
+        pool=FixedPool(workers, slots=32),
+        link=GrpcWorkerLink(SECRET, threads=writers),
+        read_job=lambda _text, _base, _team: [setup.record],
+        open_job=lambda _record: setup,
+        ticket_secret=SECRET,
+        metrics=PrometheusMetrics(),
+    )
+    await coordinator.start()
+    await coordinator.submit(JOB, "")
+    server = await serve_coordinator(coordinator, "127.0.0.1:0")
+    gc.freeze()  # as app.py does
+    gc.set_threshold(100_000, 50, 50)
+    giving = asyncio.create_task(give_back_now_and_then())
+    line.send(server.address)
+    process, loop = psutil.Process(), asyncio.get_running_loop()
+    while await loop.run_in_executor(None, line.recv) is not None:
+        line.send(Used(cpu_s=time.process_time(), rss_bytes=process.memory_info().rss))
+    giving.cancel()
+    await server.stop(0.0)
+    with contextlib.suppress(Exception):
+        await coordinator.stop()
+    writers.close()
+    store.close()

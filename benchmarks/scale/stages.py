@@ -1,0 +1,67 @@
+"""What the coordinator computes for a step, stage by stage, without a socket: one process, one
+thread at a time."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from benchmarks.harness import Row, timed_row
+from benchmarks.scale.made_job import JOB, made_setup
+from benchmarks.scale.play import WORKERS
+from benchmarks.scale.service import Size
+from dataservice.core.cursor import Cursor
+from dataservice.core.orders import PackOrder
+from dataservice.core.topology import Topology
+from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.planner import plan_step
+from dataservice.engine.shards import StepParts, columns_of, cut_step
+from dataservice.serving import wire_packs
+
+REPEATS = 5
+
+
+def stages(size: Size) -> list[Row]:
+    """Each stage of one step, from the cursor to what is sent."""
+    batch = size.ranks * size.samples_a_rank
+    setup = made_setup(
+        max(size.indexed, batch), batch, memory_tokens=size.memory_tokens, text=size.text
+    )
+    topology = Topology(world_size=size.ranks, replicas_per_node=8)
+    planned = plan_step(setup, Cursor(), topology)
+    assert planned is not None, "the job is endless"
+    plan, digest = planned.plan, planned.plan.digest
+    notes = setup.catalog.item_notes(plan.sample_ids)
+    ordering = partial(
+        pack_orders, plan, job=JOB, digest=digest, pipeline="{}", catalog=setup.catalog
+    )
+    orders, parts = ordering(), cut_step(plan, notes)
+    works: dict[str, Callable[[], object]] = {
+        "draw to plan": partial(plan_step, setup, Cursor(), topology),
+        "columns of all ranks": partial(cut_step, plan, notes),
+        "what models know of items": partial(setup.catalog.item_notes, plan.sample_ids),
+        "pack orders": ordering,
+        f"their wire form, for {WORKERS} workers": partial(_written, orders),
+        "rows of all ranks": partial(_rows, parts, size.ranks),
+    }
+    about = f"{batch:,} samples, {size.ranks:,} ranks, {plan.packs:,} packs"
+    return [
+        timed_row(
+            {name: work},
+            group="stages",
+            what=f"{name}: {about}",
+            limit=None,
+            repeats=REPEATS,
+        )
+        for name, work in works.items()
+    ]
+
+
+def _written(orders: list[PackOrder]) -> int:
+    shares = [orders[k::WORKERS] for k in range(WORKERS)]
+    sizes = [len(wire_packs.pack_orders_to_proto(of).SerializeToString()) for of in shares if of]
+    return int(np.sum(sizes))
+
+
+def _rows(parts: StepParts, ranks: int) -> int:
+    return sum(len(columns_of(parts, rank).columns) for rank in range(ranks))

@@ -1,0 +1,265 @@
+"""What a worker needs to know of samples, as columns: cut, gathered and sent without an object for
+any of them. Workers make the objects, each of its own packs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.layout import sample_starts
+from dataservice.core.orders import PackSample
+from dataservice.core.sample import (
+    ByteSpan,
+    ItemLengths,
+    Modality,
+    SampleLengths,
+    SampleLocation,
+    SampleRef,
+)
+from dataservice.core.shard_columns import expanded
+
+Array = NDArray[Any]
+
+NO_CHECKSUM = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleColumns:
+    """n samples with their spans and items; all whole numbers.
+
+    `sample_id`, `epoch`, `row_group`, `row`, `piece`, `crc32` (-1: none), `llm_tokens`,
+    `loss_tokens` [n]; `file` [n] are places in `files`, which has (source, path). `keys` are the
+    samples' keys in UTF-8 end to end, of `key_bytes` [n] each. `spans` [n] and `items` [n] count
+    the rows of the columns of spans, whose `names` are as the keys, and of items; `sides` [items]
+    those of `side`, the items' shapes.
+    """
+
+    files: Sequence[tuple[str, str]]
+    keys: bytes
+    names: bytes
+    sample_id: Array
+    file: Array
+    key_bytes: Array
+    epoch: Array
+    row_group: Array
+    row: Array
+    piece: Array
+    crc32: Array
+    llm_tokens: Array
+    loss_tokens: Array
+    spans: Array
+    span_name_bytes: Array
+    span_offset_bytes: Array
+    span_size_bytes: Array
+    items: Array
+    item_modality: Array
+    item_encoder_tokens: Array
+    item_llm_tokens: Array
+    item_position: Array
+    sides: Array
+    side: Array
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    def take(self, rows: Array) -> "SampleColumns":
+        """These samples, in this order. O(rows)."""
+        spans = _rows_of(self.spans, rows)
+        items = _rows_of(self.items, rows)
+        numbers, file = np.unique(self.file[rows], return_inverse=True)
+        taken: dict[str, Any] = {
+            name: getattr(self, name)[at]
+            for names, at in ((OF_SAMPLES, rows), (OF_SPANS, spans), (OF_ITEMS, items))
+            for name in names
+        }
+        return SampleColumns(
+            **{
+                **taken,
+                "files": [self.files[number] for number in numbers.tolist()],
+                "file": file,
+                "keys": _text_of(self.keys, self.key_bytes, rows),
+                "names": _text_of(self.names, self.span_name_bytes, spans),
+                "side": self.side[_rows_of(self.sides, items)],
+            }
+        )
+
+    def samples(self) -> list[PackSample]:
+        """The samples as objects."""
+        spans, items = _cuts(self.spans), _cuts(self.items)
+        of_spans, of_items = self._spans(), self._items()
+        keys = _texts(self.keys, self.key_bytes)
+        plain = (getattr(self, name).tolist() for name in PLAIN)
+        return [
+            PackSample(
+                ref=SampleRef(
+                    sample_id=sample_id,
+                    source=self.files[file][0],
+                    key=key,
+                    location=SampleLocation(
+                        file=self.files[file][1],
+                        spans=tuple(of_spans[own_spans]),
+                        row_group=row_group,
+                        row=row,
+                        piece=piece,
+                    ),
+                    crc32=None if crc32 == NO_CHECKSUM else crc32,
+                ),
+                lengths=SampleLengths(
+                    llm_tokens=llm_tokens,
+                    loss_tokens=loss_tokens,
+                    items=tuple(of_items[own_items]),
+                ),
+                epoch=epoch,
+            )
+            for key, own_spans, own_items, sample_id, file, epoch, row_group, row, piece, crc32,
+            llm_tokens, loss_tokens in zip(keys, spans, items, *plain, strict=True)
+        ]  # fmt: skip
+
+    def _spans(self) -> list[ByteSpan]:
+        names = _texts(self.names, self.span_name_bytes)
+        offsets, sizes = self.span_offset_bytes.tolist(), self.span_size_bytes.tolist()
+        return [
+            ByteSpan(name=name, offset_bytes=offset_bytes, size_bytes=size_bytes)
+            for name, offset_bytes, size_bytes in zip(names, offsets, sizes, strict=True)
+        ]
+
+    def _items(self) -> list[ItemLengths]:
+        columns = (getattr(self, name).tolist() for name in OF_ITEMS if name != "sides")
+        side = self.side.tolist()
+        return [
+            ItemLengths(
+                modality=Modality(modality),
+                encoder_tokens=encoder_tokens,
+                llm_tokens=llm_tokens,
+                position=position,
+                shape=tuple(side[own]),
+            )
+            for own, modality, encoder_tokens, llm_tokens, position in zip(
+                _cuts(self.sides), *columns, strict=True
+            )
+        ]
+
+    @staticmethod
+    def of(samples: Sequence[PackSample]) -> "SampleColumns":
+        """Columns from objects."""
+        refs, lengths = [s.ref for s in samples], [s.lengths for s in samples]
+        spans = [span for ref in refs for span in ref.location.spans]
+        items = [item for each in lengths for item in each.items]
+        files = list(dict.fromkeys((ref.source, ref.location.file) for ref in refs))
+        place = {file: k for k, file in enumerate(files)}
+        keys, names = [r.key.encode() for r in refs], [span.name.encode() for span in spans]
+        columns: dict[str, Sequence[int]] = {
+            "sample_id": [r.sample_id for r in refs],
+            "file": [place[r.source, r.location.file] for r in refs],
+            "key_bytes": list(map(len, keys)),
+            "epoch": [s.epoch for s in samples],
+            "row_group": [r.location.row_group for r in refs],
+            "row": [r.location.row for r in refs],
+            "piece": [r.location.piece for r in refs],
+            "crc32": [NO_CHECKSUM if r.crc32 is None else r.crc32 for r in refs],
+            "llm_tokens": [each.llm_tokens for each in lengths],
+            "loss_tokens": [each.loss_tokens for each in lengths],
+            "spans": [len(r.location.spans) for r in refs],
+            "span_name_bytes": list(map(len, names)),
+            "span_offset_bytes": [span.offset_bytes for span in spans],
+            "span_size_bytes": [span.size_bytes for span in spans],
+            "items": [len(each.items) for each in lengths],
+            "item_modality": [item.modality for item in items],
+            "item_encoder_tokens": [item.encoder_tokens for item in items],
+            "item_llm_tokens": [item.llm_tokens for item in items],
+            "item_position": [item.position for item in items],
+            "sides": [len(item.shape) for item in items],
+            "side": [side for item in items for side in item.shape],
+        }
+        return SampleColumns(
+            files=files,
+            keys=b"".join(keys),
+            names=b"".join(names),
+            **{name: np.array(values, dtype=np.int64) for name, values in columns.items()},
+        )
+
+
+class PackedSamples(Sequence[PackSample]):
+    """The samples of one pack: `rows` of the columns of its step, made into objects each time that
+    they are read. If they were kept, they would be most of what the coordinator holds."""
+
+    def __init__(self, columns: SampleColumns, rows: range) -> None:
+        self.columns = columns
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[PackSample]:
+        return iter(self.columns.take(np.arange(self.rows.start, self.rows.stop)).samples())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> PackSample: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[PackSample]: ...
+    def __getitem__(self, place: int | slice) -> PackSample | Sequence[PackSample]:
+        if isinstance(place, slice):
+            return self.columns.take(np.array(self.rows[place], dtype=np.int64)).samples()
+        return self.columns.take(np.array([self.rows[place]])).samples()[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def columns_of_packs(packs: Sequence[Sequence[PackSample]]) -> SampleColumns:
+    """The samples of some packs, end to end."""
+    first = packs[0] if packs else ()
+    if isinstance(first, PackedSamples) and all(
+        isinstance(pack, PackedSamples) and pack.columns is first.columns for pack in packs
+    ):
+        starts = np.array([pack.rows.start for pack in packs if isinstance(pack, PackedSamples)])
+        return first.columns.take(expanded(starts, np.array(list(map(len, packs)))))
+    return SampleColumns.of([sample for pack in packs for sample in pack])
+
+
+OF_SAMPLES = (
+    *("sample_id", "file", "key_bytes", "epoch", "row_group", "row", "piece", "crc32"),
+    *("llm_tokens", "loss_tokens", "spans", "items"),
+)
+OF_SPANS = ("span_name_bytes", "span_offset_bytes", "span_size_bytes")
+OF_ITEMS = (
+    *("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position"),
+    "sides",
+)
+PLAIN = (
+    *("sample_id", "file", "epoch", "row_group", "row", "piece", "crc32"),
+    *("llm_tokens", "loss_tokens"),
+)
+NUMBERS = tuple(
+    field.name for field in fields(SampleColumns) if field.name not in ("files", "keys", "names")
+)
+
+
+def numbers_of(columns: SampleColumns) -> Mapping[str, Array]:
+    """The columns of numbers by name."""
+    return {name: getattr(columns, name) for name in NUMBERS}
+
+
+def _rows_of(counts: Array, chosen: Array) -> Array:
+    """Rows that `counts` of all samples count, for the samples chosen."""
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    return expanded(starts[chosen], counts[chosen].astype(np.int64))
+
+
+def _text_of(text: bytes, sizes: Array, chosen: Array) -> bytes:
+    return np.frombuffer(text, np.uint8)[_rows_of(sizes, chosen)].tobytes()
+
+
+def _texts(text: bytes, sizes: Array) -> list[str]:
+    return [text[cut].decode() for cut in _cuts(sizes)]
+
+
+def _cuts(counts: Array) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(sample_starts(counts).tolist())]
