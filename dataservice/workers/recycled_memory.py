@@ -31,6 +31,7 @@ from dataservice.workers.sample_memory import (
     read_memory,
     sample_bytes,
     sample_of_bytes,
+    write_buffers,
 )
 
 KEPT_BYTES = 32 * 2**20
@@ -97,15 +98,15 @@ class FilledMemory:
     def fill(self, buffers: Sequence[memoryview | bytes], size_bytes: int) -> Handed:
         """Memory that holds these buffers end to end; its descriptor, if there is one, is the
         caller's to close. Raises OSError or MemoryError when there is none."""
-        number, descriptor = self._fitting(size_bytes), -1
+        number = self._fitting(size_bytes)
         if number is None:
-            number, descriptor = self._new(size_bytes)
+            return self._new(buffers, size_bytes)
         place = np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
         at = 0
         for buffer in buffers:
             place[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
             at += len(buffer)
-        return Handed(number, descriptor)
+        return Handed(number, -1)
 
     def take_back(self, returned: Returned) -> None:
         """What the worker has no use for any more. Numbers that it was never given are ignored."""
@@ -122,19 +123,21 @@ class FilledMemory:
             self._free.remove(number)
         return number
 
-    def _new(self, size_bytes: int) -> tuple[int, int]:
+    def _new(self, buffers: Sequence[memoryview | bytes], size_bytes: int) -> Handed:
+        """Writes through the descriptor: fresh pages would be faulted in one by one."""
         whole_bytes = file_bytes(size_bytes)
         descriptor = os.memfd_create("sample", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, whole_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            write_buffers(descriptor, buffers)
             mapping = _Mapping(descriptor, whole_bytes)
         except BaseException:
             os.close(descriptor)
             raise
         self._made += 1
         self._files[self._made] = mapping
-        return self._made, descriptor
+        return Handed(self._made, descriptor)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,17 +77,22 @@ def write_memory(buffers: list[memoryview | bytes], size_bytes: int) -> int:
     descriptor = os.memfd_create("sample", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
-        at = 0
-        for buffer in buffers:
-            view = memoryview(buffer)
-            while len(view):
-                written = os.pwrite(descriptor, view, at)
-                view, at = view[written:], at + written
+        write_buffers(descriptor, buffers)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def write_buffers(descriptor: int, buffers: Sequence[memoryview | bytes]) -> None:
+    """Write these end to end, from the file's beginning. Raises OSError."""
+    at = 0
+    for buffer in buffers:
+        view = memoryview(buffer)
+        while len(view):
+            written = os.pwrite(descriptor, view, at)
+            view, at = view[written:], at + written
 
 
 def sample_of_memory(descriptor: int, planned: SampleLengths) -> DecodedSample:
