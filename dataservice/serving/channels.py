@@ -37,19 +37,28 @@ SHARE_OF_FILES = 0.75
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """Limits on new connections. One that does not complete its handshake within `handshake_s` is
-    closed; gRPC's own clients give up after the same time. At most `connections` are open at once,
-    by default the number that the process's limit of open files allows. A connection above it is
-    closed immediately, and a rank that is turned away tries again."""
+    """Limits on new connections and calls. A connection that does not complete its handshake within
+    `handshake_s` is closed; gRPC's own clients give up after the same time. At most `connections`
+    are open at once, by default the number that the process's limit of open files allows. A
+    connection above it is closed immediately, and a rank that is turned away tries again.
+
+    All ranks of a job call at the same moment. So `calls` may wait for the event loop, each for
+    `call_s`: gRPC's own limits, 1,000 calls and 30 s, cancel those beyond."""
 
     handshake_s: float = 20.0
     connections: int | None = None
+    calls: int = 65_536
+    call_s: float = 300.0
 
     def options(self) -> Options:
         """The limits as gRPC's options."""
         return [
             ("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000)),
             ("grpc.max_allowed_incoming_connections", self.connections or _connections_by_files()),
+            # Between the two, some calls are cancelled by chance; beyond the second all are.
+            ("grpc.server.max_pending_requests", self.calls),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * self.calls),
+            ("grpc.server_max_unrequested_time_in_server", round(self.call_s)),
         ]
 
 

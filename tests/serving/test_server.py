@@ -1,4 +1,8 @@
+import asyncio
 import socket
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -55,6 +59,23 @@ async def test_health_says_that_the_coordinator_serves(coordinator, channel_to, 
     stub = health_pb2_grpc.HealthStub(channel_to(coordinator))
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_all_ranks_of_a_large_job_may_call_while_the_service_is_busy(coordinator):
+    """gRPC by itself cancels calls where more than a thousand wait to be taken up."""
+    calls = 3000
+    with grpc.insecure_channel(coordinator) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def begun():
+            futures = [stub.Check.future(health_pb2.HealthCheckRequest()) for _ in range(calls)]
+            time.sleep(1.0)  # until they have arrived
+            return futures
+
+        with ThreadPoolExecutor(1) as elsewhere:
+            futures = elsewhere.submit(begun).result()  # and this loop, which serves, does nothing
+        found = await asyncio.to_thread(lambda: Counter(str(future.code()) for future in futures))
+    assert found == {"StatusCode.OK": calls}
 
 
 async def test_health_watchers_are_told_that_a_server_stops(api, channel_to):
