@@ -8,7 +8,7 @@ again: `wake` is set then.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
@@ -118,8 +118,10 @@ class OpenOrders:
         name = worker.worker
         try:
             orders = [step.placements[pack].order for pack in copies]
+            # A step that is decoded again to be compared has only some of its plan's packs.
+            place_of = {order.key.pack: place for order, place in zip(orders, copies, strict=True)}
             async for answers in self._link.order(worker, orders):
-                await self._take(step, name, copies, answers)
+                await self._take(step, name, copies, answers, place_of)
         except WorkerLostError as error:
             log.warning("%s lost %d packs: %s", name, len(copies), error, extra=step.about)
             self._fail(step, copies, error)
@@ -132,27 +134,35 @@ class OpenOrders:
             self._fail(step, copies, ServiceError(f"{name} could not be asked: {error!r}"))
 
     async def _take(
-        self, step: DispatchedStep, name: str, copies: dict[int, Copy], answers: PackAnswers
+        self,
+        step: DispatchedStep,
+        name: str,
+        copies: dict[int, Copy],
+        answers: PackAnswers,
+        place_of: Mapping[int, int],
     ) -> None:
-        """Take what became of some packs. A copy that was given up meanwhile is none of ours."""
-        for pack, error in answers.failures.items():
+        """Take what became of some packs, which have their places in the step. A copy that was
+        given up meanwhile is none of ours."""
+        for number, error in answers.failures.items():
+            pack = place_of[number]
             copy = copies.pop(pack, None)
             if copy is None or step.placements[pack].copies.get(name) is not copy:
                 continue
-            log.error("%s refused pack %d: %s", name, pack, error, extra=step.about)
+            log.error("%s refused pack %d: %s", name, number, error, extra=step.about)
             _note_failure(step.placements[pack], error)
             self.forget(step, pack, name)
             if isinstance(error, WorkerLostError):
                 self._balancer.replace(name)
         taken = []
         for receipt in answers.receipts:
-            copy = copies.pop(receipt.key.pack, None)
-            if copy is None or step.placements[receipt.key.pack].copies.get(name) is not copy:
+            pack = place_of[receipt.key.pack]
+            copy = copies.pop(pack, None)
+            if copy is None or step.placements[pack].copies.get(name) is not copy:
                 continue
             taken.append((receipt, copy))
-            placement = step.placements[receipt.key.pack]
+            placement = step.placements[pack]
             self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
-            self._note_ready(step, receipt.key.pack, copy)
+            self._note_ready(step, pack, copy)
         if not taken:
             return
         receipts = [receipt for receipt, _ in taken]

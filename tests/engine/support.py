@@ -22,6 +22,7 @@ from dataservice.core.sample import (
     SampleLengths,
     SampleLocation,
 )
+from dataservice.core.sample_columns import PackedSamples
 from dataservice.core.topology import Topology
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.planner import plan_step
@@ -99,6 +100,14 @@ def make_setup(
     )
 
 
+def sample_ids_of(order: PackOrder) -> list[int]:
+    """Without the objects of its samples, of which a large step has many."""
+    samples = order.samples
+    if isinstance(samples, PackedSamples):
+        return samples.columns.sample_id[samples.rows.start : samples.rows.stop].tolist()
+    return [sample.ref.sample_id for sample in samples]
+
+
 @dataclass
 class Books(OneByOne):
     """A worker pool and its link in one: keeps what was ordered and released, decodes nothing."""
@@ -142,7 +151,7 @@ class Books(OneByOne):
         await asyncio.sleep(0)
         if worker.worker in self.deaf or worker.worker not in self.alive:
             raise WorkerLostError(f"{worker.worker} is gone")
-        ids = [sample.ref.sample_id for sample in order.samples]
+        ids = sample_ids_of(order)
         if self.refuses.intersection(ids):
             raise SpecError("the tokenizer is another")
         self.orders.setdefault(order.key, []).append(worker.worker)
@@ -158,7 +167,7 @@ class Books(OneByOne):
             decode_s=0.0,
             bad_samples=tuple(
                 BadSample(sample_id=s.ref.sample_id, source="s", key=s.ref.key, reason="cut short")
-                for s in order.samples
+                for s in (order.samples if self.masks.intersection(ids) else ())
                 if s.ref.sample_id in self.masks
             ),
             sample_digests=np.array(

@@ -259,5 +259,6 @@ async def test_damaged_requests_to_a_worker_get_deliberate_answers(
         requests = Requests(descriptor, texts(job, tmp_path), f"{SEED} worker {commands}")
         statuses = await answers(worker.address, requests.some(int(300 * FACTOR)), metadata)
         tally(f"gRPC, worker, {'coordinator' if commands else 'stranger'}", verdicts(statuses))
-        assert statuses[grpc.StatusCode.PERMISSION_DENIED] > statuses.total() // 20
+        refused = [grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT]
+        assert sum(statuses[code] for code in refused) > statuses.total() // 20
         assert [each.worker for each in service.pool.workers()] == [worker.worker]

@@ -235,7 +235,7 @@ async def test_log_records_say_what_they_are_about(metrics, caplog):
     shard = await shard_of(coordinator, sessions[1], 0)
     of_step_0 = {"job": "job", "attempt": 1, "step": 0}
     await until(lambda: of_step_0 in every("quarantined"))
-    failed = tuple(ticket.worker for ticket in shard.tickets)
+    failed = shard.ticket.workers
     await shard_of(coordinator, sessions[1], 0, failed)
     for opened in sessions:
         coordinator.close_session(opened.session)

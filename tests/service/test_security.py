@@ -213,19 +213,19 @@ def rank_zero(teams: Teams, who: str) -> Iterator[tuple[Any, Any]]:
 
 def test_a_stolen_ticket_is_of_no_use_and_who_tries_is_logged_and_counted(teams: Teams) -> None:
     with rank_zero(teams, "vision") as (owner, shard), rank_zero(teams, "audio") as (thief, _):
-        (ticket, *_) = shard.tickets
+        ticket, worker, address = shard.ticket, shard.ticket.workers[0], shard.addresses[0]
         assert owner.session not in str(ticket)
 
         def fetched(proof: bytes) -> int:
             """Who has no token, only the ticket, asks its worker; the bytes of the answer."""
             workers = GrpcTransport(tls=teams.tls)
-            with workers.channel(ticket.address, authorised=False) as channel:
+            with workers.channel(address, authorised=False) as channel:
                 request = worker_pb2.FetchRequest(ticket=ticket, proof=proof)
                 chunks = worker_pb2_grpc.WorkerStub(channel).Fetch(request, timeout=60)
                 return sum(len(chunk.data) for chunk in chunks)
 
         def proof(key: bytes) -> bytes:
-            return hmac.digest(key, ticket.signature, "sha256")
+            return hmac.digest(key, ticket.signature + worker.encode(), "sha256")
 
         for stolen in (b"", proof(thief.ticket_key), proof(owner.session.encode())):
             with pytest.raises(grpc.RpcError, match="given to another session") as refused:

@@ -81,6 +81,12 @@ class StageLayout:
 
     def _check_encoders(self) -> None:
         encoding = [place for place, name in enumerate(self.modules) if name != DECODER]
+        if self.encoder_stage == "cut":
+            raise LayoutError(
+                "encoder_stage is 'cut': a stage ends inside an encoder, which this runtime "
+                "does not run. Lay out with `dataservice layout --encoders first --encoders own "
+                "--encoders spread --encoders bubbles`"
+            )
         if self.encoder_stage not in ENCODER_STAGES:
             raise LayoutError(
                 f"encoder_stage is {self.encoder_stage!r}; it is one of {', '.join(ENCODER_STAGES)}"

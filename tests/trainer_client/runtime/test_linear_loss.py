@@ -254,7 +254,7 @@ def headless(way, how):
 def steps(rank, size, cases):
     linear_loss.CHUNK_BYTES = 7 * 13 * 8
     answer = {}
-    with GroupPool(timeout_s=60, max_groups=4) as pool:
+    with GroupPool(timeout_s=60) as pool:
         for way, how, seed in cases:
             samples = random_samples(seed)
             if seed % 2:
