@@ -244,7 +244,7 @@ def test_a_stolen_ticket_is_of_no_use_and_who_tries_is_logged_and_counted(teams:
         for (series, labels), value in scraped(address).items()
         if series == name
     }
-    by = frozenset({("fault", "holder"), ("worker", ticket.worker)})
+    by = frozenset({("fault", "holder"), ("worker", worker)})
     assert {labels: value for labels, value in refused_of.items() if value} == {by: 3.0}
 
 
