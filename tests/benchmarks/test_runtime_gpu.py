@@ -67,6 +67,7 @@ def test_a_row_that_misses_its_bar_fails_the_run(monkeypatch, tmp_path, met, cod
     assert ("NOT MET" in table.read_text()) == (code == 1)
 
 
+@pytest.mark.long
 def test_it_needs_only_torch_numpy_and_the_light_client():
     heavy = ["dataservice", "ray", "pyarrow", "av", "numba", "scipy", "pydantic", "rich"]
     code = f"import sys, benchmarks.runtime_gpu; print([m for m in {heavy} if m in sys.modules])"

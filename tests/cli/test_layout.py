@@ -196,6 +196,7 @@ def test_exactly_one_of_a_job_and_an_index_is_asked_for(cli, home):
         says(done.said, words)
 
 
+@pytest.mark.long
 def test_measured_layers_take_the_place_of_computed_ones(cli, home):
     first = ("--encoders", "first")
     computed = bare(cli, home, "--index", home / "index", "--batch", "6", "--json", *first)

@@ -36,6 +36,7 @@ def compiled_layers(name, seed=1):
     return worst_difference(result, model.model, loss, grads)[1], len(shard.microbatches)
 
 
+@pytest.mark.long
 def test_the_layers_of_a_decoder_are_one_graph_for_all_microbatches():
     difference, microbatches = compiled_layers("llama")
     assert difference <= 1e-10

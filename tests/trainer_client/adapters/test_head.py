@@ -105,6 +105,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_trained_with_its_logits():
     assert rows > 3
 
 
+@pytest.mark.long
 def test_logits_that_a_model_shapes_in_a_way_of_its_own_are_held(caplog):
     family = FAMILIES["llama"]
     samples = samples_of("llama", family.build(), 1)

@@ -108,6 +108,7 @@ def compiled_ring(rank, size):
     return differences
 
 
+@pytest.mark.long
 def test_a_ring_of_two_ranks_is_the_same_graph_for_every_group(world):
     for differences in world(compiled_ring, 2).values():
         assert max(differences) <= 1e-10
