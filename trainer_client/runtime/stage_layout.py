@@ -81,7 +81,7 @@ class StageLayout:
 
     def _check_encoders(self) -> None:
         encoding = [place for place, name in enumerate(self.modules) if name != DECODER]
-        if self.encoder_stage == "cut":
+        if str(self.encoder_stage) == "cut":  # which a layout file may say
             raise LayoutError(
                 "encoder_stage is 'cut': a stage ends inside an encoder, which this runtime "
                 "does not run. Lay out with `dataservice layout --encoders first --encoders own "
