@@ -73,7 +73,8 @@ class Rows:
             tensor.index_add_(0, self.index, rows.to(tensor.dtype))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+# Without slots, of which Python 3.10 makes none that can be referenced weakly.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
     """Queries and keys that meet in one ring step; both hold the same S' sequences.
 
