@@ -166,6 +166,12 @@ def _by_replica(plan: StepPlan, counts: Array) -> NDArray[np.int64]:
     return sample_starts(counts.reshape(plan.replicas, -1).sum(axis=1))
 
 
+def _of_replicas(plan: StepPlan, begins: Array) -> NDArray[np.int64]:
+    """Where each replica's rows begin, by where those of its phases do: int64[N+1]. A step may have
+    no wave."""
+    return begins[np.arange(plan.replicas + 1) * plan.waves * _PHASES]
+
+
 # ---- what a replica has of each wave: its pack, with samples and items -----------------------
 
 
@@ -334,7 +340,7 @@ def _encoded(
     seen = np.zeros((plan.waves, _PHASES), dtype=bool)
     seen[wave, plan.item_modality] = True
     absent = ~np.tile(seen.ravel(), plan.replicas)
-    of_phase = begins[:: plan.waves * _PHASES]
+    of_phase = _of_replicas(plan, begins)
     return [
         _Columns(
             np.arange(plan.replicas + 1) * plan.waves * _PHASES,
@@ -402,5 +408,5 @@ def _runs(
     values = (row[order], runs.rows[order], other[order])
     return [
         _Columns(np.arange(plan.replicas + 1) * plan.waves * _PHASES, {counted: np.diff(begins)}),
-        _Columns(begins[:: plan.waves * _PHASES], dict(zip(names, values, strict=True))),
+        _Columns(_of_replicas(plan, begins), dict(zip(names, values, strict=True))),
     ]
