@@ -1,13 +1,19 @@
 """Synthetic shards are those that the service would send of the same samples and plan."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.trainer_client.as_service import in_turn, sent_by_service
+from dataservice.core.orders import RankShard
+from dataservice.engine.ready_step import step_summary
+from dataservice.engine.shards import columns_of, cut_step
+from dataservice.serving.wire_shards import rank_shard_to_proto
+from tests.trainer_client.as_service import in_turn, plan_of, sent_by_service
 from trainer_client import BadArgument, MisuseError, NotFetched, RankOutOfRange
+from trainer_client.assemble import assemble_shard
 from trainer_client.positions import MropeRule
 from trainer_client.synthetic import (
     SyntheticDataset,
@@ -193,3 +199,17 @@ def test_what_makes_no_step_is_refused(wrong, complaint):
 def test_a_rank_outside_the_job_is_refused():
     with pytest.raises(RankOutOfRange, match=r"outside 0\.\.2"):
         SyntheticDataset(JOB, rank=3)
+
+
+def test_a_step_that_has_no_sample_left_reaches_every_rank():
+    """Its plan has no wave, so that there is nothing to cut."""
+    plan = plan_of(SimpleNamespace(step=0, replicas=3, samples=()), [])
+    assert plan.waves == 0
+    cut = cut_step(plan)
+    for replica in range(3):
+        of_rank = RankShard(
+            job="job", attempt=1, step=0, rank=replica, replica=replica, plan_digest="d",
+            cursor_after="1", loss_tokens=0, samples=0, predicted_s=0.0,
+            columns=columns_of(cut, replica), ticket=None, summary=step_summary(plan, "d"),
+        )  # fmt: skip
+        assert assemble_shard(rank_shard_to_proto(of_rank), {}).microbatches == ()
