@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.cut_microbatches import ItemsOfPack, microbatches_of
+from benchmarks.cut_microbatches import Microbatch as CutMicrobatch
 from dataservice.core.layout import member_rows
-from dataservice.core.orders import ItemsOfPack
-from dataservice.core.orders import Microbatch as CutMicrobatch
 from dataservice.core.plan import StepPlan
-from dataservice.engine.shards import StepParts, microbatches_of
+from dataservice.engine.shards import StepParts
 from trainer_client.shard import (
     FeatureExchange,
     Group,

@@ -29,6 +29,12 @@ def sample_starts(padded: IntArray) -> NDArray[np.int64]:
     return starts
 
 
+def expanded(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Runs (first, rows) as single row numbers: int64[sum(rows)]."""
+    before = np.cumsum(rows) - rows
+    return np.repeat(first - before, rows) + np.arange(int(rows.sum()))
+
+
 def member_rows(padded: IntArray, degree: int, cp_rank: int) -> NDArray[np.int64]:
     """Rows of the padded pack that member `cp_rank` holds, in its own order.
 

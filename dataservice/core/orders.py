@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dataservice.core.errors import ServiceError
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
-from dataservice.core.sample import ItemNotes, Modality, SampleLengths, SampleRef
+from dataservice.core.sample import SampleLengths, SampleRef
 from dataservice.core.team import TeamShare
 
 TOKEN_TENSORS = ("input_ids", "position_ids")
@@ -178,80 +175,6 @@ class Ticket:
     parts: int
     columns: Mapping[str, bytes]
     signature: bytes = b""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeatureRoutes:
-    """Rows of encoded features that one rank sends and receives in a wave, for one modality.
-
-    The rank encodes its items in the order given by its parts; their features, end to end,
-    are its rows. `send_rows` int32[s] are rows of those, in order of destination;
-    `send_splits`, `recv_splits` int32[N] count rows per replica; `recv_positions` int32[r]
-    are the local token positions of the rows received, in order of source.
-    """
-
-    modality: Modality
-    send_rows: NDArray[np.int32]
-    send_splits: NDArray[np.int32]
-    recv_splits: NDArray[np.int32]
-    recv_positions: NDArray[np.int32]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ItemsOfPack:
-    """Encoder items of one pack, as places in the pack's list of items; of each the units in
-    `ranges`, or all of it where there are none."""
-
-    pack: int
-    items: tuple[int, ...]
-    ranges: tuple[UnitRange, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackItems:
-    """The m encoder items of a pack, in sequence order: `modality` int8[m]; `start` int32[m], the
-    place of an item's first token in the padded pack; `tokens` int32[m], how many it has."""
-
-    modality: NDArray[np.int8]
-    start: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    notes: ItemNotes
-
-    def __len__(self) -> int:
-        return len(self.modality)
-
-    @staticmethod
-    def none() -> "PackItems":
-        """No items: of an idle replica, or of a pack of text alone."""
-        empty = np.zeros(0, dtype=np.int32)
-        return PackItems(
-            modality=empty.astype(np.int8), start=empty, tokens=empty, notes=ItemNotes.unknown(0)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
-    """One rank's part of one wave. `pack` is -1 when its replica is idle in the wave.
-
-    `cu_seqlens` int32[S+1] are the padded sample offsets of the whole pack, `lengths`
-    int32[S] the true lengths, `items` all its encoder items; `encodes[modality]` lists the items
-    that this rank encodes, by pack, and `encode_notes[modality]` what is known of them.
-    `loss_weights` float64[S] are of the samples, empty where all samples of the step weigh 1.
-    """
-
-    wave: int
-    pack: int
-    cp_group: tuple[int, ...]
-    cp_rank: int
-    seconds: float
-    sample_ids: NDArray[np.int64]
-    cu_seqlens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    encodes: dict[Modality, tuple[ItemsOfPack, ...]]
-    routes: dict[Modality, FeatureRoutes]
-    encode_notes: dict[Modality, ItemNotes] = field(default_factory=dict)
-    items: PackItems = field(default_factory=PackItems.none)
-    loss_weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

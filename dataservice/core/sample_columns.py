@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.layout import sample_starts
+from dataservice.core.layout import expanded, sample_starts
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
     ByteSpan,
@@ -20,7 +20,6 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.shard_columns import expanded
 
 Array = NDArray[Any]
 

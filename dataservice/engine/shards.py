@@ -15,11 +15,10 @@ import numpy as np
 from dataservice_proto.columns import SHARD, packed
 from numpy.typing import NDArray
 
-from dataservice.core.layout import sample_starts
-from dataservice.core.orders import EVERYTHING, Microbatch, ShardColumns, WantedParts
+from dataservice.core.layout import expanded, sample_starts
+from dataservice.core.orders import EVERYTHING, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
-from dataservice.core.shard_columns import expanded, microbatches
 from dataservice.planning.kernels.sort import group_stable
 from dataservice.planning.pieces import item_numbers, unit_counts
 from dataservice.planning.routes import ItemPlaces, Runs, feature_runs, item_places
@@ -134,13 +133,6 @@ def ticket_columns(
     of_items = _ITEM_COLUMNS if wanted.media else ()
     nothing = dict.fromkeys((*_SEQUENCE_COLUMNS, *_ITEM_COLUMNS), b"")
     return nothing | {name: cut[name] for name in (*sequences, *of_items)}
-
-
-def microbatches_of(
-    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
-) -> tuple[Microbatch, ...]:
-    """One replica's microbatches as objects, wave by wave; idle waves included."""
-    return microbatches(columns_of(parts, replica, wanted))
 
 
 _SEQUENCE_COLUMNS = ("sequence_pack", "sequence_member")

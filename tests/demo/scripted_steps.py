@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.cut_microbatches import microbatches_of
 from benchmarks.planned_shards import microbatch
 from dataservice.core.orders import PackSample
 from dataservice.core.plan import StepPlan
@@ -21,7 +22,7 @@ from dataservice.core.sample import (
 from dataservice.decode.processors.base import VideoHeader
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
-from dataservice.engine.shards import cut_step, microbatches_of
+from dataservice.engine.shards import cut_step
 from dataservice.workers.pack import assemble
 from demo.model import ModelConfig
 from tests.trainer_client.runtime.whole_attention import dense_attention

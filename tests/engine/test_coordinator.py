@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.cut_microbatches import microbatches
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
     ConflictError,
@@ -15,7 +16,6 @@ from dataservice.core.errors import (
     WorldSizeError,
 )
 from dataservice.core.orders import RankShard, WantedParts
-from dataservice.core.shard_columns import microbatches
 from dataservice.core.tickets import check_ticket, parts_at, prove
 from dataservice.core.topology import ReplicaLayout
 from dataservice.engine.api import EndOfData

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.cut_microbatches import microbatches_of
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import PlanningError
 from dataservice.core.memory import MemoryModel
@@ -10,7 +11,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import check_fits, plan_step
-from dataservice.engine.shards import cut_step, microbatches_of
+from dataservice.engine.shards import cut_step
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.stages import assign
 from dataservice.planning.validate import validate_plan

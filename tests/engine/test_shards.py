@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.cut_microbatches import Microbatch, PackItems, microbatches_of
 from dataservice.core.cursor import Cursor
 from dataservice.core.layout import member_rows, sample_starts
-from dataservice.core.orders import Microbatch, PackItems
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import plan_step
-from dataservice.engine.shards import cut_step, microbatches_of
+from dataservice.engine.shards import cut_step
 from tests.engine.support import make_setup
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cut_microbatches import microbatches
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import NotFoundError, SpecError
 from dataservice.core.job import SkipRecord
-from dataservice.core.shard_columns import microbatches
 from dataservice.core.topology import Topology
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.planner import draw_step, pass_over, plan_step

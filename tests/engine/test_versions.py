@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cut_microbatches import microbatches
 from dataservice.core.cost import ContextCost
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, CursorMismatchError, IndexStaleError
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan_options import CostModel, PlanOptions
-from dataservice.core.shard_columns import microbatches
 from dataservice.engine.coordinator import Coordinator
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from dataservice_proto.v1 import coordinator_pb2
 
+from benchmarks.cut_microbatches import microbatches_of
 from dataservice.core.orders import PackSample, RankShard
 from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
@@ -20,7 +21,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.engine.ready_step import step_summary
-from dataservice.engine.shards import columns_of, cut_step, microbatches_of
+from dataservice.engine.shards import columns_of, cut_step
 from dataservice.serving.wire_shards import rank_shard_to_proto
 from dataservice.workers.pack import assemble
 from trainer_client.assemble import assemble_shard
