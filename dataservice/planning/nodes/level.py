@@ -11,10 +11,10 @@ their cheapest items to nodes that still keep it; where many do, the next round 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import ROUNDING
-from dataservice.planning.nodes.fill import FEW_RANKS, fill_node
+from dataservice.planning.nodes.fill import CHOSEN, FEW_RANKS, fill_few, fill_node
 
 _FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
 # A phase that ends further above the bound tries caps between the last that it missed and its end.
@@ -42,14 +42,25 @@ def level_phase(
     the slack grows by half in each.
     """
     nodes = begins.size - 1
+    if begins[nodes] == begins[0]:
+        return
+    largest_home = 0
     for node in range(nodes):
-        rank_of[listed[begins[node] : begins[node + 1]]] = node * ranks_per_node
+        largest_home = max(largest_home, begins[node + 1] - begins[node])
+        for place in range(begins[node], begins[node + 1]):
+            rank_of[listed[place]] = node * ranks_per_node
     most = np.full(nodes, np.inf)  # float64[nodes]: largest load
-    came = np.empty((2, _MOVED_PER_NODE * nodes), np.int64)  # int64[item and node, moved]
+    came = np.empty((2, _MOVED_PER_NODE * nodes), np.int64)  # int64[item and next guest, moved]
+    guests = np.full((2, nodes), -1)  # int64[first and last, nodes]: places in `came`
     moved = 0
     slack, missed, lower_caps = _FIRST_SLACK, 0.0, 0
     few = max(nodes // _FEW_NODES, 1)
     stuck = np.empty(nodes, np.int64)  # int64[nodes that miss the cap]
+    space = largest_home + came.shape[1] + 1
+    held = np.empty(space, np.int64)  # int64[items of a node]
+    fell = np.empty(space)  # float64[items of a node]
+    room = np.empty((3, space), np.int64)
+    loads = np.empty(ranks_per_node)
     while True:
         cap = bound * (1.0 + slack) * (1.0 + ROUNDING)
         missing = 0
@@ -57,9 +68,13 @@ def level_phase(
             if most[node] <= cap:
                 continue
             inside = min(ranks_per_node, ranks - node * ranks_per_node)
-            home = listed[begins[node] : begins[node + 1]]
-            items = _held(node, home, came[:, :moved], -1, costs, ranks_per_node, rank_of)
-            _fill(node * ranks_per_node, inside, items, costs, cap, most[node : node + 1], rank_of)
+            count = _hold(
+                node, listed, begins, came, guests, -1, costs, ranks_per_node, rank_of, held, fell
+            )
+            most[node] = _fill(
+                node * ranks_per_node, inside, count, cap, most[node], held, fell, room, loads,
+                rank_of,
+            )  # fmt: skip
             if most[node] > cap and inside <= FEW_RANKS:
                 stuck[missing] = node
                 missing += 1
@@ -76,7 +91,7 @@ def level_phase(
         if missing <= few:
             moved = _hand_on(
                 stuck[:missing], costs, listed, begins, cap, ranks, ranks_per_node, most, came,
-                moved, rank_of,
+                guests, moved, held, fell, room, loads, rank_of,
             )  # fmt: skip
         slack *= _WIDER
 
@@ -85,19 +100,26 @@ def level_phase(
 def _fill(
     first: int,
     ranks: int,
-    items: NDArray[np.int64],
-    costs: NDArray[np.float64],
+    count: int,
     cap: float,
-    most: NDArray[np.float64],
+    most: float,
+    held: NDArray[np.int64],
+    fell: NDArray[np.float64],
+    room: NDArray[np.int64],
+    loads: NDArray[np.float64],
     rank_of: NDArray[np.int32],
-) -> None:
-    """Fill the node that begins at rank `first` anew, if that lowers its largest load, most[0]."""
-    rank_at = np.empty(items.size, np.int64)
-    largest = fill_node(costs[items], ranks, cap, rank_at)
-    if largest < most[0]:
-        most[0] = largest
-        for place in range(items.size):
-            rank_of[items[place]] = first + rank_at[place]
+) -> float:
+    """Fill the node that begins at rank `first` anew, with the first `count` items of `held`, if
+    that lowers its largest load, `most`; what is then the largest."""
+    if ranks <= FEW_RANKS:
+        largest = fill_few(fell, count, ranks, cap, room, loads)
+    else:
+        largest = fill_node(fell[:count], ranks, cap, room[CHOSEN])
+    if largest >= most:
+        return most
+    for place in range(count):
+        rank_of[held[place]] = first + room[CHOSEN, place]
+    return largest
 
 
 @kernel
@@ -111,47 +133,72 @@ def _hand_on(
     ranks_per_node: int,
     most: NDArray[np.float64],
     came: NDArray[np.int64],
+    guests: NDArray[np.int64],
     moved: int,
+    held: NDArray[np.int64],
+    fell: NDArray[np.float64],
+    room: NDArray[np.int64],
+    loads: NDArray[np.float64],
     rank_of: NDArray[np.int32],
 ) -> int:
     """Items that rise above the cap in their node, cheapest first, to nodes that keep it with them.
 
     Nodes are asked in turn, and once one refuses, it is not asked again: at most one filling a node
-    and one an item moved. Written: `most` float64[nodes], `came` int64[item and node, moved] and
-    `rank_of`. Returns how many items have moved in all.
+    and one an item moved. Written: `most` float64[nodes], `came` int64[item and next guest, moved],
+    `guests` int64[first and last, nodes] and `rank_of`. Returns how many items have moved in all.
     """
     hosts = _by_room(stuck, costs, listed, begins, cap, ranks, ranks_per_node, rank_of)
     asked, left = 0, hosts.size
-    loads = np.empty(ranks_per_node)
+    above = np.empty(ranks_per_node)  # float64[ranks of the node]: load, until it keeps the cap
     for node in stuck:
         first = node * ranks_per_node
-        home = listed[begins[node] : begins[node + 1]]
-        items = _held(node, home, came[:, :moved], -1, costs, ranks_per_node, rank_of)
-        loads[:] = 0.0
-        for item in items:
-            loads[rank_of[item] - first] += costs[item]
-        for item in home[::-1]:  # guests stay: an item moves once
+        count = _hold(
+            node, listed, begins, came, guests, -1, costs, ranks_per_node, rank_of, held, fell
+        )
+        above[:] = 0.0
+        for place in range(count):
+            above[rank_of[held[place]] - first] += fell[place]
+        for place in range(begins[node + 1] - 1, begins[node] - 1, -1):  # guests stay: moved once
+            item = listed[place]
             rank = rank_of[item] - first
             at_home = 0 <= rank < ranks_per_node
-            while at_home and loads[rank] > cap and left > 0 and moved < came.shape[1]:
+            while at_home and above[rank] > cap and left > 0 and moved < came.shape[1]:
                 asked %= left
                 host = hosts[asked]
                 seats = min(ranks_per_node, ranks - host * ranks_per_node)
-                theirs = listed[begins[host] : begins[host + 1]]
-                held = _held(host, theirs, came[:, :moved], item, costs, ranks_per_node, rank_of)
-                largest = np.full(1, cap * (1.0 + ROUNDING))
-                _fill(host * ranks_per_node, seats, held, costs, cap, largest, rank_of)
-                if rank_of[item] // ranks_per_node == node:
+                count = _hold(
+                    host, listed, begins, came, guests, item, costs, ranks_per_node, rank_of, held,
+                    fell,
+                )  # fmt: skip
+                limit = cap * (1.0 + ROUNDING)
+                largest = _fill(
+                    host * ranks_per_node,
+                    seats,
+                    count,
+                    cap,
+                    limit,
+                    held,
+                    fell,
+                    room,
+                    loads,
+                    rank_of,
+                )
+                if largest >= limit:
                     left -= 1
                     hosts[asked] = hosts[left]
                     continue
-                most[host] = largest[0]
-                came[0, moved], came[1, moved] = item, host
+                most[host] = largest
+                came[0, moved], came[1, moved] = item, -1
+                if guests[0, host] < 0:
+                    guests[0, host] = moved
+                else:
+                    came[1, guests[1, host]] = moved
+                guests[1, host] = moved
                 moved += 1
                 asked += 1
-                loads[rank] -= costs[item]
+                above[rank] -= costs[item]
                 break
-        most[node] = loads.max()
+        most[node] = above.max()
     return moved
 
 
@@ -178,33 +225,40 @@ def _by_room(
     return argsort_rising(-room)[: nodes - stuck.size]
 
 
-@kernel
-def _held(
+@leaf
+def _hold(
     node: int,
-    home: NDArray[np.int64],
+    listed: NDArray[np.int64],
+    begins: NDArray[np.int64],
     came: NDArray[np.int64],
+    guests: NDArray[np.int64],
     newcomer: int,
     costs: NDArray[np.float64],
     ranks_per_node: int,
     rank_of: NDArray[np.int32],
-) -> NDArray[np.int64]:
-    """The items of a node, costliest first: those at home there, those that came, and one more."""
-    items = np.empty(home.size + came.shape[1] + 1, np.int64)
+    held: NDArray[np.int64],
+    fell: NDArray[np.float64],
+) -> int:
+    """Write the items of a node, costliest first, to `held`, and their costs to `fell`: those at
+    home there, those that came, and one more. How many they are."""
     count = 0
-    for item in home:
+    for place in range(begins[node], begins[node + 1]):
+        item = listed[place]
         if rank_of[item] // ranks_per_node == node:
-            items[count] = item
+            held[count] = item
+            fell[count] = costs[item]
             count += 1
-    for k in range(came.shape[1] + 1):
-        item = newcomer
-        if k < came.shape[1]:
-            item = came[0, k] if came[1, k] == node else -1
-        if item < 0:
-            continue
+    guest = guests[0, node]
+    while guest >= 0 or newcomer >= 0:
+        if guest >= 0:
+            item, guest = came[0, guest], came[1, guest]
+        else:
+            item, newcomer = newcomer, -1
+        cost = costs[item]
         place = count
-        while place > 0 and costs[items[place - 1]] < costs[item]:
-            items[place] = items[place - 1]
+        while place > 0 and fell[place - 1] < cost:
+            held[place], fell[place] = held[place - 1], fell[place - 1]
             place -= 1
-        items[place] = item
+        held[place], fell[place] = item, cost
         count += 1
-    return items[:count]
+    return count

@@ -41,23 +41,29 @@ def spread_phases(
     last node may have fewer ranks. `tolerance`: what a node may hold above the bound before items
     leave it. O(m · ranks of a node²).
     """
-    order = argsort_falling(tokens)
-    return _spread(
+    phases, ranks, ranks_per_node = int(phases), int(ranks), int(ranks_per_node)
+    listed, begins, bounds = _by_node(
         phase,
         costs,
         tokens,
-        order,
+        argsort_falling(tokens),
         home,
         volume.astype(np.float64),
-        int(phases),
-        int(ranks),
-        int(ranks_per_node),
+        phases,
+        ranks,
+        ranks_per_node,
         float(tolerance),
     )
+    nodes = -(-ranks // ranks_per_node)
+    rank_of = np.empty(costs.size, np.int32)  # int32[m]
+    for p in range(phases):  # by one kernel for all, numba would count arrays for each item
+        of_phase = begins[p * nodes : (p + 1) * nodes + 1]
+        level_phase(costs, listed, of_phase, bounds[p], ranks, ranks_per_node, rank_of)
+    return rank_of
 
 
 @kernel
-def _spread(
+def _by_node(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
     tokens: NDArray[np.int32],
@@ -68,7 +74,10 @@ def _spread(
     ranks: int,
     ranks_per_node: int,
     tolerance: float,
-) -> NDArray[np.int32]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Items by phase and node, once the excess of full nodes has moved, and bounds of the phases:
+    `listed` int64[m], of which segment phase · nodes + node holds begins[segment] :
+    begins[segment + 1], by falling cost; and float64[phases]."""
     nodes = -(-ranks // ranks_per_node)
     whole = np.ones(costs.size, np.int32)
     bounds = phase_bounds(phase, costs, tokens, whole, costs, phases, ranks)  # float64[phases]
@@ -88,11 +97,7 @@ def _spread(
         for item in range(costs.size):
             segment_of[item] = phase[item] * nodes + node_of[item]
         listed, begins = group_stable(segment_of, order, phases * nodes)
-    rank_of = np.empty(costs.size, np.int32)  # int32[m]
-    for p in range(phases):
-        of_phase = begins[p * nodes : (p + 1) * nodes + 1]
-        level_phase(costs, listed, of_phase, bounds[p], ranks, ranks_per_node, rank_of)
-    return rank_of
+    return listed, begins, bounds
 
 
 @kernel
