@@ -7,7 +7,7 @@ import dataservice.planning
 
 ROOM = Path(dataservice.planning.__file__).parent
 # What a leaf may return: numbers, in tuples and `Rates` too.
-PLAIN = {"int", "float", "bool", "None", "tuple", "Rates", "Constant"}
+PLAIN = {"int", "float", "bool", "None", "tuple", "Rates", "Change", "Constant"}
 
 
 def kernels(tree: ast.Module, decorator: str) -> list[ast.FunctionDef]:

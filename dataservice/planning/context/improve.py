@@ -32,7 +32,7 @@ from dataservice.planning.context.moves import (
     unlink,
 )
 from dataservice.planning.context.units import Setting, Units, next_degree
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 _PARTNERS = 16  # fast groups looked at as partners of the slowest
 _SWAP_PAIRS = 1024  # larger products of members are moved or merged, not swapped
@@ -62,7 +62,7 @@ def _partners(grouping: Grouping, slowest: int) -> NDArray[np.int64]:
     return chosen[:held]
 
 
-@kernel
+@leaf
 def _seconds_at(
     units: Units, grouping: Grouping, members: Members, group: int, degree: int, setting: Setting
 ) -> float:
@@ -71,7 +71,7 @@ def _seconds_at(
     return time_of(tokens, squares, degree, False, setting)
 
 
-@kernel
+@leaf
 def _merged_seconds(
     units: Units, grouping: Grouping, members: Members, g: int, h: int, setting: Setting
 ) -> float:
@@ -89,7 +89,7 @@ def _merged_seconds(
     return time_of(tokens_g + tokens_h, squares_g + squares_h, degree, False, setting)
 
 
-@kernel
+@leaf
 def _resize(
     units: Units,
     grouping: Grouping,
@@ -106,7 +106,7 @@ def _resize(
     grouping.seconds[group] = time_of(tokens, squares, degree, grouping.crosses[group], setting)
 
 
-@kernel
+@leaf
 def _absorb(
     units: Units, grouping: Grouping, members: Members, g: int, h: int, setting: Setting
 ) -> None:
@@ -131,7 +131,7 @@ def _absorb(
     _resize(units, grouping, members, h, grouping.degree[last], setting)
 
 
-@kernel
+@leaf
 def _shift(
     units: Units,
     grouping: Grouping,
@@ -187,7 +187,7 @@ def _find_change(
     return change if setting.placed else _try_ranks(units, grouping, members, g, change, setting)
 
 
-@kernel
+@leaf
 def _try_ranks(
     units: Units,
     grouping: Grouping,
@@ -222,13 +222,13 @@ def _try_ranks(
     return found if partner == g else Change(best, RANK, partner, g, g)
 
 
-@kernel
+@leaf
 def _narrower(degree: int, setting: Setting) -> int:
     """The next lower degree that is allowed; 0 where there is none."""
     return degree // 2 if setting.power_of_two else degree - 1
 
 
-@kernel
+@leaf
 def _apply_change(
     units: Units,
     grouping: Grouping,

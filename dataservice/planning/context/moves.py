@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dataservice.planning.context.build import Grouping
 from dataservice.planning.context.seconds import Rates, group_rates, group_seconds, seconds_at
 from dataservice.planning.context.units import Setting, Units, padded_sums
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 NONE, MOVE, SWAP, RANK, MERGE = range(5)
 
@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
     budget: NDArray[np.int64]
 
 
-@kernel
+@leaf
 def link(members: Members, unit: int, group: int) -> None:
     """Make a unit that is in no list the first of the group."""
     old = members.first[group]
@@ -61,7 +61,7 @@ def link(members: Members, unit: int, group: int) -> None:
     members.first[group] = unit
 
 
-@kernel
+@leaf
 def unlink(members: Members, unit: int, group: int) -> None:
     """Take a unit out of its group's list. Its own `after` and `before` stay as they were."""
     after = members.after[unit]
@@ -88,7 +88,7 @@ def list_members(grouping: Grouping) -> Members:
     return members
 
 
-@kernel
+@leaf
 def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[int, float]:
     """Tokens and squares of the group's units, were they padded for `degree`. O(m)."""
     tokens = 0
@@ -102,7 +102,7 @@ def sums_at(units: Units, members: Members, group: int, degree: int) -> tuple[in
     return tokens, squares
 
 
-@kernel
+@leaf
 def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Setting) -> float:
     """Time of a group, infinity when its ranks cannot hold it."""
     if tokens > setting.memory_tokens * degree:
@@ -111,18 +111,18 @@ def time_of(tokens: int, squares: float, degree: int, crosses: bool, setting: Se
     return group_seconds(float(tokens), squares, degree, crosses, setting.coefficients)
 
 
-@kernel
+@leaf
 def _rates(degree: int, crosses: bool, setting: Setting) -> Rates:
     return group_rates(degree, crosses or degree > setting.ranks_per_node, setting.coefficients)
 
 
-@kernel
+@leaf
 def _timed(rates: Rates, room: int, tokens: int, squares: float) -> float:
     """Time of a group, infinity when its ranks have room for fewer tokens."""
     return np.inf if tokens > room else seconds_at(rates, float(tokens), squares)
 
 
-@kernel
+@leaf
 def _read_group(units: Units, members: Members, h: int, dg: int, dh: int, scratch: Scratch) -> int:
     """Write the sums of h's units at both degrees to the scratch; how many there are."""
     count = 0
@@ -136,7 +136,7 @@ def _read_group(units: Units, members: Members, h: int, dg: int, dh: int, scratc
     return count
 
 
-@kernel
+@leaf
 def try_moves(
     units: Units,
     grouping: Grouping,
