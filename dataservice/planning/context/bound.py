@@ -205,7 +205,7 @@ def _shared(units: Units, chosen: NDArray[np.int64], setting: Setting) -> _Share
     return shared
 
 
-@kernel
+@leaf
 def _lost(shared: _Shared, within_s: float, setting: Setting) -> float:
     """Tokens that the group's ranks have memory and no time for, at the degree that loses least;
     infinite where no degree is fast enough."""
@@ -225,7 +225,7 @@ def _lost(shared: _Shared, within_s: float, setting: Setting) -> float:
     return float(least)
 
 
-@kernel
+@leaf
 def _wasted(work_s: float, alone: _Shared, dense: _Dense, within_s: float) -> float:
     """Rank-seconds that the ring of a unit of `work_s` is not hidden, at the degree that wastes
     least: what joins the group hides a part where it attends for longer than its own ring takes."""
@@ -241,7 +241,7 @@ def _wasted(work_s: float, alone: _Shared, dense: _Dense, within_s: float) -> fl
     return float(least)
 
 
-@kernel
+@leaf
 def _densest_s(dense: _Dense, tokens: float) -> float:
     """Work of so many of the densest tokens at most, the last unit in part."""
     if tokens <= 0:
@@ -278,7 +278,7 @@ def _bound(units: Units, least: NDArray[np.int64], rest_work_s: float, setting: 
     return low
 
 
-@kernel
+@leaf
 def _intensity(units: Units, setting: Setting) -> float:
     """Most attention seconds a token of any sequence brings to hide the ring behind."""
     most = 0.0

@@ -30,7 +30,7 @@ from dataservice.planning.context.units import (
     degree_seconds,
     padded_sums,
 )
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 
 # Steps above the fluid bound that are tried, as shares of it.
@@ -80,7 +80,7 @@ def copy_grouping(source: Grouping, target: Grouping) -> None:
     target.used[:] = source.used
 
 
-@kernel
+@leaf
 def makespan(grouping: Grouping) -> float:
     """Seconds of the slowest of the G groups in use; 0 where there are none."""
     slowest = 0.0
@@ -89,7 +89,7 @@ def makespan(grouping: Grouping) -> float:
     return slowest
 
 
-@kernel
+@leaf
 def degree_within(units: Units, unit: int, least: int, target_s: float, setting: Setting) -> int:
     """Least degree ≥ `least` at which the unit alone meets the target; ranks+1 if none does."""
     budget = target_s - fixed_seconds(setting.coefficients)
@@ -114,7 +114,7 @@ def degree_within(units: Units, unit: int, least: int, target_s: float, setting:
     return setting.ranks + 1
 
 
-@kernel
+@leaf
 def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting: Setting) -> bool:
     """Do the anchors of τ and the rest, taken as a fluid, fit the ranks in time and memory?"""
     base = fixed_seconds(setting.coefficients)
@@ -132,7 +132,7 @@ def _fluid_fits(units: Units, least: NDArray[np.int64], target_s: float, setting
     return bool(anchored_work + rest_work <= (target_s - base) * setting.ranks * (1 + 1e-12))
 
 
-@kernel
+@leaf
 def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting: Setting) -> float:
     """The least τ ≥ bound (to within its bisection) at which the fluid fits."""
     if _fluid_fits(units, least, bound_s, setting):
@@ -156,7 +156,7 @@ def fluid_target(units: Units, least: NDArray[np.int64], bound_s: float, setting
     return high
 
 
-@kernel
+@leaf
 def add_unit(units: Units, unit: int, group: int, into: Grouping, setting: Setting) -> None:
     """One more unit in the group, padded for its degree; memory is not looked at."""
     tokens, squares = padded_sums(units, unit, into.degree[group])
@@ -216,7 +216,7 @@ class Heap(NamedTuple):
     size: NDArray[np.int64]
 
 
-@kernel
+@leaf
 def _push(heap: Heap, key: float, group: int) -> None:
     place = heap.size[0]
     heap.keys[place] = key
@@ -225,7 +225,7 @@ def _push(heap: Heap, key: float, group: int) -> None:
     heap_sift_up(heap.keys, heap.ids, place)
 
 
-@kernel
+@leaf
 def _pop(heap: Heap) -> int:
     group = heap.ids[0]
     last = heap.size[0] - 1

@@ -38,7 +38,7 @@ from dataservice.planning.context.units import (
     plain_units,
     weighted_units,
 )
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 from dataservice.planning.kernels.sort import argsort_falling
 
 _NEAR = 1.02  # of the bound, where no other levels are tried
@@ -204,7 +204,7 @@ def _answers(
         target = two_levels(long, least, work_s, waves, most_fast_s, setting)
 
 
-@kernel
+@leaf
 def _short_seconds(sizes: NDArray[np.int64], setting: Setting) -> float:
     """What a rank full of short samples takes; infinity where there are none."""
     squares = 0.0

@@ -25,7 +25,7 @@ from dataservice.planning.context.many_waves import (
 )
 from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import Setting
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 _ENOUGH = 1.003  # slowest to mean group of one rank at which trading ends
 _ROUNDS = 3
@@ -103,7 +103,7 @@ def _total_seconds(
     return float(slowest.sum())
 
 
-@kernel
+@leaf
 def count_long(sizes: NDArray[np.int64], work_s: float, waves: int, setting: Setting) -> int:
     """How many of the samples, which fall, are beyond a rank's memory or its share of a wave."""
     share_s = work_s / (waves * setting.ranks)

@@ -189,7 +189,7 @@ def _emit(
     return sorted_groups, wave_begins, samples, offsets
 
 
-@kernel
+@leaf
 def _mend_seconds(
     seconds: NDArray[np.float64],
     degree: NDArray[np.int64],

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dataservice.core.plan import StepPlan
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.homes import item_packs
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_falling, group_stable
 
@@ -71,7 +71,7 @@ def fit_items(
     return _fit_closely(sizes, room.copy(), place_of)
 
 
-@kernel
+@leaf
 def _fit_closely(
     sizes: NDArray[np.int64], left: NDArray[np.int64], place_of: NDArray[np.int64]
 ) -> bool:
@@ -120,7 +120,7 @@ def keep_rooms(
     return kept, -1
 
 
-@kernel
+@leaf
 def _hand_on(
     items: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -158,7 +158,7 @@ def _hand_on(
     return True
 
 
-@kernel
+@leaf
 def _roomiest(left: NDArray[np.int64], replica: int, ranks_per_node: int, size: int) -> int:
     """Who has most room for an item of `size`, in the node of `replica` if one there has; or −1."""
     first = replica // ranks_per_node * ranks_per_node

@@ -15,7 +15,7 @@ from dataservice.core.memory import MemoryModel
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import ReplicaLayout
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.padding import padded_length
 
 # Of what a microbatch may keep, what a piece of an item that may be cut keeps at most.
@@ -99,7 +99,7 @@ class EncoderRoom:
         )
 
 
-@kernel
+@leaf
 def room_beside(tokens: int, microbatch_bytes: int, llm_token_bytes: float) -> int:
     """Bytes left beside so many tokens of the decoder."""
     return max(0, microbatch_bytes - int(np.ceil(llm_token_bytes * tokens)))

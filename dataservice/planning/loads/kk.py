@@ -12,7 +12,7 @@ most one entry an item and memory is O(items), not O(items · ranks).
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
 from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import PartitionProblem
@@ -40,7 +40,7 @@ def _sort_falling(loads: NDArray[np.float64], heads: NDArray[np.int64], size: in
         heads[j + 1] = head
 
 
-@kernel
+@leaf
 def _merge_states(
     load_a: NDArray[np.float64],
     head_a: NDArray[np.int64],

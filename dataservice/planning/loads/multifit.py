@@ -6,14 +6,14 @@ The same first-fit kernel, given sizes instead of costs, decides whether a capac
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.loads.greedy import PASSED_OVER, greedy
 from dataservice.planning.loads.problem import ROUNDING, PartitionProblem, max_load
 
 _BISECTIONS = 24
 
 
-@kernel
+@leaf
 def _next_fit_leaf(tree: NDArray[np.float64], leaves: int, start: int, need: float) -> int:
     """First leaf at or after `start` with at least `need` left, or −1. O(log leaves)."""
     if start >= leaves:

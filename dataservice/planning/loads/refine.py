@@ -11,7 +11,7 @@ rank alone trades with the others, lightest first, until it meets the target.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_rising
 from dataservice.planning.loads.problem import PartitionProblem
 
@@ -26,7 +26,7 @@ _PAIRS_UP_TO = 40  # items in a rank beyond which pairs are too many to enumerat
 _RANKS_WITH_PAIRS = 4096  # beyond, kept pair sums would take too much memory
 
 
-@kernel
+@leaf
 def _gather(
     rank: int, head: NDArray[np.int64], next_at: NDArray[np.int64], out: NDArray[np.int64]
 ) -> int:
@@ -40,7 +40,7 @@ def _gather(
     return count
 
 
-@kernel
+@leaf
 def _unlink(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.int64]) -> None:
     at = head[rank]
     if at == place:
@@ -51,7 +51,7 @@ def _unlink(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.
     next_at[at] = next_at[place]
 
 
-@kernel
+@leaf
 def _link(rank: int, place: int, head: NDArray[np.int64], next_at: NDArray[np.int64]) -> None:
     at = head[rank]
     if at < 0 or at > place:
@@ -98,7 +98,7 @@ def _rising_costs(
     return out[:count]
 
 
-@kernel
+@leaf
 def _closest(
     give: NDArray[np.float64], take: NDArray[np.float64], wanted: float
 ) -> tuple[float, int, int]:
@@ -175,7 +175,7 @@ def _best_trade(
     return best if helps else np.inf, work
 
 
-@kernel
+@leaf
 def _fits(
     a: int,
     b: int,
@@ -191,7 +191,7 @@ def _fits(
     return bool(held[a] - net <= capacity and held[b] + net <= capacity)
 
 
-@kernel
+@leaf
 def _apply(
     a: int,
     b: int,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.planning.kernels.bits import lowest_bit
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_descending
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 
@@ -23,7 +23,7 @@ _LOOKS = 8  # packs tried in a border cell, where room is only known to the cell
 _MISSES = 256  # cells of the border row without one that fits, after which it is left
 
 
-@kernel
+@leaf
 def _next_column(
     words: NDArray[np.uint64], summary: NDArray[np.uint64], row: int, start: int
 ) -> int:
@@ -47,7 +47,7 @@ def _next_column(
     return -1
 
 
-@kernel
+@leaf
 def _file(
     pack: int,
     row: int,
@@ -68,7 +68,7 @@ def _file(
     summary[row, column >> 12] |= np.uint64(1) << np.uint64((column >> 6) & 63)
 
 
-@kernel
+@leaf
 def _take_out(
     pack: int,
     row: int,

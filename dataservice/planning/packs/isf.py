@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.packs.bfd import by_falling_need, pack_by_best_fit
 from dataservice.planning.packs.level import level_text
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
@@ -38,7 +38,7 @@ def _shuffle(left: NDArray[np.int64], state: np.uint64) -> np.uint64:
     return state
 
 
-@kernel
+@leaf
 def _sample_and_filter(
     left: NDArray[np.int64],
     text: NDArray[np.int64],

@@ -11,7 +11,7 @@ the lightest, the next with the next, and the spread of text falls round by roun
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_descending
 
 _ROUNDS = 3
@@ -19,7 +19,7 @@ _MOST_MEMBERS = 64  # packs of more samples are even enough by the law of large 
 _ENOUGH = 0.001  # mean distance from the mean text of a pack at which to stop
 
 
-@kernel
+@leaf
 def _gather_sorted(
     pack: int,
     head: NDArray[np.int64],
@@ -45,7 +45,7 @@ def _gather_sorted(
     return count
 
 
-@kernel
+@leaf
 def _best_group(
     many: NDArray[np.int64],
     one: NDArray[np.int64],
@@ -83,7 +83,7 @@ def _best_group(
     return best, best_first, best_k, best_one
 
 
-@kernel
+@leaf
 def _relink(
     pack: int,
     other: int,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import leaf
 from dataservice.planning.kernels.sort import argsort_falling
 
 
@@ -30,7 +30,7 @@ def pack_padded(
     return pack_of
 
 
-@kernel
+@leaf
 def _cut(
     tokens: NDArray[np.int64],
     order: NDArray[np.int64],
@@ -53,7 +53,7 @@ def padded_to_longest(tokens: NDArray[np.int64], pack_of: NDArray[np.int32]) -> 
     return longest[pack_of]
 
 
-@kernel
+@leaf
 def padded_sum(tokens: IntArray, max_tokens: int) -> int:
     """All tokens of the microbatches that `pack_padded` cuts in drawn order, padding counted."""
     total, count, longest = 0, 0, 0

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.invariants import check_permutation
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_descending, group_stable
 from dataservice.planning.loads.problem import check_ranks
 
@@ -109,7 +109,7 @@ def _best_sorted_order(table: NDArray[np.float64], waves: int, replicas: int) ->
     return best
 
 
-@kernel
+@leaf
 def _top_two(
     order: NDArray[np.int64], table: NDArray[np.float64], wave: int, replicas: int, phase: int
 ) -> tuple[float, float, int]:

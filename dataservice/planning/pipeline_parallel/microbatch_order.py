@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.planning.invariants import check_permutation
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.pipeline_parallel.mmscale import order_by_intervals
 from dataservice.planning.pipeline_parallel.schedule import (
     Program,
@@ -82,7 +82,7 @@ def _starts(
     return np.stack([paper, np.arange(paper.size), rising, rising[::-1], hill])
 
 
-@kernel
+@leaf
 def _random(state: NDArray[np.uint64]) -> int:
     """xorshift64*: the top 31 bits."""
     x = state[0]
@@ -93,7 +93,7 @@ def _random(state: NDArray[np.uint64]) -> int:
     return int((x * np.uint64(2685821657736338717)) >> np.uint64(33))
 
 
-@kernel
+@leaf
 def _rotate(order: NDArray[np.int64], source: int, target: int) -> None:
     """Take the microbatch at `source` out and put it in at `target`."""
     moved = order[source]
@@ -171,7 +171,7 @@ def _search(
     return best
 
 
-@kernel
+@leaf
 def _shuffle(order: NDArray[np.int64], state: NDArray[np.uint64]) -> None:
     for i in range(order.size - 1, 0, -1):
         j = _random(state) % (i + 1)

@@ -14,7 +14,7 @@ l < 2p−1 there is nothing to match, and the middle falls by size.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 
 @kernel
@@ -73,7 +73,7 @@ def _fill_intervals(
         middle = np.concatenate((middle[:at], middle[at + 1 :]))
 
 
-@kernel
+@leaf
 def _closest_window(
     forward: NDArray[np.float64], rising: NDArray[np.int64], size: int, target: float
 ) -> int:
@@ -91,7 +91,7 @@ def _closest_window(
     return best
 
 
-@kernel
+@leaf
 def _advance(
     forward: NDArray[np.float64],
     backward: NDArray[np.float64],

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 FORWARD, BACKWARD = 0, 1
 
@@ -75,7 +75,7 @@ def _warm_up(microbatches: int, stages: int, virtual_stages: int) -> NDArray[np.
     return np.minimum(warm_up, microbatches * virtual_stages).astype(np.int64)
 
 
-@kernel
+@leaf
 def _place(index: int, microbatches: int, stages: int, chunks: int) -> tuple[int, int]:
     """Microbatch position and local chunk of a device's index-th forward."""
     whole = index // (stages * chunks)
@@ -130,7 +130,7 @@ def _compile(
     return kept[0], kept[1], kept[2], kept[3], kept[4]
 
 
-@kernel
+@leaf
 def _needs(run_as: NDArray[np.int64], kind: int, position: int, chunk: int) -> int:
     """The operation that feeds this one; −1 for none, −2 when it has not run yet."""
     if kind == FORWARD:

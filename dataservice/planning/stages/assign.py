@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dataservice.core.plan import StageReport
 from dataservice.core.plan_options import Assign
 from dataservice.planning.context.groups import ContextPlan
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.loads.greedy import sort_rising
 from dataservice.planning.registry import algorithm_named
 
@@ -63,7 +63,7 @@ ASSIGNMENTS: dict[Assign, Callable[[tuple[ContextPlan, ...], int], Assigned]] = 
 }
 
 
-@kernel
+@leaf
 def _add_times(
     time_s: NDArray[np.float64],
     ranks: NDArray[np.int32],
