@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
+from dataservice.planning.encoder_memory.fit import rooms_left
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.homes import item_packs
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
@@ -82,9 +83,12 @@ def _check_pieces(plan: StepPlan, first: NDArray[np.int32]) -> None:
 
 
 def _check_room(plan: StepPlan, item_replica: NDArray[np.int32], room: EncoderRoom) -> None:
-    left = room.rooms(plan)  # int64[W, N]
-    sizes = room.item_bytes(plan.item_modality, plan.item_encoder_tokens)
-    np.subtract.at(left, (plan.pack_wave[item_packs(plan)], item_replica), sizes)
+    left = rooms_left(
+        plan.pack_wave[item_packs(plan)],
+        room.item_bytes(plan.item_modality, plan.item_encoder_tokens),
+        item_replica,
+        room.rooms(plan),
+    )
     if left.size and left.min() < 0:
         wave, replica = np.unravel_index(int(left.argmin()), left.shape)
         require(

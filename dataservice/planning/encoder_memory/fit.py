@@ -8,10 +8,13 @@ node if one there has it; where that fails, all items of the wave are placed ane
     items  ▒▒▒▒▒▒  ▒▒▒▒▒  ▒▒▒ ▒▒▒▒         failing that, where it leaves the least
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
+from dataservice.core.sample import IntArray
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.homes import item_packs
 from dataservice.planning.kernels.compile import kernel, leaf
@@ -54,21 +57,63 @@ def fit_items(
         return True
     if sizes.sum() > room.sum() or sizes[0] > room.max():
         return False
-    keys = -room.astype(np.float64)  # float64[N], a heap: most room first
-    ids = np.arange(room.size)
-    for start in range(room.size // 2 - 1, -1, -1):
-        heap_sift_down(keys, ids, room.size, start)
-    fits = True
-    for k in range(sizes.size):
-        if sizes[k] > -keys[0]:
-            fits = False
-            break
-        place_of[k] = ids[0]
-        keys[0] += sizes[k]
-        heap_sift_down(keys, ids, room.size, 0)
+    keys, ids = _widest_first(room)
+    fits = _place_widest(sizes, 0, sizes.size, keys, ids, place_of)
     if fits or sizes.size * room.size > _CLOSE_LOOKS:
         return fits
     return _fit_closely(sizes, room.copy(), place_of)
+
+
+@kernel
+def have_room(sizes: NDArray[np.int64], room: NDArray[np.int64]) -> bool:
+    """Whether `fit_items` finds a place for every item. It is known as soon as the largest are
+    placed and the others are small beside what is left."""
+    left_bytes = sizes.sum()
+    if sizes.size == 0 or surely_fit(left_bytes, sizes[0], room):
+        return True
+    if left_bytes > room.sum() or sizes[0] > room.max():
+        return False
+    keys, ids = _widest_first(room)
+    place_of = np.empty(sizes.size, np.int64)
+    for begin in range(0, sizes.size, room.size):
+        end = min(begin + room.size, sizes.size)
+        if begin > 0 and surely_fit(left_bytes, sizes[begin], -keys):
+            return True
+        if not _place_widest(sizes, begin, end, keys, ids, place_of):
+            few = sizes.size * room.size <= _CLOSE_LOOKS
+            return few and _fit_closely(sizes, room.copy(), place_of)
+        left_bytes -= sizes[begin:end].sum()
+    return True
+
+
+@kernel
+def _widest_first(room: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """A heap of negative room, float64[N], so that most comes first, and whose it is, int64[N]."""
+    keys = -room.astype(np.float64)
+    ids = np.arange(room.size)
+    for start in range(room.size // 2 - 1, -1, -1):
+        heap_sift_down(keys, ids, room.size, start)
+    return keys, ids
+
+
+@leaf
+def _place_widest(
+    sizes: NDArray[np.int64],
+    begin: int,
+    end: int,
+    keys: NDArray[np.float64],
+    ids: NDArray[np.int64],
+    place_of: NDArray[np.int64],
+) -> bool:
+    """Give the items from `begin` to `end` a place each where most room is left; whether all found
+    one."""
+    for k in range(begin, end):
+        if sizes[k] > -keys[0]:
+            return False
+        place_of[k] = ids[0]
+        keys[0] += sizes[k]
+        heap_sift_down(keys, ids, keys.size, 0)
+    return True
 
 
 @leaf
@@ -88,6 +133,31 @@ def _fit_closely(
     return True
 
 
+@leaf
+def surely_fit(total_bytes: float, largest: float, room: NDArray[Any]) -> bool:
+    """Whether items of this sum, none above `largest`, find places in `room` [N] however they come,
+    each where most is left: one that finds none has less than `largest` left on every replica, so
+    that all have taken more than is asked here. O(N)."""
+    taken = 0.0
+    for place in range(room.size):
+        taken += max(room[place] - largest, 0.0)
+    return total_bytes <= taken
+
+
+@kernel
+def rooms_left(
+    wave_of: IntArray,
+    sizes: NDArray[np.int64],
+    replica_of: NDArray[np.int32],
+    rooms: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """What each replica has left in each wave, int64[W, N]: below 0 where it has too much. O(m)."""
+    left = rooms.copy()
+    for item in range(sizes.size):
+        left[wave_of[item], replica_of[item]] -= sizes[item]
+    return left
+
+
 @kernel
 def keep_rooms(
     wave_of: NDArray[np.int64],
@@ -100,18 +170,16 @@ def keep_rooms(
     and the first wave for which no way was found, or −1. `sizes` int64[m] are the items' bytes."""
     waves = rooms.shape[0]
     kept = replica_of.copy()
-    if sizes.size == 0:
-        return kept, -1
-    falling = argsort_falling(sizes)
-    listed, begins = group_stable(wave_of, falling, waves)
+    left = rooms_left(wave_of, sizes, kept, rooms)
+    full = np.zeros(waves, np.bool_)  # bool[waves that have a replica with too much]
     for wave in range(waves):
+        full[wave] = left[wave].min() < 0
+    some = np.flatnonzero(full[wave_of])  # int64[items of these]
+    falling = some[argsort_falling(sizes[some])]
+    listed, begins = group_stable(wave_of, falling, waves)
+    for wave in np.flatnonzero(full):
         items = listed[begins[wave] : begins[wave + 1]]
-        left = rooms[wave].copy()
-        for item in items:
-            left[kept[item]] -= sizes[item]
-        if left.min() >= 0:
-            continue
-        if not _hand_on(items, sizes, kept, left, ranks_per_node):
+        if not _hand_on(items, sizes, kept, left[wave], ranks_per_node):
             place_of = np.empty(items.size, np.int64)
             if not fit_items(sizes[items], rooms[wave], place_of):
                 return kept, wave

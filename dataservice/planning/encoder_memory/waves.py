@@ -20,7 +20,7 @@ from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan_options import Context
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.planning.context.plan import ContextPlan
-from dataservice.planning.encoder_memory.fit import fit_items
+from dataservice.planning.encoder_memory.fit import have_room, surely_fit
 from dataservice.planning.encoder_memory.room import EncoderRoom, room_beside
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.padding import padded_length
@@ -277,17 +277,12 @@ def _wave_fits(
     microbatch_bytes: int,
     llm_token_bytes: float,
 ) -> bool:
-    count = 0
+    count, held_bytes, largest = 0, 0, 0
     for sample in samples:
         count += item_offsets[sample + 1] - item_offsets[sample]
-    if count == 0:
-        return True
-    sizes = np.empty(count, np.int64)  # int64[items of the wave]
-    at = 0
-    for sample in samples:
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
-            sizes[at] = item_bytes[item]
-            at += 1
+            held_bytes += item_bytes[item]
+            largest = max(largest, item_bytes[item])
     room = np.full(replicas, microbatch_bytes)  # int64[N]
     seat = 0
     for group in range(degrees.size):
@@ -295,7 +290,17 @@ def _wave_fits(
         for place in range(sample_offsets[group], sample_offsets[group + 1]):
             held += padded_length(tokens[samples[place]], degrees[group])
         left = room_beside(held // degrees[group], microbatch_bytes, llm_token_bytes)
-        room[seat : seat + degrees[group]] = left
+        for place in range(seat, seat + degrees[group]):
+            room[place] = left
         seat += degrees[group]
-    falling = sizes[argsort_falling(sizes)]
-    return fit_items(falling, room, np.empty(count, np.int64))
+    if surely_fit(held_bytes, largest, room):
+        return True
+    if held_bytes > room.sum() or largest > room.max():
+        return False
+    sizes = np.empty(count, np.int64)  # int64[items of the wave]
+    at = 0
+    for sample in samples:
+        for item in range(item_offsets[sample], item_offsets[sample + 1]):
+            sizes[at] = item_bytes[item]
+            at += 1
+    return have_room(sizes[argsort_falling(sizes)], room)

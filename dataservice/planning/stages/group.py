@@ -16,12 +16,14 @@ from dataservice.planning.context.groups import ContextWaves, plan_context_waves
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.context.static import static_waves
 from dataservice.planning.context.units import Degrees
+from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.registry import algorithm_named
 from dataservice.planning.stages.pack import Packed
 
 # Packs that level many samples are quick. Those formed jointly with their groups take longer and
 # are tried where samples are few and the quick ones end this far from the bound.
 FEW_SAMPLES = 8192
+_FEW_BESIDE_ENCODERS = 1024  # where what has no room leaves its wave, and is grouped again
 WORTH_TRYING = 1.003
 
 
@@ -111,7 +113,9 @@ def _static(step: PackedStep) -> ContextWaves:
 def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     many = _many(step, degrees)
     near = many.makespan_s <= many.lower_bound_s * WORTH_TRYING
-    if near or len(step.tokens) > FEW_SAMPLES:
+    apart = EncoderRoom.of(step.options.memory, step.topology) is None
+    few = FEW_SAMPLES if apart else _FEW_BESIDE_ENCODERS
+    if near or len(step.tokens) > few:
         return many
     joint = _joint(step, degrees)
     better = min(joint, many, key=lambda waves: waves.makespan_s)
