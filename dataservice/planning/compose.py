@@ -50,6 +50,7 @@ from dataservice.planning.stages.room import (
     beside_encoders,
     bound_in_bytes,
     least_for,
+    planning_s,
     static_degree,
     waves_in_room,
 )
@@ -67,6 +68,8 @@ SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
 # Where encoders share the memory, the part of the tokens that would fit in an average wave: then
 # fewer waves have more to encode than they have room for.
 ROOMIER = (0.92, 0.84)
+# Such plans are compared while planning takes at most this, or this part of the step.
+_LEAST_S, _SHARE = 0.05, 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,15 +125,22 @@ def compose_step(
     options = beside_encoders(lengths, topology, whole)
     packed, found = _grouped(lengths, units, topology, options, limits)
     if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
-        found = replace(found, lower_bound_s=bound_in_bytes(lengths, topology, whole))
+        waves_s = bound_in_bytes(lengths, topology, whole, found.lower_bound_s)
+        found = replace(found, lower_bound_s=waves_s)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     near = NEAR if len(lengths) <= _COMPARED_SAMPLES else _FAIR
+    planned = 1
     for rival in _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * near:
             break
         if bound.given(_least_waves_s(lengths, topology, rival)) >= best.time.total_s:
             continue
+        if rival.in_bytes:
+            planned += 1
+            allowed_s = max(_LEAST_S, _SHARE * best.time.total_s)
+            if planned * planning_s(lengths, topology, whole) > allowed_s:
+                continue
         try:
             packed, found = _grouped(lengths, units, topology, rival.options[0], limits, rival)
         except NoRoomError:
@@ -277,10 +287,12 @@ def _composed(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rival:
     """Plans of the same packs and groups, which only later stages tell apart. `unpadded`: priced as
-    a trainer that packs computes it, although the algorithm is a baseline's that pads."""
+    a trainer that packs computes it, although the algorithm is a baseline's that pads. `in_bytes`:
+    it differs in how many tokens leave room for encoders."""
 
     options: tuple[PlanOptions, ...]
     unpadded: bool = False
+    in_bytes: bool = False
 
 
 def _rivals(
@@ -297,10 +309,10 @@ def _rivals(
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
-            yield _Rival(options=(whole,))
+            yield _Rival(options=(whole,), in_bytes=True)
         for part in ROOMIER:
             tokens = max(least, int(options.memory_tokens * part))
-            yield _Rival(options=(replace(options, memory_tokens=tokens),))
+            yield _Rival(options=(replace(options, memory_tokens=tokens),), in_bytes=True)
     if topology.replicas_meet == "step" or options.cost.step.version:
         yield _Rival(options=(replace(options, dispatch="home"),))
     if topology.pipeline_stages > 1:

@@ -1,12 +1,17 @@
 """The worst lengths cost a small multiple of the usual: work is limited in operations, counted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from dataservice.core.cost import ContextCost
-from dataservice.core.plan_options import PlanOptions
+from benchmarks import workloads
+from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.memory import MemoryModel
+from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
+from dataservice.planning import compose
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.context import many, many_cut, step_waves
 from dataservice.planning.context.groups import plan_context_waves
@@ -165,6 +170,32 @@ def test_the_degree_that_meets_a_target_is_found_without_looking_at_all_below(ov
     assert looks <= 32
     assert degree_after(units, 0, 1, 0.9 * min(every), setting) > 1
     assert degree_after(units, 0, 2560, target_s, setting) == 2561
+
+
+def test_plans_in_bytes_are_compared_only_while_the_step_is_worth_it(monkeypatch):
+    """A step of clips, by a usual model and by one that hardly works."""
+    memory = MemoryModel(
+        budget_bytes=4 * MEMORY, llm_token_bytes=4, vision_token_bytes=1, audio_token_bytes=1
+    )
+    samples = workloads.step_samples(workloads.video(20_000, 0))
+    hardly = ContextCost(
+        attention_s_per_token2=1e-14, linear_s_per_token=1e-9, group_s=1e-6,
+        ring_intra_s_per_token=1e-10, ring_inter_s_per_token=1e-9, ring_hop_s=1e-9,
+    )  # fmt: skip
+    nothing = CostModel(llm=hardly, vision=PhaseCost(linear_s_per_token=1e-9))
+    tried = []
+    for cost in (nothing, CostModel(llm=COST)):
+        grouped = Counted(
+            monkeypatch, compose, "_grouped", lambda *values: any(v.in_bytes for v in values[5:])
+        )
+        compose_step(
+            samples,
+            step=0,
+            topology=Topology(world_size=2560, replicas_per_node=8),
+            options=PlanOptions(memory_tokens=MEMORY, memory=memory, cost=cost),
+        )
+        tried.append(grouped.size)
+    assert tried == [0, 2]
 
 
 def test_an_item_passes_over_full_ranks_only_so_often():

@@ -14,7 +14,7 @@ from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.encoder_memory.fit import fit_items
+from dataservice.planning.encoder_memory.fit import fit_items, have_room
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
@@ -276,6 +276,17 @@ def test_items_that_are_placed_fit_and_small_ones_always_are(sizes, room):
     else:
         largest = int(falling.max())
         assert falling.sum() + len(room) * largest > rooms.sum(), "there was room for any of them"
+    assert have_room(falling, rooms) == found
+
+
+@pytest.mark.parametrize("part", [0.5, 0.9, 0.97, 1.0])
+def test_many_items_are_known_to_fit_as_they_are_placed(part):
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        rooms = rng.integers(100, 1000, int(rng.integers(1, 60)))
+        sizes = rng.integers(1, 120, 4000)
+        falling = np.sort(sizes[sizes.cumsum() <= part * rooms.sum()])[::-1].copy()
+        assert have_room(falling, rooms) == fit_items(falling, rooms, np.empty(falling.size, int))
 
 
 def test_images_that_see_themselves_both_ways_cost_their_attention_again():

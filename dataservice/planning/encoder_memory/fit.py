@@ -20,6 +20,7 @@ from dataservice.planning.homes import item_packs
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_falling, group_stable
+from dataservice.planning.loads.greedy import add_least_loaded
 
 # Looks at items and replicas in one wave: what handing on may take, and up to which the closest fit
 # is tried too.
@@ -57,8 +58,18 @@ def fit_items(
         return True
     if sizes.sum() > room.sum() or sizes[0] > room.max():
         return False
-    keys, ids = _widest_first(room)
-    fits = _place_widest(sizes, 0, sizes.size, keys, ids, place_of)
+    keys = -room.astype(np.float64)  # float64[N], a heap: most room first
+    ids = np.arange(room.size)
+    for start in range(room.size // 2 - 1, -1, -1):
+        heap_sift_down(keys, ids, room.size, start)
+    fits = True
+    for k in range(sizes.size):
+        if sizes[k] > -keys[0]:
+            fits = False
+            break
+        place_of[k] = ids[0]
+        keys[0] += sizes[k]
+        heap_sift_down(keys, ids, room.size, 0)
     if fits or sizes.size * room.size > _CLOSE_LOOKS:
         return fits
     return _fit_closely(sizes, room.copy(), place_of)
@@ -73,46 +84,19 @@ def have_room(sizes: NDArray[np.int64], room: NDArray[np.int64]) -> bool:
         return True
     if left_bytes > room.sum() or sizes[0] > room.max():
         return False
-    keys, ids = _widest_first(room)
-    place_of = np.empty(sizes.size, np.int64)
-    for begin in range(0, sizes.size, room.size):
-        end = min(begin + room.size, sizes.size)
-        if begin > 0 and surely_fit(left_bytes, sizes[begin], -keys):
+    filled = -room.astype(np.float64)  # float64[N], rising: most room first
+    filled.sort()
+    names = np.arange(room.size)
+    at_a_time = 2 * room.size
+    for begin in range(0, sizes.size, at_a_time):
+        some = sizes[begin : begin + at_a_time]
+        if begin > 0 and surely_fit(left_bytes, some[0], -filled):
             return True
-        if not _place_widest(sizes, begin, end, keys, ids, place_of):
+        add_least_loaded(some.astype(np.float64), filled, names)
+        if filled[-1] > 0.0:
             few = sizes.size * room.size <= _CLOSE_LOOKS
-            return few and _fit_closely(sizes, room.copy(), place_of)
-        left_bytes -= sizes[begin:end].sum()
-    return True
-
-
-@kernel
-def _widest_first(room: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """A heap of negative room, float64[N], so that most comes first, and whose it is, int64[N]."""
-    keys = -room.astype(np.float64)
-    ids = np.arange(room.size)
-    for start in range(room.size // 2 - 1, -1, -1):
-        heap_sift_down(keys, ids, room.size, start)
-    return keys, ids
-
-
-@leaf
-def _place_widest(
-    sizes: NDArray[np.int64],
-    begin: int,
-    end: int,
-    keys: NDArray[np.float64],
-    ids: NDArray[np.int64],
-    place_of: NDArray[np.int64],
-) -> bool:
-    """Give the items from `begin` to `end` a place each where most room is left; whether all found
-    one."""
-    for k in range(begin, end):
-        if sizes[k] > -keys[0]:
-            return False
-        place_of[k] = ids[0]
-        keys[0] += sizes[k]
-        heap_sift_down(keys, ids, keys.size, 0)
+            return few and _fit_closely(sizes, room.copy(), np.empty(sizes.size, np.int64))
+        left_bytes -= some.sum()
     return True
 
 
@@ -177,7 +161,9 @@ def keep_rooms(
     some = np.flatnonzero(full[wave_of])  # int64[items of these]
     falling = some[argsort_falling(sizes[some])]
     listed, begins = group_stable(wave_of, falling, waves)
-    for wave in np.flatnonzero(full):
+    for wave in range(waves):
+        if not full[wave]:
+            continue
         items = listed[begins[wave] : begins[wave + 1]]
         if not _hand_on(items, sizes, kept, left[wave], ranks_per_node):
             place_of = np.empty(items.size, np.int64)

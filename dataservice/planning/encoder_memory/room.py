@@ -76,6 +76,20 @@ class EncoderRoom:
         of_token = self.llm_token_bytes + encoder_bytes / tokens
         return max(1, min(memory_tokens, int(self.microbatch_bytes / of_token)))
 
+    def mean_part(self, lengths: LengthTable) -> float:
+        """The part of a microbatch that the piece of a byte takes in the mean, over all bytes of
+        these samples' items; larger items than a piece may be count as pieces."""
+        sizes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+        total = float(sizes.sum(dtype=np.float64))
+        parts = np.minimum(sizes / self.microbatch_bytes, PIECE_SHARE)
+        return float((sizes * parts).sum()) / total if total else 0.0
+
+    def count_pieces(self, lengths: LengthTable) -> float:
+        """Items, or the pieces that their bytes fill, whichever are more: about as many rows as
+        their dispatch has."""
+        sizes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+        return float(np.maximum(sizes / (self.microbatch_bytes * PIECE_SHARE), 1.0).sum())
+
     def least_waves(self, lengths: LengthTable, replicas: int) -> int:
         """Waves that all bytes of these samples fill at least."""
         encoder_bytes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()

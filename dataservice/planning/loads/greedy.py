@@ -60,9 +60,16 @@ def assign_least_loaded(costs: NDArray[np.float64], ranks: int) -> NDArray[np.in
     most the least load after taking: until then it is the least loaded of all, exactly as the
     heap would find. The ranks of the batch are then sorted again and merged with the others.
     """
-    n = costs.size
-    loads = np.zeros(ranks)  # float64[ranks], rising
-    ids = np.arange(ranks)  # int64[ranks]: rank of each load
+    return add_least_loaded(costs, np.zeros(ranks), np.arange(ranks))
+
+
+@kernel
+def add_least_loaded(
+    costs: NDArray[np.float64], loads: NDArray[np.float64], ids: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The same beside what the ranks have: `loads` float64[ranks], which rise before and after, of
+    the ranks `ids` int64[ranks]."""
+    n, ranks = costs.size, loads.size
     spare_loads = np.empty(ranks)  # float64[ranks]
     spare_ids = np.empty(ranks, np.int64)  # int64[ranks]
     rank_at = np.empty(n, np.int64)  # int64[n]

@@ -38,7 +38,7 @@ def fill_node(
     loads = np.zeros(ranks)
     for place in range(fell.size):
         loads[rank_at[place]] += fell[place]
-    return loads.max()
+    return float(loads.max())
 
 
 @leaf

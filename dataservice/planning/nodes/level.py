@@ -114,7 +114,7 @@ def _fill(
     if ranks <= FEW_RANKS:
         largest = fill_few(fell, count, ranks, cap, room, loads)
     else:
-        largest = fill_node(fell[:count], ranks, cap, room[CHOSEN])
+        largest = fill_node(fell[:count], ranks, cap, room[CHOSEN, :count])
     if largest >= most:
         return most
     for place in range(count):

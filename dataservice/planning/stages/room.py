@@ -14,7 +14,7 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.groups import ContextPlan, context_bound
-from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.room import PIECE_SHARE, EncoderRoom
 from dataservice.planning.encoder_memory.waves import (
     WaveRoom,
     group_degrees,
@@ -24,26 +24,48 @@ from dataservice.planning.encoder_memory.waves import (
 from dataservice.planning.pieces import cut_evenly
 from dataservice.planning.stages.group import PackedStep, full_attention
 
+# Of the tokens that leave room for all items, what a wave is given where most bytes are in pieces
+# near the largest: in rooms full to the brim, they go where there is room and not where time is.
+_LEVEL, _LARGE_PIECES = 0.96, 0.8
+# Seconds of one core that planning a sample and a piece takes about: what is compared with the time
+# of a step is counted, never measured, so that a plan is the same everywhere.
+_SAMPLE_S, _PIECE_S = 1.5e-6, 4e-7
+_NEAR = 0.999
+
 
 def beside_encoders(lengths: LengthTable, topology: Topology, options: PlanOptions) -> PlanOptions:
     """The options with as many tokens a replica as leave room for what the step's waves encode on
-    average; at least what the longest sample takes."""
+    average, somewhat less where pieces are large; at least what the longest sample takes."""
     room = EncoderRoom.of(options.memory, topology)
     if room is None or len(lengths) == 0:
         return options
-    tokens = max(
-        room.tokens_of_all(lengths, options.memory_tokens),
-        least_for(lengths, topology, options),
-    )
+    tokens = room.tokens_of_all(lengths, options.memory_tokens)
+    if tokens < options.memory_tokens and room.mean_part(lengths) > _LARGE_PIECES * PIECE_SHARE:
+        tokens = int(tokens * _LEVEL)
+    tokens = max(tokens, least_for(lengths, topology, options))
     return replace(options, memory_tokens=min(tokens, options.memory_tokens))
 
 
-def bound_in_bytes(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+def planning_s(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """About what planning these samples once takes where encoders share the memory, in seconds."""
+    room = EncoderRoom.of(options.memory, topology)
+    assert room is not None, "else waves are as large as memory allows"
+    return _SAMPLE_S * len(lengths) + _PIECE_S * room.count_pieces(lengths)
+
+
+def bound_in_bytes(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, fewer_s: float
+) -> float:
     """What no waves take less than in sum: by their tokens, or by all the bytes that the step
-    keeps, which fill so many waves."""
+    keeps, which fill so many waves. `fewer_s` is the bound at fewer tokens than memory holds, which
+    is no lower: where it is hardly above that of the bytes, the tokens' is not looked for."""
     room = EncoderRoom.of(options.memory, topology)
     assert room is not None, "else waves are as large as memory allows"
     llm, eta = options.cost.llm, full_attention(lengths, options.full_attention)
+    work_s = llm.total_work_s(lengths.llm_tokens, eta) / topology.replicas
+    bytes_s = work_s + room.least_waves(lengths, topology.replicas) * llm.group_s
+    if bytes_s >= fewer_s * _NEAR:
+        return bytes_s
     waves_s = context_bound(
         lengths.llm_tokens,
         ranks=topology.replicas,
@@ -52,8 +74,7 @@ def bound_in_bytes(lengths: LengthTable, topology: Topology, options: PlanOption
         full_attention=eta,
         ranks_per_node=topology.replicas_per_node,
     )
-    work_s = llm.total_work_s(lengths.llm_tokens, eta) / topology.replicas
-    return max(waves_s, work_s + room.least_waves(lengths, topology.replicas) * llm.group_s)
+    return max(waves_s, bytes_s)
 
 
 def step_room(
