@@ -57,6 +57,8 @@ Lengths = NDArray[np.int64]
 _MIXES = (
     (workloads.vlm_sft, 512, 64),
     (workloads.video, 512, 64),
+    (workloads.vlm_sft, 8000, 640),
+    (workloads.video, 8000, 640),
     (workloads.vlm_sft, 153_600, 2560),
     (workloads.video, 153_600, 2560),
 )

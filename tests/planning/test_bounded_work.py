@@ -1,7 +1,5 @@
 """The worst lengths cost a small multiple of the usual: work is limited in operations, counted."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
