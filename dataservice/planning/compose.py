@@ -38,6 +38,8 @@ from dataservice.planning.stages.dispatch import (
 from dataservice.planning.stages.encoders import place_items
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
+    LEAST_S,
+    SHARE,
     PackedStep,
     full_attention,
     group_packs,
@@ -68,8 +70,6 @@ SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
 # Where encoders share the memory, the part of the tokens that would fit in an average wave: then
 # fewer waves have more to encode than they have room for.
 ROOMIER = (0.92, 0.84)
-# Such plans are compared while planning takes at most this, or this part of the step.
-_LEAST_S, _SHARE = 0.05, 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ def compose_step(
             continue
         if rival.in_bytes:
             planned += 1
-            allowed_s = max(_LEAST_S, _SHARE * best.time.total_s)
+            allowed_s = max(LEAST_S, SHARE * best.time.total_s)
             if planned * planning_s(lengths, topology, whole) > allowed_s:
                 continue
         try:

@@ -24,6 +24,10 @@ from dataservice.planning.stages.pack import Packed
 # are tried where samples are few and the quick ones end this far from the bound.
 FEW_SAMPLES = 8192
 _FEW_BESIDE_ENCODERS = 1024  # where what has no room leaves its wave, and is grouped again
+_JOINT_S, _BOTH_WAYS = 5e-6, 1.5  # what one of them takes about, and times that with η
+# What planning may take for the sake of a better plan: so long, or this part of the step. What work
+# takes is told by its size, never by a clock, so that plans are the same everywhere.
+LEAST_S, SHARE = 0.05, 0.01
 WORTH_TRYING = 1.003
 
 
@@ -115,7 +119,9 @@ def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     near = many.makespan_s <= many.lower_bound_s * WORTH_TRYING
     apart = EncoderRoom.of(step.options.memory, step.topology) is None
     few = FEW_SAMPLES if apart else _FEW_BESIDE_ENCODERS
-    if near or len(step.tokens) > few:
+    takes_s = _JOINT_S * len(step.tokens) * (1.0 if step.full_attention is None else _BOTH_WAYS)
+    worth_it = takes_s <= max(LEAST_S, SHARE * many.makespan_s)
+    if near or len(step.tokens) > few or not worth_it:
         return many
     joint = _joint(step, degrees)
     better = min(joint, many, key=lambda waves: waves.makespan_s)

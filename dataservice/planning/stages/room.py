@@ -27,8 +27,7 @@ from dataservice.planning.stages.group import PackedStep, full_attention
 # Of the tokens that leave room for all items, what a wave is given where most bytes are in pieces
 # near the largest: in rooms full to the brim, they go where there is room and not where time is.
 _LEVEL, _LARGE_PIECES = 0.96, 0.8
-# Seconds of one core that planning a sample and a piece takes about: what is compared with the time
-# of a step is counted, never measured, so that a plan is the same everywhere.
+# Seconds of one core that planning a sample and a piece takes about.
 _SAMPLE_S, _PIECE_S = 1.5e-6, 4e-7
 _NEAR = 0.999
 
