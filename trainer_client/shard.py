@@ -25,6 +25,10 @@ from trainer_client.staging import Move, with_tensors
 if TYPE_CHECKING:  # the runtime reads shards
     from trainer_client.runtime.ring_layout import RingLayout
 
+MODALITIES = ("vision", "audio")
+"""Of encoder items: columns number them so, and the phases of a wave come in this order."""
+IGNORED_LABEL = -100  # of a token without a target
+
 Value = TypeVar("Value")
 
 
@@ -339,7 +343,7 @@ class Microbatch:
     def loss_tokens(self) -> tuple[int, float]:
         """Labels other than -100, and the sum of their weights. Waits for the labels' device; ask
         one of `Shard.planned`."""
-        have = self.labels != -100
+        have = self.labels != IGNORED_LABEL
         count = int(have.sum())
         return count, float(count) if self.weights is None else float(self.weights[have].sum())
 

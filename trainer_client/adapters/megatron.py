@@ -36,7 +36,7 @@ import torch.distributed as dist
 from trainer_client.adapters.group_ledger import GroupLedger, Members
 from trainer_client.errors import BadArgument
 from trainer_client.positions import held_rows
-from trainer_client.shard import Microbatch, PlanSummary
+from trainer_client.shard import IGNORED_LABEL, Microbatch, PlanSummary
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel
 
@@ -209,7 +209,7 @@ def megatron_batch(
     tokens = getattr(microbatch, "input_ids", None)
     labels = getattr(microbatch, "labels", None)
     if labels is not None:
-        labels = _extended(labels, padding, fill=-100)
+        labels = _extended(labels, padding, fill=IGNORED_LABEL)
     return MegatronBatch(
         tokens=None if tokens is None else _extended(tokens, padding, fill=0),
         labels=None if labels is None else labels.clamp(min=0),

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.runtime.bubble_schedule import RETURN, BubbleSchedule, EncoderAction
 from trainer_client.runtime.faults import LayoutError
-from trainer_client.runtime.phases import MODALITIES
 from trainer_client.runtime.pipeline_schedule import PipelineSchedule
 from trainer_client.runtime.pipeline_timeline import Timeline, simulate
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
+from trainer_client.shard import MODALITIES, Microbatch, ModalityBatch, Shard
 
 Floats = npt.NDArray[np.float64]
 FORWARD_SHARE = 1.0 / 3.0

@@ -32,7 +32,7 @@ from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import HostCopy
-from trainer_client.runtime.linear_loss import IGNORED, LinearLogits, settled
+from trainer_client.runtime.linear_loss import LinearLogits, settled
 from trainer_client.runtime.loss import microbatch_loss
 from trainer_client.runtime.phases import (
     BACKWARD,
@@ -40,7 +40,6 @@ from trainer_client.runtime.phases import (
     EXCHANGE,
     FORWARD,
     GRADIENTS,
-    MODALITIES,
     START,
     Place,
     moves_rows,
@@ -48,7 +47,7 @@ from trainer_client.runtime.phases import (
 )
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step_result import StepResult
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
+from trainer_client.shard import IGNORED_LABEL, MODALITIES, Microbatch, ModalityBatch, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +259,7 @@ def _one_token(idle: Microbatch) -> Microbatch:
     return replace(
         idle,
         input_ids=token,
-        labels=torch.full_like(token, IGNORED),
+        labels=torch.full_like(token, IGNORED_LABEL),
         position_ids=token,
         mrope=None if idle.mrope is None else token.expand(3, 1),
         cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
