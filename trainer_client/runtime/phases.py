@@ -43,6 +43,12 @@ class Place(NamedTuple):
     chunk: int = 0
 
 
+class OfWave(NamedTuple):
+    """What a replica does alone for a wave, such as to encode its items."""
+
+    wave: int
+
+
 START, END = Place("step", 0, FORWARD), Place("step", 0, BACKWARD)
 
 

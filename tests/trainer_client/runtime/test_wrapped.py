@@ -182,7 +182,7 @@ def dying_rank(rank, size, how):
     torch.distributed.barrier()
     with GroupPool(timeout_s=LIMIT_S) as pool:
         try:
-            run_step(model, shard, pool)
+            run_step(model, shard, pool, features_ahead=True)  # some are on their way
         except RuntimeError as error:
             return error.culprits if isinstance(error, PeerError) else str(error)
 
