@@ -100,10 +100,18 @@ class FsdpReduction:
 
     ``every_microbatch``: reduce after each microbatch. This costs one reduction per microbatch,
     but keeps no unsharded gradients between them, for which large models have no memory.
+    ``keep_weights``: gather the weights once a step and hold them all until its last backward pass,
+    instead of gathering them in each microbatch; sets the model's ``reshard_after_forward`` to
+    False.
     """
 
     def __init__(
-        self, model: Module, everyone: PeerGroup, *, every_microbatch: bool = False
+        self,
+        model: Module,
+        everyone: PeerGroup,
+        *,
+        every_microbatch: bool = False,
+        keep_weights: bool = False,
     ) -> None:
         _check_forward(model)
         if not isinstance(model, FSDPModule):
@@ -114,10 +122,16 @@ class FsdpReduction:
         self.averaged_over = everyone.size
         self._every_microbatch = every_microbatch
         self._set_sync: Callable[[bool], None] = model.set_requires_gradient_sync
+        self._set_reshard: Callable[[bool], None] = model.set_reshard_after_backward
+        self._keep_weights = keep_weights
+        if keep_weights:
+            model.set_reshard_after_forward(False)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         self._set_sync(last or self._every_microbatch)
+        if self._keep_weights:
+            self._set_reshard(last)
         yield
 
     def finish(self) -> None:

@@ -25,6 +25,7 @@ from trainer_client.runtime import (
     GroupPool,
     LayoutError,
     PeerError,
+    PeerGroup,
     evaluate_step,
     run_step,
 )
@@ -109,6 +110,66 @@ def test_gradients_are_reduced_once_a_step_and_all_replicas_gather_equally_often
     for _, _, other, also_reduced in answers.values():
         assert other == counts
         assert also_reduced == reduced
+
+
+class Events(TorchDispatchMode):
+    """Lists what torch communicates, beside what else is put into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self.order.append("communicates")
+        return operation(*args, **(kwargs or {}))
+
+
+def meetings(rank, size):
+    """In a step of text whose packs no replicas share: what is decoded and communicated, in order,
+    without a wrapper and in DDP."""
+    samples = random_samples(12)
+    for sample in samples:
+        sample.items = []
+    shard = make_shard(samples, random_plan(samples, size, (1,), 12), size, rank, 12)
+    loss, grads = single_process(make_model(()), samples)
+    found = []
+    with GroupPool(timeout_s=60) as pool:
+        post_group, post_sum = PeerGroup.post, PeerGroup._post_reduced
+        for how in ("plain", "ddp"):
+            model, events = wrapped(how, ()), Events()
+
+            def noted(post, order):
+                def posted(*given, **named):
+                    transfer = post(*given, **named)
+                    order.extend(["communicates"] * bool(transfer._works))
+                    return transfer
+
+                return posted
+
+            PeerGroup.post = noted(post_group, events.order)
+            PeerGroup._post_reduced = noted(post_sum, events.order)
+            head = (model.module if how == "ddp" else model).head
+            head.register_forward_hook(lambda *_, order=events.order: order.append("decodes"))
+            with events:
+                result = run_step(model, shard, pool)
+            difference = worst_difference(result, whole(model), loss, grads)[1]
+            found.append((events.order, difference))
+        PeerGroup.post, PeerGroup._post_reduced = post_group, post_sum
+    return found, len(shard.microbatches)
+
+
+def test_replicas_whose_model_is_not_sharded_meet_once_a_step(world):
+    for found, microbatches in world(meetings, 2).values():
+        assert microbatches > 2
+        for order, difference in found:
+            assert difference <= 1e-10
+            assert order.count("decodes") == microbatches
+            last = len(order) - 1 - order[::-1].index("decodes")
+            first = order.index("decodes")
+            assert order[first : last + 1] == ["decodes"] * microbatches, "none between waves"
+            assert "communicates" in order[:first], "plans are compared"
+            assert "communicates" in order[last:], "gradients are summed"
 
 
 class Headless(nn.Module):
