@@ -319,6 +319,8 @@ class Microbatch:
     float64[local tokens], that of its sample times that of the source, and 1 in steps without
     weights. `reads` names which of labels, weights and positions were read. `layouts` are those of
     the pack's ring attention, by whether it is causal, where they were made with the shard.
+    `rows_multiple`: local tokens are a multiple of it, the last of them a sample with the id -1
+    that has no labels (`alignment.py`).
     """
 
     wave: int
@@ -339,6 +341,7 @@ class Microbatch:
     weights: torch.Tensor | None = None
     reads: set[str] = field(default_factory=set)
     layouts: Mapping[bool, "RingLayout"] = field(default_factory=dict)
+    rows_multiple: int = 1
 
     def loss_tokens(self) -> tuple[int, float]:
         """Labels other than -100, and the sum of their weights. Waits for the labels' device; ask

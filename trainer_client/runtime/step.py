@@ -208,8 +208,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     scalar, where the decoder gives it or ``LinearLogits``. Collective over all replicas.
 
     Every replica runs the same modules. An encoder for which this replica has no item, but others
-    have one, runs on a dummy item; the decoder of an idle replica runs on one token. The loss sees
-    neither. So the collectives of sharded modules, forward and backward, are the same everywhere.
+    have one, runs on a dummy item; the decoder of an idle replica runs on one token, or on as many
+    as rows are aligned to. The loss sees neither. So the collectives of sharded modules, forward
+    and backward, are the same everywhere.
     """
     arriving = wave_taken(
         microbatch,
@@ -219,8 +220,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     features = {modality: exchanged.take() for modality, exchanged in arriving.items()}
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
-        one_token = _one_token(microbatch)
-        given = settled(model.decode(one_token, features, PackedAttention([0, 1])), one_token)
+        unseen = _unseen_rows(microbatch)
+        attention = PackedAttention(unseen.cu_seqlens)
+        given = settled(model.decode(unseen, features, attention), unseen)
         return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views
     attention = PackedAttention(
         microbatch.cu_seqlens,
@@ -311,16 +313,17 @@ def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tens
     return encoded
 
 
-def _one_token(idle: Microbatch) -> Microbatch:
-    """An idle microbatch with a token that has no label."""
-    token = idle.position_ids.new_zeros(1)
+def _unseen_rows(idle: Microbatch) -> Microbatch:
+    """An idle microbatch with one token that has no label, or as many as rows are aligned to."""
+    tokens = idle.position_ids.new_zeros(idle.rows_multiple)
+    end = idle.rows_multiple
     return replace(
         idle,
-        input_ids=token,
-        labels=torch.full_like(token, IGNORED_LABEL),
-        position_ids=token,
-        mrope=None if idle.mrope is None else token.expand(3, 1),
-        cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
-        lengths=idle.cu_seqlens.new_tensor([1]),
+        input_ids=tokens,
+        labels=torch.full_like(tokens, IGNORED_LABEL),
+        position_ids=tokens,
+        mrope=None if idle.mrope is None else tokens.expand(3, end),
+        cu_seqlens=idle.cu_seqlens.new_tensor([0, end]),
+        lengths=idle.cu_seqlens.new_tensor([end]),
         weights=None,
     )
