@@ -33,7 +33,7 @@ def sharded(model, policy, reshard):
 def parameters_of(model):
     """FSDP2's own account of each parameter; torch shows it to nobody else."""
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    groups = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for part in parts for group in fully_shard.state(part)._fsdp_param_groups]
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
@@ -45,12 +45,12 @@ def weights_bytes(model):
 
 def gradients_bytes(model):
     """Bytes of gradients that are whole on this rank."""
-    held = 0
-    for parameter in parameters_of(model):
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        grads = (parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None))
-        held += sum(grad.nbytes for grad in grads if grad is not None)
-    return held
+    grads = [
+        grad
+        for parameter in parameters_of(model)
+        for grad in (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
+    ]
+    return sum(grad.nbytes for grad in grads if grad is not None)
 
 
 class Weighed(FsdpReduction):

@@ -125,6 +125,18 @@ class Events(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+def noting(post, order):
+    """A way of PeerGroup to communicate, which lists where it does."""
+
+    def noted(group, *given, **named):
+        messages = [t for each in given for t in (each if isinstance(each, list) else [(each, 0)])]
+        if any(tensor.numel() for tensor, _ in messages):
+            order.append("communicates")
+        return post(group, *given, **named)
+
+    return noted
+
+
 def meetings(rank, size):
     """In a step of text whose packs no replicas share: what is decoded and communicated, in order,
     without a wrapper and in DDP."""
@@ -133,29 +145,18 @@ def meetings(rank, size):
         sample.items = []
     shard = make_shard(samples, random_plan(samples, size, (1,), 12), size, rank, 12)
     loss, grads = single_process(make_model(()), samples)
+    ways = {name: getattr(PeerGroup, name) for name in ("post", "post_sum", "post_least", "gather")}
     found = []
     with GroupPool(timeout_s=60) as pool:
-        post_group, post_sum = PeerGroup.post, PeerGroup._post_reduced
         for how in ("plain", "ddp"):
             model, events = wrapped(how, ()), Events()
-
-            def noted(post, order):
-                def posted(*given, **named):
-                    transfer = post(*given, **named)
-                    order.extend(["communicates"] * bool(transfer._works))
-                    return transfer
-
-                return posted
-
-            PeerGroup.post = noted(post_group, events.order)
-            PeerGroup._post_reduced = noted(post_sum, events.order)
+            for name, post in ways.items():
+                setattr(PeerGroup, name, noting(post, events.order))
             head = (model.module if how == "ddp" else model).head
             head.register_forward_hook(lambda *_, order=events.order: order.append("decodes"))
             with events:
                 result = run_step(model, shard, pool)
-            difference = worst_difference(result, whole(model), loss, grads)[1]
-            found.append((events.order, difference))
-        PeerGroup.post, PeerGroup._post_reduced = post_group, post_sum
+            found.append((events.order, worst_difference(result, whole(model), loss, grads)[1]))
     return found, len(shard.microbatches)
 
 
