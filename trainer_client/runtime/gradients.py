@@ -7,7 +7,7 @@ of replicas, so the loss is multiplied by it. And every replica runs the same mo
 one starts its reduction, when it runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.faults import LayoutError
-from trainer_client.runtime.loss import sum_gradients
+from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.loss import sum_gradients, sum_gradients_of
 from trainer_client.runtime.peers import PeerGroup
 
 
@@ -72,6 +73,42 @@ class SumReduction:
 
     def finish(self) -> None:
         sum_gradients(self._model, self._everyone)
+
+
+class ExpertReduction:
+    """For experts that are spread over replicas, in a model that is not wrapped.
+
+    Replicas of one *expert group* hold different experts and send one another their tokens, so an
+    expert's gradient comes from all tokens of its group. Replicas with the same experts, the
+    ``holders``, add theirs up, and all replicas everything else. The messages of an expert group
+    need a communicator of their own, such as ``groups.apart(members)``, and each replica must run
+    the same layers in every wave, as ``forward_microbatch`` has it.
+
+    ``experts``: the modules whose parameters only ``holders`` have, this replica among them.
+    Making one is collective over them. Raises LayoutError where the model is wrapped.
+    """
+
+    averaged_over = 1
+
+    def __init__(
+        self, model: Module, groups: GroupPool, *, experts: Iterable[Module], holders: Sequence[int]
+    ) -> None:
+        if isinstance(model, DistributedDataParallel | FSDPModule):
+            raise LayoutError(
+                f"{type(model).__name__} sums its gradients itself, also those of experts that "
+                "replicas do not share; give ExpertReduction the model without a wrapper"
+            )
+        self._experts = {p: None for module in experts for p in module.parameters()}
+        self._model = model
+        self._everyone, self._holders = groups.everyone, groups.apart(holders)
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        shared = [p for p in self._model.parameters() if p not in self._experts]
+        sum_gradients_of(shared, self._everyone)
+        sum_gradients_of(self._experts, self._holders)
 
 
 class DdpReduction:

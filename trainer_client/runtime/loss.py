@@ -125,10 +125,13 @@ def sum_gradients(module: Module, group: PeerGroup) -> None:
 
     Raises PeerError where a replica died or hung. Collective over ``group``.
     """
-    if group.size == 1:
-        return
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
+    sum_gradients_of(module.parameters(), group)
+
+
+def sum_gradients_of(parameters: Iterable[Parameter], group: PeerGroup) -> None:
+    """As ``sum_gradients``, of these parameters."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if group.size == 1 or not parameters:
         return
     having = [float(p.grad is not None) for p in parameters]
     owners = sum_numbers(having, group, action="the gradient sum")

@@ -7,7 +7,6 @@ NCCL would get. The queues of all ranks are then replayed together.
 import random
 
 import pytest
-import torch
 
 from tests.trainer_client.runtime.planned_steps import planned_steps
 from tests.trainer_client.runtime.posted_order import Post, Wait, stuck
@@ -18,7 +17,6 @@ from tests.trainer_client.runtime.random_steps import (
     random_plan,
     random_samples,
 )
-from tests.trainer_client.runtime.recorded_transport import Recorder
 from trainer_client.runtime import (
     GroupPool,
     PeerGroup,
@@ -26,14 +24,6 @@ from trainer_client.runtime import (
     run_pipeline_step,
     run_step,
 )
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny
-    yield Recorder(monkeypatch)
-    torch.set_num_threads(threads)
 
 
 def random_shards(seed, replicas, degrees):
