@@ -5,7 +5,6 @@ NCCL refuses two ranks on one GPU, so their messages go through host memory, ove
 
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,10 +40,9 @@ def step_of_one_process(size: Size, device: torch.device, dtype: torch.dtype) ->
     """Loss and gradients of the job for four, its samples one by one."""
     samples = job_of(size, 4).step(0).samples
     waves = [[((0,), [number])] for number in range(len(samples))]
-    shard = SyntheticStep(samples, waves, replicas=1).shard(0)
-    on_device = replace(shard, microbatches=tuple(mb for mb in shard.to(device).microbatches))
+    shard = SyntheticStep(samples, waves, replicas=1).shard(0).to(device)
     with GroupPool(replica=0, replicas=1) as groups:
-        return train(on_device, groups, size, device, dtype)
+        return train(shard, groups, size, device, dtype)
 
 
 def train(

@@ -18,6 +18,7 @@ from trainer_client.fetch import Part, PartId
 from trainer_client.parts import WantedParts
 from trainer_client.positions import MropeRule, held_rows, in_sample, local_positions, sample_of
 from trainer_client.shard import (
+    MODALITIES,
     FeatureExchange,
     Group,
     ItemNotes,
@@ -35,8 +36,6 @@ from trainer_client.shard import (
 Parts = Mapping[PartId, Part]
 ItemOf = Callable[[int, int], torch.Tensor]
 SummaryOf = Callable[[], coordinator_pb2.StepSummary]
-
-MODALITIES = ("vision", "audio")  # a wave's phases come in this order
 
 _EMPTY = torch.empty(0, dtype=torch.int64)
 _ALL = WantedParts()

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainer_client.address import split_address
+from trainer_client.alignment import check_multiple
 from trainer_client.device import resolve_device
 from trainer_client.errors import (
     BadArgument,
@@ -54,6 +55,9 @@ class ShardDataset(IterableDataset[Shard]):
     `device` is the device for tokens, encoder items and exchange indices; for a GPU they are
     received in pinned memory and copied on a stream of their own, a microbatch ahead. By default
     they stay on the host.
+
+    `rows_multiple`: each microbatch gets rows without labels until it has a multiple of it, as
+    sequence parallelism and FP8 want; give it on all ranks (see `alignment.py`).
 
     `prefetch_steps` shards are kept ready or on their way, which costs the memory of their bytes.
     `connect_timeout_s` bounds the wait for the coordinator's port, `timeout_s` every other
@@ -99,6 +103,7 @@ class ShardDataset(IterableDataset[Shard]):
         stall_timeout_s: float = 4.0,
         transport: Transport | None = None,
         launch: str | None = None,
+        rows_multiple: int = 1,
     ) -> None:
         self._options = RunOptions(
             address=address,
@@ -113,6 +118,7 @@ class ShardDataset(IterableDataset[Shard]):
             stall_timeout_s=stall_timeout_s,
             device=None if device is None else torch.device(device),
             launch=launch,
+            rows_multiple=rows_multiple,
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
@@ -380,6 +386,7 @@ def _check(options: RunOptions) -> None:
             f"prefetch_steps={options.prefetch_steps} and parallel_streams="
             f"{options.parallel_streams} must both be at least 1."
         )
+    check_multiple(options.rows_multiple)
     timeouts = (options.connect_timeout_s, options.timeout_s, options.stall_timeout_s)
     if min(timeouts) <= 0:
         raise BadArgument(

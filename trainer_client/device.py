@@ -140,14 +140,14 @@ class StagedMicrobatches(Sequence[Microbatch]):
     """
 
     def __init__(self, on_host: Sequence[Microbatch], queue: CopyQueue) -> None:
-        self.on_host = tuple(on_host)
+        self._on_host = on_host
         self._queue = queue
         self._ahead: dict[int, Sent] = {}
         self._taken: WeakValueDictionary[int, Microbatch] = WeakValueDictionary()
         self._start(0)
 
     def __len__(self) -> int:
-        return len(self.on_host)
+        return len(self._on_host)
 
     @overload
     def __getitem__(self, place: int) -> Microbatch: ...
@@ -171,7 +171,7 @@ class StagedMicrobatches(Sequence[Microbatch]):
 
     def _start(self, place: int) -> None:
         if place < len(self) and place not in self._ahead and place not in self._taken:
-            self._ahead[place] = self._queue.start(self.on_host[place])
+            self._ahead[place] = self._queue.start(self._on_host[place])
 
 
 class DeviceCopier:
@@ -191,8 +191,9 @@ class DeviceCopier:
         """The shard, its microbatches on their way; called by the prefetch thread."""
         if self._queue is None:
             return shard
-        on_host = [self._prepared(microbatch) for microbatch in shard.microbatches]
-        return replace(shard, microbatches=StagedMicrobatches(on_host, self._queue))
+        on_host = tuple(self._prepared(microbatch) for microbatch in shard.microbatches)
+        staged = StagedMicrobatches(on_host, self._queue)
+        return replace(shard, microbatches=staged, on_host=on_host)
 
     def _prepared(self, microbatch: Microbatch) -> Microbatch:
         # A client whose shards stay on the host loads no runtime.

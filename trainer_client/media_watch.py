@@ -8,9 +8,8 @@ it. A rank that received no items is not warned, nor is any rank after it first 
 from dataclasses import dataclass
 
 from trainer_client.notices import MediaNotRead, tell
-from trainer_client.shard import Shard
+from trainer_client.shard import MODALITIES, Shard
 
-MODALITIES = ("vision", "audio")
 # Number of steps that a loader may hand out before the first of them is trained: the batches of
 # one optimizer step, and those fetched ahead.
 LOOKAHEAD_STEPS = 16

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_client.alignment import aligned
 from trainer_client.device import DeviceCopier
 from trainer_client.errors import ClientError, CursorMismatch
 from trainer_client.fetch import PartFetcher
@@ -57,6 +58,7 @@ class RunOptions:
     stall_timeout_s: float
     device: torch.device | None
     launch: str | None = None
+    rows_multiple: int = 1
 
 
 class Run:
@@ -189,7 +191,7 @@ class Run:
                 return None
             self._note("receive", shard.step, shard.plan.digest, began_s)
             step = shard.step + 1  # steps before the shard's may have been skipped
-            return self._copier.send(shard)
+            return self._copier.send(aligned(shard, options.rows_multiple))
 
         self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)
         self._heartbeat = Heartbeat(

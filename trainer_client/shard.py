@@ -25,6 +25,10 @@ from trainer_client.staging import Move, with_tensors
 if TYPE_CHECKING:  # the runtime reads shards
     from trainer_client.runtime.ring_layout import RingLayout
 
+MODALITIES = ("vision", "audio")
+"""Of encoder items: columns number them so, and the phases of a wave come in this order."""
+IGNORED_LABEL = -100  # of a token without a target
+
 Value = TypeVar("Value")
 
 
@@ -313,9 +317,10 @@ class Microbatch:
     on ranks that asked neither for tokens nor for media. `items` are those of the whole pack,
     known at any degree and wherever they are encoded. `loss_weights` weigh the loss of each token:
     float64[local tokens], that of its sample times that of the source, and 1 in steps without
-    weights. `reads` names which of labels, weights and positions were read. `counted` is what
-    `loss_tokens` gives, noted before the labels left the host. `layouts` are those of the pack's
-    ring attention, by whether it is causal, where they were made with the shard.
+    weights. `reads` names which of labels, weights and positions were read. `layouts` are those of
+    the pack's ring attention, by whether it is causal, where they were made with the shard.
+    `rows_multiple`: local tokens are a multiple of it, the last of them a sample with the id -1
+    that has no labels (`alignment.py`).
     """
 
     wave: int
@@ -336,14 +341,14 @@ class Microbatch:
     weights: torch.Tensor | None = None
     reads: set[str] = field(default_factory=set)
     layouts: Mapping[bool, "RingLayout"] = field(default_factory=dict)
-    counted: tuple[int, float] | None = None
+    rows_multiple: int = 1
 
     def loss_tokens(self) -> tuple[int, float]:
-        """Labels other than -100, and the sum of their weights. Waits for the labels' device, where
-        they were not brought there by `mapped`."""
-        if self.counted is not None:
-            return self.counted
-        return _count_loss_tokens(self.labels, self.weights)
+        """Labels other than -100, and the sum of their weights. Waits for the labels' device; ask
+        one of `Shard.planned`."""
+        have = self.labels != IGNORED_LABEL
+        count = int(have.sum())
+        return count, float(count) if self.weights is None else float(self.weights[have].sum())
 
     @property
     def loss_weights(self) -> torch.Tensor:
@@ -386,17 +391,10 @@ class Microbatch:
             position_ids=move(self.__dict__["position_ids"]),
             mrope=mrope,
             weights=None if self.weights is None else move(self.weights),
-            counted=self._counted_on_host(),
             vision=self.vision and self.vision.mapped(move),
             audio=self.audio and self.audio.mapped(move),
             layouts={causal: with_tensors(of, move) for causal, of in self.layouts.items()},
         )
-
-    def _counted_on_host(self) -> tuple[int, float] | None:
-        labels = self.__dict__["labels"]  # reading it would count as reading it
-        if self.counted is not None or labels is None or labels.device.type != "cpu":
-            return self.counted
-        return _count_loss_tokens(labels, self.weights)
 
     def __repr__(self) -> str:
         return (
@@ -405,18 +403,13 @@ class Microbatch:
         )
 
 
-def _count_loss_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> tuple[int, float]:
-    have = labels != -100
-    count = int(have.sum())
-    return count, float(count) if weights is None else float(weights[have].sum())
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shard:
     """One rank's part of one optimizer step; `microbatches` are in execution order.
 
     `cursor_after` is the position after this step. `wait_s` is the exposed data wait: the seconds
     for which the training loop was blocked for this shard. `progress` is told when `to` is called.
+    `on_host` are the microbatches as they arrived, where `microbatches` are copies elsewhere.
 
     With `device=`, a microbatch is copied to the device while the one before it computes, and is
     gone from there when nobody holds it any more (`device.py`): go through them once.
@@ -433,13 +426,13 @@ class Shard:
     size_bytes: int
     wait_s: float = 0.0
     progress: Progress | None = field(default=None, repr=False)
+    on_host: Sequence[Microbatch] | None = field(default=None, repr=False)
 
     @property
     def planned(self) -> Sequence[Microbatch]:
         """The microbatches as they are on the host, for whoever reads the plan's numbers or labels
         and needs nothing on the device."""
-        on_host: Sequence[Microbatch] = getattr(self.microbatches, "on_host", self.microbatches)
-        return on_host
+        return self.microbatches if self.on_host is None else self.on_host
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Shard":
         """The shard with tokens, encoder items and exchange indices on `device`; the plan's numbers
@@ -454,4 +447,5 @@ class Shard:
 
     def mapped(self, move: Move) -> "Shard":
         """With `move` applied to tokens, encoder items and exchange indices."""
-        return replace(self, microbatches=tuple(mb.mapped(move) for mb in self.microbatches))
+        moved = tuple(mb.mapped(move) for mb in self.microbatches)
+        return replace(self, microbatches=moved, on_host=self.planned)

@@ -75,6 +75,19 @@ def test_every_shard_carries_the_plan_of_the_whole_step(service):
     assert plan.stages[0].algorithm == "isf"
 
 
+def test_rows_come_as_a_multiple_where_that_is_asked_for(service):
+    for rank in (0, 1):
+        plain, padded = (
+            list(service.dataset(rank=rank, rows_multiple=multiple)) for multiple in (1, 16)
+        )
+        for shard, other in zip(plain, padded, strict=True):
+            for mb, longer in zip(shard.microbatches, other.microbatches, strict=True):
+                assert longer.local_tokens % 16 == 0
+                assert torch.equal(longer.input_ids[: mb.local_tokens], mb.input_ids)
+    with pytest.raises(BadArgument, match="rows_multiple is 0"):
+        service.dataset(rows_multiple=0)
+
+
 def test_it_works_inside_a_data_loader(service):
     loader = DataLoader(service.dataset(), batch_size=None)
     assert [shard.step for shard in loader] == [0, 1, 2, 3]

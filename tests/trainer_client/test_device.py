@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trainer_client.device import DeviceCopier, resolve_device
+from trainer_client.runtime.loss import own_loss_tokens
 
 
 def moving_tensors(shard):
@@ -56,6 +57,14 @@ def test_moving_changes_neither_values_nor_types(service):
         assert before.dtype == after.dtype
         assert torch.equal(before, after)
         assert before.numel() == 0 or before.data_ptr() != after.data_ptr()
+
+
+def test_loss_tokens_of_a_shard_that_was_moved_are_counted_on_the_host(service):
+    shard = next(iter(service.dataset()))
+    moved = shard.to("meta")
+    assert moved.microbatches[0].labels.is_meta
+    assert own_loss_tokens(moved) == own_loss_tokens(shard)
+    assert own_loss_tokens(moved.to("meta")) == own_loss_tokens(shard)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

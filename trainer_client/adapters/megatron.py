@@ -29,13 +29,12 @@ Nothing here imports Megatron.
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from trainer_client.adapters.group_ledger import GroupLedger, Members
+from trainer_client.alignment import extended, missing_rows
 from trainer_client.errors import BadArgument
-from trainer_client.positions import held_rows
 from trainer_client.shard import Microbatch, PlanSummary
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel
@@ -194,29 +193,23 @@ def megatron_batch(
             "take loss_weight out of the job file."
         )
     degree, cp_rank = _share(microbatch, groups, cp)
-    rows = microbatch.local_tokens
-    padding = _padding(rows, multiple=rows_multiple, degree=degree)
-    positions = microbatch.positions
-    if positions.ndim > 1 and degree > 1:
+    rows = missing_rows(microbatch.local_tokens, multiple=rows_multiple, degree=degree)
+    if microbatch.positions.ndim > 1 and degree > 1:
         raise BadArgument(
             f"pack {microbatch.pack} is shared by {degree} replicas and has M-RoPE positions, "
             "which Megatron does not cut sample by sample. Give the job static_degree: 1."
         )
-    padded = np.array([0, padding * degree])
-    added = torch.from_numpy(held_rows(padded, degree, cp_rank))
-    added = added.to(positions.device).expand(*positions.shape[:-1], padding)
-    position_ids = torch.cat([positions, added], dim=-1)
-    tokens = getattr(microbatch, "input_ids", None)
-    labels = getattr(microbatch, "labels", None)
-    if labels is not None:
-        labels = _extended(labels, padding, fill=-100)
+    whole = extended(microbatch, rows, degree=degree, cp_rank=cp_rank)
+    positions = whole.positions
+    tokens = getattr(whole, "input_ids", None)
+    labels = getattr(whole, "labels", None)
     return MegatronBatch(
-        tokens=None if tokens is None else _extended(tokens, padding, fill=0),
-        labels=None if labels is None else labels.clamp(min=0),
-        loss_mask=None if labels is None else (labels >= 0).float(),
-        position_ids=position_ids.unsqueeze(-2),
+        tokens=None if tokens is None else tokens[None],
+        labels=None if labels is None else labels.clamp(min=0)[None],
+        loss_mask=None if labels is None else (labels >= 0).float()[None],
+        position_ids=positions[..., None, :],
         packed={
-            **_packed_fields(microbatch, padding * degree, position_ids.device),
+            **_packed_fields(whole, positions.device),
             **({} if groups is None else _group_fields(microbatch, groups)),
         },
     )
@@ -240,26 +233,9 @@ def _share(microbatch: Microbatch, groups: ContextGroups | None, cp: int) -> tup
     return degree, microbatch.cp_rank
 
 
-def _padding(rows: int, *, multiple: int, degree: int) -> int:
-    """Rows to add; at least one where there are none, and two chunks of equal size if shared."""
-    if multiple < 1:
-        raise BadArgument(f"rows_multiple is {multiple}; give 1 or more.")
-    padding = -rows % multiple if rows else multiple
-    return padding + multiple if degree > 1 and padding % 2 else padding
-
-
-def _extended(column: torch.Tensor, padding: int, *, fill: int) -> torch.Tensor:
-    return torch.nn.functional.pad(column, (0, padding), value=fill)[None]
-
-
-def _packed_fields(
-    microbatch: Microbatch, padding_tokens: int, device: torch.device
-) -> dict[str, object]:
+def _packed_fields(microbatch: Microbatch, device: torch.device) -> dict[str, object]:
     """`cu_seqlens_*` int32[S+1] count true lengths and `*_padded` the places in the whole pack."""
     true, padded = microbatch.lengths.int(), microbatch.cu_seqlens.diff().int()
-    if padding_tokens:
-        more = torch.tensor([padding_tokens], dtype=torch.int32)
-        true, padded = torch.cat([true, more]), torch.cat([padded, more])
     fields: dict[str, object] = {"qkv_format": "thd"}
     for side in ("q", "kv"):
         fields[f"cu_seqlens_{side}"] = _offsets(true).to(device)

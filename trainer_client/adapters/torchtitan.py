@@ -35,9 +35,8 @@ from torchtitan.trainer import Trainer
 
 from trainer_client.dataset import ShardDataset
 from trainer_client.errors import BadArgument, MisuseError
-from trainer_client.shard import Microbatch, Shard
+from trainer_client.shard import IGNORED_LABEL, Microbatch, Shard
 
-IGNORED_LABEL = -100
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 

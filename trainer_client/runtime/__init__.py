@@ -16,7 +16,7 @@ from trainer_client.runtime.faults import (
     RuntimeFault,
     TransportMismatchError,
 )
-from trainer_client.runtime.gradients import FsdpReduction, GradientReduction
+from trainer_client.runtime.gradients import ExpertReduction, FsdpReduction, GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.linear_loss import LinearLogits, linear_cross_entropy
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
@@ -52,6 +52,7 @@ __all__ = [
     "EncoderAction",
     "EncoderSpan",
     "EncoderStage",
+    "ExpertReduction",
     "Features",
     "FsdpReduction",
     "GradientReduction",

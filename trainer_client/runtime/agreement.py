@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from trainer_client.runtime.faults import PlanMismatchError
+from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.host_numbers import sum_numbers
 from trainer_client.runtime.loss import LossTokens, own_loss_tokens, summed_loss_tokens
 from trainer_client.runtime.peers import PeerGroup
@@ -21,12 +21,24 @@ from trainer_client.shard import Shard
 COMPARING = "comparing plan digests"
 
 
-def begin_step(shard: Shard, everyone: PeerGroup) -> LossTokens:
-    """The step's loss tokens over all replicas, once it is known that all hold the same plan.
+def begin_step(
+    shard: Shard, everyone: PeerGroup, *, features_ahead: bool | None = None
+) -> LossTokens:
+    """The step's loss tokens over all replicas, once it is known that all hold the same plan and
+    exchange features in the same order.
 
-    Raises PlanMismatchError, on every replica, and PeerError. Collective over ``everyone``.
+    Raises PlanMismatchError and LayoutError, on every replica, and PeerError. Collective over
+    ``everyone``.
     """
-    sums = sum_numbers(own_numbers(shard), everyone, action=COMPARING)
+    ahead = 0.0 if features_ahead is None else 1.0 + features_ahead
+    own = [*own_numbers(shard), ahead, ahead**2]
+    *sums, of_all, squares = sum_numbers(own, everyone, action=COMPARING)
+    if (of_all, squares) != (everyone.size * ahead, everyone.size * ahead**2):
+        raise LayoutError(
+            f"replica {everyone.replica} calls run_step with features_ahead={features_ahead}, and "
+            "others with another value; they would exchange features in different orders, so give "
+            "the same on all replicas"
+        )
     agreed = agreed_tokens(shard, sums, ranks=everyone.size)
     if agreed is None:
         raise PlanMismatchError(_holders(shard.plan.digest, everyone))

@@ -11,7 +11,8 @@ uses kv head h // (heads // kv heads)); lse [heads, query rows]. Every sequence 
 least one query and one key; a causal block has equal numbers of both.
 
     kernel   computes                                            where
-    flash    causal, full, windows; half precision, heads ≤ 256  a GPU of capability 8.0 or more
+    flash    causal, full, windows; half precision, heads ≤ 256  a GPU of capability 8.0 or more;
+                                                                 FA3 those of 9.0
     flex     every mask, any floating type                       a GPU with Triton
     plain    everything                                          everywhere, in a loop
 """
@@ -32,6 +33,7 @@ from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.flash_kernel import (
     FLASH_CAPABILITY,
     FLASH_DTYPES,
+    FLASH_GENERATIONS,
     FLASH_HEAD_DIM,
     FlashKernel,
 )
@@ -52,7 +54,9 @@ __all__ = [
     "lacking_flash",
 ]
 
-Kernel = Literal["auto", "flash", "flex", "plain"]
+Kernel = Literal["auto", "flash", "flash2", "flash3", "flex", "plain"]
+FLASH_VERSIONS: dict[Kernel, str] = {"flash2": "FA2", "flash3": "FA3"}
+"""By torch's names for them. "flash" is whichever is active."""
 
 log = logging.getLogger("trainer_client")
 
@@ -94,13 +98,15 @@ class Asked:
     """What a kernel is asked to compute.
 
     ``head_dim``: the wider one of queries' and values' heads. ``spans``: whether queries see ahead.
-    ``lacking_flash``, ``lacking_flex``: why this torch has none on this device; empty: it has.
+    ``flash``: the flash attention that is active in torch. ``lacking_flash``, ``lacking_flex``: why
+    this torch has none on this device; empty: it has.
     """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     spans: bool = False
+    flash: str = "FA2"
     lacking_flash: str = ""
     lacking_flex: str = ""
 
@@ -115,6 +121,8 @@ def kernel_for(asked: Asked, wanted: Kernel = "auto") -> KernelChoice:
         raise LayoutError(f"kernel={wanted!r}; it is one of {', '.join(get_args(Kernel))}")
     flash, flex = next(_without_flash(asked), None), next(_without_flex(asked), None)
     obstacle = {"flash": flash, "flex": flex}.get(wanted)
+    if wanted in FLASH_VERSIONS:
+        obstacle = flash or _other_version(asked, FLASH_VERSIONS[wanted])
     if obstacle is not None:
         reason, remedy = obstacle
         raise LayoutError(
@@ -122,7 +130,7 @@ def kernel_for(asked: Asked, wanted: Kernel = "auto") -> KernelChoice:
             'take kernel="auto"'
         )
     if wanted != "auto":
-        return KernelChoice(kernel=wanted)
+        return KernelChoice(kernel="flash" if wanted in FLASH_VERSIONS else wanted)
     if asked.device_type != "cuda":
         return KernelChoice(kernel="plain")
     if flash is None:
@@ -156,9 +164,23 @@ def _without_flash(asked: Asked) -> Iterator[tuple[str, str]]:
     if asked.lacking_flash:
         yield (
             asked.lacking_flash,
-            "take a torch built with FlashAttention-2 and a GPU of compute capability 8.0 or "
-            "higher",
+            "take a torch built with FlashAttention-2 and a GPU of compute capability 8.0 or higher"
+            if asked.flash == "FA2"
+            else "go back to FlashAttention-2 by torch.nn.attention.restore_flash_attention_impl()",
         )
+
+
+def _other_version(asked: Asked, wanted: str) -> tuple[str, str] | None:
+    """Why torch's flash attention is not the version that is wanted, and what to do."""
+    if asked.flash == wanted:
+        return None
+    reason = f"torch's flash attention is {asked.flash} in this process"
+    if wanted == "FA2":
+        return reason, "call torch.nn.attention.restore_flash_attention_impl() before training"
+    return reason, (
+        f'call torch.nn.attention.activate_flash_attention_impl("{wanted}") before training, with '
+        "the package that has it installed"
+    )
 
 
 def _without_flex(asked: Asked) -> Iterator[tuple[str, str]]:
@@ -185,19 +207,21 @@ def choose_kernel(
 
     Raises LayoutError as ``kernel_for``.
     """
+    flash = current_flash_attention_impl() or "FA2"
     asked = Asked(
         device_type=q.device.type,
         dtype=q.dtype,
         head_dim=q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1]),
         spans=spans,
-        lacking_flash=lacking_flash(q.device) if q.is_cuda else "",
+        flash=flash,
+        lacking_flash=lacking_flash(q.device, flash) if q.is_cuda else "",
         lacking_flex=lacking_flex() if q.is_cuda else "",
     )
     choice = kernel_for(asked, wanted)
     if choice.reason:
         tell_slow(choice.reason, choice.remedy)
     if q.is_cuda:
-        note_kernel(choice.kernel, current_flash_attention_impl() or "FA2", q.dtype, asked.head_dim)
+        note_kernel(choice.kernel, flash, q.dtype, asked.head_dim)
     return _KERNELS[choice.kernel]
 
 
@@ -209,13 +233,18 @@ _KERNELS: dict[Kernel, BlockKernel] = {
 
 
 @lru_cache
-def lacking_flash(device: torch.device) -> str:
-    """Why this torch has no FlashAttention-2 on this GPU; empty where it has."""
-    if not torch.backends.cuda.is_flash_attention_available():
+def lacking_flash(device: torch.device, flash: str = "FA2") -> str:
+    """Why this torch has no such flash attention on this GPU; empty where it has."""
+    if flash == "FA2" and not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without flash attention"
     capability = torch.cuda.get_device_capability(device)
+    has = f"the GPU has compute capability {'.'.join(map(str, capability))}"
     if capability < FLASH_CAPABILITY:
-        return f"the GPU has compute capability {'.'.join(map(str, capability))}"
+        return has
+    generations = FLASH_GENERATIONS.get(flash)
+    if generations is not None and capability[0] not in generations:
+        known = " or ".join(f"{each}.0" for each in generations)
+        return f"{flash} is active in torch, which takes {known}, and {has}"
     return ""
 
 

@@ -7,6 +7,9 @@
 The list has single kernels; a trainer runs whole layers and whole model chunks. Each is put where
 its first kernel begins. What it needs has ended by then, so the order of all of them can be run.
 Gathers and scatters between replicas, which belong to no microbatch, are left to the runtime.
+
+The list has no action of an encoder that the layout's samples had nothing for; those that it has
+are numbered from 0 on, in their order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,6 +33,10 @@ COLUMNS = "device kind encoder microbatch stage layer kernel start_s end_s"
 _COLLECTIVES = ("gather", "scatter")
 _FORWARDS, _BACKWARDS = ("forward", "forward_comm"), ("backward", "backward_comm")
 _NONE = "-"
+_SEVERAL_DEVICES = (
+    "a list for encoders of fewer tensor-parallel ranks than the backbone, where a stage is "
+    "several devices, cannot be run"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +67,12 @@ def read_bubbles(text: str, *, stages: int) -> tuple[BubbleSchedule, Timeline]:
         for device, span in _parsed(number, line, stages):
             known = spans.get((device, span.action), span)
             spans[device, span.action] = _joined(known, span)
+    encoders = {action.encoder for _, action in spans if isinstance(action, EncoderAction)}
+    number_of = {encoder: number for number, encoder in enumerate(sorted(encoders))}
     by_stage: list[list[_Span]] = [[] for _ in range(stages)]
-    for (device, _), span in spans.items():
+    for (device, action), span in spans.items():
+        if isinstance(action, EncoderAction):
+            span = replace(span, action=replace(action, encoder=number_of[action.encoder]))
         by_stage[device].append(span)
     ordered = [tuple(_merged(sorted(mine, key=_begin))) for mine in by_stage]
     schedule = BubbleSchedule(
@@ -91,15 +102,15 @@ def _parsed(number: int, line: str, stages: int) -> Iterator[tuple[int, _Span]]:
         ) from error
     if not 0 <= device < stages:
         raise LayoutError(
-            f"line {number} is of device {device}, and there are {stages} stages; a list for "
-            "encoders of fewer tensor-parallel ranks than the backbone cannot be run"
+            f"line {number} is of device {device}, and there are {stages} stages; "
+            f"{_SEVERAL_DEVICES}"
         )
     action: AnyAction
     if encoder is None:
         if part % stages != device:
             raise LayoutError(
                 f"line {number} has model chunk {part} on device {device} of {stages} stages; "
-                "chunk c runs on stage c mod p"
+                f"chunk c runs on stage c mod p, and {_SEVERAL_DEVICES}"
             )
         action = Action((FORWARD, BACKWARD)[passing], microbatch, part // stages)
     else:

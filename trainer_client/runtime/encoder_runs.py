@@ -46,7 +46,8 @@ class LayeredEncoders(Protocol):
     the same on every stage. What comes before the first layer belongs to it, and a projector to the
     last.
 
-    ``modalities``: in the order in which schedules number them.
+    ``modalities``: in the order in which schedules number them. Others are encoded by the first
+    chunk.
     """
 
     @property
@@ -74,14 +75,15 @@ class LayeredEncoders(Protocol):
 
 class ReadyFeatures:
     """A ``MultimodalModel`` whose encoders ran elsewhere: its first chunk, and the rows that they
-    gave for one microbatch."""
+    gave for one microbatch. What did not run elsewhere, the chunk encodes."""
 
     def __init__(self, chunk: MultimodalModel, rows: Mapping[str, Tensor]) -> None:
         self._chunk = chunk
         self._rows = rows
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
-        return self._rows[modality]
+        rows = self._rows.get(modality)
+        return self._chunk.encode(modality, batch) if rows is None else rows
 
     def dummy_item(self, modality: str) -> Tensor:
         return self._chunk.dummy_item(modality)
@@ -299,7 +301,8 @@ def _check_schedule(encoders: LayeredEncoders, schedule: BubbleSchedule) -> None
     if given != schedule.encoder_layers:
         raise LayoutError(
             f"the schedule is for encoders of {schedule.encoder_layers} layers, and these "
-            f"({', '.join(encoders.modalities)}) have {given}; lay out the model that is trained"
+            f"({', '.join(encoders.modalities)}) have {given}; lay out the model that is trained, "
+            "and leave out encoders that the layout's samples had nothing for"
         )
     for encoder, modality in enumerate(encoders.modalities):
         returns, trains = schedule.returns(encoder), encoders.encoder_trains(modality)

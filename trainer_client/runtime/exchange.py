@@ -19,9 +19,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer_client.runtime.faults import LayoutError
-from trainer_client.runtime.peers import PeerGroup
+from trainer_client.runtime.peers import PeerGroup, Transfer
 
 FEATURES_CHANNEL = 3
+
+
+class Arriving:
+    """Feature rows on their way. Whoever computes with them calls ``wait`` first.
+
+    rows: [sum(recv_splits), ...], in the order of their sources; filled once they were waited for.
+    """
+
+    def __init__(self, rows: Tensor, transfer: Transfer) -> None:
+        self.rows = rows
+        self._transfer = transfer
+
+    def wait(self) -> Tensor:
+        """The rows. Raises PeerError where a member died or hung."""
+        with torch.no_grad():  # a transport may copy them into place
+            self._transfer.wait()
+        return self.rows
 
 
 def exchange_features(
@@ -33,19 +50,32 @@ def exchange_features(
     after: Tensor | None = None,
     differentiable: bool = True,
 ) -> Tensor:
-    """Send rows to every member and receive rows from every member.
+    """Send rows to every member and receive rows from every member: ``start_exchange``, waited
+    for."""
+    started = start_exchange(
+        features, send_splits, recv_splits, group, after=after, differentiable=differentiable
+    )
+    return started.wait()
+
+
+def start_exchange(
+    features: Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: PeerGroup,
+    *,
+    after: Tensor | None = None,
+    differentiable: bool = True,
+) -> Arriving:
+    """Start to send rows to every member and to receive rows from every member.
 
     Parameters
     ----------
     features: [sum(send_splits), ...], this replica's rows in the order of their destinations.
         The trailing shape and type are the same on all members.
     send_splits, recv_splits: rows to and from each member.
-    after: the result of the wave's previous exchange.
+    after: the rows of the wave's previous exchange, arrived or not.
     differentiable: False for a frozen encoder, on all members alike: no backward exchange.
-
-    Returns
-    -------
-    [sum(recv_splits), ...], in the order of their sources.
 
     Raises
     ------
@@ -54,12 +84,14 @@ def exchange_features(
     """
     _check_splits(features, send_splits, recv_splits, group)
     if not (differentiable and torch.is_grad_enabled()):
-        return _all_to_all(features.detach(), send_splits, recv_splits, group, "forward")
+        rows, transfer = _start(features.detach(), send_splits, recv_splits, group, "forward")
+        return Arriving(rows, transfer)
     anchor = torch.zeros(0, requires_grad=True, device=features.device)
-    received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        features, anchor, after, list(send_splits), list(recv_splits), group
+    posted: list[Transfer] = []
+    rows = _Exchange.apply(  # type: ignore[no-untyped-call]
+        features, anchor, after, list(send_splits), list(recv_splits), group, posted
     )
-    return received
+    return Arriving(rows, *posted)
 
 
 def scatter_rows(embeddings: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -89,15 +121,19 @@ class _Exchange(torch.autograd.Function):
         send_splits: list[int],
         recv_splits: list[int],
         group: PeerGroup,
+        posted: list[Transfer],
     ) -> Tensor:
         ctx.send_splits, ctx.recv_splits, ctx.group = send_splits, recv_splits, group
-        return _all_to_all(features, send_splits, recv_splits, group, "forward")
+        rows, transfer = _start(features, send_splits, recv_splits, group, "forward")
+        posted.append(transfer)
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _all_to_all(grad_rows, ctx.recv_splits, ctx.send_splits, ctx.group, "backward")
-        return grad, None, None, None, None, None
+        grad, transfer = _start(grad_rows, ctx.recv_splits, ctx.send_splits, ctx.group, "backward")
+        transfer.wait()  # nothing but the encoder's backward pass is left to do
+        return grad, None, None, None, None, None, None
 
 
 def _check_splits(
@@ -115,14 +151,15 @@ def _check_splits(
         )
 
 
-def _all_to_all(
+def _start(
     rows: Tensor,
     send_splits: Sequence[int],
     recv_splits: Sequence[int],
     group: PeerGroup,
     direction: str,
-) -> Tensor:
-    """Sends and receives between pairs of members; a pair without rows sends nothing.
+) -> tuple[Tensor, Transfer]:
+    """The rows to be received, and the sends and receives between pairs of members; a pair without
+    rows sends nothing.
 
     Used instead of the backends' own all-to-all for three reasons: most pairs are empty when
     placement is good, a failure names the peer, and gloo's all-to-all lacks types such as bf16.
@@ -145,8 +182,7 @@ def _all_to_all(
             f"{incoming[me].shape[0]}; send and receive splits come from different plans"
         )
     incoming[me].copy_(outgoing[me])
-    transfer.wait()
-    return received
+    return received, transfer
 
 
 def _split(rows: Tensor, splits: Sequence[int]) -> list[Tensor]:

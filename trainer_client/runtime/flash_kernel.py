@@ -18,6 +18,7 @@ FLASH_HEAD_DIM = 256  # the largest that torch's FlashAttention-2 takes
 FLASH_MULTIPLE = 8
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
+FLASH_GENERATIONS = {"FA3": (9,), "FA4": (9, 10)}  # those that torch lets them run on
 
 
 class FlashKernel:

@@ -34,17 +34,24 @@ from trainer_client.runtime.ring_layout import Block, Rows
 
 FLEX_LEAST_DIM = 16  # narrower heads are not what its fused kernel takes
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 _masks: WeakKeyDictionary[Block, BlockMask] = WeakKeyDictionary()
 
 
 class FlexKernel:
-    """See ``BlockKernel``; for any block."""
+    """See ``BlockKernel``; for any block. ``compiler`` compiles it, on any device; by default
+    ``torch.compile`` does on GPUs, and nothing on CPUs, where torch compiles flex attention without
+    log-sum-exp and gradients only."""
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self._compiler = compiler
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            out, lse = _attend([_heads_first(rows) for rows in (q, k, v)], block, scale)
+            out, lse = self._attend([_heads_first(rows) for rows in (q, k, v)], block, scale)
         return _rows_first(out), lse[0].contiguous()
 
     def backward(
@@ -60,7 +67,7 @@ class FlexKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _recording():
             leaves = [_heads_first(rows.detach()).requires_grad_() for rows in (q, k, v)]
-            own, own_lse = _attend(leaves, block, scale)
+            own, own_lse = self._attend(leaves, block, scale)
         dtype = accumulation_dtype(q.dtype)
         weight = (own_lse.detach() - lse).exp()  # [1, heads, rows]
         wide = _heads_first(grad_out).to(dtype)
@@ -68,6 +75,20 @@ class FlexKernel:
         given = (wide * weight[..., None]).to(own.dtype), (apart * weight).to(own_lse.dtype)
         grads = torch.autograd.grad((own, own_lse), leaves, given)
         return _rows_first(grads[0]), _rows_first(grads[1]), _rows_first(grads[2])
+
+    def _attend(self, qkv: list[Tensor], block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [1, heads, rows, width], and lse [1, heads, rows], of q, k and v as flex attention
+        takes them."""
+        q, k, v = qkv
+        compiler = self._compiler or (compile_for_any_rows if q.is_cuda else _unfused)
+        out, aux = _compiled(flex_attention, compiler)(
+            *(q, k, v),
+            block_mask=_mask_of(block, q.device, compiler),
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        return out, aux.lse
 
 
 @contextmanager
@@ -80,20 +101,6 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def _attend(qkv: list[Tensor], block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, heads, rows, width], and lse [1, heads, rows], of q, k and v as flex attention
-    takes them."""
-    q, k, v = qkv
-    out, aux = _flex(q.is_cuda)(
-        *(q, k, v),
-        block_mask=_mask_of(block, q.device),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
-    return out, aux.lse
-
-
 def _heads_first(rows: Tensor) -> Tensor:
     """[rows, heads, dim] → [1, heads, rows, dim]."""
     return rows.transpose(0, 1)[None]
@@ -104,13 +111,15 @@ def _rows_first(heads: Tensor) -> Tensor:
     return heads[0].transpose(0, 1).contiguous()
 
 
-def _mask_of(block: Block, device: torch.device) -> BlockMask:
-    """The block's mask, made once for all layers."""
+def _mask_of(block: Block, device: torch.device, compiler: Compiler) -> BlockMask:
+    """The block's mask, made once for all layers. Compiled, it never holds the whole mask of
+    queries × keys."""
     if block not in _masks:
         rows = block.queries.bounds[-1], block.keys.bounds[-1]
         of_query, of_key = _sequences(block.queries, device), _sequences(block.keys, device)
         sees = _visible(block, of_query, of_key)
-        made = _create(device.type == "cuda")(sees, None, None, *rows, device=device)
+        create = _compiled(create_block_mask, compiler)
+        made: BlockMask = create(sees, None, None, *rows, device=device)
         _masks[block] = made
     return _masks[block]
 
@@ -139,14 +148,15 @@ def _sequences(rows: Rows, device: torch.device) -> Tensor:
     return torch.searchsorted(rows.cu_seqlens.to(places.dtype), places, right=True)
 
 
-@lru_cache
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """Packs differ in rows, so the kernel is compiled for any number of them."""
-    unfused: Callable[..., Any] = flex_attention
-    return torch.compile(unfused, dynamic=True) if compiled else unfused
+def compile_for_any_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Packs differ in rows, so it is compiled once for all of them, for each kind of mask."""
+    return torch.compile(function, dynamic=True)
+
+
+def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 @lru_cache
-def _create(compiled: bool) -> Callable[..., BlockMask]:
-    """Compiled, it never holds the whole mask of queries × keys."""
-    return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
+def _compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+    return compiler(function)

@@ -7,7 +7,7 @@ of replicas, so the loss is multiplied by it. And every replica runs the same mo
 one starts its reduction, when it runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.faults import LayoutError
-from trainer_client.runtime.loss import sum_gradients
+from trainer_client.runtime.group_pool import GroupPool
+from trainer_client.runtime.loss import sum_gradients, sum_gradients_of
 from trainer_client.runtime.peers import PeerGroup
 
 
@@ -74,6 +75,42 @@ class SumReduction:
         sum_gradients(self._model, self._everyone)
 
 
+class ExpertReduction:
+    """For experts that are spread over replicas, in a model that is not wrapped.
+
+    Replicas of one *expert group* hold different experts and send one another their tokens, so an
+    expert's gradient comes from all tokens of its group. Replicas with the same experts, the
+    ``holders``, add theirs up, and all replicas everything else. The messages of an expert group
+    need a communicator of their own, such as ``groups.apart(members)``, and each replica must run
+    the same layers in every wave, as ``forward_microbatch`` has it.
+
+    ``experts``: the modules whose parameters only ``holders`` have, this replica among them.
+    Making one is collective over them. Raises LayoutError where the model is wrapped.
+    """
+
+    averaged_over = 1
+
+    def __init__(
+        self, model: Module, groups: GroupPool, *, experts: Iterable[Module], holders: Sequence[int]
+    ) -> None:
+        if isinstance(model, DistributedDataParallel | FSDPModule):
+            raise LayoutError(
+                f"{type(model).__name__} sums its gradients itself, also those of experts that "
+                "replicas do not share; give ExpertReduction the model without a wrapper"
+            )
+        self._experts = {p: None for module in experts for p in module.parameters()}
+        self._model = model
+        self._everyone, self._holders = groups.everyone, groups.apart(holders)
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        shared = [p for p in self._model.parameters() if p not in self._experts]
+        sum_gradients_of(shared, self._everyone)
+        sum_gradients_of(self._experts, self._holders)
+
+
 class DdpReduction:
     """For ``DistributedDataParallel``: its buckets are reduced during the last backward.
 
@@ -100,10 +137,18 @@ class FsdpReduction:
 
     ``every_microbatch``: reduce after each microbatch. This costs one reduction per microbatch,
     but keeps no unsharded gradients between them, for which large models have no memory.
+    ``keep_weights``: gather the weights once a step and hold them all until its last backward pass,
+    instead of gathering them in each microbatch; sets the model's ``reshard_after_forward`` to
+    False.
     """
 
     def __init__(
-        self, model: Module, everyone: PeerGroup, *, every_microbatch: bool = False
+        self,
+        model: Module,
+        everyone: PeerGroup,
+        *,
+        every_microbatch: bool = False,
+        keep_weights: bool = False,
     ) -> None:
         _check_forward(model)
         if not isinstance(model, FSDPModule):
@@ -114,10 +159,16 @@ class FsdpReduction:
         self.averaged_over = everyone.size
         self._every_microbatch = every_microbatch
         self._set_sync: Callable[[bool], None] = model.set_requires_gradient_sync
+        self._set_reshard: Callable[[bool], None] = model.set_reshard_after_backward
+        self._keep_weights = keep_weights
+        if keep_weights:
+            model.set_reshard_after_forward(False)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         self._set_sync(last or self._every_microbatch)
+        if self._keep_weights:
+            self._set_reshard(last)
         yield
 
     def finish(self) -> None:

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.runtime.bubble_schedule import RETURN, BubbleSchedule, EncoderAction
 from trainer_client.runtime.faults import LayoutError
-from trainer_client.runtime.phases import MODALITIES
 from trainer_client.runtime.pipeline_schedule import PipelineSchedule
 from trainer_client.runtime.pipeline_timeline import Timeline, simulate
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
+from trainer_client.shard import MODALITIES, Microbatch, ModalityBatch, Shard
 
 Floats = npt.NDArray[np.float64]
 FORWARD_SHARE = 1.0 / 3.0
@@ -73,9 +72,9 @@ class LayoutSeconds:
         *,
         modalities: Sequence[str] = MODALITIES,
     ) -> Timeline:
-        """The step as predicted, to be drawn beside the measured one: encoders in the first chunk,
-        or as a ``BubbleSchedule`` has them, whose encoders are numbered by ``modalities``. Ask a
-        rank that has the step's inputs.
+        """The step as predicted, to be drawn beside the measured one: encoders as a
+        ``BubbleSchedule`` has them, which numbers them by ``modalities``, else in the first chunk.
+        Ask a rank that has the step's inputs.
 
         Raises LayoutError where the schedule has other chunks than the layout.
         """
@@ -86,22 +85,22 @@ class LayoutSeconds:
                 f"the schedule is for {backbone.microbatches} microbatches in {backbone.chunks} "
                 f"chunks, and the layout and the shard have {forward.shape}; make it for these"
             )
-        if isinstance(schedule, PipelineSchedule):
-            encoding = [
-                [self.encoding_s(microbatch, name) for name in modalities]
-                for microbatch in shard.planned
-            ]
-            both = np.array(encoding, np.float64).reshape(len(encoding), -1, 2).sum(axis=1)
-            forward[:, 0] += both[:, 0]
-            backward[:, 0] += both[:, 1]
-            return simulate(schedule, forward, backward)
         encoder_s = {}
-        for stage, action in schedule.walk():
-            if isinstance(action, EncoderAction):
-                name = modalities[action.encoder]
-                whole = self.encoding_s(shard.planned[action.microbatch], name)
-                part = (action.end - action.first) / schedule.encoder_layers[action.encoder]
-                encoder_s[stage, action] = whole[int(action.kind == RETURN)] * part
+        scheduled: Sequence[str] = ()
+        if isinstance(schedule, BubbleSchedule):
+            scheduled = modalities[: schedule.encoders]
+            for stage, action in schedule.walk():
+                if isinstance(action, EncoderAction):
+                    microbatch = shard.planned[action.microbatch]
+                    whole = self.encoding_s(microbatch, scheduled[action.encoder])
+                    part = (action.end - action.first) / schedule.encoder_layers[action.encoder]
+                    encoder_s[stage, action] = whole[int(action.kind == RETURN)] * part
+        for name in MODALITIES:
+            if name not in scheduled:
+                both = [self.encoding_s(microbatch, name) for microbatch in shard.planned]
+                encoding = np.array(both, np.float64).reshape(-1, 2)
+                forward[:, 0] += encoding[:, 0]
+                backward[:, 0] += encoding[:, 1]
         return simulate(schedule, forward, backward, encoder_s)
 
     def decoding_s(self, shard: Shard) -> tuple[Floats, Floats]:

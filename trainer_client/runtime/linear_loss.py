@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.plain_kernel import accumulation_dtype
-from trainer_client.shard import Microbatch
+from trainer_client.shard import IGNORED_LABEL, Microbatch
 
-IGNORED = -100
 HOST = torch.device("cpu")
 CHUNK_BYTES = 2**29  # of the logits of the rows that are computed at a time, at least one row
 
@@ -141,7 +140,7 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets, factors = labels.reshape(-1), None if weights is None else weights.reshape(-1)
     if targets.device == HOST:
-        learnt = targets != IGNORED
+        learnt = targets != IGNORED_LABEL
         if factors is not None:
             learnt &= factors.cpu() != 0
         if not bool(learnt.all()):
@@ -258,7 +257,7 @@ def _row_losses(
     if softcap is not None:
         capped = logits.div_(softcap).tanh_()
         logits = capped * softcap
-    learnt = targets != IGNORED
+    learnt = targets != IGNORED_LABEL
     if factors is not None:
         learnt = learnt & (factors != 0)  # 0 times an infinite loss is no number
     places = targets.where(learnt, 0)[:, None]

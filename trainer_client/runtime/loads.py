@@ -16,7 +16,7 @@ from trainer_client.runtime.linear_loss import settled
 from trainer_client.runtime.loss import LossTokens, microbatch_loss
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel
-from trainer_client.shard import FeatureExchange, Microbatch, ModalityBatch
+from trainer_client.shard import MODALITIES, FeatureExchange, Microbatch, ModalityBatch
 
 PACKED = 4  # sequences in a pack or items in a batch; separates linear from quadratic cost
 CLIP_FRAMES = 8
@@ -87,7 +87,7 @@ class EncodedAs:
             made = cls(name=name, tokens_per_row=float(tokens or 1), grows=grows or "area")
         except ValueError:
             made = cls(name="", tokens_per_row=1, grows="")
-        if made.name not in ("vision", "audio") or made.grows not in ("area", "frames"):
+        if made.name not in MODALITIES or made.grows not in ("area", "frames"):
             raise BadArgument(
                 f"modality {text!r} is not NAME:TOKENS_PER_ROW:GROWS; NAME is vision or audio and "
                 "GROWS is area or frames, as in vision:4:area."

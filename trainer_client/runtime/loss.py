@@ -22,9 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.host_numbers import sum_numbers
-from trainer_client.runtime.linear_loss import IGNORED
 from trainer_client.runtime.peers import PeerGroup, Transfer
-from trainer_client.shard import Microbatch, Shard
+from trainer_client.shard import IGNORED_LABEL, Microbatch, Shard
 
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients in one all-reduce; DDP's default
 
@@ -55,7 +54,7 @@ def token_weighted_loss(
         rows = rows.float()
     targets = labels.reshape(-1)
     if weights is None:
-        total = cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+        total = cross_entropy(rows, targets, ignore_index=IGNORED_LABEL, reduction="sum")
     else:
         total = _weighted_sum(rows, targets, weights)
     return total / (total_loss_tokens or 1)
@@ -68,8 +67,9 @@ def _weighted_sum(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
             "mb.loss_weights beside mb.labels"
         )
     factors = weights.reshape(-1).to(rows.dtype)
-    targets = targets.masked_fill(factors == 0, IGNORED)  # 0 times an infinite loss is no number
-    each = cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")
+    # A weight of 0 ignores its row: 0 times an infinite loss is no number.
+    targets = targets.masked_fill(factors == 0, IGNORED_LABEL)
+    each = cross_entropy(rows, targets, ignore_index=IGNORED_LABEL, reduction="none")
     return (each * factors).sum()
 
 
@@ -125,10 +125,13 @@ def sum_gradients(module: Module, group: PeerGroup) -> None:
 
     Raises PeerError where a replica died or hung. Collective over ``group``.
     """
-    if group.size == 1:
-        return
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
+    sum_gradients_of(module.parameters(), group)
+
+
+def sum_gradients_of(parameters: Iterable[Parameter], group: PeerGroup) -> None:
+    """As ``sum_gradients``, of these parameters."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if group.size == 1 or not parameters:
         return
     having = [float(p.grad is not None) for p in parameters]
     owners = sum_numbers(having, group, action="the gradient sum")

@@ -22,12 +22,11 @@ from typing import NamedTuple
 from trainer_client.runtime.clock import PhaseClock
 from trainer_client.runtime.host_numbers import HostCopy, to_device
 from trainer_client.runtime.peers import PeerGroup
-from trainer_client.shard import FeatureExchange, Microbatch, PlanSummary
+from trainer_client.shard import MODALITIES, FeatureExchange, Microbatch, PlanSummary
 
 Spent = Mapping[tuple[str, Hashable], float]
 """Seconds of each phase of a ``PhaseClock`` at each of its places."""
 
-MODALITIES = ("vision", "audio")  # in the order of their exchanges, on every replica
 EXCHANGE, GRADIENTS, LLM, BUBBLE, WAITING = "exchange", "gradients", "llm", "bubble", "waiting"
 PHASES = (*MODALITIES, EXCHANGE, LLM, GRADIENTS, WAITING)
 FORWARD, BACKWARD = "forward", "backward"
@@ -42,6 +41,12 @@ class Place(NamedTuple):
     number: int
     direction: str
     chunk: int = 0
+
+
+class OfWave(NamedTuple):
+    """What a replica does alone for a wave, such as to encode its items."""
+
+    wave: int
 
 
 START, END = Place("step", 0, FORWARD), Place("step", 0, BACKWARD)

@@ -27,7 +27,7 @@ from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders, Re
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.linear_loss import IGNORED, LinearLogits, settled
+from trainer_client.runtime.linear_loss import LinearLogits, settled
 from trainer_client.runtime.loss import (
     LossTokens,
     microbatch_loss,
@@ -45,7 +45,7 @@ from trainer_client.runtime.pipeline_schedule import (
 )
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel, forward_microbatch
-from trainer_client.shard import Microbatch, Shard
+from trainer_client.shard import IGNORED_LABEL, Microbatch, Shard
 
 CPU = torch.device("cpu")
 
@@ -252,7 +252,7 @@ def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: G
     one_row = replace(
         microbatch,
         input_ids=None,
-        labels=microbatch.position_ids.new_full((1,), IGNORED),
+        labels=microbatch.position_ids.new_full((1,), IGNORED_LABEL),
         position_ids=microbatch.position_ids.new_zeros(1),
         mrope=None if microbatch.mrope is None else microbatch.mrope.new_zeros(3, 1),
         cu_seqlens=microbatch.cu_seqlens.new_tensor([0, 1]),

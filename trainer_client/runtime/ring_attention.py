@@ -82,7 +82,8 @@ class PackedAttention:
         that holds every sequence is none.
 
         ``kernel``: "auto" takes flash attention where it computes this, and on a GPU warns where
-        it does not; "flash", "flex" and "plain" are demands. See ``block_attention.py``.
+        it does not; "flash", "flash2", "flash3", "flex" and "plain" are demands. See
+        ``block_attention.py``.
 
         Raises
         ------

@@ -11,7 +11,8 @@ Where encoders run (`encoder_stage`), as the planner calls it:
     first    the first chunk encodes, exchanges features, embeds, and has its part of the decoder
     own      the same chunk without a decoder layer: bounds 0, 3, ...
     spread   no chunk encodes; each stage encodes whole microbatches before the pipeline fills, and
-             returns through them after it drains. Bounds and modules are the decoder's alone
+             returns through them after it drains, or in its bubbles, by the list of actions that
+             lies beside the file. Bounds and modules are the decoder's alone
 """
 
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class StageLayout:
     ``bounds``: chunk c holds layers bounds[c]..bounds[c+1]; stage s of p runs chunks s, s+p, ....
     ``recompute``: of each layer, whether its backward runs its forward again: "none", "selective"
     (what keeps most bytes for least time, as the model sees fit), "full"; empty: none do.
+    ``spread_recompute``: the same of every layer of encoders that are spread.
     ``seconds``: what the planner predicts, where it is known.
 
     Raises LayoutError where layers and bounds do not agree, or a cut lies inside an encoder.
@@ -52,6 +54,7 @@ class StageLayout:
     virtual_stages: int = 1
     tensor_ranks: int = 1
     encoder_stage: EncoderStage = "first"
+    spread_recompute: Recompute = "full"
     seconds: LayoutSeconds | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +77,7 @@ class StageLayout:
                 f"recompute names {len(self.recompute)} layers of {layers}; name every layer, or "
                 "none"
             )
-        for how in self.recompute:
+        for how in (*self.recompute, self.spread_recompute):
             if how not in RECOMPUTE:
                 raise LayoutError(f"recompute has {how!r}; it is one of {', '.join(RECOMPUTE)}")
         self._check_encoders()
@@ -136,6 +139,7 @@ class StageLayout:
             virtual_stages=topology.get("virtual_stages", 1),
             tensor_ranks=topology.get("tensor_parallel", 1),
             encoder_stage=topology.get("encoder_stage", "first"),
+            spread_recompute=plain.get("bubbles", {}).get("recompute", "full"),
             seconds=LayoutSeconds.of(topology, plan.get("cost", {})),
         )
         found = [each["stage"] for each in chunks]
@@ -163,11 +167,11 @@ class StageLayout:
         return (0, *(bound - encoding for bound in self.bounds[1:]))
 
     def recompute_of(self, module: str, layers: int) -> tuple[Recompute, ...]:
-        """What each of a module's layers recomputes; of spread encoders, all. Raises LayoutError
-        unless the layout has as many layers of it as the model."""
-        spread: Recompute = "full"
+        """What each of a module's layers recomputes. Raises LayoutError unless the layout has as
+        many layers of it as the model, or it is a spread encoder, whose layers it does not count.
+        """
         if self.encoder_stage == "spread" and module != DECODER:
-            return (spread,) * layers
+            return (self.spread_recompute,) * layers
         places = [place for place, name in enumerate(self.modules) if name == module]
         if len(places) != layers:
             raise LayoutError(

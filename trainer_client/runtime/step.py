@@ -1,13 +1,14 @@
 """Trains one optimizer step of one replica, as its rank shard says.
 
 For every microbatch, in the plan's order: encode the items this replica was given, exchange
-the features, run the decoder with the pack's attention, take the loss, go backward. The
-gradients are summed over replicas at the end. All replicas go through the same waves and run
-the same modules in each, so every collective meets its partners.
+the features, run the decoder with the pack's attention, take the loss, go backward. The items of
+the next microbatch may be encoded before that, and their features travel meanwhile. The gradients
+are summed over replicas at the end. All replicas go through the same waves and run the same modules
+in each, so every collective meets its partners.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,12 @@ from trainer_client.runtime.clock import (
     switch_in_backward,
     switch_phase,
 )
-from trainer_client.runtime.exchange import exchange_features
+from trainer_client.runtime.exchange import Arriving, start_exchange
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import HostCopy
-from trainer_client.runtime.linear_loss import IGNORED, LinearLogits, settled
+from trainer_client.runtime.linear_loss import LinearLogits, settled
 from trainer_client.runtime.loss import microbatch_loss
 from trainer_client.runtime.phases import (
     BACKWARD,
@@ -40,15 +41,16 @@ from trainer_client.runtime.phases import (
     EXCHANGE,
     FORWARD,
     GRADIENTS,
-    MODALITIES,
     START,
+    OfWave,
     Place,
     moves_rows,
     pack_place,
 )
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step_result import StepResult
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
+from trainer_client.runtime.wave_ahead import wave_taken, waves_of
+from trainer_client.shard import IGNORED_LABEL, MODALITIES, Microbatch, ModalityBatch, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,7 @@ def run_step(
     groups: GroupPool,
     *,
     gradients: GradientReduction | None = None,
+    features_ahead: bool | None = None,
 ) -> StepResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
@@ -117,10 +120,17 @@ def run_step(
     model: a ``MultimodalModel``, plain, in ``DistributedDataParallel``, or sharded by
         ``fully_shard``.
     gradients: how gradients are summed over replicas; by default as the model's wrapper does it.
+    features_ahead: whether the items of a microbatch are encoded before the decoder runs the
+        microbatch before it, so that features travel while that computes. Loss and gradients are
+        the same bits, but for random numbers such as those of dropout, which are drawn in another
+        order. Encoders that train then keep two microbatches for their backward pass, of which a
+        job's ``plan.memory`` counts one. By default it is done where encoders keep nothing: where
+        those of the next microbatch are frozen. The same on all replicas.
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
-    return _whole_step(model, shard, groups, gradients or reduction_of(model, groups.everyone))
+    reduction = gradients or reduction_of(model, groups.everyone)
+    return _whole_step(model, shard, groups, reduction, features_ahead)
 
 
 def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
@@ -133,7 +143,7 @@ def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     with torch.no_grad():
-        return _whole_step(model, shard, groups, None)
+        return _whole_step(model, shard, groups, None, None)
 
 
 def _whole_step(
@@ -141,16 +151,21 @@ def _whole_step(
     shard: Shard,
     groups: GroupPool,
     reduction: GradientReduction | None,
+    features_ahead: bool | None,
 ) -> StepResult:
     """A step whose gradients the reduction sums, or one without gradients."""
     started = time.perf_counter()
     everyone = groups.everyone
     forward = _forward_of(model)
     device = _device_of(model)
-    with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
-        loss_tokens = begin_step(shard, everyone)
+    with (
+        groups.naming_lost("a step"),
+        phase_clock(device, place=START) as clock,
+        waves_of(shard, features_ahead) as waves,
+    ):
+        loss_tokens = begin_step(shard, everyone, features_ahead=features_ahead)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
-        for number, microbatch in enumerate(shard.microbatches, start=1):
+        for number, microbatch in enumerate(waves, start=1):
             last = number == len(shard.microbatches)
             with nullcontext() if reduction is None else reduction.microbatch(last=last):
                 given = forward(microbatch, groups)
@@ -193,42 +208,21 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     scalar, where the decoder gives it or ``LinearLogits``. Collective over all replicas.
 
     Every replica runs the same modules. An encoder for which this replica has no item, but others
-    have one, runs on a dummy item; the decoder of an idle replica runs on one token. The loss sees
-    neither. So the collectives of sharded modules, forward and backward, are the same everywhere.
+    have one, runs on a dummy item; the decoder of an idle replica runs on one token, or on as many
+    as rows are aligned to. The loss sees neither. So the collectives of sharded modules, forward
+    and backward, are the same everywhere.
     """
-    features: dict[str, Features] = {}
-    previous: Tensor | None = None
-    for modality in MODALITIES:
-        batch: ModalityBatch | None = getattr(microbatch, modality)
-        if batch is None:  # then it is None on every replica
-            continue
-        switch_phase(f"{modality}_forward")
-        trains = model.encoder_trains(modality)
-        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-            encoded = _encode(model, modality, batch)
-        plan = batch.exchange
-        sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
-        moves = moves_rows(plan, replica=groups.replica)  # else there is nothing to exchange
-        if moves:
-            switch_phase(EXCHANGE, Place(modality, microbatch.wave, FORWARD))
-        rows = exchange_features(
-            switch_in_backward(sent, f"{modality}_backward"),
-            plan.send_splits,
-            plan.recv_splits,
-            groups.everyone,
-            after=previous,
-            differentiable=trains,
-        )
-        previous = rows if trains else previous
-        if moves:
-            rows = switch_in_backward(rows, EXCHANGE, Place(modality, microbatch.wave, BACKWARD))
-        else:
-            rows = switch_in_backward(rows, f"{modality}_backward")
-        features[modality] = Features(rows=rows, positions=plan.recv_positions)
+    arriving = wave_taken(
+        microbatch,
+        partial(_start_features, model, groups=groups),
+        partial(_keeps_for_backward, model),
+    )
+    features = {modality: exchanged.take() for modality, exchanged in arriving.items()}
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
-        one_token = _one_token(microbatch)
-        given = settled(model.decode(one_token, features, PackedAttention([0, 1])), one_token)
+        unseen = _unseen_rows(microbatch)
+        attention = PackedAttention(unseen.cu_seqlens)
+        given = settled(model.decode(unseen, features, attention), unseen)
         return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views
     attention = PackedAttention(
         microbatch.cu_seqlens,
@@ -237,6 +231,71 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
         layouts=microbatch.layouts,
     )
     return settled(model.decode(microbatch, features, attention), microbatch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Exchanged:
+    """Feature rows of one modality on their way."""
+
+    arriving: Arriving
+    positions: Tensor
+    forward: Place | None
+    """Of the exchange; None where there is nothing to exchange."""
+    backward: tuple[str, Hashable]
+    """The phase of the backward pass that their gradients begin."""
+
+    def take(self) -> Features:
+        """The rows, once they are here."""
+        if self.forward is not None:
+            switch_phase(EXCHANGE, self.forward)
+        rows = switch_in_backward(self.arriving.wait(), *self.backward)
+        return Features(rows=rows, positions=self.positions)
+
+
+def _start_features(
+    model: MultimodalModel, microbatch: Microbatch, *, groups: GroupPool
+) -> dict[str, _Exchanged]:
+    """Encode what this replica was given, and start to exchange it; by modality."""
+    started: dict[str, _Exchanged] = {}
+    previous: Tensor | None = None
+    for modality in MODALITIES:
+        batch: ModalityBatch | None = getattr(microbatch, modality)
+        if batch is None:  # then it is None on every replica
+            continue
+        own = OfWave(microbatch.wave)
+        switch_phase(f"{modality}_forward", own)
+        trains = model.encoder_trains(modality)
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            encoded = _encode(model, modality, batch)
+        plan = batch.exchange
+        sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
+        moves = moves_rows(plan, replica=groups.replica)  # else there is nothing to exchange
+        forward = Place(modality, microbatch.wave, FORWARD) if moves else None
+        if moves:
+            switch_phase(EXCHANGE, forward)
+        arriving = start_exchange(
+            switch_in_backward(sent, f"{modality}_backward", own),
+            plan.send_splits,
+            plan.recv_splits,
+            groups.everyone,
+            after=previous,
+            differentiable=trains,
+        )
+        previous = arriving.rows if trains else previous
+        back = (EXCHANGE, Place(modality, microbatch.wave, BACKWARD))
+        started[modality] = _Exchanged(
+            arriving=arriving,
+            positions=plan.recv_positions,
+            forward=forward,
+            backward=back if moves else (f"{modality}_backward", own),
+        )
+    return started
+
+
+def _keeps_for_backward(model: MultimodalModel, microbatch: Microbatch) -> bool:
+    """Whether encoding this microbatch keeps anything; the same on all replicas."""
+    encoded = [name for name in MODALITIES if getattr(microbatch, name) is not None]
+    return torch.is_grad_enabled() and any(map(model.encoder_trains, encoded))
 
 
 def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tensor:
@@ -254,16 +313,17 @@ def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tens
     return encoded
 
 
-def _one_token(idle: Microbatch) -> Microbatch:
-    """An idle microbatch with a token that has no label."""
-    token = idle.position_ids.new_zeros(1)
+def _unseen_rows(idle: Microbatch) -> Microbatch:
+    """An idle microbatch with one token that has no label, or as many as rows are aligned to."""
+    tokens = idle.position_ids.new_zeros(idle.rows_multiple)
+    end = idle.rows_multiple
     return replace(
         idle,
-        input_ids=token,
-        labels=torch.full_like(token, IGNORED),
-        position_ids=token,
-        mrope=None if idle.mrope is None else token.expand(3, 1),
-        cu_seqlens=idle.cu_seqlens.new_tensor([0, 1]),
-        lengths=idle.cu_seqlens.new_tensor([1]),
+        input_ids=tokens,
+        labels=torch.full_like(tokens, IGNORED_LABEL),
+        position_ids=tokens,
+        mrope=None if idle.mrope is None else tokens.expand(3, end),
+        cu_seqlens=idle.cu_seqlens.new_tensor([0, end]),
+        lengths=idle.cu_seqlens.new_tensor([end]),
         weights=None,
     )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from trainer_client.device import CopyTimes, telling_copies
 from trainer_client.runtime.clock import OTHER, PhaseClock, telling_clocks
-from trainer_client.runtime.phases import BUBBLE, GRADIENTS, Place
+from trainer_client.runtime.phases import BUBBLE, GRADIENTS, OfWave, Place
 
 Event = dict[str, Any]
 
@@ -132,8 +132,8 @@ def _write(events: list[Event], path: str | os.PathLike[str]) -> None:
 
 
 def _args(place: object) -> dict[str, object]:
-    """What replicas go through together in a phase: an exchange of a wave, a pack in a chunk."""
-    return dict(place._asdict()) if isinstance(place, Place) else {}
+    """What a phase is of: an exchange of a wave, a pack in a chunk, the items of a wave."""
+    return dict(place._asdict()) if isinstance(place, Place | OfWave) else {}
 
 
 def _microbatches(

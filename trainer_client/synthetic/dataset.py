@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from torch.utils.data import IterableDataset
 
+from trainer_client.alignment import aligned, check_multiple
 from trainer_client.device import DeviceCopier, resolve_device
 from trainer_client.errors import BadArgument, MisuseError, RankOutOfRange
 from trainer_client.parts import EVERYTHING, WantedParts
@@ -31,10 +32,10 @@ JOIN_S = 5.0
 class SyntheticDataset(IterableDataset[Shard]):
     """Yields this rank's `Shard` of every step of a `SyntheticJob`, from the position on.
 
-    Use it as `ShardDataset`: `commit`, `peek`, `state_dict`, `parts=`, `device=` and
-    `prefetch_steps=` mean the same. A replica may have several ranks, `ranks_per_replica`; rank =
-    replica · `ranks_per_replica` + place, by default RANK of the environment. Each rank draws for
-    itself, and sends nothing.
+    Use it as `ShardDataset`: `commit`, `peek`, `state_dict`, `parts=`, `device=`,
+    `prefetch_steps=` and `rows_multiple=` mean the same. A replica may have several ranks,
+    `ranks_per_replica`; rank = replica · `ranks_per_replica` + place, by default RANK of the
+    environment. Each rank draws for itself, and sends nothing.
 
     Raises RankOutOfRange and BadArgument where ranks and replicas do not agree.
     """
@@ -48,6 +49,7 @@ class SyntheticDataset(IterableDataset[Shard]):
         parts: Collection[str] = EVERYTHING,
         device: torch.device | str | None = None,
         prefetch_steps: int = 2,
+        rows_multiple: int = 1,
     ) -> None:
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         ranks = job.replicas * ranks_per_replica
@@ -61,6 +63,8 @@ class SyntheticDataset(IterableDataset[Shard]):
         self._job, self._rank, self._replica = job, rank, rank // ranks_per_replica
         self._wanted = WantedParts.named(parts)
         self._device = None if device is None else torch.device(device)
+        check_multiple(rows_multiple)
+        self._rows_multiple = rows_multiple
         self._prefetch_steps = prefetch_steps
         self._progress = Progress(Position(step=0, cursor=""), job=job.name)
         self._prefetcher: Prefetcher[Shard] | None = None
@@ -156,6 +160,7 @@ class SyntheticDataset(IterableDataset[Shard]):
             if number is None:
                 return None
             step = self._job.step(number)
-            return copier.send(step.shard(self._replica, rank=self._rank, wanted=self._wanted))
+            shard = step.shard(self._replica, rank=self._rank, wanted=self._wanted)
+            return copier.send(aligned(shard, self._rows_multiple))
 
         return Prefetcher(load, depth=self._prefetch_steps)

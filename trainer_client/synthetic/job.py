@@ -11,10 +11,9 @@ from torch import Tensor
 
 from trainer_client.errors import BadArgument
 from trainer_client.positions import MropeRule
-from trainer_client.shard import Shard
+from trainer_client.shard import IGNORED_LABEL, Shard
 from trainer_client.synthetic.sample import (
     CLIP,
-    IGNORED_LABEL,
     IMAGE,
     RECORDING,
     SyntheticItem,

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer_client.errors import BadArgument
+from trainer_client.shard import IGNORED_LABEL, MODALITIES
 
-IGNORED_LABEL = -100
-MODALITIES = ("vision", "audio")  # by the number that shards have for them
 UNKNOWN, IMAGE, CLIP, RECORDING = -1, 0, 1, 2
 
 

@@ -25,6 +25,8 @@ from trainer_client.positions import (
     sample_of,
 )
 from trainer_client.shard import (
+    IGNORED_LABEL,
+    MODALITIES,
     Group,
     ItemNotes,
     Microbatch,
@@ -35,12 +37,7 @@ from trainer_client.shard import (
     Wave,
 )
 from trainer_client.synthetic.routes import Encoders, Pack, WaveRoutes, least_loaded, wave_routes
-from trainer_client.synthetic.sample import (
-    IGNORED_LABEL,
-    MODALITIES,
-    SyntheticItem,
-    SyntheticSample,
-)
+from trainer_client.synthetic.sample import SyntheticItem, SyntheticSample
 
 WIRE_BYTES = 4  # of a token id, a label or a position
 PlannedWaves = Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]

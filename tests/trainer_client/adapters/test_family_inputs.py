@@ -2,6 +2,7 @@
 sounds."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.trainer_client.adapters.foreign_models import (
     STD,
 )
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
+from tests.trainer_client.runtime.fake_device import DeviceTensor, FakeDevice
 from trainer_client.adapters.transformers import trainable
 from trainer_client.features import SAMPLE_RATE_HZ
 
@@ -69,6 +71,22 @@ def test_squares_are_those_of_the_librarys_processor(name):
     pictures = [Image.fromarray(tile) for tile in np.concatenate([i.numpy() for i in items])]
     expected = processor(pictures, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(seen[0].float(), expected, atol=1e-6, rtol=0)
+
+
+def test_spans_of_images_are_found_without_waiting_for_the_device():
+    family = trainable(FAMILIES["gemma3"].build(), processor=PROCESSOR).family
+    samples = samples_of("gemma3", family.model, 3)
+    seen = []
+    for microbatch in shard_of(samples, 1, 0, 3, (1,)).microbatches:
+        expected = family.spans(microbatch)
+        with FakeDevice() as device:
+            there = replace(microbatch, input_ids=DeviceTensor(microbatch.input_ids))
+            found = family.spans(there)
+        assert device.reads == []
+        assert (found is None) == (microbatch.vision is None or not len(microbatch.items))
+        assert found is None or torch.equal(found.held, expected)
+        seen.append(found is not None)
+    assert set(seen) == {True, False}
 
 
 def test_log_mel_frames_are_those_of_the_librarys_processor():

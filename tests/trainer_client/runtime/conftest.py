@@ -4,13 +4,15 @@ import multiprocessing
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.trainer_client.runtime.recorded_transport import Recorder
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
 LIMIT_S = 160.0  # below the time-out of a test, whose message would not name the ranks
@@ -83,3 +85,12 @@ def world(tmp_path: Path) -> Callable[..., dict[int, Any]]:
         return run_world(scenario, size, tmp_path, *arguments, **options)
 
     return run
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Ranks that run alone; what they would have posted is noted."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny
+    yield Recorder(monkeypatch)
+    torch.set_num_threads(threads)

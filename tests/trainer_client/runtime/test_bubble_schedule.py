@@ -112,6 +112,14 @@ def test_schedules_that_no_pipeline_can_run_are_refused(text, words):
         BubbleSchedule.parse(text)
 
 
+def test_encoders_that_a_list_has_are_numbered_from_0_on():
+    lines = ["0 forward 1 0 0 0 0 0.0 1.0", "0 forward - 0 0 0 0 1.0 2.0"]
+    lines += ["0 backward - 0 0 0 0 2.0 3.0"]
+    schedule, planned = read_bubbles(HEAD + "\n".join(lines), stages=1)
+    assert str(schedule) == "0: EF0[0:1] F0 B0"
+    assert [span.action.encoder for span in planned.encoders] == [0]
+
+
 HEAD = "bubbles 1\ndevice kind encoder microbatch stage layer kernel start_s end_s\n"
 
 

@@ -81,9 +81,13 @@ def test_the_fastest_kernel_that_computes_it_needs_no_reason(change, kernel):
         ("flash", {"device_type": "cpu"}, "are on the cpu.*move the model to a GPU"),
         ("flash", {"spans": True}, 'see what lies ahead.*kernel="flex"'),
         ("flash", {"lacking_flash": NO_FLASH}, NO_FLASH),
+        ("flash2", {"flash": "FA3"}, r"is FA3 in this process.*restore_flash_attention_impl\(\)"),
+        ("flash3", {}, r'is FA2 in this process.*activate_flash_attention_impl\("FA3"\)'),
+        ("flash3", {"flash": "FA3", "head_dim": 512}, "head_dim is 512"),
+        ("flash3", {"flash": "FA3", "lacking_flash": "FA3 takes"}, "FA3 takes.*go back to Flash"),
         ("flex", {"lacking_flex": NO_TRITON}, NO_TRITON),
         ("flex", {"device_type": "cpu"}, "no backward.*move the model to a GPU"),
-        ("fastest", {}, "kernel='fastest'; it is one of auto, flash, flex, plain"),
+        ("fastest", {}, "kernel='fastest'; it is one of auto, flash, flash2, flash3, flex"),
     ],
 )
 def test_a_kernel_that_is_demanded_and_cannot_is_an_error_with_the_reason(wanted, change, said):
@@ -96,6 +100,32 @@ def test_a_kernel_that_is_demanded_and_can_is_taken(wanted):
     assert kernel_for(GPU, wanted) == KernelChoice(kernel=wanted)
 
 
+@pytest.mark.parametrize(("wanted", "active"), [("flash2", "FA2"), ("flash3", "FA3")])
+def test_a_version_of_flash_that_is_demanded_and_active_is_flash(wanted, active):
+    assert kernel_for(replace(GPU, flash=active), wanted) == KernelChoice(kernel="flash")
+
+
+def test_the_version_that_torch_has_active_is_the_one_that_is_asked_about(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(block_attention, "current_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(block_attention, "lacking_flash", lambda *of: asked.append(of[1]) or "")
+    block_attention.note_kernel.cache_clear()
+    with FakeTensorMode(), caplog.at_level("INFO", logger="trainer_client"):
+        assert kernel_of("cuda", torch.bfloat16, 128, wanted="flash3") is FlashKernel
+        with pytest.raises(LayoutError, match="is FA3 in this process"):
+            kernel_of("cuda", torch.bfloat16, 128, wanted="flash2")
+    assert asked == ["FA3", "FA3"]
+    assert "kernel flash (FA3)" in caplog.text
+    block_attention.note_kernel.cache_clear()
+
+
+def test_torch_itself_refuses_a_flash_attention_that_is_not_installed():
+    before = torch.nn.attention.current_flash_attention_impl()
+    with pytest.raises(ModuleNotFoundError, match="flash_attn_interface"):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    assert torch.nn.attention.current_flash_attention_impl() == before
+
+
 def test_a_layer_may_demand_its_kernel():
     q = torch.zeros(4, 2, 8)
     with pytest.raises(LayoutError, match="'flash' cannot compute"):
@@ -103,7 +133,7 @@ def test_a_layer_may_demand_its_kernel():
 
 
 def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch, caplog):
-    monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
+    monkeypatch.setattr(block_attention, "lacking_flash", lambda *_: "")
     block_attention.note_kernel.cache_clear()
     with FakeTensorMode(), caplog.at_level("INFO", logger="trainer_client"):
         for dtype in (torch.bfloat16, torch.float16):
@@ -117,7 +147,7 @@ def test_flash_is_chosen_for_half_precision_on_a_gpu_that_has_it(monkeypatch, ca
 
 
 def test_the_slow_path_on_a_gpu_is_told_once_for_each_reason(monkeypatch, caplog):
-    monkeypatch.setattr(block_attention, "lacking_flash", lambda device: "")
+    monkeypatch.setattr(block_attention, "lacking_flash", lambda *_: "")
     block_attention.tell_slow.cache_clear()
     cases = [("cuda", torch.float32, 128), ("cuda", torch.bfloat16, 512), ("cpu", torch.half, 512)]
     with FakeTensorMode(), pytest.warns(SlowAttention) as told:
@@ -133,20 +163,26 @@ def test_the_slow_path_on_a_gpu_is_told_once_for_each_reason(monkeypatch, caplog
 
 
 @pytest.mark.parametrize(
-    ("built", "capability", "lacking"),
+    ("built", "capability", "flash", "lacking"),
     [
-        (False, (9, 0), "this torch was built without flash attention"),
-        (True, (7, 5), "the GPU has compute capability 7.5"),
-        (True, (8, 0), ""),
-        (True, (10, 0), ""),
+        (False, (9, 0), "FA2", "this torch was built without flash attention"),
+        (True, (7, 5), "FA2", "the GPU has compute capability 7.5"),
+        (True, (8, 0), "FA2", ""),
+        (True, (10, 0), "FA2", ""),
+        (True, (9, 0), "FA3", ""),
+        (True, (8, 0), "FA3", "FA3 is active in torch, which takes 9.0, and the GPU has compute "
+                              "capability 8.0"),
+        (True, (10, 0), "FA4", ""),
+        (True, (12, 0), "FA4", "FA4 is active in torch, which takes 9.0 or 10.0, and the GPU has "
+                               "compute capability 12.0"),
     ],
-)
+)  # fmt: skip
 def test_an_old_gpu_and_a_torch_without_flash_are_told_apart(
-    monkeypatch, built, capability, lacking
+    monkeypatch, built, capability, flash, lacking
 ):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert block_attention.lacking_flash.__wrapped__(torch.device("cuda", 1)) == lacking
+    assert block_attention.lacking_flash.__wrapped__(torch.device("cuda", 1), flash) == lacking
 
 
 def rows(bounds, device):

@@ -86,7 +86,7 @@ def one_step(rank, size, seed):
         model = model_there()
         on_device = shard.to(THERE)
         assert not device.reads
-        result = run_step(model, on_device, pool)
+        result = run_step(model, on_device, pool, features_ahead=seed % 2 == 0)
         waited = list(device.reads)
         device.reads.clear()
         assert result.loss == result.loss

@@ -7,22 +7,31 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from benchmarks import workloads
-from dataservice.jobs.laid_out import layout_fields, write_layout
+from dataservice.jobs.laid_out import layout_fields, write_actions, write_layout
 from dataservice.planning.layout.model import Decoder, Encoder, ModelDescription, Projector
 from dataservice.planning.layout.search import LayoutTask, search_layout
-from demo.chunks import lay_out_model
+from demo.chunks import DemoEncoders, lay_out_model, sum_tied_gradient
 from demo.model import DemoModel, ModelConfig
 from tests.demo.scripted_steps import ONE_REPLICA, scripted_samples, shard_of, step_plan
 from tests.planning.layout.small_models import nodes
+from tests.trainer_client.runtime.conftest import run_world
 from trainer_client.runtime import (
+    GroupPool,
+    HiddenStates,
     LayoutError,
+    PipelineMesh,
     StageLayout,
     one_forward_one_backward,
+    read_bubbles,
+    run_pipeline_step,
+    run_step,
     spread_encoders,
 )
+from trainer_client.synthetic import SyntheticJob, SyntheticMedia, synthetic_shards
 
 VISION = Encoder(
     layers=2,
@@ -57,7 +66,9 @@ def written(searched, tmp_path_factory):
         key = parallel.pipeline_stages, parallel.virtual_stages, parallel.encoder_stage
         if key not in files:
             files[key] = folder / f"{len(files)}.yaml"
-            write_layout(files[key], layout_fields(task, replace(layout, best=candidate)))
+            chosen = replace(layout, best=candidate)
+            write_layout(files[key], layout_fields(task, chosen))
+            write_actions(files[key], chosen)
     return files
 
 
@@ -162,6 +173,95 @@ def test_a_predicted_step_has_encoders_in_the_first_chunk_or_where_they_are_sche
     )
     with pytest.raises(LayoutError, match="3 microbatches in 4 chunks"):
         first.timeline(shard, one_forward_one_backward(4, 1, 3))
+
+
+def small_model():
+    torch.manual_seed(3)
+    return DemoModel(CONFIG).double()
+
+
+def small_shard(microbatches):
+    """A step with pictures and sounds, as many microbatches as a list of actions was made for."""
+    media = SyntheticMedia(images=1.0, sounds=0.5, side_px=(28, 60), sound_s=(0.05, 0.3))
+    (shard,) = synthetic_shards(
+        SyntheticJob(
+            microbatches=microbatches,
+            memory_tokens=48,
+            sample_tokens=(8, 40),
+            vocabulary=CONFIG.vocabulary,
+            media=media,
+        )
+    )
+    return shard
+
+
+def train_by_the_files(rank, size, paths):
+    """What a stage finds when it is built by layout files and their lists alone."""
+    found = {}
+    for path in paths:
+        layout, model = StageLayout.load(path), small_model()
+        with PipelineMesh(
+            stages=layout.stages,
+            virtual_stages=layout.virtual_stages,
+            tensor_ranks=layout.tensor_ranks,
+            encoder_stage=layout.encoder_stage,
+            timeout_s=60,
+            lane=path.stem,
+        ) as mesh:
+            actions = path.with_suffix(".actions").read_text()
+            schedule, planned = read_bubbles(actions, stages=layout.stages)
+            chunks = lay_out_model(model, layout)[mesh.stage :: mesh.stages]
+            shard = small_shard(schedule.backbone.microbatches)
+            hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
+            encoders = DemoEncoders(
+                model, modalities=("vision",)
+            )  # the layout's samples had no sound
+            result = run_pipeline_step(
+                chunks, shard, mesh, hidden, schedule=schedule, encoders=encoders
+            )
+            sum_tied_gradient(chunks, mesh)
+        mine = {id(weight) for part in (*chunks, encoders) for weight in part.parameters()}
+        predicted = layout.seconds.timeline(shard, schedule, modalities=encoders.modalities)
+        found[path] = {
+            "loss": result.loss,
+            "grads": {name: p.grad for name, p in model.named_parameters() if id(p) in mine},
+            "ran": {(span.stage, span.action) for span in result.timeline.encoders},
+            "planned": {(span.stage, span.action) for span in planned.encoders},
+            "predicted": {(span.stage, span.action) for span in predicted.encoders},
+        }
+    return found
+
+
+def test_encoders_in_bubbles_are_trained_by_the_two_files_of_their_layout(written, tmp_path):
+    paths = [written[2, virtual, "bubbles"] for virtual in (1, 2)]
+    trained = run_world(train_by_the_files, 2, tmp_path, paths)
+    for path in paths:
+        microbatches = yaml.safe_load(path.read_text())["bubbles"]["microbatches"]
+        whole = small_model()
+        shard = small_shard(microbatches)
+        assert any(microbatch.audio for microbatch in shard.microbatches), "the first chunk's"
+        loss = run_step(whole, shard, GroupPool(replica=0, replicas=1)).loss
+        expected = {name: weight.grad for name, weight in whole.named_parameters()}
+        seen = set()
+        for found in (answer[path] for answer in trained.values()):
+            assert found["loss"] == pytest.approx(loss, rel=1e-10)
+            assert found["ran"] == found["planned"] == found["predicted"]
+            for name, grad in found["grads"].items():
+                assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
+            seen |= found["grads"].keys()
+        assert seen == expected.keys()
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_encoders_in_bubbles_recompute_what_their_layout_says(written, how):
+    plain = yaml.safe_load(written[2, 1, "bubbles"].read_text())
+    plain["bubbles"]["recompute"] = how
+    layout = StageLayout.of(plain)
+    assert layout.recompute_of("vision", 2) == (how,) * 2
+    del plain["bubbles"]  # encoders around the pipeline
+    assert StageLayout.of(plain).recompute_of("vision", 2) == ("full",) * 2
+    with pytest.raises(LayoutError, match="recompute has 'some'"):
+        replace(layout, spread_recompute="some")
 
 
 TRAINER = """

@@ -1,13 +1,16 @@
 """Windows and spans of a pack that one replica holds, by every kernel that computes them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from tests.trainer_client.runtime.whole_attention import reference
 from trainer_client.runtime import LayoutError, PackedAttention, PeerGroup, ring_operator
-from trainer_client.runtime.block_attention import FlexKernel
+from trainer_client.runtime.block_attention import FlexKernel, PlainKernel
 from trainer_client.runtime.ring_layout import build_ring_layout
 
 LENGTHS, PADDED = np.array([23, 1, 17, 6]), np.array([24, 1, 20, 6])
@@ -77,6 +80,42 @@ def test_values_may_be_narrower_or_wider_than_queries(kernel, causal):
 @pytest.mark.parametrize("kernel", ["flex"], indirect=True)
 def test_flex_attention_computes_a_window_over_spans(kernel):
     assert difference(kernel, window=5, spans=random_spans(5), width=4) <= 1e-10
+
+
+def block_of(lengths, *, window=None, spans=None):
+    """The one block of a pack that a replica holds."""
+    bounds = [0, *np.cumsum(lengths)]
+    settings = {"degree": 1, "cp_rank": 0, "causal": True, "window": window, "spans": spans}
+    return build_ring_layout(bounds, **settings).blocks[0]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_compiled_flex_attention_makes_no_graph_for_a_new_pack(monkeypatch):
+    """Both passes as torch's compiler takes them in, run by its eager backend: inductor compiles
+    flex attention on CPUs without log-sum-exp and gradients only."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    counter = CompileCounterWithBackend("aot_eager")
+    kernel, plain = FlexKernel(partial(torch.compile, dynamic=True, backend=counter)), PlainKernel()
+    generator, graphs = torch.Generator().manual_seed(1), []
+    for lengths in ((24, 8, 20), (7, 30), (50, 3, 3, 9), (64, 40)):
+        rows = sum(lengths)
+        spans = torch.full((rows,), -1)
+        spans[3:9] = 0
+        q, k, v, grad = (
+            torch.randn(rows, heads, 16, generator=generator, dtype=torch.float64)
+            for heads in (4, 2, 2, 4)
+        )
+        for mask in ({"spans": spans}, {"window": 5}, {}):
+            block = block_of(lengths, **mask)
+            found, good = (each.forward(q, k, v, block, 0.25) for each in (kernel, plain))
+            found += kernel.backward(grad, q, k, v, *found, block, 0.25)
+            good += plain.backward(grad, q, k, v, *good, block, 0.25)
+            for one, other in zip(found, good, strict=True):
+                assert float((one - other).norm() / other.norm()) <= 1e-10
+        graphs.append(counter.frame_count)
+    assert graphs[0] > 0
+    assert set(graphs) == {graphs[0]}, "all were made for the first pack"
 
 
 def test_spans_that_another_pack_had_at_the_same_place_are_not_mixed_up():

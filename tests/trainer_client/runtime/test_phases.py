@@ -85,19 +85,19 @@ def test_whoever_comes_last_waits_for_nobody_and_the_others_wait_for_it(world):
     }
 
 
-def a_step(rank, size, seed):
+def a_step(rank, size, seed, ahead):
     samples = random_samples(seed)
     shard = make_shard(samples, random_plan(samples, size, (1, 2, 3), seed), size, rank, seed)
     with GroupPool(timeout_s=60) as pool:
-        result = run_step(make_model(()), shard, pool)
+        result = run_step(make_model(()), shard, pool, features_ahead=ahead)
         return result.phase_s, result.seconds
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_phases_of_a_step_add_up_to_its_seconds_on_every_rank(world, seed):
-    for spent, seconds in world(a_step, 3, seed).values():
+@pytest.mark.parametrize(("seed", "ahead"), [(0, False), (1, True)])
+def test_phases_of_a_step_add_up_to_its_seconds_on_every_rank(world, seed, ahead):
+    for spent, seconds in world(a_step, 3, seed, ahead).values():
         assert tuple(spent) == PHASES
         assert min(spent.values()) >= 0
         assert 0.9 * seconds <= sum(spent.values()) <= seconds
-    waits = [spent["waiting"] for spent, _ in world(a_step, 3, seed).values()]
+    waits = [spent["waiting"] for spent, _ in world(a_step, 3, seed, ahead).values()]
     assert all(a != b for a, b in pairwise(waits)), "each waits for others"

@@ -7,7 +7,6 @@ NCCL would get. The queues of all ranks are then replayed together.
 import random
 
 import pytest
-import torch
 
 from tests.trainer_client.runtime.planned_steps import planned_steps
 from tests.trainer_client.runtime.posted_order import Post, Wait, stuck
@@ -18,16 +17,13 @@ from tests.trainer_client.runtime.random_steps import (
     random_plan,
     random_samples,
 )
-from tests.trainer_client.runtime.recorded_transport import Recorder
-from trainer_client.runtime import GroupPool, PipelineMesh, run_pipeline_step, run_step
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny
-    yield Recorder(monkeypatch)
-    torch.set_num_threads(threads)
+from trainer_client.runtime import (
+    GroupPool,
+    PeerGroup,
+    PipelineMesh,
+    run_pipeline_step,
+    run_step,
+)
 
 
 def random_shards(seed, replicas, degrees):
@@ -36,15 +32,16 @@ def random_shards(seed, replicas, degrees):
     return [make_shard(samples, waves, replicas, replica, seed) for replica in range(replicas)]
 
 
-def queues_of(recorder, steps):
-    """What each replica posts in these steps, each of which is a shard by replica."""
+def queues_of(recorder, steps, ahead=(None,)):
+    """What each replica posts in these steps, each of which is a shard by replica. Replicas have
+    `features_ahead` in turn."""
     queues = {}
     for replica in range(len(steps[0])):
         queues[replica] = recorder.begin()
         model = make_model(())
         pool = GroupPool(replica=replica, replicas=len(steps[0]), timeout_s=60)
         for shards in steps:
-            run_step(model, shards[replica], pool)
+            run_step(model, shards[replica], pool, features_ahead=ahead[replica % len(ahead)])
         assert pool.communicators == 1
     return queues
 
@@ -53,17 +50,45 @@ def posts_of(queues):
     return [post for queue in queues.values() for post in queue if isinstance(post, Post)]
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(("replicas", "degrees"), [(2, (1, 2)), (4, (1, 2, 3)), (9, (1, 3, 4, 5))])
-def test_random_plans_come_through_on_one_communicator(recorder, replicas, degrees):
-    queues = queues_of(recorder, [random_shards(seed, replicas, degrees) for seed in range(2)])
+def test_random_plans_come_through_on_one_communicator(recorder, replicas, degrees, ahead):
+    steps = [random_shards(seed, replicas, degrees) for seed in range(2)]
+    queues = queues_of(recorder, steps, (ahead,))
     assert not stuck(queues)
     assert len({post.communicator for post in posts_of(queues)}) == 1
 
 
-def test_plans_of_the_planner_come_through_on_one_communicator(recorder):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_plans_of_the_planner_come_through_on_one_communicator(recorder, ahead):
     _, steps = planned_steps(4, 2)
     assert max(degree for shards in steps for degree in shards[0].plan.degrees) > 1
+    assert not stuck(queues_of(recorder, steps, (ahead,)))
+
+
+def test_features_that_travel_ahead_are_posted_before_the_rings_of_the_wave_before(
+    recorder, monkeypatch
+):
+    posted, post = [], PeerGroup.post
+
+    def noted(group, sends, receives, *, action, channel=0):
+        posted.append(action)
+        return post(group, sends, receives, action=action, channel=channel)
+
+    monkeypatch.setattr(PeerGroup, "post", noted)
+    exchange, ring = "the feature exchange (forward)", "ring attention (forward)"
+    before_rings = {}
+    for ahead in (True, False):
+        posted.clear()
+        queues_of(recorder, [random_shards(1, 7, (5, 7))], (ahead,))
+        before_rings[ahead] = posted[: posted.index(ring)].count(exchange)
+    assert before_rings[True] > before_rings[False] > 0
+
+
+def test_a_replica_that_alone_sends_features_ahead_would_deadlock(recorder):
+    steps = [random_shards(0, 4, (1, 2, 3))]
     assert not stuck(queues_of(recorder, steps))
+    assert stuck(queues_of(recorder, steps, (True, False, False, False)))
 
 
 def test_a_hop_of_a_ring_has_two_peers(recorder, monkeypatch):
@@ -77,8 +102,6 @@ class PeerCount:
     """How many peers are in a post, by what it is for."""
 
     def __init__(self, monkeypatch):
-        from trainer_client.runtime import PeerGroup
-
         self.by_action = {}
         post = PeerGroup.post
 

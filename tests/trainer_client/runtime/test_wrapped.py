@@ -25,6 +25,7 @@ from trainer_client.runtime import (
     GroupPool,
     LayoutError,
     PeerError,
+    PeerGroup,
     evaluate_step,
     run_step,
 )
@@ -111,6 +112,67 @@ def test_gradients_are_reduced_once_a_step_and_all_replicas_gather_equally_often
         assert also_reduced == reduced
 
 
+class Events(TorchDispatchMode):
+    """Lists what torch communicates, beside what else is put into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self.order.append("communicates")
+        return operation(*args, **(kwargs or {}))
+
+
+def noting(post, order):
+    """A way of PeerGroup to communicate, which lists where it does."""
+
+    def noted(group, *given, **named):
+        messages = [t for each in given for t in (each if isinstance(each, list) else [(each, 0)])]
+        if any(tensor.numel() for tensor, _ in messages):
+            order.append("communicates")
+        return post(group, *given, **named)
+
+    return noted
+
+
+def meetings(rank, size):
+    """In a step of text whose packs no replicas share: what is decoded and communicated, in order,
+    without a wrapper and in DDP."""
+    samples = random_samples(12)
+    for sample in samples:
+        sample.items = []
+    shard = make_shard(samples, random_plan(samples, size, (1,), 12), size, rank, 12)
+    loss, grads = single_process(make_model(()), samples)
+    ways = {name: getattr(PeerGroup, name) for name in ("post", "post_sum", "post_least", "gather")}
+    found = []
+    with GroupPool(timeout_s=60) as pool:
+        for how in ("plain", "ddp"):
+            model, events = wrapped(how, ()), Events()
+            for name, post in ways.items():
+                setattr(PeerGroup, name, noting(post, events.order))
+            head = (model.module if how == "ddp" else model).head
+            head.register_forward_hook(lambda *_, order=events.order: order.append("decodes"))
+            with events:
+                result = run_step(model, shard, pool)
+            found.append((events.order, worst_difference(result, whole(model), loss, grads)[1]))
+    return found, len(shard.microbatches)
+
+
+def test_replicas_whose_model_is_not_sharded_meet_once_a_step(world):
+    for found, microbatches in world(meetings, 2).values():
+        assert microbatches > 2
+        for order, difference in found:
+            assert difference <= 1e-10
+            assert order.count("decodes") == microbatches
+            last = len(order) - 1 - order[::-1].index("decodes")
+            first = order.index("decodes")
+            assert order[first : last + 1] == ["decodes"] * microbatches, "none between waves"
+            assert "communicates" in order[:first], "plans are compared"
+            assert "communicates" in order[last:], "gradients are summed"
+
+
 class Headless(nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,7 +244,7 @@ def dying_rank(rank, size, how):
     torch.distributed.barrier()
     with GroupPool(timeout_s=LIMIT_S) as pool:
         try:
-            run_step(model, shard, pool)
+            run_step(model, shard, pool, features_ahead=True)  # some are on their way
         except RuntimeError as error:
             return error.culprits if isinstance(error, PeerError) else str(error)
 

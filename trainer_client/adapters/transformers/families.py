@@ -25,7 +25,7 @@ from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixe
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.positions import MropeRule, local_positions
 from trainer_client.runtime import Features, Kernel, LayoutError, PackedAttention, scatter_rows
-from trainer_client.shard import Microbatch, ModalityBatch, PackItems
+from trainer_client.shard import MODALITIES, Microbatch, ModalityBatch, PackItems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,9 +343,10 @@ class Gemma3(Tiles):
                 f"is exact at CP degree 1 only, and this pack is spread over "
                 f"{len(microbatch.cp_group)} replicas: {DEGREE_ONE}"
             )
-        image = microbatch.input_ids == self.model.config.image_token_id
-        if not bool(image.any()):
+        items = microbatch.items  # on the host: reading tokens would wait for their device
+        if items is not None and not (items.modality == MODALITIES.index("vision")).any():
             return None
+        image = microbatch.input_ids == self.model.config.image_token_id
         begins = image.clone()
         begins[1:] &= ~image[:-1]
         return torch.where(image, begins.cumsum(0), -1)
