@@ -87,7 +87,8 @@ class SampleColumns:
         )
 
     def samples(self) -> list[PackSample]:
-        """The samples as objects."""
+        """The samples as objects. Raises ValueError or IndexError where columns contradict each
+        other."""
         spans, items = _cuts(self.spans), _cuts(self.items)
         of_spans, of_items = self._spans(), self._items()
         keys = _texts(self.keys, self.key_bytes)
@@ -257,6 +258,8 @@ def _text_of(text: bytes, sizes: Array, chosen: Array) -> bytes:
 
 
 def _texts(text: bytes, sizes: Array) -> list[str]:
+    if sizes.size and (sizes.min() < 0 or sizes.sum() != len(text)):
+        raise ValueError(f"texts of {sizes.sum()} bytes came as {len(text)} bytes")
     return [text[cut].decode() for cut in _cuts(sizes)]
 
 
