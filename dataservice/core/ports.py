@@ -1,6 +1,6 @@
 """What the rooms ask of each other. Each port has a real and an in-memory implementation."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -275,10 +275,12 @@ class WorkerPool(Protocol):
 class WorkerLink(Protocol):
     """How the coordinator commands workers."""
 
-    def order(self, worker: WorkerInfo, orders: Sequence[PackOrder]) -> AsyncIterator[PackAnswers]:
+    def order(
+        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+    ) -> AsyncGenerator[PackAnswers, None]:
         """Decode and assemble packs of one step. Each is answered once it is ready or cannot be
         made; the same order given twice is decoded once. Raises WorkerLostError where the worker
-        is gone before all are answered."""
+        is gone before all are answered. To close it ends the call."""
         ...
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:

@@ -9,6 +9,7 @@ again: `wake` is set then.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
@@ -120,8 +121,9 @@ class OpenOrders:
             orders = [step.placements[pack].order for pack in copies]
             # A step that is decoded again to be compared has only some of its plan's packs.
             place_of = {order.key.pack: place for order, place in zip(orders, copies, strict=True)}
-            async for answers in self._link.order(worker, orders):
-                await self._take(step, name, copies, answers, place_of)
+            async with aclosing(self._link.order(worker, orders)) as call:
+                async for answers in call:
+                    await self._take(step, name, copies, answers, place_of)
         except WorkerLostError as error:
             log.warning("%s lost %d packs: %s", name, len(copies), error, extra=step.about)
             self._fail(step, copies, error)
