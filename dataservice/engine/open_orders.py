@@ -155,7 +155,7 @@ class OpenOrders:
             self.forget(step, pack, name)
             if isinstance(error, WorkerLostError):
                 self._balancer.replace(name)
-        taken = []
+        taken, done = [], 0
         for receipt in answers.receipts:
             pack = place_of[receipt.key.pack]
             copy = copies.pop(pack, None)
@@ -164,9 +164,12 @@ class OpenOrders:
             taken.append((receipt, copy))
             placement = step.placements[pack]
             self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
+            if copy.queued:
+                copy.queued, done = False, done + placement.work
             self._note_ready(step, pack, copy)
         if not taken:
             return
+        self._balancer.add(name, -done)
         receipts = [receipt for receipt, _ in taken]
         step.delivered.take(receipts)
         step.note_change()
@@ -207,7 +210,6 @@ class OpenOrders:
     def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
         placement = step.placements[pack]
         copy.ready_s = asyncio.get_running_loop().time()
-        self._leave(placement, copy)
         placement.tries, placement.failure = 0, None
         step.pending.discard(pack)
         if len(placement.copies) == 1:

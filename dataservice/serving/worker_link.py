@@ -192,10 +192,11 @@ def _requests(orders: Sequence[PackOrder]) -> list[worker_pb2.PackOrders]:
     if size_bytes <= MESSAGE_LIMIT_BYTES:
         return [request]
     if len(orders) == 1:
+        (order,) = orders
         raise SpecError(
-            f"pack {orders[0].key.pack} of step {orders[0].key.step} has {len(orders[0].samples):,} "
-            f"samples, whose keys and places take {size_bytes:,} bytes; a worker takes at most "
-            f"{MESSAGE_LIMIT_BYTES:,}. Lower memory_tokens, or index the samples under shorter keys."
+            f"pack {order.key.pack} of step {order.key.step} has {len(order.samples):,} samples, "
+            f"whose keys and places take {size_bytes:,} bytes; a worker takes at most "
+            f"{MESSAGE_LIMIT_BYTES:,}. Lower memory_tokens, or index samples under shorter keys."
         )
     half = len(orders) // 2
     return [*_requests(orders[:half]), *_requests(orders[half:])]
