@@ -1,7 +1,7 @@
-"""The opened index of a job: lengths in memory, locations on disk.
+"""The opened index of a job, in files that are memory-mapped.
 
-Planning reads the lengths of thousands of samples per step, so these are numpy columns (about 8
-bytes per sample and 17 per encoder item). Locations and shapes are needed only for samples that are
+Planning reads the lengths of thousands of samples per step, so these are numpy columns (16 bytes a
+sample and 17 an encoder item), of a file in the service, see `catalog_handover.py`. Locations and shapes are needed only for samples that are
 about to be read; they are copied once into an unnamed, uncompressed Arrow file (in `TMPDIR`) and
 memory-mapped from there.
 """
