@@ -86,8 +86,8 @@ def opened(samples: int, *, text: bool = False) -> list[Row]:
             figure=held / samples,
             unit="B a sample",
             limit=8,
-            explanation=f"After {STEPS} steps {after / samples:.1f}: pages of files that the system "
-            "takes back when it needs them.",
+            explanation=f"After {STEPS} steps {after / samples:.1f}: pages of files, which the "
+            "system takes back when it needs them.",
         ),
     ]
 

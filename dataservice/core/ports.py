@@ -16,7 +16,6 @@ from dataservice.core.sample import (
     IntArray,
     ItemNotes,
     LengthTable,
-    Modality,
     RawSample,
     SampleLengths,
     SampleRef,
@@ -145,10 +144,6 @@ class Catalog(Protocol):
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples, without its source's: float64[n], in the
         order given."""
-        ...
-
-    def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
-        """The number of values (of pixels, of sound) that these samples' items decode to."""
         ...
 
 

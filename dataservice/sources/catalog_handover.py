@@ -49,8 +49,8 @@ ROWS_CHECKED_AT_ONCE = 100_000
 
 
 def hand_over(catalog: IndexedCatalog) -> tuple[int, int]:
-    """Descriptors of a file with the lengths, which the caller closes, and of the details, which the
-    catalog keeps. Raises OSError when the file cannot be written."""
+    """Descriptors of a file with the lengths, which the caller closes, and of the details, which
+    the catalog keeps. Raises OSError when the file cannot be written."""
     parts = catalog.parts
     columns = [getattr(parts.lengths, name) for name in COLUMNS]
     header = {

@@ -125,18 +125,6 @@ class DetailFile:
             **numbers,
         )
 
-    def decoded_values(self, sample_ids: IntArray) -> dict[Modality, int]:
-        """Number of values that the encoder items of these samples decode to, by modality."""
-        rows = np.asarray(sample_ids, dtype=np.int64)
-        taken = self._take(rows, ["item_shape", "item_modality"])
-        shapes = pc.list_flatten(taken.column("item_shape").combine_chunks())
-        modality = pc.list_flatten(taken.column("item_modality").combine_chunks()).to_numpy()
-        dimensions = pc.list_value_length(shapes).to_numpy()
-        sides = pc.list_flatten(shapes).to_numpy().astype(np.int64)
-        starts = np.cumsum(dimensions, dtype=np.int64) - dimensions
-        values = np.multiply.reduceat(sides, starts) if len(starts) else sides
-        return {kind: int(values[modality == kind].sum()) for kind in Modality}
-
     def item_notes(self, sample_ids: IntArray) -> ItemNotes:
         """What is known of the items of these samples, by sample, then in its order."""
         taken = self._take(np.asarray(sample_ids, dtype=np.int64), NOTE_COLUMNS)
@@ -177,7 +165,8 @@ class DetailFile:
 
 
 def _batches(descriptor: int) -> Iterator[pa.RecordBatch]:
-    """The batches of a detail file, mapped and not read. Raises pa.ArrowException when it is none."""
+    """The batches of a detail file, mapped and not read. Raises pa.ArrowException when it is
+    none."""
     # Through the descriptor, since the file no longer has a name.
     reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
     if not reader.schema.equals(_SCHEMA):
