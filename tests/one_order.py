@@ -1,7 +1,7 @@
 """Packs ordered one by one: through a link that takes many, and by workers that are scripted so."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from dataservice.core.errors import ServiceError
 from dataservice.core.orders import PackAnswers, PackOrder, PackReceipt
@@ -26,7 +26,7 @@ class OneByOne:
 
     async def order(
         self, worker: WorkerInfo, orders: Sequence[PackOrder]
-    ) -> AsyncIterator[PackAnswers]:
+    ) -> AsyncGenerator[PackAnswers, None]:
         packs = {asyncio.create_task(self.prepare(worker, each)): each for each in orders}
         done: asyncio.Queue[asyncio.Task[PackReceipt]] = asyncio.Queue()
         for task in packs:

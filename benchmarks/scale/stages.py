@@ -13,7 +13,7 @@ from benchmarks.scale.service import Size
 from dataservice.core.cursor import Cursor
 from dataservice.core.orders import PackOrder
 from dataservice.core.topology import Topology
-from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.pack_orders import pack_orders, packed_samples
 from dataservice.engine.planner import plan_step
 from dataservice.engine.shards import StepParts, columns_of, cut_step
 from dataservice.serving import wire_packs
@@ -32,14 +32,14 @@ def stages(size: Size) -> list[Row]:
     assert planned is not None, "the job is endless"
     plan, digest = planned.plan, planned.plan.digest
     notes = setup.catalog.item_notes(plan.sample_ids)
-    ordering = partial(
-        pack_orders, plan, job=JOB, digest=digest, pipeline="{}", catalog=setup.catalog
-    )
+    looking_up = partial(packed_samples, plan, setup.catalog)
+    ordering = partial(pack_orders, plan, looking_up(), job=JOB, digest=digest, pipeline="{}")
     orders, parts = ordering(), cut_step(plan, notes)
     works: dict[str, Callable[[], object]] = {
         "draw to plan": partial(plan_step, setup, Cursor(), topology),
         "columns of all ranks": partial(cut_step, plan, notes),
         "what models know of items": partial(setup.catalog.item_notes, plan.sample_ids),
+        "what workers are told of samples": looking_up,
         "pack orders": ordering,
         f"their wire form, for {WORKERS} workers": partial(_written, orders),
         "rows of all ranks": partial(_rows, parts, size.ranks),

@@ -1,6 +1,6 @@
 """What the rooms ask of each other. Each port has a real and an in-memory implementation."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,6 @@ from dataservice.core.sample import (
     IntArray,
     ItemNotes,
     LengthTable,
-    Modality,
     RawSample,
     SampleLengths,
     SampleRef,
@@ -147,10 +146,6 @@ class Catalog(Protocol):
         order given."""
         ...
 
-    def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
-        """The number of values (of pixels, of sound) that these samples' items decode to."""
-        ...
-
 
 class SampleReader(Protocol):
     """Reads one sample's bytes."""
@@ -275,10 +270,12 @@ class WorkerPool(Protocol):
 class WorkerLink(Protocol):
     """How the coordinator commands workers."""
 
-    def order(self, worker: WorkerInfo, orders: Sequence[PackOrder]) -> AsyncIterator[PackAnswers]:
+    def order(
+        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+    ) -> AsyncGenerator[PackAnswers, None]:
         """Decode and assemble packs of one step. Each is answered once it is ready or cannot be
         made; the same order given twice is decoded once. Raises WorkerLostError where the worker
-        is gone before all are answered."""
+        is gone before all are answered. To close it ends the call."""
         ...
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:

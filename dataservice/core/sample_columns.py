@@ -3,7 +3,7 @@ any of them. Workers make the objects, each of its own packs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, overload
 
@@ -61,14 +61,16 @@ class SampleColumns:
     item_position: Array
     sides: Array
     side: Array
+    # Where the rows of each sample or item begin, by what counts them: each worker of a step is
+    # given samples from all over it.
+    _starts: dict[str, Array] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, rows: Array) -> "SampleColumns":
         """These samples, in this order. O(rows)."""
-        spans = _rows_of(self.spans, rows)
-        items = _rows_of(self.items, rows)
+        spans, items = self._rows_of("spans", rows), self._rows_of("items", rows)
         numbers, file = np.unique(self.file[rows], return_inverse=True)
         taken: dict[str, Any] = {
             name: getattr(self, name)[at]
@@ -80,14 +82,26 @@ class SampleColumns:
                 **taken,
                 "files": [self.files[number] for number in numbers.tolist()],
                 "file": file,
-                "keys": _text_of(self.keys, self.key_bytes, rows),
-                "names": _text_of(self.names, self.span_name_bytes, spans),
-                "side": self.side[_rows_of(self.sides, items)],
+                "keys": self._text_of(self.keys, "key_bytes", rows),
+                "names": self._text_of(self.names, "span_name_bytes", spans),
+                "side": self.side[self._rows_of("sides", items)],
             }
         )
 
+    def _rows_of(self, counted: str, chosen: Array) -> Array:
+        """The rows that this column counts, of those chosen. O(n) once, then O(rows)."""
+        counts = getattr(self, counted)
+        starts = self._starts.get(counted)
+        if starts is None:
+            starts = self._starts[counted] = np.cumsum(counts, dtype=np.int64) - counts
+        return expanded(starts[chosen], counts[chosen].astype(np.int64))
+
+    def _text_of(self, text: bytes, sizes: str, chosen: Array) -> bytes:
+        return np.frombuffer(text, np.uint8)[self._rows_of(sizes, chosen)].tobytes()
+
     def samples(self) -> list[PackSample]:
-        """The samples as objects."""
+        """The samples as objects. Raises ValueError or IndexError where columns contradict each
+        other."""
         spans, items = _cuts(self.spans), _cuts(self.items)
         of_spans, of_items = self._spans(), self._items()
         keys = _texts(self.keys, self.key_bytes)
@@ -237,7 +251,7 @@ PLAIN = (
     *("llm_tokens", "loss_tokens"),
 )
 NUMBERS = tuple(
-    field.name for field in fields(SampleColumns) if field.name not in ("files", "keys", "names")
+    of.name for of in fields(SampleColumns) if of.init and of.name not in ("files", "keys", "names")
 )
 
 
@@ -246,17 +260,9 @@ def numbers_of(columns: SampleColumns) -> Mapping[str, Array]:
     return {name: getattr(columns, name) for name in NUMBERS}
 
 
-def _rows_of(counts: Array, chosen: Array) -> Array:
-    """Rows that `counts` of all samples count, for the samples chosen."""
-    starts = np.cumsum(counts, dtype=np.int64) - counts
-    return expanded(starts[chosen], counts[chosen].astype(np.int64))
-
-
-def _text_of(text: bytes, sizes: Array, chosen: Array) -> bytes:
-    return np.frombuffer(text, np.uint8)[_rows_of(sizes, chosen)].tobytes()
-
-
 def _texts(text: bytes, sizes: Array) -> list[str]:
+    if sizes.size and (sizes.min() < 0 or sizes.sum() != len(text)):
+        raise ValueError(f"texts of {sizes.sum()} bytes came as {len(text)} bytes")
     return [text[cut].decode() for cut in _cuts(sizes)]
 
 

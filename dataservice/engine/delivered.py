@@ -56,6 +56,7 @@ class Delivered:
         self.noted = False
         self._orders = {order.key.pack: order for order in orders}
         self.missing: set[int] = set(self._orders)
+        self._size_of = np.diff(plan.pack_offsets).tolist()
         self._digests = np.zeros(len(plan.sample_ids), SAMPLE_DIGEST)
         self._good = np.zeros(len(plan.sample_ids), bool)
 
@@ -67,7 +68,7 @@ class Delivered:
     def take(self, receipts: Sequence[PackReceipt]) -> None:
         """Take workers' receipts of their copies of different packs. One without digests tells
         nothing."""
-        size_of, width = np.diff(self.plan.pack_offsets), SAMPLE_DIGEST.itemsize
+        width, size_of = SAMPLE_DIGEST.itemsize, self._size_of
         told = [r for r in receipts if len(r.sample_digests) == width * size_of[r.key.pack]]
         if not told:
             return

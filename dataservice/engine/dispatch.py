@@ -373,7 +373,7 @@ class Dispatcher:
                 if not placement.copies:
                     if placement.may_be_tried:
                         nowhere.append(pack)
-                elif may_hedge:
+                elif may_hedge and (silent or self._hedges.left):
                     self._hedge_if_due(step, pack)
             for worker, packs in self._shared_out(step, nowhere) if nowhere else ():
                 self._orders.make_all(step, packs, worker)

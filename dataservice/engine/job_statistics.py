@@ -106,7 +106,7 @@ class _Job:
     room_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROOM_PACKS))
     worst_due_s: float = 0.0
 
-    def add_work(self, step: int, sources: tuple[SourceWork, ...]) -> None:
+    def add_work(self, step: int, sources: Sequence[SourceWork]) -> None:
         known = self.work.setdefault(step, {})
         for work in sources:
             known.setdefault(work.source, _Work()).add(work)
@@ -259,10 +259,9 @@ class JobStatistics(NoMetrics):
         with self._lock:
             key = receipts[0].key
             known, now_s = self._jobs[key.job], self._clock()
-            for receipt in receipts:
-                known.add_work(key.step, receipt.sources)
-                known.room_s.append(receipt.room_s)
-                known.quarantined.update(bad.source for bad in receipt.bad_samples)
+            known.add_work(key.step, [work for receipt in receipts for work in receipt.sources])
+            known.room_s.extend(receipt.room_s for receipt in receipts)
+            known.quarantined.update(bad.source for each in receipts for bad in each.bad_samples)
             longest_s = max(receipt.decode_s for receipt in receipts)
             self._began_s = min(self._began_s, now_s - longest_s)
             self._decoded.append((now_s, sum(receipt.decode_s for receipt in receipts)))

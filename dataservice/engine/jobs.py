@@ -51,7 +51,7 @@ from dataservice.engine.api import (
 )
 from dataservice.engine.explain import Explainer
 from dataservice.engine.fair_threads import FairThreads
-from dataservice.engine.opening import Openings
+from dataservice.engine.opening import AT_ONCE, Openings
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob, Registration
@@ -98,7 +98,7 @@ class JobTable:
         self._planners = planners
         self._explainer = Explainer(store, planners)
         self._openings = Openings()
-        self._restoring: set[asyncio.Task[None]] = set()
+        self._restoring: list[asyncio.Task[None]] = []
         self.running: dict[str, RunningJob] = {}
         self._registering: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._registration = Registration(
@@ -113,13 +113,16 @@ class JobTable:
 
     async def start(self) -> None:
         """Know every stored job, and begin to open those that ran. A team's slow files delay its
-        own jobs, and no other team's."""
+        own jobs, and no other team's; a job that a rank asks for comes before those that wait."""
+        ran: dict[str, list[RunningJob]] = defaultdict(list)
         for record in await in_store(self._store.jobs):
             job = self.running[record.name] = RunningJob(record=record)
             if await in_store(self._store.last_attempt, record.name) is not None:
-                task = asyncio.create_task(self._restored(job))
-                self._restoring.add(task)
-                task.add_done_callback(self._restoring.discard)
+                ran[team_of(record.name)].append(job)
+        turns = asyncio.Semaphore(AT_ONCE)
+        self._restoring = [
+            asyncio.create_task(self._restore_each(of, turns)) for of in ran.values()
+        ]
 
     async def restored(self) -> None:
         """Wait until every job that ran is open, or known to be closed for now."""
@@ -129,6 +132,12 @@ class JobTable:
         """Open no job any more."""
         self._openings.close()
         await cancel_all(*self._restoring)
+
+    async def _restore_each(self, jobs: Sequence[RunningJob], turns: asyncio.Semaphore) -> None:
+        # Not all at once: whoever asks for a job meanwhile would wait behind them.
+        for job in jobs:
+            async with turns:
+                await self._restored(job)
 
     async def _restored(self, job: RunningJob) -> None:
         try:

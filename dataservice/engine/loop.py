@@ -198,10 +198,10 @@ class AttemptLoop:
             about = {**self._attempt.about, "step": step, "rank": rank}
             log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
         replica = self._attempt.topology.replica_of(rank)
-        packs = packs_of(ready.parts, replica, wanted).packs
-        holders = await self._holders(ready, rank, packs, failed_workers, slow_workers)
+        own = packs_of(ready.parts, replica, wanted)
+        holders = await self._holders(ready, rank, own.packs, failed_workers, slow_workers)
         job, secret = self._attempt.job, self._ports.ticket_secret
-        ticket = signed_ticket(ready, replica, wanted, holders, claim, job, secret)
+        ticket = signed_ticket(ready, replica, wanted, holders, own.sequences, claim, job, secret)
         columns = columns_of(ready.parts, replica, wanted)
         return rank_shard(ready, self._attempt, rank, columns, ticket, self._setup.positions)
 

@@ -9,6 +9,7 @@ again: `wake` is set then.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
@@ -120,8 +121,9 @@ class OpenOrders:
             orders = [step.placements[pack].order for pack in copies]
             # A step that is decoded again to be compared has only some of its plan's packs.
             place_of = {order.key.pack: place for order, place in zip(orders, copies, strict=True)}
-            async for answers in self._link.order(worker, orders):
-                await self._take(step, name, copies, answers, place_of)
+            async with aclosing(self._link.order(worker, orders)) as call:
+                async for answers in call:
+                    await self._take(step, name, copies, answers, place_of)
         except WorkerLostError as error:
             log.warning("%s lost %d packs: %s", name, len(copies), error, extra=step.about)
             self._fail(step, copies, error)
@@ -153,7 +155,7 @@ class OpenOrders:
             self.forget(step, pack, name)
             if isinstance(error, WorkerLostError):
                 self._balancer.replace(name)
-        taken = []
+        taken, done = [], 0
         for receipt in answers.receipts:
             pack = place_of[receipt.key.pack]
             copy = copies.pop(pack, None)
@@ -162,9 +164,12 @@ class OpenOrders:
             taken.append((receipt, copy))
             placement = step.placements[pack]
             self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
+            if copy.queued:
+                copy.queued, done = False, done + placement.work
             self._note_ready(step, pack, copy)
         if not taken:
             return
+        self._balancer.add(name, -done)
         receipts = [receipt for receipt, _ in taken]
         step.delivered.take(receipts)
         step.note_change()
@@ -205,7 +210,6 @@ class OpenOrders:
     def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
         placement = step.placements[pack]
         copy.ready_s = asyncio.get_running_loop().time()
-        self._leave(placement, copy)
         placement.tries, placement.failure = 0, None
         step.pending.discard(pack)
         if len(placement.copies) == 1:

@@ -8,25 +8,29 @@ from numpy.typing import NDArray
 from dataservice.core.orders import PackKey, PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Catalog
-from dataservice.core.sample_columns import PackedSamples
+from dataservice.core.sample_columns import PackedSamples, SampleColumns
 from dataservice.core.team import TeamShare
 
 WHOLE = TeamShare()
 
 
+def packed_samples(plan: StepPlan, catalog: Catalog) -> SampleColumns:
+    """The samples of all packs end to end, in sequence order."""
+    columns = catalog.columns(plan.sample_ids[plan.pack_samples])
+    return replace(columns, epoch=plan.sample_epoch[plan.pack_samples])
+
+
 def pack_orders(
     plan: StepPlan,
+    columns: SampleColumns,
     *,
     job: str,
     digest: str,
     pipeline: str,
-    catalog: Catalog,
     share: TeamShare = WHOLE,
 ) -> list[PackOrder]:
     """One order for each pack: its samples in sequence order, with locations and planned shapes,
-    and the share of the job's team. The samples stay columns, of the whole step."""
-    columns = catalog.columns(plan.sample_ids[plan.pack_samples])
-    columns = replace(columns, epoch=plan.sample_epoch[plan.pack_samples])
+    and the share of the job's team. The samples stay `columns`, of the whole step."""
     offsets = plan.pack_offsets.tolist()
     return [
         PackOrder(

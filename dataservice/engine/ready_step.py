@@ -21,7 +21,7 @@ from dataservice.core.tickets import holder_of, sign_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
-from dataservice.engine.shards import StepParts, packs_of, ticket_columns
+from dataservice.engine.shards import StepParts, ticket_columns
 
 # Streams wait for one another on slow links, and the clocks of hosts differ. Only its holder can
 # use a ticket meanwhile.
@@ -121,21 +121,24 @@ def signed_ticket(
     replica: int,
     wanted: WantedParts,
     holders: NDArray[np.int32],
+    sequences: int,
     claim: Claim,
     job: str,
     secret: bytes,
 ) -> Ticket | None:
     """The ticket for what a rank wants of its replica's part, of which `holders` int32[k] has the
-    packs: those of `packs_of`, as places in the dispatched step's workers. None where there is
-    nothing."""
+    packs: those of `packs_of`, first of its `sequences`, as places in the dispatched step's
+    workers. None where there is nothing."""
     if not len(holders):
         return None
-    numbers, place = np.unique(holders, return_inverse=True)
-    own = packs_of(ready.parts, replica, wanted)
-    workers = [ready.dispatched.workers[number] for number in numbers.tolist()]
+    held_by = holders.tolist()
+    numbers = sorted(set(held_by))
+    place_of = {number: place for place, number in enumerate(numbers)}
+    places = [place_of[number] for number in held_by]
+    workers = [ready.dispatched.workers[number] for number in numbers]
     columns = ticket_columns(ready.parts, replica, wanted)
-    columns["sequence_worker"] = packed(place[: own.sequences])
-    columns["part_worker"] = packed(place[own.sequences :])
+    columns["sequence_worker"] = packed(places[:sequences])
+    columns["part_worker"] = packed(places[sequences:])
     tensors = () if wanted.tokens and wanted.labels else wanted.sequence
     ticket = Ticket(
         job=job,
@@ -147,8 +150,8 @@ def signed_ticket(
         workers=tuple(worker.worker for worker in workers),
         addresses=tuple(worker.address for worker in workers),
         tensors=tensors,
-        sequences=own.sequences,
-        parts=len(holders) - own.sequences,
+        sequences=sequences,
+        parts=len(holders) - sequences,
         columns=columns,
     )
     return sign_ticket(ticket, secret)

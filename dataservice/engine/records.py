@@ -23,7 +23,7 @@ from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.delivered import Comparison, Delivered
 from dataservice.engine.error_budget import TrainedSamples
-from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.pack_orders import pack_orders, packed_samples
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep, plan_step
 from dataservice.engine.ready_bytes import planned_bytes
@@ -76,14 +76,15 @@ class AttemptRecords:
         if planned is None:
             return None
         plan, digest = planned.plan, planned.plan.digest
-        size_bytes = planned_bytes(plan, setup.catalog)
+        samples = packed_samples(plan, setup.catalog)
+        size_bytes = planned_bytes(plan, samples)
         _require_bytes(setup.job_limits, plan, size_bytes)
         orders = pack_orders(
             plan,
+            samples,
             job=attempt.job,
             digest=digest,
             pipeline=setup.pipeline,
-            catalog=setup.catalog,
             share=share,
         )
         return MadeStep(

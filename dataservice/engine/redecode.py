@@ -23,7 +23,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerPool
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.pack_orders import pack_orders, packed_samples
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.shares import Shares
 
@@ -46,10 +46,10 @@ class Redecoder:
         job = setup.record.name
         orders = pack_orders(
             plan,
+            packed_samples(plan, setup.catalog),
             job=f"{job} (replay)",
             digest=f"replay-{uuid.uuid4().hex}",
             pipeline=setup.pipeline,
-            catalog=setup.catalog,
             share=self._shares(job),
         )
         delivered = Delivered(plan, orders)

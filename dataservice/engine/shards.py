@@ -7,7 +7,7 @@ bytes between two offsets of each column, see `dataservice_proto.columns`. Ranks
 the same microbatches; what differs is which of their bytes each may fetch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from dataservice.planning.routes import ItemPlaces, Runs, feature_runs, item_pla
 
 Array = NDArray[Any]
 _PHASES = len(Modality)
+# The columns of a shard that differ by replica.
+_SHARD_COLUMNS = tuple(column.name for column in SHARD if column.name != "ring_pack")
 # The columns of what is encoded and exchanged: ranks without tokens and media have no part in it.
 _OF_PHASES = tuple(
     column.name
@@ -36,7 +38,7 @@ _OF_PHASES = tuple(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
     """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows
-    of each replica begin: `begins` int64[N+1, columns], in bytes, in the order of `columns`.
+    of each replica begin: `begins` int64[N+1, columns], in bytes; column `name` is at `at[name]`.
 
     `fetched` are the packs that replicas fetch sequences of, and `fetched_parts` those that they
     encode parts of, int32 by replica, from `fetched_begins` and `part_begins` int64[N+1] on.
@@ -46,6 +48,7 @@ class StepParts:
     rings: int
     ring_pack: bytes
     columns: Mapping[str, bytes]
+    at: Mapping[str, int]
     begins: NDArray[np.int64]
     fetched: NDArray[np.int32]
     fetched_begins: NDArray[np.int64]
@@ -80,6 +83,7 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
         rings=len(rings),
         ring_pack=packed(rings),
         columns=columns,
+        at={name: k for k, name in enumerate(columns)},
         begins=np.stack(begins, axis=1),
         fetched=_known(sequences, "sequence_pack"),
         fetched_begins=sequences.begins,
@@ -91,8 +95,7 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
 def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> ShardColumns:
     """One replica's rows. A rank that wants neither tokens nor media has no part in the encoders
     and their exchange: its columns leave them out."""
-    cut = _cut(parts, replica)
-    del cut["sequence_pack"], cut["sequence_member"]
+    cut = _cut(parts, replica, _SHARD_COLUMNS)
     if not (wanted.tokens or wanted.media):
         cut |= dict.fromkeys(_OF_PHASES, b"")
     cut["ring_pack"] = parts.ring_pack
@@ -100,12 +103,10 @@ def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING)
     return ShardColumns(waves=plan.waves, replicas=plan.replicas, rings=parts.rings, columns=cut)
 
 
-def _cut(parts: StepParts, replica: int) -> dict[str, bytes]:
+def _cut(parts: StepParts, replica: int, names: Sequence[str]) -> dict[str, bytes]:
     first, stop = parts.begins[replica : replica + 2].tolist()
-    return {
-        name: column[begin:end]
-        for (name, column), begin, end in zip(parts.columns.items(), first, stop, strict=True)
-    }
+    columns, at = parts.columns, parts.at
+    return {name: columns[name][first[at[name]] : stop[at[name]]] for name in names}
 
 
 class Fetched(NamedTuple):
@@ -128,11 +129,10 @@ def ticket_columns(
     parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
 ) -> dict[str, bytes]:
     """The columns of a rank's ticket but for who holds what: see `packs_of`."""
-    cut = _cut(parts, replica)
     sequences = _SEQUENCE_COLUMNS if wanted.sequence else ()
     of_items = _ITEM_COLUMNS if wanted.media else ()
     nothing = dict.fromkeys((*_SEQUENCE_COLUMNS, *_ITEM_COLUMNS), b"")
-    return nothing | {name: cut[name] for name in (*sequences, *of_items)}
+    return nothing | _cut(parts, replica, (*sequences, *of_items))
 
 
 _SEQUENCE_COLUMNS = ("sequence_pack", "sequence_member")

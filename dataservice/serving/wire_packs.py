@@ -7,7 +7,6 @@ into each other.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from dataservice_proto.columns import ORDERS, TICKET, VERSION, columns_of, packed, read_all
@@ -196,7 +195,7 @@ def _receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
 
 def _receipt_from_proto(message: worker_pb2.PackReceipt, step: PackKey) -> PackReceipt:
     return PackReceipt(
-        key=replace(step, pack=message.pack),
+        key=PackKey(job=step.job, step=step.step, plan_digest=step.plan_digest, pack=message.pack),
         size_bytes=message.size_bytes,
         decode_s=message.decode_s,
         bad_samples=tuple(

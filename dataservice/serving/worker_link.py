@@ -9,7 +9,7 @@ a call cancels it at the worker too, which goes on decoding (see workers/host.py
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
-from dataservice.core.errors import ServiceError, WorkerLostError
+from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.orders import PackAnswers, PackKey, PackOrder
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.tls import ClientTls
@@ -67,17 +67,18 @@ class GrpcWorkerLink:
 
     async def order(
         self, worker: WorkerInfo, orders: Sequence[PackOrder]
-    ) -> AsyncIterator[PackAnswers]:
-        """Have packs of one step decoded; there is no deadline. Raises WorkerLostError, or the
-        worker's own error."""
+    ) -> AsyncGenerator[PackAnswers, None]:
+        """Have packs of one step decoded; there is no deadline. Raises WorkerLostError, the
+        worker's own error, or SpecError where the samples of one pack do not fit into a message."""
         left = {order.key.pack: order for order in orders}
         repeated = False
         while left:
             try:
-                async for answers in self._prepare(worker, list(left.values())):
-                    for pack in (*(r.key.pack for r in answers.receipts), *answers.failures):
-                        left.pop(pack, None)
-                    yield answers
+                async with contextlib.aclosing(self._prepare(worker, list(left.values()))) as call:
+                    async for answers in call:
+                        for pack in (*(r.key.pack for r in answers.receipts), *answers.failures):
+                            left.pop(pack, None)
+                        yield answers
             except WorkerLostError as error:
                 if repeated or not await self._answers(worker):
                     raise
@@ -89,13 +90,18 @@ class GrpcWorkerLink:
 
     async def _prepare(
         self, worker: WorkerInfo, orders: Sequence[PackOrder]
-    ) -> AsyncIterator[PackAnswers]:
-        writing = partial(wire_packs.pack_orders_to_proto, orders)
+    ) -> AsyncGenerator[PackAnswers, None]:
+        writing = partial(_requests, orders)
         key = orders[0].key
-        request = writing() if self._threads is None else await self._threads.run(key.job, writing)
-        async with self._stub(worker) as stub:
-            async for message in stub.Prepare(request, metadata=self._metadata):
-                yield wire_packs.pack_answers_from_proto(message, key)
+        requests = writing() if self._threads is None else await self._threads.run(key.job, writing)
+        for request in requests:
+            async with self._stub(worker) as stub:
+                call = stub.Prepare(request, metadata=self._metadata)
+                try:
+                    async for message in call:
+                        yield wire_packs.pack_answers_from_proto(message, key)
+                finally:
+                    call.cancel()  # of one that has ended it does nothing
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. If the worker cannot be reached, that is only logged."""
@@ -176,3 +182,21 @@ class GrpcWorkerLink:
         # Read again for each channel, because certificates are renewed.
         options = [*options, *client_options(self._tls)]
         return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
+
+
+def _requests(orders: Sequence[PackOrder]) -> list[worker_pb2.PackOrders]:
+    """The orders in one message, or in some where they do not fit. Raises SpecError where those of
+    one pack do not."""
+    request = wire_packs.pack_orders_to_proto(orders)
+    size_bytes = request.ByteSize()
+    if size_bytes <= MESSAGE_LIMIT_BYTES:
+        return [request]
+    if len(orders) == 1:
+        (order,) = orders
+        raise SpecError(
+            f"pack {order.key.pack} of step {order.key.step} has {len(order.samples):,} samples, "
+            f"whose keys and places take {size_bytes:,} bytes; a worker takes at most "
+            f"{MESSAGE_LIMIT_BYTES:,}. Lower memory_tokens, or index samples under shorter keys."
+        )
+    half = len(orders) // 2
+    return [*_requests(orders[:half]), *_requests(orders[half:])]

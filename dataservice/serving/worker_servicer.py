@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -18,7 +18,13 @@ from dataservice.core.ports import PackHost
 from dataservice.core.tickets import check_ticket, parts_at
 from dataservice.engine.tasks import cancel_all
 from dataservice.serving import wire_packs
-from dataservice.serving.parts import CHUNK_BYTES, Tensor, part_chunks, part_header
+from dataservice.serving.parts import (
+    CHUNK_BYTES,
+    MESSAGE_LIMIT_BYTES,
+    Tensor,
+    part_chunks,
+    part_header,
+)
 from dataservice.serving.status_codes import answered
 
 log = logging.getLogger(__name__)
@@ -58,10 +64,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         async with answered(context, "Prepare"):
             check_command(context.invocation_metadata() or (), self._secret)
             orders = await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
-            async for answers in self._prepared(orders):
-                yield wire_packs.pack_answers_to_proto(answers)
+            # The caller may leave before the end.
+            async with contextlib.aclosing(self._prepared(orders)) as prepared:
+                async for answers in prepared:
+                    for message in _messages(answers):
+                        yield message
 
-    async def _prepared(self, orders: Sequence[PackOrder]) -> AsyncIterator[PackAnswers]:
+    async def _prepared(self, orders: Sequence[PackOrder]) -> AsyncGenerator[PackAnswers, None]:
         done: asyncio.Queue[asyncio.Task[PackReceipt]] = asyncio.Queue()
         packs = {asyncio.create_task(self._host.prepare(each)): each.key.pack for each in orders}
         for task in packs:
@@ -165,3 +174,16 @@ def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> PackAnswers:
         except ServiceError as error:
             failures[pack] = error
     return PackAnswers(receipts=tuple(receipts), failures=failures)
+
+
+def _messages(answers: PackAnswers) -> Iterator[worker_pb2.PackAnswers]:
+    """The answers in one message, or each by itself where each of many bad samples has a reason and
+    they do not fit."""
+    message = wire_packs.pack_answers_to_proto(answers)
+    if message.ByteSize() <= MESSAGE_LIMIT_BYTES:
+        yield message
+        return
+    for receipt in message.receipts:
+        yield worker_pb2.PackAnswers(receipts=[receipt])
+    for failure in message.failures:
+        yield worker_pb2.PackAnswers(failures=[failure])

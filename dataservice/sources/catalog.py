@@ -1,9 +1,9 @@
-"""The opened index of a job: lengths in memory, locations on disk.
+"""The opened index of a job, in files that are memory-mapped.
 
-Planning reads the lengths of thousands of samples per step, so these are numpy columns (about 8
-bytes per sample and 17 per encoder item). Locations and shapes are needed only for samples that are
-about to be read; they are copied once into an unnamed, uncompressed Arrow file (in `TMPDIR`) and
-memory-mapped from there.
+Planning reads the lengths of thousands of samples per step, so these are numpy columns (16 bytes a
+sample and 17 an encoder item), of a file in the service, see `catalog_handover.py`. Locations and
+shapes are needed only for samples that are about to be read; they are copied once into an unnamed,
+uncompressed Arrow file (in `TMPDIR`) and memory-mapped from there.
 """
 
 import hashlib
@@ -21,7 +21,6 @@ from dataservice.core.sample import (
     IntArray,
     ItemNotes,
     LengthTable,
-    Modality,
     SampleLengths,
     SampleRef,
 )
@@ -151,12 +150,6 @@ class IndexedCatalog(LengthsById):
         id is unknown."""
         self.sources.require(sample_ids)
         return self.parts.details.loss_weights(sample_ids)
-
-    def decoded_values(self, sample_ids: IntArray) -> Mapping[Modality, int]:
-        """Number of values that these samples' encoder items decode to, by modality. Raises
-        NotFoundError when an id is unknown."""
-        self.sources.require(sample_ids)
-        return self.parts.details.decoded_values(sample_ids)
 
 
 def open_catalog(

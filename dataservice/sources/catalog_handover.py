@@ -1,18 +1,23 @@
 """Hands an opened index from the process that read it to the process that plans with it.
 
-    size │ header (JSON) │ llm_tokens │ loss_tokens │ item_offsets │ …      a memory file
+    size │ header (JSON) │ llm_tokens │ loss_tokens │ item_offsets │ …      a file without a name
     locations, keys, shapes                                                the DetailFile
 
 An index is a user's file, so it is parsed in a process that can crash without harm. The receiving
 process parses no Parquet: it maps numbers of known types and checks that they agree. The process
 that wrote both files must have ended by then: if a mapped file shrinks, the process that reads it
 crashes.
+
+Both files are on disk (in `TMPDIR`), so that no sample takes memory for as long as its job is
+registered: the system keeps the pages that steps draw from while it has room for them. Nothing that
+has been checked stays mapped in.
 """
 
 import json
 import mmap
 import os
 import struct
+import tempfile
 from dataclasses import asdict
 from typing import Any
 
@@ -40,11 +45,12 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 }
 _SIZE = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 64
+ROWS_CHECKED_AT_ONCE = 100_000
 
 
 def hand_over(catalog: IndexedCatalog) -> tuple[int, int]:
-    """Descriptors of a memory file with the lengths, which the caller closes, and of the details,
-    which the catalog keeps. Raises OSError when the memory file cannot be made."""
+    """Descriptors of a file with the lengths, which the caller closes, and of the details, which
+    the catalog keeps. Raises OSError when the file cannot be written."""
     parts = catalog.parts
     columns = [getattr(parts.lengths, name) for name in COLUMNS]
     header = {
@@ -58,20 +64,16 @@ def hand_over(catalog: IndexedCatalog) -> tuple[int, int]:
         "counts": [len(column) for column in columns],
     }
     text = json.dumps(header).encode()
-    descriptor = os.memfd_create("catalog", os.MFD_CLOEXEC)
-    try:
-        with open(descriptor, "wb", closefd=False) as stream:
-            stream.write(_SIZE.pack(len(text)) + text)
-            for column in columns:
-                stream.write(bytes(-stream.tell() % _ALIGNMENT_BYTES))
-                stream.write(np.ascontiguousarray(column).data)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, parts.details.descriptor
+    with tempfile.TemporaryFile(prefix="dataservice-") as stream:
+        stream.write(_SIZE.pack(len(text)) + text)
+        for column in columns:
+            stream.write(bytes(-stream.tell() % _ALIGNMENT_BYTES))
+            stream.write(np.ascontiguousarray(column).data)
+        stream.flush()
+        return os.dup(stream.fileno()), parts.details.descriptor
 
 
-def take_over(memory: int, details: int, limits: DecodeLimits) -> IndexedCatalog:
+def take_over(lengths: int, details: int, limits: DecodeLimits) -> IndexedCatalog:
     """The catalog behind both descriptors; this function closes them.
 
     Raises:
@@ -80,7 +82,7 @@ def take_over(memory: int, details: int, limits: DecodeLimits) -> IndexedCatalog
     try:
         taken = DetailFile(details)
         taken.require_whole()
-        with open(memory, "rb") as stream:
+        with open(lengths, "rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
         header, columns = _read(memoryview(mapped))
         parts = CatalogParts(
@@ -97,8 +99,22 @@ def take_over(memory: int, details: int, limits: DecodeLimits) -> IndexedCatalog
     except (OSError, pa.ArrowException, KeyError, TypeError, struct.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     _require_agreeing(parts)
-    require_sound_lengths(parts.lengths, limits)
+    for first in range(0, len(parts.lengths), ROWS_CHECKED_AT_ONCE):
+        require_sound_lengths(_some(parts.lengths, first), limits)
+    mapped.madvise(mmap.MADV_DONTNEED)  # mapped in to be checked; a step reads a few of them again
     return IndexedCatalog(parts)
+
+
+def _some(lengths: LengthTable, first: int) -> LengthTable:
+    """The next lengths to be checked: what checking needs for each sample is many times these."""
+    rows = slice(first, first + ROWS_CHECKED_AT_ONCE)
+    offsets = lengths.item_offsets[first : first + ROWS_CHECKED_AT_ONCE + 1]
+    items = slice(*offsets[[0, -1]].tolist())
+    columns = {
+        name: getattr(lengths, name)[items if name.startswith("item_") else rows]
+        for name in COLUMNS
+    }
+    return LengthTable(**{**columns, "item_offsets": offsets - offsets[0]})
 
 
 def _read(memory: memoryview) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -126,7 +142,7 @@ def _require_agreeing(parts: CatalogParts) -> None:
         len(lengths.loss_tokens) == samples
         and len(offsets) == samples + 1
         and offsets[0] == 0
-        and bool(np.all(np.diff(offsets) >= 0))
+        and bool(np.all(offsets[1:] >= offsets[:-1]))
         and items == {int(offsets[-1])}
         and len(parts.details) == samples == sum(parts.sources.sizes) == sum(parts.file_rows)
         and len(parts.fingerprints) == len(parts.sources.names)

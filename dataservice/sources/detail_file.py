@@ -32,7 +32,7 @@ NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
 _ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
 _SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)])
 # Rows per batch of the file, and rows that are turned into objects at once.
-BATCH_ROWS = 16_384
+BATCH_ROWS = 65_536
 BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
 PLAIN_COLUMNS = ("key", "row_group", "row", "piece", "crc32", "llm_tokens", "loss_tokens")
@@ -49,11 +49,7 @@ class DetailFile:
         it is no detail file."""
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        # Through the descriptor, since the file no longer has a name.
-        reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
-        if not reader.schema.equals(_SCHEMA):
-            raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {_SCHEMA.names}")
-        self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+        self._batches = list(_batches(descriptor))
         self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -61,8 +57,9 @@ class DetailFile:
 
     def require_whole(self) -> None:
         """Raises pa.ArrowException when a list or a string reaches beyond its column, a modality is
-        unknown or a loss weight out of range. Reads the whole file."""
-        for batch in self._batches:
+        unknown or a loss weight out of range. Reads the whole file, through a mapping of its own:
+        what is mapped in stays resident until it is unmapped."""
+        for batch in _batches(self.descriptor):
             batch.validate(full=True)
             kinds = pc.list_flatten(batch.column("item_modality")).to_numpy(zero_copy_only=False)
             weights = batch.column(LOSS_WEIGHT).to_numpy(zero_copy_only=False)
@@ -128,18 +125,6 @@ class DetailFile:
             **numbers,
         )
 
-    def decoded_values(self, sample_ids: IntArray) -> dict[Modality, int]:
-        """Number of values that the encoder items of these samples decode to, by modality."""
-        rows = np.asarray(sample_ids, dtype=np.int64)
-        taken = self._take(rows, ["item_shape", "item_modality"])
-        shapes = pc.list_flatten(taken.column("item_shape").combine_chunks())
-        modality = pc.list_flatten(taken.column("item_modality").combine_chunks()).to_numpy()
-        dimensions = pc.list_value_length(shapes).to_numpy()
-        sides = pc.list_flatten(shapes).to_numpy().astype(np.int64)
-        starts = np.cumsum(dimensions, dtype=np.int64) - dimensions
-        values = np.multiply.reduceat(sides, starts) if len(starts) else sides
-        return {kind: int(values[modality == kind].sum()) for kind in Modality}
-
     def item_notes(self, sample_ids: IntArray) -> ItemNotes:
         """What is known of the items of these samples, by sample, then in its order."""
         taken = self._take(np.asarray(sample_ids, dtype=np.int64), NOTE_COLUMNS)
@@ -177,6 +162,17 @@ class DetailFile:
         place = np.empty_like(by_batch)
         place[by_batch] = np.arange(len(rows))
         return table.combine_chunks().take(place)
+
+
+def _batches(descriptor: int) -> Iterator[pa.RecordBatch]:
+    """The batches of a detail file, mapped and not read. Raises pa.ArrowException when it is
+    none."""
+    # Through the descriptor, since the file no longer has a name.
+    reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
+    if not reader.schema.equals(_SCHEMA):
+        raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {_SCHEMA.names}")
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
 
 
 class Details(Sequence[tuple[SampleRef, SampleLengths]]):

@@ -1,4 +1,4 @@
-"""The lengths that every catalog holds in memory, as columns by sample id."""
+"""The lengths of every catalog, as columns by sample id."""
 
 from functools import cached_property
 

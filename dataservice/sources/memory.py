@@ -1,8 +1,6 @@
 """A catalog of samples given in memory, for tests and simulations."""
 
 import hashlib
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,7 +11,6 @@ from dataservice.core.sample import (
     IntArray,
     ItemNotes,
     LengthTable,
-    Modality,
     SampleLengths,
     SampleLocation,
     SampleRef,
@@ -76,11 +73,3 @@ class MemoryCatalog(LengthsById):
         id is unknown."""
         self.sources.require(sample_ids)
         return self._loss_weights[sample_ids]
-
-    def decoded_values(self, sample_ids: IntArray) -> Counter[Modality]:
-        """Number of values that these samples' encoder items decode to, by modality. Raises
-        NotFoundError when an id is unknown."""
-        values: Counter[Modality] = Counter()
-        for item in (item for _, lengths in self.details(sample_ids) for item in lengths.items):
-            values[item.modality] += math.prod(item.shape)
-        return values

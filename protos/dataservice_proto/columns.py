@@ -18,19 +18,22 @@ from numpy.typing import NDArray
 VERSION = 1
 
 _WIDTHS = (1, 2, 4, 8)
+_MOST_ROWS = 2**31 - 1  # that one number may count
 
 
 @dataclass(frozen=True)
 class Column:
     """A column by name. `counted` is the column whose sum is the number of rows, or the name of a
     number that is given; a row has `numbers` of them, whole or `real`. An `optional` one may be
-    empty though it has rows."""
+    empty though it has rows; of one that counts rows, a number may be -1 where `absent` says so,
+    and counts none."""
 
     name: str
     counted: str
     numbers: int = 1
     real: bool = False
     optional: bool = False
+    absent: bool = False
 
 
 SHARD = (
@@ -51,7 +54,7 @@ SHARD = (
     Column("item_kind", "wave_items", optional=True),
     Column("item_grid", "wave_items", numbers=4, optional=True),
     Column("item_seconds", "wave_items", real=True, optional=True),
-    Column("phase_parts", "phases", optional=True),
+    Column("phase_parts", "phases", optional=True, absent=True),
     Column("phase_sends", "phases", optional=True),
     Column("phase_receives", "phases", optional=True),
     Column("part_pack", "phase_parts"),
@@ -164,13 +167,22 @@ def read_all(
     table: Sequence[Column], columns: Mapping[str, bytes], given: Mapping[str, int]
 ) -> dict[str, NDArray[Any]]:
     """Every column by name, as `read` gives it. Raises ValueError where their lengths contradict
-    each other."""
+    each other, or where one counts rows that there cannot be."""
+    rows = dict(given)
+    counting = {column.counted for column in table}
     found: dict[str, NDArray[Any]] = {}
     for column in table:
-        counts = found.get(column.counted)
-        rows = given[column.counted] if counts is None else int(counts[counts > 0].sum())
-        found[column.name] = read(columns[column.name], rows, column)
+        found[column.name] = values = read(columns[column.name], rows[column.counted], column)
+        if column.name in counting:
+            rows[column.name] = _sum(values, column)
     return found
+
+
+def _sum(counts: NDArray[Any], column: Column) -> int:
+    least, most = (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
+    if least < -column.absent or most > _MOST_ROWS:  # the sum must not overflow either
+        raise ValueError(f"column {column.name} counts from {least} to {most} rows")
+    return int(np.maximum(counts, 0).sum())
 
 
 def columns_of(message: Any, table: Sequence[Column]) -> dict[str, bytes]:

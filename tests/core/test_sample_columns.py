@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dataservice_proto.columns import Column, narrowest, packed, read
+from dataservice_proto.columns import Column, narrowest, packed, read, read_all
 
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
@@ -77,3 +77,29 @@ def test_a_column_is_as_narrow_as_its_numbers_allow(values, width):
 def test_a_column_of_another_length_is_refused():
     with pytest.raises(ValueError, match="column n has 3 bytes for 2 rows"):
         read(b"\0\0\0", 2, Column("n", "rows"))
+
+
+TABLE = (Column("counts", "groups"), Column("n", "counts"))
+
+
+def test_a_column_has_as_many_rows_as_another_counts():
+    columns = {"counts": packed([2, 0, 1]), "n": packed([7, 8, 9])}
+    assert read_all(TABLE, columns, {"groups": 3})["n"].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[2, -1], [-1, 2], [2**62] * 4, [2**63 - 1, -(2**63), 3]],  # the sums of the last overflow
+)
+def test_numbers_that_count_no_rows_are_refused(counts):
+    columns = {"counts": packed(counts), "n": packed([7, 8])}
+    with pytest.raises(ValueError, match="column counts counts from"):
+        read_all(TABLE, columns, {"groups": len(counts)})
+
+
+def test_what_is_absent_counts_no_rows_where_that_is_foreseen():
+    table = (Column("counts", "groups", absent=True), Column("n", "counts"))
+    columns = {"counts": packed([-1, 2]), "n": packed([7, 8])}
+    assert read_all(table, columns, {"groups": 2})["n"].tolist() == [7, 8]
+    with pytest.raises(ValueError, match="column counts counts from -2 to 2 rows"):
+        read_all(table, columns | {"counts": packed([-2, 2])}, {"groups": 2})

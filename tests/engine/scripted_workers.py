@@ -13,7 +13,7 @@ from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.pack_orders import pack_orders, packed_samples
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import plan_step
 from tests.engine.support import make_setup
@@ -160,11 +160,10 @@ def step_of(number: int) -> tuple[StepPlan, list[PackOrder]]:
         cursor = planned.next_cursor
     planned = plan_step(SETUP, cursor, TOPOLOGY)
     assert planned is not None
-    digest = planned.plan.digest
-    orders = pack_orders(
-        planned.plan, job="job", digest=digest, pipeline="{}", catalog=SETUP.catalog
-    )
-    return planned.plan, orders
+    plan = planned.plan
+    samples = packed_samples(plan, SETUP.catalog)
+    orders = pack_orders(plan, samples, job="job", digest=plan.digest, pipeline="{}")
+    return plan, orders
 
 
 PLAN, ORDERS = step_of(0)

@@ -19,7 +19,7 @@ from dataservice.core.errors import (
     TicketError,
     WorkerLostError,
 )
-from dataservice.core.orders import PartSpec, UnitRange
+from dataservice.core.orders import BadSample, PackReceipt, PartSpec, UnitRange
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire_packs
 from dataservice.serving.channels import Keepalive
@@ -366,6 +366,60 @@ async def test_what_a_worker_holds_may_fill_many_messages(make, worker, host, li
     keys = tuple(replace(make.order().key, pack=pack) for pack in range(10_000))
     monkeypatch.setattr(host, "held", lambda: keys)
     assert await link.ask_held(worker) == frozenset(keys)
+
+
+class MaskingHost:
+    """It can read no sample, and says of each why at length."""
+
+    async def prepare(self, order):
+        bad = tuple(
+            BadSample(sample_id=n, source="s", key=sample.ref.key, reason="r" * 1000)
+            for n, sample in enumerate(order.samples)
+        )
+        return PackReceipt(key=order.key, size_bytes=1, decode_s=0.1, bad_samples=bad)
+
+
+def with_keys(order, key_bytes):
+    """The same order, of samples with such long keys."""
+    (first, *_) = order.samples
+    sample = replace(first, ref=replace(first.ref, key="k" * key_bytes))
+    return replace(order, samples=(sample,) * len(order.samples))
+
+
+async def test_orders_and_answers_that_no_message_holds_come_in_several(make, link):
+    served = await serve_worker(
+        MaskingHost(), worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=0.0
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    orders = [with_keys(make.order(pack=pack, samples=1500, shapes=()), 1000) for pack in range(3)]
+    assert wire_packs.pack_orders_to_proto(orders).ByteSize() > 4 * 2**20
+    receipts = [r async for answers in link.order(info, orders) for r in answers.receipts]
+    assert sum(len(r.bad_samples) for r in receipts) * 2000 > 8 * 2**20
+    assert [r.key for r in receipts] == [order.key for order in orders]
+    with pytest.raises(SpecError, match=r"has 5,000 samples, .* takes at most 4,194,304"):
+        await prepared(link, info, with_keys(make.order(samples=5000, shapes=()), 1000))
+    await served.stop()
+
+
+async def test_a_call_that_is_closed_ends_at_the_worker(make, worker, host, link):
+    orders = [make.order(pack=pack) for pack in range(3)]
+    waiting = asyncio.Event()
+    decode, left = host.prepare, []
+
+    async def prepare(order):
+        if order.key.pack == 0:
+            return await decode(order)
+        try:
+            await waiting.wait()
+        finally:
+            left.append(order.key.pack)
+
+    host.prepare = prepare
+    call = link.order(worker, orders)
+    answers = await anext(call)
+    assert [r.key.pack for r in answers.receipts] == [0]
+    await call.aclose()
+    await until(lambda: sorted(left) == [1, 2])
 
 
 async def test_a_successor_at_the_same_address_is_reached_at_once(make, host, link):

@@ -1,6 +1,5 @@
 """One contract for every Catalog, and what an index on disk must refuse."""
 
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from dataservice.core.errors import IndexStaleError, NotFoundError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import LengthTable, Modality, RawSample, SampleLengths, SampleRef
+from dataservice.core.sample import LengthTable, RawSample, SampleLengths, SampleRef
 from dataservice.sources import detail_file
 from dataservice.sources.catalog import IndexedCatalog, open_catalog, require_same_index
 from dataservice.sources.checksum import sample_crc32
@@ -133,7 +132,7 @@ def test_details_are_given_in_the_order_asked_for(
         assert [(each.ref, each.lengths) for each in columns.samples()] == wanted
 
 
-def test_details_and_decoded_values_do_not_depend_on_how_rows_are_kept(
+def test_details_do_not_depend_on_how_rows_are_kept(
     specs: list[SourceSpec], index_dir: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detail_file, "BATCH_ROWS", 4)
@@ -144,15 +143,11 @@ def test_details_and_decoded_values_do_not_depend_on_how_rows_are_kept(
         details = catalog.details(ids)
         assert list(details) == [expected[k] for k in ids]
         assert details[-2:] == [expected[k] for k in ids][-2:]
-        values = dict.fromkeys(Modality, 0)
-        for item in (item for _, lengths in details for item in lengths.items):
-            values[item.modality] += math.prod(item.shape)
-        assert catalog.decoded_values(ids) == values
 
 
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_an_id_that_no_source_has_is_refused(catalog: IndexedCatalog, wrong: int) -> None:
-    for ask in (catalog.lengths, catalog.details, catalog.decoded_values):
+    for ask in (catalog.lengths, catalog.details, catalog.columns):
         with pytest.raises(NotFoundError, match=f"no sample {wrong}: .* 0 to 22"):
             ask(np.array([0, wrong]))
     with pytest.raises(NotFoundError):

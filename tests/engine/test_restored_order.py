@@ -1,0 +1,55 @@
+"""After a restart all jobs that ran are opened again, first those that ranks wait for."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+from dataservice.core.cursor import Cursor
+from dataservice.core.job import AttemptRecord, JobRecord
+from dataservice.core.job_setup import JobSetup
+from dataservice.engine.opening import AT_ONCE, MOST_WAITING
+from dataservice.state.memory import MemoryStateStore
+from tests.engine.sessions import open_all
+from tests.engine.support import Books, make_coordinator, make_setup
+from tests.waiting import LIMIT_S, until
+
+
+def that_ran(teams: int, jobs: int) -> MemoryStateStore:
+    """A store with so many jobs of each team, each of which has had an attempt."""
+    store = MemoryStateStore()
+    for name in (f"team-{t}/job-{k:03d}" for t in range(teams) for k in range(jobs)):
+        store.put_job(JobRecord(name=name, spec_json="{}", index_fingerprint="f"))
+        store.put_attempt(
+            AttemptRecord(
+                job=name,
+                attempt=1,
+                world_size=2,
+                start_cursor=Cursor().to_json(),
+                opened_unix_s=1.0,
+            )
+        )
+    return store
+
+
+async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
+    held, setup = threading.Event(), make_setup(samples=40)
+    opened: list[str] = []
+
+    def open_job(record: JobRecord) -> JobSetup:
+        opened.append(record.name)
+        assert held.wait(LIMIT_S)
+        return replace(setup, record=record)
+
+    store = that_ran(teams=3, jobs=MOST_WAITING + 6)
+    coordinator = make_coordinator(store, Books(), open_job=open_job)
+    await coordinator.start()
+    await until(lambda: len(opened) == AT_ONCE)
+    wanted = "team-0/job-069"
+    ranks = asyncio.create_task(open_all(coordinator, job=wanted))
+    await asyncio.sleep(0)
+    held.set()
+    await ranks
+    assert wanted in opened[: AT_ONCE + 3]
+    await coordinator.restored()
+    assert sorted(opened) == [record.name for record in store.jobs()]
+    await coordinator.stop()
