@@ -2,7 +2,9 @@
 
 A phase takes as long as its slowest rank anywhere, so no node need be better than the worst one.
 The cap rises in rounds from just above the bound. Where few nodes miss it, they hand on a few of
-their cheapest items to nodes that still keep it; where many do, the next round follows.
+their cheapest items to nodes that still keep it; where many do, the next round follows. Once all
+keep a cap far above the bound, a few lower ones are tried: items that were handed on meanwhile may
+let nodes keep what they missed before.
 
     cap ┄┄┄┄┄┄┄┄┄┄┄┄┄┄▪┄┄┄┄┄┄┄┄┄┄┄┄
         █ █ █ █ │ █ █ █ █ │ █ █ █ ▃     ▪ has no room in its node, and goes to the last
@@ -38,8 +40,8 @@ def level_phase(
     """Write the rank of each item of a phase to `rank_of` int32[m].
 
     Node k holds listed[begins[k] : begins[k + 1]], by falling cost; `bound` is what the largest
-    load cannot be below. O(items · ranks of a node²) a round, and few rounds, as
-    the slack grows by half in each.
+    load cannot be below. O(items · ranks of a node²) a round, and few rounds, as the slack grows by
+    half in each.
     """
     nodes = begins.size - 1
     for node in range(nodes):
