@@ -35,7 +35,7 @@ from dataservice.planning.layout.replica import (
     row_seconds,
 )
 from dataservice.planning.layout.search_shapes import MICROBATCH_TOKENS
-from dataservice.planning.layout.task import LayoutTask, tensor_ranks_of
+from dataservice.planning.layout.task import LayoutTask, require_steps, tensor_ranks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ def lay_out_modules(
             f"generator_tokens is {generator_tokens}, and {model.name} has no generator: leave "
             "generator_tokens (--generator-tokens) out"
         )
+    require_steps(batches)
     made = profile or (lambda ranks: _computed(model, group, ranks, precision))
     profiles = {ranks: made(ranks) for ranks in tensor_ranks_of(group)}
     work = _work(model, batches, generator_tokens)
@@ -196,11 +197,12 @@ class _Planned:
         self._encoder: ModuleAllocation | None = others[0] if others else None
         self._gradients_s = allocation.gradients_s
         self._profile = task.profile(self._decoder.tensor_ranks)
+        self._topology, self._cost = self._as_topology(), self._as_cost()
 
     def sizes(self) -> list[int]:
         """Tokens of a microbatch for which the decoder's first stage has room."""
         decoder, profile = self._decoder, self._profile
-        mine = np.array([module == DECODER for module in profile.modules])
+        mine = profile.entries_of(DECODER)
         optimizer = profile.optimizer_bytes / decoder.data_ranks
         states = float((profile.state_bytes + optimizer)[mine].sum()) / decoder.pipeline_stages
         # It keeps as many microbatches as there are stages, of its part of the layers.
@@ -213,19 +215,21 @@ class _Planned:
     def step_s(self, tokens: int, *, rough: bool) -> float:
         options = PlanOptions(
             memory_tokens=tokens,
-            cost=self._cost(),
+            cost=self._cost,
             pack="balanced" if rough else None,
             order="mmscale" if rough else None,
         )
         batches = self._task.batches[:1] if rough else self._task.batches
-        topology = self._topology()
         try:
-            plans = [compose_step(b, step=0, topology=topology, options=options) for b in batches]
+            plans = [
+                compose_step(batch, step=0, topology=self._topology, options=options)
+                for batch in batches
+            ]
         except PlanningError:
             return np.inf
         return float(np.mean([plan.predicted_s for plan in plans]))
 
-    def _topology(self) -> Topology:
+    def _as_topology(self) -> Topology:
         decoder, encoder = self._decoder, self._encoder
         ahead = encoder.pipeline_stages if encoder else 0
         stages = ahead + decoder.pipeline_stages
@@ -259,8 +263,9 @@ class _Planned:
             replicas=decoder.data_ranks,
         )
 
-    def _cost(self) -> CostModel:
-        task, decoder = self._task, self._decoder
+    def _as_cost(self) -> CostModel:
+        task, encoder = self._task, self._encoder
+        encoding = task.profile(encoder.tensor_ranks) if encoder else self._profile
         intra_s, inter_s = ring_seconds(self._parallel(), task.group, task.ring_token_bytes)
         row_intra_s, row_inter_s = row_seconds(self._parallel(), task.group, task.row_bytes)
         token_s, square_s, constant_s = self._paces(self._profile, DECODER)
@@ -272,8 +277,8 @@ class _Planned:
                 ring_intra_s_per_token=intra_s,
                 ring_inter_s_per_token=inter_s,
             ),
-            vision=self._phase("vision", decoder),
-            audio=self._phase("audio", decoder),
+            vision=self._phase("vision", encoding),
+            audio=self._phase("audio", encoding),
             step=StepCost(
                 feature_intra_s_per_token=row_intra_s,
                 feature_inter_s_per_token=row_inter_s,
@@ -281,12 +286,11 @@ class _Planned:
             ),
         )
 
-    def _phase(self, name: str, decoder: ModuleAllocation) -> PhaseCost:
+    def _phase(self, name: str, profile: LayerProfile) -> PhaseCost:
         encoder = self._encoder
         if encoder is None or name not in encoder.name.split("+"):
             return PhaseCost(linear_s_per_token=0.0)
-        served = decoder.data_ranks / encoder.data_ranks
-        profile = self._task.profile(encoder.tensor_ranks)
+        served = self._decoder.data_ranks / encoder.data_ranks
         token_s, square_s, constant_s = self._paces(profile, name)
         return PhaseCost(
             linear_s_per_token=token_s * served,
@@ -296,12 +300,9 @@ class _Planned:
 
     def _paces(self, profile: LayerProfile, module: str) -> tuple[float, float, float]:
         """Both passes of a module and what it makes again: seconds a token, a squared one, once."""
-        mine = np.array([each == module for each in profile.modules])
-        found = []
-        for of in ("token_s", "square_s", "constant_s"):
-            total = getattr(profile.forward, of) + getattr(profile.backward, of)
-            if self._recompute != "none":
-                again = profile.forward if self._recompute == "full" else profile.again
-                total = total + getattr(again, of) * (profile.kept_token_bytes["none"] > 0)
-            found.append(float(total[mine].sum()))
-        return found[0], found[1], found[2]
+        mine, recompute = profile.entries_of(module), RECOMPUTE.index(self._recompute)
+        token_s, square_s, constant_s = (
+            float(profile.both_passes(of, recompute)[mine].sum())
+            for of in ("token_s", "square_s", "constant_s")
+        )
+        return token_s, square_s, constant_s
