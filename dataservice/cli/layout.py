@@ -1,7 +1,7 @@
 """`dataservice layout`: a model over the GPUs, for the samples of an index."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +97,13 @@ def lay_out(
 
     Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
-    from dataservice.jobs.laid_out import layout_fields, other_nodes, write_actions, write_layout
+    from dataservice.jobs.laid_out import (
+        ACTIONS_SUFFIX,
+        layout_fields,
+        other_nodes,
+        write_actions,
+        write_layout,
+    )
     from dataservice.jobs.layout_files import read_cluster, read_model
     from dataservice.jobs.pipeline_drawing import require_drawable
     from dataservice.operate.config import read_config
@@ -107,6 +113,10 @@ def lay_out(
     require_drawable(pictures)
     if not out.parent.is_dir():  # said before a search takes minutes
         raise SpecError(f"the layout file {out} has no folder {out.parent}: make it first.")
+    if out.suffix == ACTIONS_SUFFIX:
+        raise SpecError(
+            f"--out is {out}, a name that its list of actions has beside it: let it end in .yaml."
+        )
     described, groups = read_model(model), read_cluster(cluster).groups
     measured = None if layers is None else _measured(layers, described)
     settings = read_config(config, {})
@@ -116,10 +126,15 @@ def lay_out(
     else:
         batches = _of_index(index, batch, settings, steps)
     if described.generator or generator_tokens:
-        if pictures or measured:
-            raise SpecError(
-                f"{described.name} is laid out by its modules alone, with computed layers and "
-                "nothing to draw: leave --draw and --layers out."
+        if described.generator:
+            _require_none(
+                described.name,
+                {
+                    "--draw": pictures,
+                    "--layers": layers,
+                    "--encoders": encoders,
+                    "--overlap-gradients": overlap_gradients,
+                },
             )
         lay_out_by_modules(described, groups, batches, generator_tokens, out, as_json=as_json)
         return
@@ -172,6 +187,15 @@ def _places(given: list[str] | None) -> "tuple[Place, ...]":
             "of these, or leave it out."
         )
     return tuple(place for place in PLACES if not given or place in given)
+
+
+def _require_none(model: str, given: Mapping[str, object]) -> None:
+    """None of the options that are for replicas of one shape. Raises SpecError."""
+    if found := [option for option, value in given.items() if value]:
+        raise SpecError(
+            f"{model} has a generator, and is laid out by its modules alone, with computed layers, "
+            f"whole gradients and nothing to draw: leave {', '.join(found)} out."
+        )
 
 
 def _require_no_index(index: str | None, batch: int | None) -> None:

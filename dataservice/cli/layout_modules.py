@@ -63,12 +63,14 @@ def lay_out_by_modules(
     """GPUs for every module of a model with a generator, on the kind of nodes where a step takes
     least; printed and written. Raises PlanningError where none fits."""
     from dataservice.jobs.laid_out import module_layout_fields, write_layout
+    from dataservice.planning.layout.module_layout import lay_out_modules
 
     found: list[tuple[ModuleLayout, NodeGroup]] = []
     refused: list[PlanningError] = []
     for group in groups:
         try:
-            found.append((_on(model, group, batches, generator_tokens), group))
+            made = lay_out_modules(model, group, batches, generator_tokens=generator_tokens)
+            found.append((made, group))
         except PlanningError as error:
             refused.append(error)
     if not found:
@@ -89,17 +91,6 @@ def lay_out_by_modules(
     )
     console.print(_table(fields["own_gpus"]))
     console.print(f"wrote {out}, for the trainer; a job cannot name it", highlight=False)
-
-
-def _on(
-    model: "ModelDescription",
-    group: "NodeGroup",
-    batches: "Sequence[StepSamples]",
-    generator_tokens: int | None,
-) -> "ModuleLayout":
-    from dataservice.planning.layout.module_layout import lay_out_modules
-
-    return lay_out_modules(model, group, batches, generator_tokens=generator_tokens)
 
 
 def _table(fields: Any) -> Table:

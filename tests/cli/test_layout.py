@@ -162,6 +162,20 @@ def test_a_model_with_a_generator_is_laid_out_by_its_modules(cli, home):
     assert "job" not in told
 
 
+def test_what_is_for_replicas_of_one_shape_is_refused_beside_a_generator(cli, home):
+    tokens = ("--generator-tokens", "4096")
+    for given in (("--encoders", "own"), ("--overlap-gradients",), ("--draw", home / "a.svg")):
+        done = lay_out(cli, home, "mmscale-mllm-9b", *tokens, *given)
+        assert done.code == 1
+        says(done.said, "mmscale-mllm-9b has a generator", f"leave {given[0]} out")
+
+
+def test_a_layout_does_not_take_the_name_of_its_list_of_actions(cli, home):
+    done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "layout.actions")
+    assert done.code == 1
+    says(done.said, "layout.actions", "let it end in .yaml")
+
+
 def test_a_generator_without_its_tokens_is_asked_for_them(cli, home):
     done = lay_out(cli, home, "mmscale-mllm-9b")
     assert done.code == 1
