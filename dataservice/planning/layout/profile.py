@@ -93,7 +93,7 @@ class LayerProfile:
         trained: Floats = self.state_bytes * self.trains
         return trained
 
-    def both_passes(self, of: str, recompute: ArrayLike) -> Floats:
+    def both_passes(self, of: str, recompute: int | NDArray[np.int8]) -> Floats:
         """The column `of` of a pace, over both passes of every entry and what is made again between
         them: float64[entries]. `recompute` int[entries], or one for all, indexes RECOMPUTE."""
         forward, backward, again = (
