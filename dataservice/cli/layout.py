@@ -9,7 +9,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from dataservice.cli.layout_modules import beside_layout, lay_out_by_modules, modules_beside
+from dataservice.cli.layout_modules import (
+    beside_layout,
+    lay_out_by_modules,
+    mix_beside,
+    mix_words,
+    modules_beside,
+)
 from dataservice.cli.listing import Listing
 from dataservice.cli.progress import measuring_progress
 from dataservice.cli.terminal import Terminal
@@ -154,6 +160,9 @@ def lay_out(
         fields["other_nodes"] = other_nodes(others)
     if described.encoders:
         fields["own_gpus"] = beside_layout(task, layout)
+        if others:
+            tasks = [best.task, *(each.task for each in others)]
+            fields["mixed_nodes"] = mix_beside(task, layout, tasks)
     actions = write_actions(out, layout)
     if actions is not None:
         fields["actions"] = actions.name
@@ -168,6 +177,8 @@ def lay_out(
     parts = [*layout_tables(task, layout)]
     if described.encoders:
         parts += modules_beside(fields["own_gpus"], layout.best.step_s)
+        if others:
+            parts += mix_words(fields["mixed_nodes"], fields["own_gpus"])
     for part in (*parts, *_notes(best, others, layers, ranks)):
         console.print(part)
     for picture in pictures:
@@ -292,9 +303,7 @@ def _notes(
 ) -> Iterator[Text]:
     """What a reader has to know besides: other nodes, and what was measured."""
     if others:
-        yield Text(
-            f"for {best.task.group.words} alone: a job over several kinds of nodes is not laid out"
-        )
+        yield Text(f"for {best.task.group.words} alone: a job trains on one kind of nodes")
     for each in others:
         reached = each.refused or f"{each.step_s:.4g} s a step"
         yield Text(f"  {each.task.group.words} alone: {reached}")

@@ -93,6 +93,11 @@ def test_of_a_mix_of_nodes_each_kind_is_laid_out_and_the_fastest_is_named(cli, h
     old, least = told["other_nodes"]
     assert (old["device"], least["device"], least["step_s"]) == ("old", "tiny", None)
     assert old["step_s"] > told["step_s"]
+    mixed = told["mixed_nodes"]
+    assert (mixed["encoder_nodes"], mixed["decoder_nodes"]) == ("1 × 2 old", "1 × 2 GPU")
+    assert mixed["formula_s"] < told["own_gpus"]["formula_s"]
+    says(done.said, "the mix used together: encoders on 1 × 2 old, decoder on 1 × 2 GPU",
+         "the runtime trains on one kind")  # fmt: skip
 
 
 def test_a_step_is_drawn_before_and_after_as_svg_and_png(cli, home):

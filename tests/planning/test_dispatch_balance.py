@@ -191,7 +191,7 @@ def phase_gap(seed):
 
 def test_lower_caps_end_a_phase_nearer_its_bound_and_never_further(monkeypatch):
     with_them = np.array([phase_gap(seed) for seed in range(12)])
-    monkeypatch.setattr(level, "_LOWER_CAPS", 0)
+    monkeypatch.setattr(level, "LOWER_CAPS", 0)
     without = np.array([phase_gap(seed) for seed in range(12)])
     assert (with_them <= without).all()
     assert (with_them < without).sum() >= 4

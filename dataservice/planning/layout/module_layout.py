@@ -21,6 +21,7 @@ from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.layout.allocate import Allocation, ModuleAllocation, allocate_modules
+from dataservice.planning.layout.allocate_mix import NodeKind, allocate_mix
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.costs import LayerShares, Precision, analytic_profile
 from dataservice.planning.layout.microbatches import sample_work
@@ -86,6 +87,68 @@ def lay_out_modules(
     if not found:
         raise refused[-1]
     return min(found, key=lambda each: each.allocation.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedLayout:
+    """Encoders and decoder on the kinds of nodes on which a step takes least, by the formula."""
+
+    modules: ModuleLayout
+    encoder_group: NodeGroup
+    decoder_group: NodeGroup
+
+
+def lay_out_mix(tasks: Sequence[LayoutTask]) -> MixedLayout:
+    """Encoders and decoder on GPUs of their own, of any kind of nodes: the same question for each
+    of these kinds. Exact by MMScale's formula. Raises PlanningError where nothing fits, and where
+    the model has no encoder."""
+    model, batches = tasks[0].model, tasks[0].batches
+    names = [encoder.name for encoder in model.encoders]
+    if not names or model.generator:
+        raise PlanningError(
+            f"{model.name} has {len(names)} encoders and "
+            f"{'a' if model.generator else 'no'} generator; over a mix of nodes a decoder and its "
+            "encoders are laid out: leave one kind of nodes in the cluster file"
+        )
+    work = _work(model, batches, None)
+    batch = round(float(np.mean([len(each.lengths) for each in batches])))
+    found: list[MixedLayout] = []
+    refused: list[PlanningError] = []
+    for recompute in RECOMPUTE:
+        kinds = [_kind(task, names, work, recompute) for task in tasks]
+        try:
+            made = allocate_mix(kinds, batch=batch)
+        except PlanningError as error:
+            refused.append(error)
+            continue
+        found.append(
+            MixedLayout(
+                modules=ModuleLayout(allocation=made.allocation, recompute=recompute, batch=batch),
+                encoder_group=tasks[made.encoder_kind].group,
+                decoder_group=tasks[made.decoder_kind].group,
+            )
+        )
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda each: each.modules.allocation.seconds)
+
+
+def _kind(
+    task: LayoutTask, encoders: Sequence[str], work: LayerWork, recompute: Recompute
+) -> NodeKind:
+    group = task.group
+    profiles = {ranks: task.profile(ranks) for ranks in tensor_ranks_of(group)}
+    link = group.link_bytes_per_s(group.gpus)
+
+    def load(names: Sequence[str]) -> ModuleLoad:
+        return load_of_modules(names, profiles, work, recompute, link_bytes_per_s=link)
+
+    return NodeKind(
+        gpus=group.gpus,
+        memory_bytes=group.device.memory_bytes,
+        encoder=load(encoders),
+        decoder=load((DECODER,)),
+    )
 
 
 def _computed(

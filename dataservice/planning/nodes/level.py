@@ -21,7 +21,7 @@ from dataservice.planning.nodes.fill import FEW_RANKS, fill_node
 _FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
 # A phase that ends further above the bound tries caps between the last that it missed and its end.
 _NEAR = 8e-3
-_LOWER_CAPS = 3
+LOWER_CAPS = 3
 _WIDER = 1.5
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
@@ -69,7 +69,7 @@ def level_phase(
                     break
         if missing == 0:
             reached = most.max() / bound - 1.0
-            if reached <= _NEAR or lower_caps == _LOWER_CAPS:
+            if reached <= _NEAR or lower_caps == LOWER_CAPS:
                 return
             lower_caps += 1
             slack = 0.5 * (missed + reached)

@@ -11,8 +11,15 @@ from dataservice.planning import Allocation, ModuleLoad, PlanningError, allocate
 GIB = float(1 << 30)
 
 
-def brute_force(loads: list[ModuleLoad | None], gpus: int, batch: int, memory: float) -> float:
-    """Least seconds of every allocation, each priced and weighed as the paper's section says."""
+def brute_force(
+    loads: list[ModuleLoad | None],
+    gpus: int,
+    batch: int,
+    memory: float,
+    apart: tuple[tuple[int, float], ...] = (),
+) -> float:
+    """Least seconds of every allocation, each priced and weighed as the paper's section says.
+    `apart`: GPUs and memory of each module's own, instead of those that they share."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
     best = np.inf
     choices = []
@@ -30,7 +37,10 @@ def brute_force(loads: list[ModuleLoad | None], gpus: int, batch: int, memory: f
             ]
         )
     for chosen in product(*choices):
-        if sum(ranks * data * stages for _, ranks, data, stages in chosen) > gpus:
+        taken = [ranks * data * stages for _, ranks, data, stages in chosen]
+        if sum(taken) > gpus:
+            continue
+        if any(taken[at] > own for at, (own, _) in enumerate(apart)):
             continue
         width = chosen[1][2]
         microbatches = batch // width
@@ -54,7 +64,7 @@ def brute_force(loads: list[ModuleLoad | None], gpus: int, batch: int, memory: f
             behind = sum(each[3] for each in chosen[at + 1 :])
             held = load.state_bytes[place] + load.optimizer_bytes / (ranks * data)
             held += min(microbatches, inside + behind) * samples * load.kept_bytes[place]
-            fits = fits and fullest * held <= memory
+            fits = fits and fullest * held <= (apart[at][1] if apart else memory)
         if fits:
             best = min(best, warm + (microbatches - 1) * slowest)
     return best
