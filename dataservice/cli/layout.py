@@ -123,6 +123,9 @@ def lay_out(
         raise SpecError(
             f"--out is {out}, a name that its list of actions has beside it: let it end in .yaml."
         )
+    places = _places(encoders)
+    for path, option in ((out, "--out"), *((picture, "--draw") for picture in pictures)):
+        _require_writable(path, option)
     described, groups = read_model(model), read_cluster(cluster).groups
     measured = None if layers is None else _measured(layers, described)
     settings = read_config(config, {})
@@ -149,7 +152,7 @@ def lay_out(
         group=groups[0],
         batches=batches,
         measured=measured,
-        places=_places(encoders),
+        places=places,
         overlap_gradients=overlap_gradients,
     )
     best, *others = _searched(task, groups)
@@ -198,6 +201,20 @@ def _places(given: list[str] | None) -> "tuple[Place, ...]":
             "of these, or leave it out."
         )
     return tuple(place for place in PLACES if not given or place in given)
+
+
+def _require_writable(path: Path, option: str) -> None:
+    """Said before a search takes minutes. Leaves nothing behind. Raises SpecError."""
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise SpecError(
+            f"the file {path} cannot be written: {error.strerror}. Give another with {option}."
+        ) from error
+    if not there:
+        path.unlink()
 
 
 def _require_none(model: str, given: Mapping[str, object]) -> None:

@@ -175,6 +175,22 @@ def test_what_is_for_replicas_of_one_shape_is_refused_beside_a_generator(cli, ho
         says(done.said, "mmscale-mllm-9b has a generator", f"leave {given[0]} out")
 
 
+def test_what_cannot_be_written_and_strange_places_are_told_before_anything_is_read(cli, home):
+    """There is no index, of which nothing is said."""
+    for name in ("taken.yaml", "taken.svg"):
+        (home / name).mkdir()
+    no_index = ("--index", home / "nowhere", "--batch", "8")
+    for given, words in (
+        (("--out", home / "taken.yaml"), ("taken.yaml", "cannot be written", "with --out")),
+        (("--draw", home / "taken.svg", "--out", home / "new.yaml"), ("taken.svg", "with --draw")),
+        (("--encoders", "middle"), ("'middle'", "first, own, cut, spread, bubbles")),
+    ):
+        done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", *no_index, *given)
+        assert done.code == 1
+        says(done.said, *words)
+    assert not (home / "new.yaml").exists()
+
+
 def test_a_layout_does_not_take_the_name_of_its_list_of_actions(cli, home):
     done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "layout.actions")
     assert done.code == 1

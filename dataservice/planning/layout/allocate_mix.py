@@ -102,9 +102,9 @@ def _allocated(encoding: NodeKind, decoding: NodeKind, batch: int) -> Allocation
 def _search_pair(
     pools: Ints, memory: Floats, batch: int, encoder: Choices, decoder: Choices
 ) -> tuple[float, float, Ints]:
-    """`pools` int64[2], `memory` float64[2]: GPUs and bytes of the encoder's kind, and of the
-    decoder's. The least seconds, what none goes below, and the choice int64[3, 3] as of `search_allocation`;
-    infinity where nothing fits."""
+    """The least seconds, what none goes below, the choice int64[3, 3] as of `search_allocation`;
+    infinity where nothing fits. `pools` int64[2], `memory` float64[2]: GPUs and bytes of one, of
+    the encoder's kind and of the decoder's."""
     best = bound = np.inf
     choice = np.zeros((3, 3), np.int64)
     for data in decoder.datas:
