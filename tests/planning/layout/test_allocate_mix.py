@@ -10,8 +10,8 @@ from dataservice.core.errors import PlanningError
 from dataservice.planning.layout.allocate_mix import NodeKind, allocate_mix
 from dataservice.planning.layout.module_layout import lay_out_mix, lay_out_modules
 from dataservice.planning.layout.task import LayoutTask
+from tests.planning.layout.allocations import brute_force, random_load
 from tests.planning.layout.small_models import MODEL, nodes
-from tests.planning.layout.test_allocation import brute_force, random_load
 
 BATCHES = (workloads.step_samples(workloads.vlm_sft(64, 0)),)
 
