@@ -35,12 +35,13 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model = DemoModel().to(device)
     layout = StageLayout.load(options.layout)
     shape = {"stages": layout.stages, "virtual_stages": layout.virtual_stages}
-    with PipelineMesh(
-        **shape, encoder_stage=layout.encoder_stage, timeout_s=PEER_TIMEOUT_S
-    ) as mesh:
+    places = {"encoder_stage": layout.encoder_stage, "encoder_cut": layout.encoder_cut}
+    with PipelineMesh(**shape, **places, timeout_s=PEER_TIMEOUT_S) as mesh:
         chunks = lay_out_model(model, layout)[mesh.stage :: mesh.stages]
-        encoders = DemoEncoders(model) if layout.encoder_stage == "spread" else None
-        held = torch.nn.ModuleList([*chunks, *([] if encoders is None else [encoders])])
+        spread = layout.encoder_stage == "spread"  # then every stage has all encoders
+        alone = spread or layout.encoder_cut is not None
+        encoders = DemoEncoders(model, cut=layout.encoder_cut) if alone else None
+        held = torch.nn.ModuleList([*chunks, *([encoders] if spread else [])])
         optimizer = torch.optim.AdamW(held.parameters(), lr=2e-3, betas=(0.9, 0.95))
         hidden = HiddenStates(width=model.config.width, dtype=torch.float32, device=device)
         dataset = ShardDataset(options.service, job=options.job, device=device, parts=mesh.parts)

@@ -1,7 +1,7 @@
 """`dataservice layout`: a model over the GPUs, for the samples of an index."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +9,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from dataservice.cli.layout_modules import beside_layout, lay_out_by_modules, modules_beside
+from dataservice.cli.layout_modules import (
+    beside_layout,
+    lay_out_by_modules,
+    mix_beside,
+    mix_words,
+    modules_beside,
+)
 from dataservice.cli.listing import Listing
 from dataservice.cli.progress import measuring_progress
 from dataservice.cli.terminal import Terminal
@@ -97,7 +103,13 @@ def lay_out(
 
     Example: `dataservice layout qwen2.5-vl-7b cluster.yaml --job job.yaml --draw pipeline.svg`
     """
-    from dataservice.jobs.laid_out import layout_fields, other_nodes, write_actions, write_layout
+    from dataservice.jobs.laid_out import (
+        ACTIONS_SUFFIX,
+        layout_fields,
+        other_nodes,
+        write_actions,
+        write_layout,
+    )
     from dataservice.jobs.layout_files import read_cluster, read_model
     from dataservice.jobs.pipeline_drawing import require_drawable
     from dataservice.operate.config import read_config
@@ -107,6 +119,13 @@ def lay_out(
     require_drawable(pictures)
     if not out.parent.is_dir():  # said before a search takes minutes
         raise SpecError(f"the layout file {out} has no folder {out.parent}: make it first.")
+    if out.suffix == ACTIONS_SUFFIX:
+        raise SpecError(
+            f"--out is {out}, a name that its list of actions has beside it: let it end in .yaml."
+        )
+    places = _places(encoders)
+    for path, option in ((out, "--out"), *((picture, "--draw") for picture in pictures)):
+        _require_writable(path, option)
     described, groups = read_model(model), read_cluster(cluster).groups
     measured = None if layers is None else _measured(layers, described)
     settings = read_config(config, {})
@@ -116,10 +135,15 @@ def lay_out(
     else:
         batches = _of_index(index, batch, settings, steps)
     if described.generator or generator_tokens:
-        if pictures or measured:
-            raise SpecError(
-                f"{described.name} is laid out by its modules alone, with computed layers and "
-                "nothing to draw: leave --draw and --layers out."
+        if described.generator:
+            _require_none(
+                described.name,
+                {
+                    "--draw": pictures,
+                    "--layers": layers,
+                    "--encoders": encoders,
+                    "--overlap-gradients": overlap_gradients,
+                },
             )
         lay_out_by_modules(described, groups, batches, generator_tokens, out, as_json=as_json)
         return
@@ -128,7 +152,7 @@ def lay_out(
         group=groups[0],
         batches=batches,
         measured=measured,
-        places=_places(encoders),
+        places=places,
         overlap_gradients=overlap_gradients,
     )
     best, *others = _searched(task, groups)
@@ -139,6 +163,9 @@ def lay_out(
         fields["other_nodes"] = other_nodes(others)
     if described.encoders:
         fields["own_gpus"] = beside_layout(task, layout)
+        if others:
+            tasks = [best.task, *(each.task for each in others)]
+            fields["mixed_nodes"] = mix_beside(task, layout, tasks)
     actions = write_actions(out, layout)
     if actions is not None:
         fields["actions"] = actions.name
@@ -153,6 +180,8 @@ def lay_out(
     parts = [*layout_tables(task, layout)]
     if described.encoders:
         parts += modules_beside(fields["own_gpus"], layout.best.step_s)
+        if others:
+            parts += mix_words(fields["mixed_nodes"], fields["own_gpus"])
     for part in (*parts, *_notes(best, others, layers, ranks)):
         console.print(part)
     for picture in pictures:
@@ -172,6 +201,29 @@ def _places(given: list[str] | None) -> "tuple[Place, ...]":
             "of these, or leave it out."
         )
     return tuple(place for place in PLACES if not given or place in given)
+
+
+def _require_writable(path: Path, option: str) -> None:
+    """Said before a search takes minutes. Leaves nothing behind. Raises SpecError."""
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise SpecError(
+            f"the file {path} cannot be written: {error.strerror}. Give another with {option}."
+        ) from error
+    if not there:
+        path.unlink()
+
+
+def _require_none(model: str, given: Mapping[str, object]) -> None:
+    """None of the options that are for replicas of one shape. Raises SpecError."""
+    if found := [option for option, value in given.items() if value]:
+        raise SpecError(
+            f"{model} has a generator, and is laid out by its modules alone, with computed layers, "
+            f"whole gradients and nothing to draw: leave {', '.join(found)} out."
+        )
 
 
 def _require_no_index(index: str | None, batch: int | None) -> None:
@@ -268,9 +320,7 @@ def _notes(
 ) -> Iterator[Text]:
     """What a reader has to know besides: other nodes, and what was measured."""
     if others:
-        yield Text(
-            f"for {best.task.group.words} alone: a job over several kinds of nodes is not laid out"
-        )
+        yield Text(f"for {best.task.group.words} alone: a job trains on one kind of nodes")
     for each in others:
         reached = each.refused or f"{each.step_s:.4g} s a step"
         yield Text(f"  {each.task.group.words} alone: {reached}")

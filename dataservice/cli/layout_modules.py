@@ -32,6 +32,46 @@ def beside_layout(task: "LayoutTask", layout: "Layout") -> dict[str, object]:
         return {"refused": str(error)}
 
 
+def mix_beside(
+    task: "LayoutTask", layout: "Layout", tasks: "Sequence[LayoutTask]"
+) -> dict[str, object]:
+    """What encoders and decoder reach on the kinds of nodes that suit them best; why not, where
+    they have no room."""
+    from dataservice.jobs.laid_out import mixed_fields
+    from dataservice.planning.layout.module_layout import lay_out_mix
+
+    try:
+        return mixed_fields(task, layout, lay_out_mix(tasks))
+    except PlanningError as error:
+        return {"refused": str(error)}
+
+
+def mix_words(fields: object, one_kind: object) -> Iterator[Table | Text]:
+    """The same, as people read it, beside what modules reach on the chosen kind alone."""
+    assert isinstance(fields, Mapping)
+    if "refused" in fields:
+        yield Text(f"the mix used together: {fields['refused']}")
+        return
+    encoding, decoding = fields["encoder_nodes"], fields["decoder_nodes"]
+    formula_s, chosen_s = fields["formula_s"], fields["chosen_formula_s"]
+    if encoding == decoding:
+        yield Text(
+            "the mix used together: encoders and decoder are fastest on one kind of nodes, "
+            f"{decoding}: {formula_s:.4g} s a step by MMScale's formula"
+        )
+        return
+    told = (
+        f"the mix used together: encoders on {encoding}, decoder on {decoding}, {formula_s:.4g} s "
+        f"a step by MMScale's formula; the chosen layout, on one kind, {chosen_s:.4g} s "
+        f"({chosen_s / formula_s - 1:+.1%})"
+    )
+    if isinstance(one_kind, Mapping) and "formula_s" in one_kind:
+        alone_s = one_kind["formula_s"]
+        told += f", and own GPUs of that kind {alone_s:.4g} s ({alone_s / formula_s - 1:+.1%})"
+    yield _table(fields, title="each module on its own kind of nodes")
+    yield Text(f"{told}. It is a figure to buy and place by: the runtime trains on one kind")
+
+
 def modules_beside(fields: object, chosen_s: float) -> Iterator[Table | Text]:
     """The same, as people read it."""
     assert isinstance(fields, Mapping)
@@ -63,12 +103,14 @@ def lay_out_by_modules(
     """GPUs for every module of a model with a generator, on the kind of nodes where a step takes
     least; printed and written. Raises PlanningError where none fits."""
     from dataservice.jobs.laid_out import module_layout_fields, write_layout
+    from dataservice.planning.layout.module_layout import lay_out_modules
 
     found: list[tuple[ModuleLayout, NodeGroup]] = []
     refused: list[PlanningError] = []
     for group in groups:
         try:
-            found.append((_on(model, group, batches, generator_tokens), group))
+            made = lay_out_modules(model, group, batches, generator_tokens=generator_tokens)
+            found.append((made, group))
         except PlanningError as error:
             refused.append(error)
     if not found:
@@ -91,19 +133,8 @@ def lay_out_by_modules(
     console.print(f"wrote {out}, for the trainer; a job cannot name it", highlight=False)
 
 
-def _on(
-    model: "ModelDescription",
-    group: "NodeGroup",
-    batches: "Sequence[StepSamples]",
-    generator_tokens: int | None,
-) -> "ModuleLayout":
-    from dataservice.planning.layout.module_layout import lay_out_modules
-
-    return lay_out_modules(model, group, batches, generator_tokens=generator_tokens)
-
-
-def _table(fields: Any) -> Table:
-    table = Table(title="each module on GPUs of its own")
+def _table(fields: Any, title: str = "each module on GPUs of its own") -> Table:
+    table = Table(title=title)
     for name in ("module", "GPUs", "TP", "DP", "PP", "slowest stage, s"):
         table.add_column(name, justify="left" if name == "module" else "right")
     for module in fields["modules"]:

@@ -16,7 +16,12 @@ from dataservice.jobs.layout_keys import LAYOUT_FORMAT
 from dataservice.planning.layout.actions import format_actions
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.model import ModelDescription
-from dataservice.planning.layout.module_layout import ModuleLayout, formula_s, planned_s
+from dataservice.planning.layout.module_layout import (
+    MixedLayout,
+    ModuleLayout,
+    formula_s,
+    planned_s,
+)
 from dataservice.planning.layout.profile import RECOMPUTE
 from dataservice.planning.layout.search import Candidate, Layout, LayoutTask
 from dataservice.planning.layout.search_groups import GroupLayout
@@ -84,6 +89,16 @@ def module_fields(found: ModuleLayout) -> dict[str, object]:
             }
             for module in allocation.modules
         ],
+    }
+
+
+def mixed_fields(task: LayoutTask, layout: Layout, found: MixedLayout) -> dict[str, object]:
+    """Each module on the kind of nodes that suits it, beside the chosen layout by the formula."""
+    return {
+        **module_fields(found.modules),
+        "encoder_nodes": found.encoder_group.words,
+        "decoder_nodes": found.decoder_group.words,
+        "chosen_formula_s": formula_s(task, layout.best.replica, found.modules.batch),
     }
 
 

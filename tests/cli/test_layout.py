@@ -93,6 +93,11 @@ def test_of_a_mix_of_nodes_each_kind_is_laid_out_and_the_fastest_is_named(cli, h
     old, least = told["other_nodes"]
     assert (old["device"], least["device"], least["step_s"]) == ("old", "tiny", None)
     assert old["step_s"] > told["step_s"]
+    mixed = told["mixed_nodes"]
+    assert (mixed["encoder_nodes"], mixed["decoder_nodes"]) == ("1 × 2 old", "1 × 2 GPU")
+    assert mixed["formula_s"] < told["own_gpus"]["formula_s"]
+    says(done.said, "the mix used together: encoders on 1 × 2 old, decoder on 1 × 2 GPU",
+         "the runtime trains on one kind")  # fmt: skip
 
 
 def test_a_step_is_drawn_before_and_after_as_svg_and_png(cli, home):
@@ -160,6 +165,36 @@ def test_a_model_with_a_generator_is_laid_out_by_its_modules(cli, home):
     names = [module["name"] for module in told["own_gpus"]["modules"]]
     assert names == ["vision", "decoder", "generator"]
     assert "job" not in told
+
+
+def test_what_is_for_replicas_of_one_shape_is_refused_beside_a_generator(cli, home):
+    tokens = ("--generator-tokens", "4096")
+    for given in (("--encoders", "own"), ("--overlap-gradients",), ("--draw", home / "a.svg")):
+        done = lay_out(cli, home, "mmscale-mllm-9b", *tokens, *given)
+        assert done.code == 1
+        says(done.said, "mmscale-mllm-9b has a generator", f"leave {given[0]} out")
+
+
+def test_what_cannot_be_written_and_strange_places_are_told_before_anything_is_read(cli, home):
+    """There is no index, of which nothing is said."""
+    for name in ("taken.yaml", "taken.svg"):
+        (home / name).mkdir()
+    no_index = ("--index", home / "nowhere", "--batch", "8")
+    for given, words in (
+        (("--out", home / "taken.yaml"), ("taken.yaml", "cannot be written", "with --out")),
+        (("--draw", home / "taken.svg", "--out", home / "new.yaml"), ("taken.svg", "with --draw")),
+        (("--encoders", "middle"), ("'middle'", "first, own, cut, spread, bubbles")),
+    ):
+        done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", *no_index, *given)
+        assert done.code == 1
+        says(done.said, *words)
+    assert not (home / "new.yaml").exists()
+
+
+def test_a_layout_does_not_take_the_name_of_its_list_of_actions(cli, home):
+    done = cli("layout", "qwen2-vl-2b", home / "cluster.yaml", "--out", home / "layout.actions")
+    assert done.code == 1
+    says(done.said, "layout.actions", "let it end in .yaml")
 
 
 def test_a_generator_without_its_tokens_is_asked_for_them(cli, home):

@@ -1,5 +1,6 @@
 """The demo's model as a layout cuts it: gradients of the whole model, on 2 to 4 stages."""
 
+import functools
 import itertools
 
 import pytest
@@ -22,7 +23,9 @@ from trainer_client.runtime import (
     PackedAttention,
     PipelineMesh,
     StageLayout,
+    gantt,
     run_pipeline_step,
+    simulate,
 )
 
 CONFIG = ModelConfig(vocabulary=64, width=32, layers=5, heads=4, kv_heads=2, encoder_width=16)
@@ -41,15 +44,36 @@ SPREAD = {
     (2, 2, 2): (0, 1, 2, 4, 5),
     (4, 1, 1): (0, 2, 3, 4, 5),
 }
-CASES = [*((case, "own or first") for case in BOUNDS), *((case, "spread") for case in SPREAD)]
+# Encoders cut over the first chunks. The decoder begins on the last chunk, on the second, on a
+# stage's second chunk, and behind two chunks that have an encoder each.
+CUT = {
+    (2, 1, 2): (0, 1, 8),
+    (3, 1, 1): (0, 1, 4, 8),
+    (2, 2, 2): (0, 1, 2, 6, 8),
+    (4, 1, 1): (0, 2, 3, 6, 8),
+}
+FROZEN = "cut, vision frozen"
+CASES = [
+    *((case, "own or first") for case in BOUNDS),
+    *((case, "spread") for case in SPREAD),
+    *((case, "cut") for case in CUT),
+    ((3, 1, 1), FROZEN),
+]
 
 
-def make_model():
+def make_model(place):
     torch.manual_seed(3)
-    return DemoModel(CONFIG).double()
+    model = DemoModel(CONFIG).double()
+    model.encoders["vision"].requires_grad_(place != FROZEN)
+    return model
 
 
 def laid_out(case, place):
+    if place in ("cut", FROZEN):
+        return StageLayout(
+            modules=MODULES, bounds=CUT[case], recompute=MIXED, encoder_stage="cut",
+            virtual_stages=case[1],
+        )  # fmt: skip
     if place != "spread":
         return StageLayout(modules=MODULES, bounds=BOUNDS[case], recompute=MIXED)
     modules, recompute = MODULES[3:], MIXED[3:]
@@ -61,23 +85,27 @@ def train_case(rank, case, place):
     stages, virtual_stages, replicas = case
     samples = scripted_samples()
     packs, encodes = (TWO_REPLICAS, [1, 1, 0, 0, 1, 1]) if replicas == 2 else (ONE_REPLICA, [0] * 6)
-    model = make_model()
+    model = make_model(place)
     layout = laid_out(case, place)
-    spread = place == "spread"
+    spread, cut = place == "spread", layout.encoder_cut
     with PipelineMesh(
         stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
-        timeout_s=60, lane=f"{case} {place}", encoder_stage="spread" if spread else "first",
+        timeout_s=60, lane=f"{case} {place}", encoder_stage=layout.encoder_stage, encoder_cut=cut,
     ) as mesh:  # fmt: skip
         chunks = lay_out_model(model, layout)[mesh.stage :: stages]
         shard = shard_of(step_plan(samples, packs, encodes), samples, mesh.replica)
         hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
-        encoders = DemoEncoders(model) if spread else None
+        encoders = DemoEncoders(model, cut=cut) if spread or cut else None
         result = run_pipeline_step(chunks, shard, mesh, hidden, encoders=encoders)
         sum_tied_gradient(chunks, mesh)
     held = [*chunks, *([encoders] if spread else [])]
     mine = {id(weight) for part in held for weight in part.parameters()}
     grads = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
-    return {"loss": result.loss, "grads": grads, "stage": mesh.stage, "parts": mesh.parts}
+    others = [name for name, p in model.named_parameters() if p.grad is not None]
+    return {
+        "loss": result.loss, "grads": grads, "stage": mesh.stage, "parts": mesh.parts,
+        "strange": set(others) - grads.keys(), "result": result,
+    }  # fmt: skip
 
 
 def every_case(rank, size):
@@ -94,17 +122,17 @@ def trained(tmp_path_factory):
     return run_world(every_case, 4, tmp_path_factory.mktemp("w"))
 
 
-@pytest.fixture(scope="module")
-def whole():
+@functools.cache
+def whole(place):
     """Loss and gradients of the model that nobody cut."""
-    model = make_model()
+    model = make_model(place)
     loss = plain_loop(model, scripted_samples())
     return loss, {name: weight.grad for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, whole, case):
-    loss, expected = whole
+def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case):
+    loss, expected = whole(FROZEN if case[1] == FROZEN else "")
     assert sum(case in answer for answer in trained.values()) == case[0][0] * case[0][2]
     seen = set()
     for answer in trained.values():
@@ -112,20 +140,46 @@ def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, whole
             continue
         assert answer[case]["loss"] == pytest.approx(loss, rel=1e-10)
         for name, grad in answer[case]["grads"].items():
-            assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
             seen.add(name)
+            if expected[name] is None:
+                assert grad is None, name
+            else:
+                assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
+        assert not answer[case]["strange"], "gradients are those of the stage's own chunks"
     assert seen == expected.keys()
 
 
-def test_all_stages_read_inputs_where_encoders_are_spread_and_else_the_first(trained):
+def test_a_stage_reads_inputs_where_it_encodes_or_embeds(trained):
     for answer in trained.values():
-        for (_, place), found in answer.items():
-            assert ("inputs" in found["parts"]) == (place == "spread" or found["stage"] == 0)
+        for (case, place), found in answer.items():
+            encoding = {"spread": case[0], "own or first": 1}.get(place)
+            if encoding is None:
+                encoding = 3 if CUT[case] == (0, 2, 3, 6, 8) else 2
+            assert ("inputs" in found["parts"]) == (found["stage"] < encoding)
+
+
+def test_a_stage_encodes_its_part_of_the_layers_just_before_its_part_of_the_decoder(trained):
+    result = trained[0][(3, 1, 1), "cut"]["result"]
+    lines = str(result.schedule).splitlines()
+    assert lines[0].split()[1:] == [
+        "EF0[0:1]", "EF1[0:1]", "EF2[0:1]", "EB0[0:1]", "EB1[0:1]", "EB2[0:1]",
+    ]  # fmt: skip
+    assert lines[1].startswith("1: EF0[1:2] EF0.1[0:1] F0 ")
+    assert lines[1].endswith(" B2 EB2.1[0:1] EB2[1:2]")
+    assert not any("E" in line for line in lines[2:])
+    lived = result.timeline
+    assert not lived.end_s[:, 0].any()
+    assert lived.begin_s == min(span.start_s for span in lived.encoders if span.stage == 0)
+    ideal = simulate(result.schedule, lived.forward_s, lived.backward_s, lived.encoder_s)
+    assert 0 < ideal.makespan_s <= lived.makespan_s
+    drawn = gantt({"measured": lived, "simulated": ideal}).splitlines()
+    assert set(drawn[0][20:]) <= {"E", "G", "·"}
+    assert set(drawn[1][20:]) <= {"E", "G", "·"}
 
 
 def kept_bytes(how):
     """What the first decoder layer's forward keeps for its backward, and its gradients."""
-    model = make_model()
+    model = make_model("")
     lay_out_model(model, StageLayout(modules=MODULES, bounds=(0, 4, 8), recompute=(how,) * 8))
     weights = {id(weight) for weight in model.parameters()}
     x = torch.randn(50, CONFIG.width, dtype=torch.float64, generator=torch.manual_seed(1))
@@ -182,4 +236,4 @@ def test_layouts_that_no_pipeline_can_run_are_refused(change, words):
 def test_a_layout_of_another_model_is_refused():
     layout = StageLayout(modules=("vision", *["llm"] * 5), bounds=(0, 3, 6))
     with pytest.raises(LayoutError, match=r"1 layers of vision and the model 2|0 layers of audio"):
-        lay_out_model(make_model(), layout)
+        lay_out_model(make_model(""), layout)

@@ -11,6 +11,7 @@ from benchmarks import workloads
 from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import compose_step
+from dataservice.planning.nodes import level
 from dataservice.planning.nodes.fill import fill_node
 from dataservice.planning.nodes.phases import phase_bounds, phase_loads, spread_phases
 
@@ -172,6 +173,29 @@ def test_a_node_without_small_items_hands_on_what_does_not_fit():
     home = [0] * 7 + [2] * 5 + [4] * 5 + [6] * 5 + [8] * 6
     made, _ = spread(tokens, [0] * 28, home, ranks=10, ranks_per_node=2, tolerance=0.5)
     assert np.bincount(made, minlength=10).max() == 3
+
+
+def phase_gap(seed):
+    """How far a phase of unequal tiles on four nodes of four ranks ends above its bound."""
+    rng = np.random.default_rng(seed)
+    tiles = rng.choice([1, 3, 5, 13], int(rng.integers(60, 200))).astype(np.int32)
+    node, costs = rng.integers(0, 4, tiles.size), 10.0 * tiles + 1.0
+    alone, one = np.zeros(tiles.size, np.int64), np.ones(tiles.size, np.int32)
+    (bound,) = phase_bounds(alone, costs, tiles, one, costs, 1, 16)
+    begins = np.append(0, np.cumsum(np.bincount(node, minlength=4)))
+    rank_of = np.empty(tiles.size, np.int32)
+    # As Python, so that the number of lower caps is read anew.
+    level.level_phase.py_func(costs, np.lexsort((-costs, node)), begins, bound, 16, 4, rank_of)
+    return np.bincount(rank_of, weights=costs, minlength=16).max() / bound - 1
+
+
+def test_lower_caps_end_a_phase_nearer_its_bound_and_never_further(monkeypatch):
+    with_them = np.array([phase_gap(seed) for seed in range(12)])
+    monkeypatch.setattr(level, "LOWER_CAPS", 0)
+    without = np.array([phase_gap(seed) for seed in range(12)])
+    assert (with_them <= without).all()
+    assert (with_them < without).sum() >= 4
+    assert with_them.mean() < 0.95 * without.mean()
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,8 @@ def test_samples_that_attend_both_ways_are_timed_as_they_are(seed):
             assert group.time_s == pytest.approx(COST.time_s(*of_group, crosses_node=crosses))
     joint = plan_context_waves(tokens, ranks_per_node=8, **both_ways)
     assert made.lower_bound_s == pytest.approx(joint.lower_bound_s)
-    assert (
-        made.lower_bound_s <= made.makespan_s <= 1.08 * joint.makespan_s
-    )  # shares differ as they never do
+    # Real shares differ far less.
+    assert made.lower_bound_s <= made.makespan_s <= 1.08 * joint.makespan_s
 
 
 def test_an_even_share_of_attention_both_ways_is_dearer_attention():

@@ -5,6 +5,7 @@ from trainer_client.runtime.agreement import check_same_plan
 from trainer_client.runtime.block_attention import Kernel
 from trainer_client.runtime.bubble_schedule import BubbleSchedule, EncoderAction, spread_encoders
 from trainer_client.runtime.bubble_text import read_bubbles
+from trainer_client.runtime.encoder_cut import EncoderCut
 from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.exchange import exchange_features, scatter_rows
 from trainer_client.runtime.faults import (
@@ -50,6 +51,7 @@ __all__ = [
     "Action",
     "BubbleSchedule",
     "EncoderAction",
+    "EncoderCut",
     "EncoderSpan",
     "EncoderStage",
     "ExpertReduction",

@@ -10,8 +10,9 @@ their layers, where a microbatch goes through several stages.
 
     EF2 ─▶ F2 of the first chunk ─▶ … ─▶ B2 of the first chunk ─▶ EB2
 
-Features travel to stage 0, which exchanges them with other replicas and embeds them, and their
-gradients travel back. Optimus (section 4) places these actions in the bubbles of the backbone;
+Features travel to the stage of the first chunk, which exchanges them with other replicas and embeds
+them; their gradients travel back. That is stage 0, unless encoders are cut over chunks before it
+(``encoder_cut.py``). Optimus (section 4) places these actions in the bubbles of the backbone;
 ``spread_encoders`` has all of them before the pipeline fills and after it drains.
 """
 
@@ -67,8 +68,8 @@ AnyAction = Action | EncoderAction
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A message between an encoder's layers on two stages, or between its last layer and stage 0:
-    what ``layer`` gave forward, or its gradient (``kind`` EB)."""
+    """A message between an encoder's layers on two stages, or between its last layer and the first
+    chunk: what ``layer`` gave forward, or its gradient (``kind`` EB)."""
 
     kind: str
     encoder: int
@@ -104,11 +105,22 @@ class BubbleSchedule:
             for of_stage in self.actions
         )
         every = [action for of_stage in actions for action in of_stage]
+        chunks = (
+            action.virtual_stage * self.stages + stage
+            for stage, of_stage in enumerate(actions)
+            for action in of_stage
+        )
         return PipelineSchedule(
             virtual_stages=1 + max((action.virtual_stage for action in every), default=0),
             microbatches=1 + max((action.microbatch for action in every), default=-1),
             actions=actions,
+            first_chunk=min(chunks, default=0),
         )
+
+    @cached_property
+    def home(self) -> int:
+        """The stage of the first chunk, which takes in features."""
+        return self.backbone.first_chunk % self.stages
 
     @property
     def stages(self) -> int:
@@ -145,7 +157,7 @@ class BubbleSchedule:
         on its stage."""
         if isinstance(action, Action):
             yield from self.backbone.needs(stage, action)
-            if action.kind == FORWARD and self.backbone.chunk(stage, action) == 0:
+            if action.kind == FORWARD and self.is_first(stage, action):
                 for encoder in range(self.encoders):
                     yield self._last(ENCODE, action.microbatch, encoder)
             return
@@ -154,8 +166,13 @@ class BubbleSchedule:
         if place > 0 and pieces[place - 1][1].kind == action.kind:
             yield pieces[place - 1]
         if action.kind == RETURN:
-            yield 0, Action(BACKWARD, action.microbatch)
+            chunk = self.backbone.first_chunk // self.stages
+            yield self.home, Action(BACKWARD, action.microbatch, chunk)
             yield self._last(ENCODE, action.microbatch, action.encoder)
+
+    def is_first(self, stage: int, action: Action) -> bool:
+        """Whether an action of a stage runs the first chunk."""
+        return self.backbone.chunk(stage, action) == self.backbone.first_chunk
 
     def walk(self) -> Iterator[tuple[int, AnyAction]]:
         """All actions with their stages, in an order in which they can run."""
@@ -180,7 +197,7 @@ class BubbleSchedule:
         """The stage that makes a message."""
         last = self.encoder_layers[hop.encoder] - 1
         if hop.kind == RETURN and hop.layer == last:
-            return 0
+            return self.home
         above = hop.layer + (hop.kind == RETURN)
         return self.stage_of(hop.kind, hop.microbatch, hop.encoder, above)
 
@@ -188,7 +205,7 @@ class BubbleSchedule:
         """The stage that takes a message."""
         last = self.encoder_layers[hop.encoder] - 1
         if hop.kind == ENCODE and hop.layer == last:
-            return 0
+            return self.home
         above = hop.layer + (hop.kind == ENCODE)
         return self.stage_of(hop.kind, hop.microbatch, hop.encoder, above)
 
@@ -207,7 +224,7 @@ class BubbleSchedule:
     def _hops_of(self, stage: int, action: AnyAction) -> Iterator[tuple[int, Hop]]:
         """Messages of an action: 0 for those that it sends, 1 for those that it takes."""
         if isinstance(action, Action):
-            if self.backbone.chunk(stage, action) == 0:
+            if self.is_first(stage, action):
                 for encoder, layers in enumerate(self.encoder_layers):
                     if action.kind == FORWARD:
                         yield 1, Hop(ENCODE, encoder, action.microbatch, layers - 1)

@@ -4,7 +4,7 @@
     stage 0                      F2: exchange, embed …  B2
 
 Every layer's output is cut out of the graph, so that a layer's backward can run whenever its own
-action comes. Stage 0 takes the features as leaves, and hands their gradients back.
+action comes. The first chunk takes the features as leaves, and hands their gradients back.
 
 Contract
 --------
@@ -43,8 +43,8 @@ from trainer_client.shard import Microbatch, ModalityBatch
 
 class LayeredEncoders(Protocol):
     """The encoders of a model as rows of layers: a ``torch.nn.Module`` whose weights are theirs,
-    the same on every stage. What comes before the first layer belongs to it, and a projector to the
-    last.
+    the same on every stage; of encoders that are cut, those that the stage runs at least. What
+    comes before the first layer belongs to it, and a projector to the last.
 
     ``modalities``: in the order in which schedules number them. Others are encoded by the first
     chunk.
@@ -74,11 +74,14 @@ class LayeredEncoders(Protocol):
 
 
 class ReadyFeatures:
-    """A ``MultimodalModel`` whose encoders ran elsewhere: its first chunk, and the rows that they
-    gave for one microbatch. What did not run elsewhere, the chunk encodes."""
+    """A ``MultimodalModel`` whose encoders ran by themselves: the first chunk, which decodes, and
+    the rows that they gave for one microbatch. What they did not run, the chunk encodes."""
 
-    def __init__(self, chunk: MultimodalModel, rows: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, chunk: MultimodalModel, encoders: LayeredEncoders, rows: Mapping[str, Tensor]
+    ) -> None:
         self._chunk = chunk
+        self._encoders = encoders
         self._rows = rows
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
@@ -86,10 +89,16 @@ class ReadyFeatures:
         return self._chunk.encode(modality, batch) if rows is None else rows
 
     def dummy_item(self, modality: str) -> Tensor:
+        if self._ran(modality):
+            return torch.empty(0)  # nothing encodes it, so any will do
         return self._chunk.dummy_item(modality)
 
     def encoder_trains(self, modality: str) -> bool:
-        return self._chunk.encoder_trains(modality)
+        encoder = self._encoders if self._ran(modality) else self._chunk
+        return encoder.encoder_trains(modality)
+
+    def _ran(self, modality: str) -> bool:
+        return modality in self._encoders.modalities
 
     def decode(
         self,
@@ -132,7 +141,7 @@ class EncoderRuns:
         self._like = next(cast(Module, encoders).parameters()).detach()
         # Of each layer that ran: what it took and what it gave, until its backward.
         self._held: dict[tuple[int, int], list[tuple[Tensor | None, Tensor]]] = {}
-        self._leaves: dict[tuple[int, int], Tensor] = {}  # features, on stage 0
+        self._leaves: dict[tuple[int, int], Tensor] = {}  # features, of the first chunk
         self._kept: dict[Hop, Tensor] = {}  # messages of this stage to itself
         self._sent: list[Transfer] = []
         self._channels = self._connect()
@@ -157,8 +166,12 @@ class EncoderRuns:
             assert taken is not None  # the gradient of its last layer
             self._backward(action, taken)
 
+    def ready(self, chunk: MultimodalModel, rows: Mapping[str, Tensor]) -> ReadyFeatures:
+        """The first chunk with the rows that `take_features` gave."""
+        return ReadyFeatures(chunk, self._encoders, rows)
+
     def take_features(self, microbatch: int) -> dict[str, Tensor]:
-        """On stage 0, before a microbatch's forward: by modality, the feature rows of this
+        """Before the first chunk's forward of a microbatch: by modality, the feature rows of this
         replica's items, as leaves."""
         rows = {}
         for encoder, modality in enumerate(self._encoders.modalities):
@@ -175,7 +188,7 @@ class EncoderRuns:
         return rows
 
     def give_gradients(self, microbatch: int) -> None:
-        """On stage 0, after a microbatch's backward: hand back the gradients of those rows."""
+        """After the first chunk's backward of a microbatch: hand those rows' gradients back."""
         for encoder in range(len(self._encoders.modalities)):
             leaf = self._leaves.pop((encoder, microbatch), None)
             if leaf is None or not leaf.requires_grad or not self._items(encoder, microbatch):

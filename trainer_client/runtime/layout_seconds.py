@@ -6,7 +6,7 @@ forward and backward is its rule: a backward works twice as much.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,20 @@ class EncoderCost:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutSeconds:
     """``shares``: the part of the decoder's seconds that each chunk takes, their sum 1.
-    ``encoders``: of each modality. ``encoders_train``: whether they have a backward."""
+    ``encoders``: of each modality. ``encoders_train``: whether they have a backward.
+    ``encoder_shares``: of each encoder that is cut, the part of its seconds on each chunk; sum 1.
+    """
 
     shares: tuple[float, ...]
     encoders: Mapping[str, EncoderCost]
     encoders_train: bool = True
+    encoder_shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, topology: Mapping[str, Any], cost: Mapping[str, Any]) -> "LayoutSeconds | None":
         """From the keys of a job; None where they do not say the chunks' shares."""
-        shares = tuple(float(share) for share in topology.get("stage_shares") or ())
-        if not sum(shares) > 0:
+        shares = _shares(topology.get("stage_shares"))
+        if not shares:
             return None
         of_modality = {name: cost.get(name) or {} for name in MODALITIES}
         encoders = {
@@ -60,9 +63,12 @@ class LayoutSeconds:
             for name, keys in of_modality.items()
         }
         return cls(
-            shares=tuple(share / sum(shares) for share in shares),
+            shares=shares,
             encoders=encoders,
             encoders_train=bool(topology.get("encoders_train", True)),
+            encoder_shares={
+                name: cut for name in MODALITIES if (cut := _shares(topology.get(f"{name}_shares")))
+            },
         )
 
     def timeline(
@@ -92,8 +98,9 @@ class LayoutSeconds:
             for stage, action in schedule.walk():
                 if isinstance(action, EncoderAction):
                     microbatch = shard.planned[action.microbatch]
-                    whole = self.encoding_s(microbatch, scheduled[action.encoder])
-                    part = (action.end - action.first) / schedule.encoder_layers[action.encoder]
+                    name = scheduled[action.encoder]
+                    whole = self.encoding_s(microbatch, name)
+                    part = self._part(name, action, schedule.encoder_layers[action.encoder])
                     encoder_s[stage, action] = whole[int(action.kind == RETURN)] * part
         for name in MODALITIES:
             if name not in scheduled:
@@ -102,6 +109,16 @@ class LayoutSeconds:
                 forward[:, 0] += encoding[:, 0]
                 backward[:, 0] += encoding[:, 1]
         return simulate(schedule, forward, backward, encoder_s)
+
+    def _part(self, name: str, action: EncoderAction, layers: int) -> float:
+        """The part of an encoder's seconds that an action takes: as the layout cuts the encoder,
+        a layer of the schedule being what one chunk has of it, or equally for all layers."""
+        # A chunk with nothing but a projector has no layer; the last one has it.
+        shares = [share for share in self.encoder_shares.get(name, ()) if share > 0]
+        if len(shares) < layers or not shares:
+            return (action.end - action.first) / layers
+        shares[layers - 1 :] = [sum(shares[layers - 1 :])]
+        return sum(shares[action.first : action.end])
 
     def decoding_s(self, shard: Shard) -> tuple[Floats, Floats]:
         """Forward and backward of the decoder's part of each chunk: float64[microbatch, chunk]."""
@@ -124,6 +141,13 @@ class LayoutSeconds:
         )
         forward = FORWARD_SHARE if self.encoders_train else 1.0
         return both * forward, both * (1.0 - forward)
+
+
+def _shares(given: Sequence[float] | None) -> tuple[float, ...]:
+    """With sum 1; empty where they have none."""
+    shares = [float(share) for share in given or ()]
+    total = sum(shares)
+    return tuple(share / total for share in shares) if total > 0 else ()
 
 
 def encoder_tokens(batch: ModalityBatch, modality: str) -> Floats:

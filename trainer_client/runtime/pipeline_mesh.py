@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from trainer_client.runtime.encoder_cut import EncoderCut
 from trainer_client.runtime.fault_board import FaultBoard, grace_s
 from trainer_client.runtime.faults import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
@@ -65,15 +66,16 @@ class PipelineMesh:
     stages, tensor_ranks: pipeline and tensor parallel sizes, as in the job's topology.
     virtual_stages: model chunks a stage, for interleaved 1F1B.
     encoder_stage: as in the job's topology; where encoders are "spread", all stages read inputs.
+    encoder_cut: where they are "cut", which chunk has which layers: a layout's ``encoder_cut``.
     rank, world_size: from ``torch.distributed`` when not given.
     timeout_s: of ``groups``, the column's pool; see ``GroupPool``.
     lane: a name that keeps meshes of one job apart.
 
-    Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``;
+    Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``, ``encoder_cut``;
     ``groups``: CP groups among this stage of all replicas; ``row``: the replica's stages.
 
-    Raises LayoutError where the world cannot be divided, and GroupFormationError where a stage
-    does not come.
+    Raises LayoutError where the world cannot be divided or encoders are cut nowhere, and
+    GroupFormationError where a stage does not come.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class PipelineMesh:
         virtual_stages: int = 1,
         tensor_ranks: int = 1,
         encoder_stage: EncoderStage = "first",
+        encoder_cut: EncoderCut | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         timeout_s: float = 600.0,
@@ -97,6 +100,13 @@ class PipelineMesh:
                 f"rank {place} of {world} cannot stand in replicas of {stages} stages × "
                 f"{tensor_ranks} tensor ranks; start a multiple of {per_replica} ranks"
             )
+        if (encoder_stage == "cut") != (encoder_cut is not None):
+            raise LayoutError(
+                f"encoder_stage is {encoder_stage!r} and encoder_cut is "
+                f"{'None' if encoder_cut is None else 'given'}; encoders that are cut need both: "
+                "give the layout's encoder_stage and encoder_cut"
+            )
+        self.encoder_cut = encoder_cut
         self.stages = stages
         self.virtual_stages = virtual_stages
         self.tensor_ranks = tensor_ranks
@@ -115,6 +125,8 @@ class PipelineMesh:
             store = PrefixStore("rows", dist.distributed_c10d._get_default_store())
             self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
         self._encodes = encoder_stage == "spread" or self.stage == 0
+        if encoder_cut is not None:
+            self._encodes = encoder_cut.reads_inputs(self.stage, stages)
         self._open_row = partial(self._row, store, timeout_s, lane)
         self._pools: dict[str, GroupPool] = {}
         with self.naming_ranks(), self.naming_stages():
@@ -126,6 +138,11 @@ class PipelineMesh:
     def parts(self) -> tuple[str, ...]:
         """What this stage reads of its microbatches: ``ShardDataset(..., parts=mesh.parts)``."""
         return ("inputs",) * self._encodes + ("labels",) * (self.stage == self.stages - 1)
+
+    @property
+    def embedding_stage(self) -> int:
+        """The stage that exchanges features and embeds: of the decoder's first chunk."""
+        return 0 if self.encoder_cut is None else self.encoder_cut.decoder_chunk % self.stages
 
     def channel(self, kind: str, sender: int, receiver: int) -> PeerGroup:
         """The group of two that carries one kind of message one way; the sender is first."""

@@ -90,7 +90,9 @@ def run_pipeline_step(
     schedule: interleaved 1F1B when not given; the same on every rank.
     encoders: where encoders run by themselves on all stages, as a ``BubbleSchedule`` places them,
         or else before the pipeline fills and after it drains. Every stage has all of them, needs
-        ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain.
+        ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain. Of a
+        mesh with an ``encoder_cut``, each stage runs its chunks' parts, and is left with their
+        gradients alone.
 
     Weights that several stages share are the caller's to add up: a tied embedding by
     ``sum_of_stages``.
@@ -113,9 +115,10 @@ def run_pipeline_step(
         clock.switch(GRADIENTS, END)
         for reduction in dict.fromkeys(reductions):
             reduction.finish()
-        for shared in _modules(encoders):  # on each stage, of what it encoded
-            with mesh.naming_stages():
-                sum_gradients(shared, mesh.row)
+        if mesh.encoder_cut is None:
+            for shared in _modules(encoders):  # on each stage, of what it encoded
+                with mesh.naming_stages():
+                    sum_gradients(shared, mesh.row)
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
         clock.switch(BUBBLE)
         count = loss_tokens.count if labelled else 0
@@ -143,12 +146,13 @@ def _reductions_of(chunks: Sequence[Module], everyone: PeerGroup) -> list[Gradie
 
 
 def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
-    """Add up the gradients of a weight that the first and the last stage hold, such as a tied
-    embedding. Call it on both, after ``run_pipeline_step``; collective over the two."""
+    """Add up the gradients of a weight that the stage which embeds and the last stage hold, such as
+    a tied embedding. Call it on both, after ``run_pipeline_step``; collective over the two."""
     grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    if mesh.stages > 1:
+    embeds, last = mesh.embedding_stage, mesh.stages - 1
+    if embeds != last:
         with mesh.naming_stages():
-            ends = mesh.channel("tied", 0, mesh.stages - 1)
+            ends = mesh.channel("tied", embeds, last)
             ends.post_sum(grad, action="summing a tied weight's gradient").wait()
     weight.grad = grad
 
@@ -156,15 +160,19 @@ def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
 def _plain_schedule(
     shard: Shard, mesh: PipelineMesh, encoders: LayeredEncoders | None
 ) -> PipelineSchedule | BubbleSchedule:
-    """Interleaved 1F1B; encoders by themselves are spread so that stages make equally many rows."""
+    """Interleaved 1F1B; encoders by themselves are cut as the mesh says, or spread so that stages
+    make equally many rows."""
     backbone = one_forward_one_backward(mesh.stages, mesh.virtual_stages, len(shard.microbatches))
     if encoders is None:
         return backbone
     modalities = encoders.modalities
+    trains = [encoders.encoder_trains(modality) for modality in modalities]
+    if mesh.encoder_cut is not None:
+        return mesh.encoder_cut.schedule(backbone, modalities, trains=trains)
     return spread_encoders(
         backbone,
         [encoders.layers(modality) for modality in modalities],
-        trains=[encoders.encoder_trains(modality) for modality in modalities],
+        trains=trains,
         work=[_encoded_rows(microbatch, modalities) for microbatch in shard.planned],
     )
 
@@ -189,6 +197,11 @@ def _check_arguments(
     schedule: PipelineSchedule | BubbleSchedule,
     encoders: LayeredEncoders | None,
 ) -> None:
+    if mesh.encoder_cut is not None and encoders is None:
+        raise LayoutError(
+            f"the mesh cuts {', '.join(mesh.encoder_cut.parts)} over its first chunks, and no "
+            "encoders are given: give `encoders`, with the parts of this stage"
+        )
     if isinstance(schedule, BubbleSchedule) != (encoders is not None):
         raise LayoutError(
             "a BubbleSchedule goes with `encoders`, and only such a schedule: it says when they run"
@@ -273,5 +286,11 @@ def _share(
             encoding, of_encoders.reshape(-1, 2), strict=True
         )
     )
-    timeline = Timeline(stages=schedule.stages, start_s=start_s, end_s=end_s, encoders=encoders)
+    timeline = Timeline(
+        stages=schedule.stages,
+        start_s=start_s,
+        end_s=end_s,
+        encoders=encoders,
+        first_chunk=stage.first_chunk,
+    )
     return float(summed[0]), int(summed[1]), timeline

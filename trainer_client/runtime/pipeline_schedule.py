@@ -51,7 +51,8 @@ class Action:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
     """``actions[s]`` is what stage s runs, in order: every microbatch forward and backward
-    through each of its ``virtual_stages`` model chunks.
+    through each of its ``virtual_stages`` model chunks, from ``first_chunk`` on: those before it
+    have encoder layers alone, of which a ``BubbleSchedule`` tells.
 
     Raises LayoutError where an action is missing or double, or the stages would wait for one
     another for ever. Construction costs O(actions).
@@ -60,6 +61,7 @@ class PipelineSchedule:
     virtual_stages: int
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    first_chunk: int = 0
 
     def __post_init__(self) -> None:
         if self.virtual_stages > 1 and self.stages == 1:
@@ -98,7 +100,7 @@ class PipelineSchedule:
         return self._at(after, action)
 
     def _at(self, chunk: int, action: Action) -> tuple[int, Action] | None:
-        if not 0 <= chunk < self.chunks:
+        if not self.first_chunk <= chunk < self.chunks:
             return None
         virtual_stage, stage = divmod(chunk, self.stages)
         return stage, Action(action.kind, action.microbatch, virtual_stage)
@@ -128,6 +130,7 @@ class PipelineSchedule:
             for kind in (FORWARD, BACKWARD)
             for microbatch in range(self.microbatches)
             for virtual_stage in range(self.virtual_stages)
+            if virtual_stage * self.stages + stage >= self.first_chunk
         }
         if len(actions) != len(wanted) or set(actions) != wanted:
             wrong = sorted(str(action) for action in wanted.symmetric_difference(actions))

@@ -23,7 +23,7 @@ from trainer_client.runtime.bubble_schedule import (
     EncoderAction,
 )
 from trainer_client.runtime.clock import OTHER, Clock, start_clock, switch_phase
-from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders, ReadyFeatures
+from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction
 from trainer_client.runtime.group_pool import GroupPool
@@ -142,7 +142,8 @@ class PipelineStage:
     def _compute(self, action: Action, place: int) -> None:
         arriving, self._posted = self._posted, self._post_receive(place + 1)
         taken = None if arriving is None else self._links.receive(action, arriving)
-        first = self._encoding is not None and self._schedule.chunk(self._mesh.stage, action) == 0
+        chunk = self._schedule.chunk(self._mesh.stage, action)
+        first = self._encoding is not None and chunk == self._schedule.first_chunk
         if first and action.kind == FORWARD and self._encoding is not None:
             self._rows = self._encoding.take_features(action.microbatch)
         compute = self._forward if action.kind == FORWARD else self._backward
@@ -165,6 +166,11 @@ class PipelineStage:
         if place >= len(self._actions):
             return None
         return self._links.post_receive(self._actions[place])
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk that decodes."""
+        return self._schedule.first_chunk
 
     def timeline(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Start and end of this stage's actions, 0 for those of others."""
@@ -225,7 +231,7 @@ class PipelineStage:
             return cast(Callable[[Microbatch, GroupPool], Tensor], chunk)
         model = cast(MultimodalModel, chunk)
         if self._encoding is not None:
-            model = ReadyFeatures(model, self._rows)
+            model = self._encoding.ready(model, self._rows)
         return partial(forward_microbatch, model)
 
     def _check(self, action: Action, given: Tensor, microbatch: Microbatch) -> None:

@@ -39,7 +39,8 @@ class EncoderSpan:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
     """A pipeline step: ``start_s``, ``end_s`` float64[microbatch, chunk, 2]; ``encoders``: what ran
-    beside the chunks, where encoders are scheduled by themselves.
+    beside the chunks, where encoders are scheduled by themselves. Chunks before ``first_chunk``
+    have encoder layers alone: they ran nothing else, and their times are 0.
 
     An action starts when its input has arrived, so waiting for another stage lies between
     actions; waiting for other replicas (a ring, an exchange) lies inside.
@@ -49,12 +50,13 @@ class Timeline:
     start_s: Floats
     end_s: Floats
     encoders: tuple[EncoderSpan, ...] = ()
+    first_chunk: int = 0
 
     @property
     def begin_s(self) -> float:
         """The first start."""
         spans = min((span.start_s for span in self.encoders), default=np.inf)
-        return float(min(self.start_s.min(initial=np.inf), spans))
+        return float(min(self.start_s[:, self.first_chunk :].min(initial=np.inf), spans))
 
     @property
     def makespan_s(self) -> float:
@@ -122,7 +124,13 @@ def simulate(
             start_s[place][int(not forward)] = begin_s
             end_s[place][int(not forward)] = begin_s + seconds
         free_s[stage] = over_s[stage, action] = begin_s + seconds
-    return Timeline(stages=backbone.stages, start_s=start_s, end_s=end_s, encoders=tuple(spans))
+    return Timeline(
+        stages=backbone.stages,
+        start_s=start_s,
+        end_s=end_s,
+        encoders=tuple(spans),
+        first_chunk=backbone.first_chunk,
+    )
 
 
 def gantt(timelines: Mapping[str, Timeline], *, columns: int = 96) -> str:
@@ -165,6 +173,8 @@ def _row(timeline: Timeline, stage: int, longest_s: float, columns: int) -> str:
             fill(span.start_s, span.end_s, ENCODING if span.action.kind == ENCODE else RETURNING)
     for microbatch in range(timeline.start_s.shape[0]):
         for chunk in range(stage, timeline.start_s.shape[1], timeline.stages):
+            if chunk < timeline.first_chunk:
+                continue
             for kind in range(2):
                 at = microbatch, chunk, kind
                 mark = ("0123456789", "abcdefghij")[kind][microbatch % 10]

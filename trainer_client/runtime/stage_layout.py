@@ -10,11 +10,14 @@ Where encoders run (`encoder_stage`), as the planner calls it:
 
     first    the first chunk encodes, exchanges features, embeds, and has its part of the decoder
     own      the same chunk without a decoder layer: bounds 0, 3, ...
+    cut      encoders' layers lie in the first chunks like the decoder's: bounds 0, 2, 5, ...; the
+             first chunk with a layer of the decoder exchanges features and embeds
     spread   no chunk encodes; each stage encodes whole microbatches before the pipeline fills, and
              returns through them after it drains, or in its bubbles, by the list of actions that
              lies beside the file. Bounds and modules are the decoder's alone
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +26,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trainer_client.runtime.encoder_cut import EncoderCut
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.layout_file import checked_layout, read_layout_file
 from trainer_client.runtime.layout_seconds import LayoutSeconds
 
-EncoderStage = Literal["first", "own", "spread"]
+EncoderStage = Literal["first", "own", "cut", "spread"]
 ENCODER_STAGES: tuple[EncoderStage, ...] = get_args(EncoderStage)
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -45,7 +49,8 @@ class StageLayout:
     ``spread_recompute``: the same of every layer of encoders that are spread.
     ``seconds``: what the planner predicts, where it is known.
 
-    Raises LayoutError where layers and bounds do not agree, or a cut lies inside an encoder.
+    Raises LayoutError where layers and bounds do not agree, or a cut lies inside an encoder and
+    ``encoder_stage`` is another than "cut".
     """
 
     modules: tuple[str, ...]
@@ -84,12 +89,6 @@ class StageLayout:
 
     def _check_encoders(self) -> None:
         encoding = [place for place, name in enumerate(self.modules) if name != DECODER]
-        if str(self.encoder_stage) == "cut":  # which a layout file may say
-            raise LayoutError(
-                "encoder_stage is 'cut': a stage ends inside an encoder, which this runtime "
-                "does not run. Lay out with `dataservice layout --encoders first --encoders own "
-                "--encoders spread --encoders bubbles`"
-            )
         if self.encoder_stage not in ENCODER_STAGES:
             raise LayoutError(
                 f"encoder_stage is {self.encoder_stage!r}; it is one of {', '.join(ENCODER_STAGES)}"
@@ -99,10 +98,11 @@ class StageLayout:
                 f"layer {encoding[0]} is {self.modules[encoding[0]]}'s, and encoders that are "
                 "spread belong to no chunk; name the decoder's layers alone"
             )
-        if encoding and encoding[-1] >= self.bounds[1]:
+        if self.encoder_stage != "cut" and encoding and encoding[-1] >= self.bounds[1]:
             raise LayoutError(
                 f"layer {encoding[-1]} is {self.modules[encoding[-1]]}'s and lies behind the first "
-                f"cut, {self.bounds[1]}; the first chunk encodes, so cut behind all encoder layers"
+                f"cut, {self.bounds[1]}; the first chunk encodes, so cut behind all encoder "
+                "layers, or say encoder_stage 'cut'"
             )
         if encoding != list(range(len(encoding))):
             raise LayoutError(
@@ -162,9 +162,28 @@ class StageLayout:
 
     @property
     def decoder_bounds(self) -> tuple[int, ...]:
-        """The same bounds, of decoder layers alone; the first chunk may have none."""
+        """The same bounds, of decoder layers alone; the first chunk may have none, and of encoders
+        that are cut several."""
         encoding = sum(name != DECODER for name in self.modules)
-        return (0, *(bound - encoding for bound in self.bounds[1:]))
+        return (0, *(max(0, bound - encoding) for bound in self.bounds[1:]))
+
+    @property
+    def encoder_cut(self) -> EncoderCut | None:
+        """Which chunk has which encoder layers, where encoders are cut; else None."""
+        if self.encoder_stage != "cut":
+            return None
+        parts: dict[str, dict[int, tuple[int, int]]] = {}
+        for modality in dict.fromkeys(name for name in self.modules if name != DECODER):
+            first = self.modules.index(modality)
+            count = self.modules.count(modality)
+            inside = [min(max(bound - first, 0), count) for bound in self.bounds]
+            parts[modality] = {
+                chunk: (begin, end)
+                for chunk, (begin, end) in enumerate(itertools.pairwise(inside))
+                if begin < end
+            }
+        decoding = (chunk for chunk, bound in enumerate(self.decoder_bounds[1:]) if bound > 0)
+        return EncoderCut(parts=parts, decoder_chunk=next(decoding, self.chunks - 1))
 
     def recompute_of(self, module: str, layers: int) -> tuple[Recompute, ...]:
         """What each of a module's layers recomputes. Raises LayoutError unless the layout has as

@@ -92,9 +92,8 @@ def cut_waves(
         wide[i + 1] = wide[i] + (1 if least[i] > 1 else 0)
         wide_work[i + 1] = wide_work[i] + (work[i] if least[i] > 1 else 0.0)
     cuts = _cut_points(slots, ranks)  # int64[cuts]
-    slowest = np.zeros(
-        cuts.size
-    )  # float64[cuts]: seconds that no wave with units from there takes less
+    # float64[cuts]: what no wave goes below that holds the units between a cut and the next.
+    slowest = np.zeros(cuts.size)
     for back in range(cuts.size - 1):
         for i in range(cuts[back], cuts[back + 1]):
             slowest[back] = max(slowest[back], fastest[i])

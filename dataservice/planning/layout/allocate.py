@@ -159,11 +159,12 @@ def _problem(
 ) -> _Problem:
     whole = np.arange(1, batch + 1)
     divisors = whole[batch % whole == 0]
-    encoder, backbone, generator = (_choices(load, divisors, gpus) for load in loads)
+    encoder, backbone, generator = (choices_of(load, divisors, gpus) for load in loads)
     return _Problem(gpus, memory, batch, encoder, backbone, generator)
 
 
-def _choices(load: ModuleLoad | None, divisors: Ints, gpus: int) -> Choices:
+def choices_of(load: ModuleLoad | None, divisors: Ints, gpus: int) -> Choices:
+    """What a module may have on so many GPUs. Raises PlanningError where it has no data ranks."""
     stages, shares = _stage_counts(load, gpus)
     return Choices(
         shape=_shape(load),
@@ -271,6 +272,21 @@ def _held(problem: _Problem, choice: Ints, module: int) -> float:
             problem.batch // int(choice[1, 1]),
         )
     )
+
+
+def answer_of(
+    encoding: ModuleLoad,
+    decoding: ModuleLoad,
+    encoder: Choices,
+    decoder: Choices,
+    batch: int,
+    choice: Ints,
+    bound: float,
+) -> Allocation:
+    """The allocation of a choice int64[3, 3] of encoder and backbone, on whichever GPUs."""
+    nothing = choices_of(None, np.ones(1, np.int64), 1)
+    problem = _Problem(MOST_GPUS, np.inf, batch, encoder, decoder, nothing)
+    return _answer(problem, (encoding, decoding, None), choice, bound)
 
 
 def _answer(

@@ -64,22 +64,24 @@ def in_bubbles(replica: Replica, ask: BubbleAsk, mean: LayerWork, microbatches: 
             f"{MOST_MICROBATCHES}: use larger ones"
         )
     backbone = backbone_times(replica, ask, mean, microbatches)
-    memory_bytes = ask.group.device.memory_bytes
+
+    def scheduled(recompute: Recompute) -> BubbleSchedule:
+        encoders = encoder_times(replica, ask, mean, recompute)
+        return schedule_bubbles(backbone, encoders, memory_bytes=ask.group.device.memory_bytes)
+
     recompute: Recompute = "none"
     try:
-        encoders = encoder_times(replica, ask, mean, recompute)
-        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
+        made = scheduled(recompute)
     except PlanningError:  # no room for all that they keep
         recompute = "full"
-        encoders = encoder_times(replica, ask, mean, recompute)
-        made = schedule_bubbles(backbone, encoders, memory_bytes=memory_bytes)
+        made = scheduled(recompute)
     gradient_bytes, ranks = _gradients(replica, ask, made.plan)
     choice = replica.recompute.choice.copy()
     choice[: int(replica.bounds[0])] = RECOMPUTE.index(recompute)
-    replica = replace(replica, recompute=replace(replica.recompute, choice=choice))
+    chosen = replace(replica, recompute=replace(replica.recompute, choice=choice))
     return replace(
-        replica,
-        encoding_shown=_shown(replica, ask, mean, microbatches, made),
+        chosen,
+        encoding_shown=_shown(chosen, ask, mean, microbatches, made),
         in_bubbles=InBubbles(
             schedule=made,
             microbatches=microbatches,
@@ -109,7 +111,7 @@ def _encoders_of(profile: LayerProfile) -> list[_Encoder]:
     found = []
     for module in dict.fromkeys(profile.modules):
         if module != DECODER:
-            mine = np.array([each == module for each in profile.modules])
+            mine = profile.entries_of(module)
             names = tuple(name for name, ours in zip(profile.names, mine, strict=True) if ours)
             found.append(_Encoder(module, mine, names))
     return found
@@ -132,11 +134,11 @@ def backbone_times(
     parallel, profile = replica.parallel, replica.profile
     first = int(replica.bounds[0])
     passes = _passes(ask, parallel.tensor_ranks, mean, replica.recompute.choice)
-    states = profile.state_bytes * (profile.optimizer_bytes > 0)
+    trained_bytes = profile.trained_bytes
     link = parallel.link_bytes_per_s(ask.group, parallel.replicas)
     scatter_s, gather_s = (
         _fullest(replica, whole_gradients_s(each, parallel.replicas, link))
-        for each in (profile.gradient_bytes, states - profile.gradient_bytes)
+        for each in (profile.gradient_bytes, trained_bytes - profile.gradient_bytes)
     )
     return BackboneTimes(
         forward=passes[0].kernels(lambda seconds: seconds[first:]),
@@ -253,10 +255,9 @@ def _gradients(replica: Replica, ask: BubbleAsk, plan: EncoderPlan) -> tuple[flo
     """Weights and gradients of encoders on the GPU that has most of them, and the ranks over which
     they are summed."""
     profile = ask.profile(plan.tensor_parallel)
-    trained = profile.state_bytes * (profile.optimizer_bytes > 0)
     hops = np.zeros(plan.pipeline_parallel)
     for encoder in _encoders_of(profile):
-        layers = encoder.joined(trained)
+        layers = encoder.joined(profile.trained_bytes)
         hops += np.add.reduceat(layers, even_bounds(layers.size, plan.pipeline_parallel)[:-1])
     return float(hops.max()), replica.parallel.replicas * plan.pipelines
 

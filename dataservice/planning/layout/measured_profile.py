@@ -177,7 +177,7 @@ class _Parts:
             if part != HEAD:
                 found[self.whole.names.index(name), column] = 1.0
                 continue
-            mine = np.array([each == module for each in self.whole.modules])
+            mine = self.whole.entries_of(module)
             outside = np.flatnonzero(mine & ~layers)
             if not outside.size:
                 outside = np.flatnonzero(mine)[-1:]

@@ -21,6 +21,7 @@ from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.layout.allocate import Allocation, ModuleAllocation, allocate_modules
+from dataservice.planning.layout.allocate_mix import NodeKind, allocate_mix
 from dataservice.planning.layout.cluster import NodeGroup
 from dataservice.planning.layout.costs import LayerShares, Precision, analytic_profile
 from dataservice.planning.layout.microbatches import sample_work
@@ -35,7 +36,7 @@ from dataservice.planning.layout.replica import (
     row_seconds,
 )
 from dataservice.planning.layout.search_shapes import MICROBATCH_TOKENS
-from dataservice.planning.layout.task import LayoutTask, tensor_ranks_of
+from dataservice.planning.layout.task import LayoutTask, require_steps, tensor_ranks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,7 @@ def lay_out_modules(
             f"generator_tokens is {generator_tokens}, and {model.name} has no generator: leave "
             "generator_tokens (--generator-tokens) out"
         )
+    require_steps(batches)
     made = profile or (lambda ranks: _computed(model, group, ranks, precision))
     profiles = {ranks: made(ranks) for ranks in tensor_ranks_of(group)}
     work = _work(model, batches, generator_tokens)
@@ -85,6 +87,68 @@ def lay_out_modules(
     if not found:
         raise refused[-1]
     return min(found, key=lambda each: each.allocation.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedLayout:
+    """Encoders and decoder on the kinds of nodes on which a step takes least, by the formula."""
+
+    modules: ModuleLayout
+    encoder_group: NodeGroup
+    decoder_group: NodeGroup
+
+
+def lay_out_mix(tasks: Sequence[LayoutTask]) -> MixedLayout:
+    """Encoders and decoder on GPUs of their own, of any kind of nodes: the same question for each
+    of these kinds. Exact by MMScale's formula. Raises PlanningError where nothing fits, and where
+    the model has no encoder."""
+    model, batches = tasks[0].model, tasks[0].batches
+    names = [encoder.name for encoder in model.encoders]
+    if not names or model.generator:
+        raise PlanningError(
+            f"{model.name} has {len(names)} encoders and "
+            f"{'a' if model.generator else 'no'} generator; over a mix of nodes a decoder and its "
+            "encoders are laid out: leave one kind of nodes in the cluster file"
+        )
+    work = _work(model, batches, None)
+    batch = round(float(np.mean([len(each.lengths) for each in batches])))
+    found: list[MixedLayout] = []
+    refused: list[PlanningError] = []
+    for recompute in RECOMPUTE:
+        kinds = [_kind(task, names, work, recompute) for task in tasks]
+        try:
+            made = allocate_mix(kinds, batch=batch)
+        except PlanningError as error:
+            refused.append(error)
+            continue
+        found.append(
+            MixedLayout(
+                modules=ModuleLayout(allocation=made.allocation, recompute=recompute, batch=batch),
+                encoder_group=tasks[made.encoder_kind].group,
+                decoder_group=tasks[made.decoder_kind].group,
+            )
+        )
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda each: each.modules.allocation.seconds)
+
+
+def _kind(
+    task: LayoutTask, encoders: Sequence[str], work: LayerWork, recompute: Recompute
+) -> NodeKind:
+    group = task.group
+    profiles = {ranks: task.profile(ranks) for ranks in tensor_ranks_of(group)}
+    link = group.link_bytes_per_s(group.gpus)
+
+    def load(names: Sequence[str]) -> ModuleLoad:
+        return load_of_modules(names, profiles, work, recompute, link_bytes_per_s=link)
+
+    return NodeKind(
+        gpus=group.gpus,
+        memory_bytes=group.device.memory_bytes,
+        encoder=load(encoders),
+        decoder=load((DECODER,)),
+    )
 
 
 def _computed(
@@ -196,11 +260,12 @@ class _Planned:
         self._encoder: ModuleAllocation | None = others[0] if others else None
         self._gradients_s = allocation.gradients_s
         self._profile = task.profile(self._decoder.tensor_ranks)
+        self._topology, self._cost = self._as_topology(), self._as_cost()
 
     def sizes(self) -> list[int]:
         """Tokens of a microbatch for which the decoder's first stage has room."""
         decoder, profile = self._decoder, self._profile
-        mine = np.array([module == DECODER for module in profile.modules])
+        mine = profile.entries_of(DECODER)
         optimizer = profile.optimizer_bytes / decoder.data_ranks
         states = float((profile.state_bytes + optimizer)[mine].sum()) / decoder.pipeline_stages
         # It keeps as many microbatches as there are stages, of its part of the layers.
@@ -213,19 +278,21 @@ class _Planned:
     def step_s(self, tokens: int, *, rough: bool) -> float:
         options = PlanOptions(
             memory_tokens=tokens,
-            cost=self._cost(),
+            cost=self._cost,
             pack="balanced" if rough else None,
             order="mmscale" if rough else None,
         )
         batches = self._task.batches[:1] if rough else self._task.batches
-        topology = self._topology()
         try:
-            plans = [compose_step(b, step=0, topology=topology, options=options) for b in batches]
+            plans = [
+                compose_step(batch, step=0, topology=self._topology, options=options)
+                for batch in batches
+            ]
         except PlanningError:
             return np.inf
         return float(np.mean([plan.predicted_s for plan in plans]))
 
-    def _topology(self) -> Topology:
+    def _as_topology(self) -> Topology:
         decoder, encoder = self._decoder, self._encoder
         ahead = encoder.pipeline_stages if encoder else 0
         stages = ahead + decoder.pipeline_stages
@@ -259,8 +326,9 @@ class _Planned:
             replicas=decoder.data_ranks,
         )
 
-    def _cost(self) -> CostModel:
-        task, decoder = self._task, self._decoder
+    def _as_cost(self) -> CostModel:
+        task, encoder = self._task, self._encoder
+        encoding = task.profile(encoder.tensor_ranks) if encoder else self._profile
         intra_s, inter_s = ring_seconds(self._parallel(), task.group, task.ring_token_bytes)
         row_intra_s, row_inter_s = row_seconds(self._parallel(), task.group, task.row_bytes)
         token_s, square_s, constant_s = self._paces(self._profile, DECODER)
@@ -272,8 +340,8 @@ class _Planned:
                 ring_intra_s_per_token=intra_s,
                 ring_inter_s_per_token=inter_s,
             ),
-            vision=self._phase("vision", decoder),
-            audio=self._phase("audio", decoder),
+            vision=self._phase("vision", encoding),
+            audio=self._phase("audio", encoding),
             step=StepCost(
                 feature_intra_s_per_token=row_intra_s,
                 feature_inter_s_per_token=row_inter_s,
@@ -281,12 +349,11 @@ class _Planned:
             ),
         )
 
-    def _phase(self, name: str, decoder: ModuleAllocation) -> PhaseCost:
+    def _phase(self, name: str, profile: LayerProfile) -> PhaseCost:
         encoder = self._encoder
         if encoder is None or name not in encoder.name.split("+"):
             return PhaseCost(linear_s_per_token=0.0)
-        served = decoder.data_ranks / encoder.data_ranks
-        profile = self._task.profile(encoder.tensor_ranks)
+        served = self._decoder.data_ranks / encoder.data_ranks
         token_s, square_s, constant_s = self._paces(profile, name)
         return PhaseCost(
             linear_s_per_token=token_s * served,
@@ -296,12 +363,9 @@ class _Planned:
 
     def _paces(self, profile: LayerProfile, module: str) -> tuple[float, float, float]:
         """Both passes of a module and what it makes again: seconds a token, a squared one, once."""
-        mine = np.array([each == module for each in profile.modules])
-        found = []
-        for of in ("token_s", "square_s", "constant_s"):
-            total = getattr(profile.forward, of) + getattr(profile.backward, of)
-            if self._recompute != "none":
-                again = profile.forward if self._recompute == "full" else profile.again
-                total = total + getattr(again, of) * (profile.kept_token_bytes["none"] > 0)
-            found.append(float(total[mine].sum()))
-        return found[0], found[1], found[2]
+        mine, recompute = profile.entries_of(module), RECOMPUTE.index(self._recompute)
+        token_s, square_s, constant_s = (
+            float(profile.both_passes(of, recompute)[mine].sum())
+            for of in ("token_s", "square_s", "constant_s")
+        )
+        return token_s, square_s, constant_s

@@ -76,6 +76,35 @@ class LayerProfile:
                     "one for each entry, finite and at least 0"
                 )
 
+    def entries_of(self, module: str) -> NDArray[np.bool_]:
+        """Which entries are this module's: bool[entries]."""
+        return np.array([each == module for each in self.modules])
+
+    @property
+    def trains(self) -> NDArray[np.bool_]:
+        """Which entries have weights that a step changes: bool[entries]."""
+        trains: NDArray[np.bool_] = self.optimizer_bytes > 0
+        return trains
+
+    @property
+    def trained_bytes(self) -> Floats:
+        """Weights and gradients of what trains, which data-parallel ranks send around:
+        float64[entries]."""
+        trained: Floats = self.state_bytes * self.trains
+        return trained
+
+    def both_passes(self, of: str, recompute: int | NDArray[np.int8]) -> Floats:
+        """The column `of` of a pace, over both passes of every entry and what is made again between
+        them: float64[entries]. `recompute` int[entries], or one for all, indexes RECOMPUTE."""
+        forward, backward, again = (
+            getattr(pace, of) for pace in (self.forward, self.backward, self.again)
+        )
+        # Where nothing has to stay for a backward pass, there is none to make anything again for.
+        keeps = self.kept_token_bytes["none"] > 0
+        added = np.choose(recompute, (np.zeros_like(forward), again, forward)) * keeps
+        total: Floats = forward + backward + added
+        return total
+
     def seconds(self, work: "LayerWork") -> tuple[Floats, Floats]:
         """Forward and backward seconds, each float64[microbatches, layers]."""
         tokens, squares = work.columns(self.modules)
@@ -86,8 +115,7 @@ class LayerProfile:
         tokens, squares = work.columns(self.modules)
         if recompute == "none":
             return np.zeros_like(tokens)
-        pace = self.forward if recompute == "full" else self.again
-        # Where nothing has to stay for a backward pass, there is none to make anything again for.
+        pace = self.forward if recompute == "full" else self.again  # as in `both_passes`
         return pace.seconds(tokens, squares) * (self.kept_token_bytes["none"] > 0)
 
     def kept_bytes(self, work: "LayerWork", recompute: Recompute) -> Floats:

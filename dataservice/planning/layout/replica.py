@@ -119,7 +119,7 @@ class Replica:
             encoder_stage=(
                 "spread" if parallel.encoder_stage == "bubbles" else parallel.encoder_stage
             ),
-            encoders_train=bool(self._train(~self._decoding).any()),
+            encoders_train=bool((self.profile.trains & ~self._decoding).any()),
             stage_shares=self.chunk_shares,
             vision_shares=self.encoder_shares("vision"),
             audio_shares=self.encoder_shares("audio"),
@@ -132,7 +132,7 @@ class Replica:
 
     def encoder_shares(self, module: str) -> tuple[float, ...]:
         """The same of an encoder's seconds, where encoders are cut; else empty."""
-        mine = np.array([each == module for each in self.profile.modules])
+        mine = self.profile.entries_of(module)
         if self.parallel.encoder_stage != "cut" or not mine.any():
             return ()
         return self._shares(mine)
@@ -146,7 +146,7 @@ class Replica:
     @property
     def seconds_a_token(self) -> Floats:
         """Both passes of a token, and what is made again between them: float64[entries]."""
-        return self._total("token_s")
+        return self._both_passes("token_s")
 
     def _shares(self, entries: NDArray[np.bool_]) -> tuple[float, ...]:
         token_s = np.where(entries, self.seconds_a_token, 0.0)
@@ -155,14 +155,15 @@ class Replica:
 
     def cost(self, group: NodeGroup) -> CostModel:
         """Seconds of one replica's ranks, its recomputation among them."""
-        parallel, token, square = self.parallel, self.seconds_a_token, self._total("square_s")
-        constant, decodes = self._total("constant_s"), self._decoding
-        shown = self.encoding_shown
+        parallel, decodes, shown = self.parallel, self._decoding, self.encoding_shown
+        token, square, constant = (
+            self._both_passes(of) for of in ("token_s", "square_s", "constant_s")
+        )
         ring_intra_s, ring_inter_s = ring_seconds(parallel, group, self.ring_token_bytes)
         row_intra_s, row_inter_s = row_seconds(parallel, group, self.row_bytes)
         phases = {}
         for name in ("vision", "audio"):
-            mine = np.array([module == name for module in self.profile.modules])
+            mine = self.profile.entries_of(name)
             phases[name] = PhaseCost(
                 linear_s_per_token=float(token[mine].sum()) * shown,
                 quadratic_s_per_token2=float(square[mine].sum()) * shown,
@@ -220,20 +221,8 @@ class Replica:
     def _decoding(self) -> NDArray[np.bool_]:
         return decoding(self.profile)
 
-    def _train(self, entries: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        trained: NDArray[np.bool_] = entries & (self.profile.optimizer_bytes > 0)
-        return trained
-
-    def _total(self, of: str) -> Floats:
-        """Both passes of every entry, and what is made again between them: float64[entries]."""
-        profile, choice = self.profile, self.recompute.choice
-        forward, backward, again = (
-            getattr(pace, of) for pace in (profile.forward, profile.backward, profile.again)
-        )
-        keeps = profile.kept_token_bytes["none"] > 0
-        added = np.choose(choice, (np.zeros_like(forward), again, forward)) * keeps
-        total: Floats = forward + backward + added
-        return total
+    def _both_passes(self, of: str) -> Floats:
+        return self.profile.both_passes(of, self.recompute.choice)
 
     def _kept_token_bytes(self) -> Floats:
         kept = [self.profile.kept_token_bytes[kind] for kind in RECOMPUTE]
@@ -241,7 +230,7 @@ class Replica:
         return chosen
 
     def _kept_by(self, kept: Floats, module: str) -> float:
-        return float(kept[[name == module for name in self.profile.modules]].sum())
+        return float(kept[self.profile.entries_of(module)].sum())
 
     def _entries_of(self, device: int) -> NDArray[np.bool_]:
         mine: NDArray[np.bool_] = device_of(self.profile, self.bounds, self.parallel) == device
@@ -251,19 +240,18 @@ class Replica:
         """ZeRO-1: gradients reduced and scattered, weights gathered; what the step is longer by."""
         replicas, profile = self.parallel.replicas, self.profile
         link = self.parallel.link_bytes_per_s(group, replicas)
-        trained = self._train(np.ones(len(profile.names), np.bool_))
         device = device_of(profile, self.bounds, self.parallel)
-        outside_s = whole_gradients_s(
-            profile.state_bytes[trained & (device < 0)].sum(), replicas, link
-        )
         if self.parallel.encoder_stage == "bubbles":
             outside_s = self._bubbles_gradient_s(group)
-        scatter_s = whole_gradients_s(profile.gradient_bytes * trained, replicas, link)
-        both_s = whole_gradients_s(profile.state_bytes * trained, replicas, link)
+        else:
+            outside = profile.state_bytes[profile.trains & (device < 0)].sum()
+            outside_s = whole_gradients_s(outside, replicas, link)
+        both_s = whole_gradients_s(profile.trained_bytes, replicas, link)
         stages, first = self.parallel.pipeline_stages, int(self.bounds[0])
         if self.last_pass is None:
             of_stage = np.bincount(device[first:], both_s[first:], minlength=stages)
             return float(outside_s + of_stage.max())
+        scatter_s = whole_gradients_s(profile.gradient_bytes * profile.trains, replicas, link)
         return float(outside_s) + shown_gradients_s(
             scatter_s[first:],
             (both_s - scatter_s)[first:],
@@ -301,7 +289,7 @@ def _sent_s(parallel: Parallel, group: NodeGroup, sent_bytes: float) -> tuple[fl
 
 def decoding(profile: LayerProfile) -> NDArray[np.bool_]:
     """Which entries are the decoder's: bool[entries]."""
-    return np.array([module == DECODER for module in profile.modules])
+    return profile.entries_of(DECODER)
 
 
 def device_of(

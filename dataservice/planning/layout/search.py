@@ -27,18 +27,11 @@ from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel, Replica
 from dataservice.planning.layout.search_bound import least_step_s
-from dataservice.planning.layout.search_shapes import (
-    MICROBATCH_TOKENS,
-    VIRTUAL_STAGES,
-    shape_words,
-    shapes,
-)
+from dataservice.planning.layout.search_shapes import shape_words, shapes
 from dataservice.planning.layout.step_planner import StepPlanner
 from dataservice.planning.layout.task import LayoutTask
 
 __all__ = [
-    "MICROBATCH_TOKENS",
-    "VIRTUAL_STAGES",
     "Candidate",
     "Choice",
     "Layout",
@@ -88,15 +81,14 @@ class Choice:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """The best of the candidates, the others behind it, and what no layout goes below,
-    `lower_bound_s`; why others cannot be, and how many with encoders in bubbles could not have
-    been better than one that was scheduled."""
+    `lower_bound_s`; and why others cannot be. Of those with encoders in bubbles, only those are
+    here that were scheduled."""
 
     best: Candidate
     others: tuple[Candidate, ...]
     choices: tuple[Choice, ...]
     lower_bound_s: float
     refused: tuple[str, ...]
-    unscheduled: int = 0
 
     @property
     def gap(self) -> float:
@@ -109,8 +101,8 @@ Progress = Callable[[int, int, float], None]
 
 
 def search_layout(task: LayoutTask, *, progress: Progress | None = None) -> Layout:
-    """The layout whose steps take least. Every combination of the sizes above that divides the GPUs
-    is tried. Raises PlanningError where none fits, with what the nearest one lacks."""
+    """The layout whose steps take least, of all `shapes`. Raises PlanningError where none fits,
+    with what the nearest one lacks."""
     return _Search(task, progress).layout()
 
 
@@ -129,7 +121,7 @@ class _Search:
         self._planner = StepPlanner(task, ask)
         self._found: list[Candidate] = []
         self._refused: list[str] = []
-        self._unscheduled = self._done = self._total = 0
+        self._done = self._total = 0  # candidates, for the progress
 
     def layout(self) -> Layout:
         """See `search_layout`."""
@@ -154,11 +146,10 @@ class _Search:
             choices=tuple(_choices(self._planner, best, ranked)),
             lower_bound_s=min(least_step_s(self._task, self._profiles), best.step_s),
             refused=tuple(self._refused),
-            unscheduled=self._unscheduled,
         )
 
-    def _tell(self, more: int = 1) -> None:
-        self._done += more
+    def _tell(self) -> None:
+        self._done += 1
         if self._progress is not None:
             best_s = min((each.step_s for each in self._found), default=np.inf)
             self._progress(self._done, self._total, best_s)
@@ -202,7 +193,6 @@ class _Search:
         best_s = np.inf
         for number, each in enumerate(waiting):
             if number >= SCHEDULES or each.step_s >= best_s:
-                self._unscheduled += 1
                 self._tell()
                 continue
             parallel, tokens = each.replica.parallel, each.microbatch_tokens

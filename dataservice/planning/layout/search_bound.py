@@ -20,7 +20,7 @@ from dataservice.core.cost import ContextCost
 from dataservice.planning.layout.gradients import whole_gradients_s
 from dataservice.planning.layout.microbatches import batch_work
 from dataservice.planning.layout.profile import Floats, LayerProfile
-from dataservice.planning.layout.replica import DECODER, Parallel, decoding, ring_seconds
+from dataservice.planning.layout.replica import Parallel, decoding, ring_seconds
 from dataservice.planning.layout.search_shapes import parallels
 from dataservice.planning.layout.stage_anchor import anchor_split
 from dataservice.planning.layout.stage_times import MeanTimes
@@ -67,7 +67,7 @@ def _priced(task: LayoutTask, profile: LayerProfile) -> _Priced:
     most_s = token_s + np.maximum(profile.forward.token_s, profile.again.token_s) * tokens
     of_stages = token_s.copy()
     for module in set(profile.modules):
-        mine = np.array([each == module for each in profile.modules])
+        mine = profile.entries_of(module)
         if most_s[mine].sum() > 0:
             of_stages[mine] *= 1.0 + square_s[mine].sum() / most_s[mine].sum()
     return _Priced(token_s + square_s, of_stages)
@@ -111,7 +111,7 @@ def _busiest_s(seconds: Floats, stages: int, virtual_stages: int) -> float:
 
 def _longest_s(task: LayoutTask, profile: LayerProfile, parallel: Parallel) -> float:
     """The longest sample of each batch, alone, at the degree that suits it best; mean."""
-    mine = np.array([module == DECODER for module in profile.modules])
+    mine = decoding(profile)
     token_s, square_s = (
         float((getattr(profile.forward, of) + getattr(profile.backward, of))[mine].sum())
         for of in ("token_s", "square_s")
@@ -132,7 +132,6 @@ def _longest_s(task: LayoutTask, profile: LayerProfile, parallel: Parallel) -> f
 
 def _gradient_s(task: LayoutTask, profile: LayerProfile, parallel: Parallel) -> float:
     """All that trains, evenly over the stages."""
-    trained = profile.state_bytes * (profile.optimizer_bytes > 0)
     link = parallel.link_bytes_per_s(task.group, parallel.replicas)
-    share = trained.sum() / parallel.pipeline_stages
+    share = profile.trained_bytes.sum() / parallel.pipeline_stages
     return float(whole_gradients_s(share, parallel.replicas, link))

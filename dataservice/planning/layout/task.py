@@ -1,5 +1,6 @@
 """What `dataservice layout` is asked: a model, the GPUs, and steps that it is trained on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dataservice.core.errors import PlanningError
@@ -32,8 +33,7 @@ class LayoutTask:
     def __post_init__(self) -> None:
         if self.measured is not None:
             require_measured(self.measured, self.model)
-        if not self.batches or not all(len(batch.lengths) for batch in self.batches):
-            raise PlanningError("a layout is made for steps; give one batch of samples at least")
+        require_steps(self.batches)
         names = [encoder.name for encoder in self.model.encoders]
         if strange := [name for name in names if name not in ("vision", "audio")]:
             raise PlanningError(
@@ -80,6 +80,12 @@ class LayoutTask:
             )
         shares = LayerShares(tensor_ranks=ranks)
         return analytic_profile(self.model, group, shares=shares, precision=self.precision)
+
+
+def require_steps(batches: Sequence[StepSamples]) -> None:
+    """Raises PlanningError where there is no step, and where one has no samples."""
+    if not batches or not all(len(batch.lengths) for batch in batches):
+        raise PlanningError("a layout is made for steps; give one batch of samples at least")
 
 
 def tensor_ranks_of(group: NodeGroup) -> tuple[int, ...]:

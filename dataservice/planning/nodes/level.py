@@ -2,7 +2,9 @@
 
 A phase takes as long as its slowest rank anywhere, so no node need be better than the worst one.
 The cap rises in rounds from just above the bound. Where few nodes miss it, they hand on a few of
-their cheapest items to nodes that still keep it; where many do, the next round follows.
+their cheapest items to nodes that still keep it; where many do, the next round follows. Once all
+keep a cap far above the bound, a few lower ones are tried: items that were handed on meanwhile may
+let nodes keep what they missed before.
 
     cap ┄┄┄┄┄┄┄┄┄┄┄┄┄┄▪┄┄┄┄┄┄┄┄┄┄┄┄
         █ █ █ █ │ █ █ █ █ │ █ █ █ ▃     ▪ has no room in its node, and goes to the last
@@ -19,7 +21,7 @@ from dataservice.planning.nodes.fill import CHOSEN, FEW_RANKS, fill_few, fill_no
 _FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
 # A phase that ends further above the bound tries caps between the last that it missed and its end.
 _NEAR = 8e-3
-_LOWER_CAPS = 3
+LOWER_CAPS = 3
 _WIDER = 1.5
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
@@ -38,8 +40,8 @@ def level_phase(
     """Write the rank of each item of a phase to `rank_of` int32[m].
 
     Node k holds listed[begins[k] : begins[k + 1]], by falling cost; `bound` is what the largest
-    load cannot be below. O(items · ranks of a node²) a round, and few rounds, as
-    the slack grows by half in each.
+    load cannot be below. O(items · ranks of a node²) a round, and few rounds, as the slack grows by
+    half in each.
     """
     nodes = begins.size - 1
     if begins[nodes] == begins[0]:
@@ -82,7 +84,7 @@ def level_phase(
                     break
         if missing == 0:
             reached = most.max() / bound - 1.0
-            if reached <= _NEAR or lower_caps == _LOWER_CAPS:
+            if reached <= _NEAR or lower_caps == LOWER_CAPS:
                 return
             lower_caps += 1
             slack = 0.5 * (missed + reached)

@@ -70,7 +70,7 @@ class EncoderItems(EncoderLoads):
 
 def encoder_loads(plan: StepPlan, cost: CostModel) -> EncoderLoads:
     """What a plan whose packs are placed encodes. O(n + m)."""
-    phase, seconds, _ = _phases_and_seconds(plan, item_packs(plan), cost)
+    phase, seconds, _ = _phases_and_seconds(plan, item_packs(plan), unit_counts(plan), cost)
     return EncoderLoads(
         phases=plan.waves * MODALITIES, phase=phase, seconds=seconds, batch_s=_batch_s(cost)
     )
@@ -78,8 +78,8 @@ def encoder_loads(plan: StepPlan, cost: CostModel) -> EncoderLoads:
 
 def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
     """Every item of a plan whose packs are placed, as it is dispatched. O(n + m)."""
-    pack = item_packs(plan)
-    phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, cost)
+    pack, units = item_packs(plan), unit_counts(plan)
+    phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, units, cost)
     return EncoderItems(
         phases=plan.waves * MODALITIES,
         phase=phase,
@@ -88,7 +88,7 @@ def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
         home=item_homes(plan, pack),
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
-        units=unit_counts(plan),
+        units=units,
         unit_seconds=unit_seconds,
     )
 
@@ -98,14 +98,14 @@ def _batch_s(cost: CostModel) -> NDArray[np.float64]:
 
 
 def _phases_and_seconds(
-    plan: StepPlan, pack: NDArray[np.int32], cost: CostModel
+    plan: StepPlan, pack: NDArray[np.int32], units: NDArray[np.int32], cost: CostModel
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     return _phase_and_seconds(
         plan.pack_wave,
         pack,
         plan.item_modality,
         plan.item_encoder_tokens,
-        unit_counts(plan),
+        units,
         np.array([cost.vision.coefficients, cost.audio.coefficients]),
     )
 

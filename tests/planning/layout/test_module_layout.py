@@ -108,6 +108,13 @@ def test_a_generator_without_its_tokens_is_refused_with_the_option_that_says_the
         lay_out_modules(MODEL, nodes(80e9), BATCHES, generator_tokens=5)
 
 
+def test_modules_without_steps_are_refused():
+    nothing = workloads.step_samples(workloads.vlm_sft(0, 0))
+    for batches in ((), (BATCHES[0], nothing)):
+        with pytest.raises(PlanningError, match=r"give one batch of samples at least"):
+            lay_out_modules(MODEL, nodes(80e9), batches)
+
+
 def test_a_model_that_no_allocation_holds_is_told_by_how_many_bytes():
     with pytest.raises(PlanningError, match=r"bytes a GPU are missing"):
         lay_out_modules(MODEL, nodes(1e9), BATCHES)

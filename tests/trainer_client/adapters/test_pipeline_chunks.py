@@ -15,6 +15,7 @@ from tests.trainer_client.adapters.foreign_models import (
 )
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import (
+    CutEncoders,
     UnsupportedModel,
     WholeEncoders,
     hidden_states,
@@ -55,6 +56,25 @@ CASES = {
     "deepstack": (
         "qwen3_vl", 2, StageLayout(modules=SEEING, bounds=(0, 4, 5), recompute=MIXED)
     ),
+    "cut over two stages": (
+        "qwen2_5_vl", 2,
+        StageLayout(modules=SEEING, bounds=(0, 1, 5), recompute=MIXED, encoder_stage="cut"),
+    ),
+    "cut over three stages": (
+        "qwen2_5_vl", 1,
+        StageLayout(modules=SEEING, bounds=(0, 1, 3, 5), recompute=MIXED, encoder_stage="cut"),
+    ),
+    "cut over chunks of two stages": (
+        "qwen2_vl", 2,
+        StageLayout(
+            modules=SEEING, bounds=(0, 1, 2, 4, 5), recompute=MIXED, encoder_stage="cut",
+            virtual_stages=2,
+        ),
+    ),
+    "cut where an encoder ends": (
+        "qwen3_vl", 1,
+        StageLayout(modules=SEEING, bounds=(0, 2, 4, 5), recompute=MIXED, encoder_stage="cut"),
+    ),
     "windows": ("mistral", 1, StageLayout(modules=DECODER, bounds=(0, 1, 3))),
     "tied": ("tied", 1, StageLayout(modules=DECODER, bounds=(0, 1, 2, 3, 3))),
 }  # fmt: skip
@@ -76,13 +96,16 @@ def train_case(rank, case):
     samples = samples_for(name, family)
     degrees = (1,) if replicas == 1 else (1, 2)
     model = trainable(family.build(), processor=PROCESSOR)
-    spread = layout.encoder_stage == "spread"
+    spread, cut = layout.encoder_stage == "spread", layout.encoder_cut
     with PipelineMesh(
         stages=layout.stages, virtual_stages=layout.virtual_stages, rank=rank,
         world_size=layout.stages * replicas, timeout_s=60, lane=case,
+        encoder_stage=layout.encoder_stage, encoder_cut=cut,
     ) as mesh:  # fmt: skip
         chunks = pipeline_chunks(model, layout)[mesh.stage :: layout.stages]
         encoders = WholeEncoders(model) if spread else None
+        if cut is not None:
+            encoders = CutEncoders(model, cut)
         shard = shard_of(samples, replicas, mesh.replica, 4, degrees)
         result = run_pipeline_step(chunks, shard, mesh, hidden_states(model), encoders=encoders)
         sum_tied_gradient(chunks, mesh)
@@ -91,6 +114,8 @@ def train_case(rank, case):
     names = {id(weight): key for key, weight in model.model.named_parameters()}
     assert mine <= names.keys(), "chunks share the model's own weights"
     grads = {key: p.grad for key, p in model.model.named_parameters() if id(p) in mine}
+    others = [key for key, p in model.model.named_parameters() if p.grad is not None]
+    assert set(others) <= grads.keys(), "gradients are those of the stage's own chunks"
     return result.loss, grads
 
 
@@ -103,7 +128,7 @@ def train_cases(rank, size, cases):
     }
 
 
-QUICK = ("two stages", "four stages, the first encodes")
+QUICK = ("two stages", "four stages, the first encodes", "cut over three stages")
 
 
 def test_a_pipeline_of_chunks_trains_what_transformers_trains(world):
@@ -200,6 +225,11 @@ def test_a_layer_that_recomputes_more_keeps_less():
             "4 layers of llm and the model 3",
         ),
         ("llama", StageLayout(modules=DECODER, bounds=(0, 3)), LayoutError, "which is one chunk"),
+        (
+            "qwen3_vl",
+            StageLayout(modules=SEEING, bounds=(0, 1, 4, 5), encoder_stage="cut"), UnsupportedModel,
+            "cuts the encoder of Qwen3VL.* behind layer 0; encoders of Qwen2-VL and Qwen2.5-VL can",
+        ),
         (
             "gemma3", StageLayout(modules=SEEING, bounds=(0, 3, 5)), UnsupportedModel,
             "lets the tokens of an image see one another",

@@ -72,23 +72,53 @@ def written(searched, tmp_path_factory):
     return files
 
 
-@pytest.fixture(scope="module")
-def readable(written):
-    """Those that do not end a stage inside an encoder."""
-    return {key: path for key, path in written.items() if key[2] != "cut"}
+def test_encoders_that_are_cut_lie_on_the_chunks_that_the_file_names(written):
+    found = 0
+    for path in (path for (*_, place), path in written.items() if place == "cut"):
+        layout, told = StageLayout.load(path), yaml.safe_load(path.read_text())["stages"]
+        cut = layout.encoder_cut
+        layers = {
+            name: {
+                chunk: sum(each.startswith(f"{name}.") and each[-1].isdigit() for each in held)
+                for chunk, held in enumerate(of["layers"] for of in told)
+            }
+            for name in ("vision", "audio")
+        }
+        for name, parts in cut.parts.items():
+            counts = {chunk: end - first for chunk, (first, end) in parts.items()}
+            assert counts == {chunk: count for chunk, count in layers[name].items() if count}
+        found = max(found, len({chunk for parts in cut.parts.values() for chunk in parts}))
+        begins = [chunk for chunk, of in enumerate(told) if "decoder.0" in of["layers"]]
+        assert [cut.decoder_chunk] == begins
+    assert found > 1, "encoders lie on several chunks"
 
 
-def test_a_stage_that_ends_inside_an_encoder_is_refused_with_the_remedy(written):
+def test_seconds_of_encoders_that_are_cut_are_those_of_the_parts_in_the_file(written):
+    samples = scripted_samples()
+    shard = shard_of(step_plan(samples, ONE_REPLICA, [0] * 6), samples, 0)
     path = next(path for (*_, place), path in written.items() if place == "cut")
-    with pytest.raises(LayoutError, match=r"ends inside an encoder.*--encoders first"):
-        StageLayout.load(path)
+    layout = StageLayout.load(path)
+    shares = yaml.safe_load(path.read_text())["job"]["topology"]["vision_shares"]
+    backbone = one_forward_one_backward(layout.stages, layout.virtual_stages, 3)
+    schedule = layout.encoder_cut.schedule(backbone, ("vision", "audio"), trains=[True, True])
+    found = layout.seconds.timeline(shard, schedule)
+    whole = layout.seconds.encoding_s(shard.microbatches[0], "vision")[0]
+    parts = {
+        span.action.first: span.end_s - span.start_s
+        for span in found.encoders
+        if (span.action.kind, span.action.microbatch, span.action.encoder) == ("EF", 0, 0)
+    }
+    assert sum(parts.values()) == pytest.approx(whole)
+    held = [share / sum(shares) for share in shares if share > 0]
+    for part in range(len(parts) - 1):
+        assert parts[part] == pytest.approx(whole * held[part])
 
 
-def test_every_kind_of_layout_is_found_and_read(readable):
-    places = {key for key in readable if key[0] > 1}
-    assert {place for *_, place in places} == {"first", "own", "spread", "bubbles"}
+def test_every_kind_of_layout_is_found_and_read(written):
+    places = {key for key in written if key[0] > 1}
+    assert {place for *_, place in places} == {"first", "own", "cut", "spread", "bubbles"}
     assert {virtual for _, virtual, _ in places} == {1, 2}
-    for (stages, virtual, found), path in readable.items():
+    for (stages, virtual, found), path in written.items():
         place = "spread" if found == "bubbles" else found  # their list of actions says the rest
         layout, told = StageLayout.load(path), yaml.safe_load(path.read_text())
         assert (layout.stages, layout.virtual_stages) == (stages, virtual)
@@ -103,9 +133,9 @@ def test_every_kind_of_layout_is_found_and_read(readable):
             assert layout.bounds[1] == 3
 
 
-def test_what_recomputes_in_the_file_recomputes_in_the_model(readable):
+def test_what_recomputes_in_the_file_recomputes_in_the_model(written):
     hows = set()
-    for (stages, *_), path in readable.items():
+    for (stages, *_), path in written.items():
         told = yaml.safe_load(path.read_text())
         named = {n: how for c in told["stages"] for how in ("full", "selective") for n in c[how]}
         layout = StageLayout.load(path)

@@ -6,11 +6,13 @@ from trainer_client.adapters.transformers.chunks import (
     pipeline_chunks,
     sum_tied_gradient,
 )
+from trainer_client.adapters.transformers.cut_encoders import CutEncoders
 from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.position import DataPosition
 from trainer_client.adapters.transformers.trainable import TrainableModel, trainable
 
 __all__ = [
+    "CutEncoders",
     "DataPosition",
     "TrainableModel",
     "UnsupportedModel",

@@ -9,19 +9,20 @@ that does more than its layers between embeddings and norm (scales what it takes
 would do so in each chunk, and is refused.
 """
 
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Identity, Module, ModuleList, Parameter
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
+from trainer_client.adapters.transformers.cut_encoders import encoder_layers, part_of
 from trainer_client.adapters.transformers.families import TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.adapters.transformers.model_parts import Keep, with_parts
 from trainer_client.adapters.transformers.trainable import TrainableModel, refuse_long_rope
 from trainer_client.runtime import (
     Features,
@@ -35,37 +36,48 @@ from trainer_client.runtime import (
 )
 from trainer_client.shard import Microbatch, ModalityBatch
 
-Keep = Literal["encoders", "embeddings", "head"]
-
 
 def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
     """The layout's chunks, in model order; they share the model's weights, whose layers recompute
     from now on as the layout says. Where encoders are spread, give ``WholeEncoders(model)`` to
-    ``run_pipeline_step``.
+    ``run_pipeline_step``; where they are cut, ``CutEncoders(model, layout.encoder_cut)``.
 
     Raises
     ------
     LayoutError: the layout is of another model, or cuts it where it cannot be cut.
-    UnsupportedModel: the decoder does more than run its layers, or a layer cannot recompute.
+    UnsupportedModel: the decoder does more than run its layers, a layer cannot recompute, or the
+        encoder is cut and cannot be.
     """
-    family, bounds = model.family, layout.decoder_bounds
+    family, cut = model.family, layout.encoder_cut
+    begins = 0 if cut is None else cut.decoder_chunk
+    bounds = layout.decoder_bounds[begins:]
     _set_recompute(family, layout)
     _refuse_uncuttable(family)
-    if len(bounds) < 3:
+    if layout.chunks == 1:
         raise LayoutError(
             f"bounds are {layout.bounds}, which is one chunk; train the model itself by run_step"
         )
     if bounds[1] < family.deep_layers:
         raise LayoutError(
-            f"the first chunk has {bounds[1]} decoder layers, and {type(family.model).__name__} "
+            f"its first chunk has {bounds[1]} decoder layers, and {type(family.model).__name__} "
             f"adds features behind its first {family.deep_layers}; cut behind them"
         )
-    first, *between, last = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    return [
-        FirstChunk(_with_parts(family, first, keep=("encoders", "embeddings"))),
-        *(LaterChunk(_with_parts(family, part, keep=()), last=False) for part in between),
-        LaterChunk(_with_parts(family, last, keep=("head",)), last=True),
+    first, *later = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    keep: list[Keep] = ["embeddings"]
+    if cut is None:
+        keep.append("encoders")
+    if not later:
+        keep.append("head")
+    chunks: list[Module] = [
+        *(Module() for _ in range(begins)),  # which have parts of the encoder alone
+        FirstChunk(with_parts(family, first, keep=keep), last=not later),
+        *(LaterChunk(with_parts(family, part, keep=()), last=False) for part in later[:-1]),
+        *(LaterChunk(with_parts(family, part, keep=("head",)), last=True) for part in later[-1:]),
     ]
+    for of_chunks in () if cut is None else cut.parts.values():
+        for chunk, part in of_chunks.items():
+            chunks[chunk].add_module("encoder", part_of(family, part).model)
+    return chunks
 
 
 def hidden_states(model: TrainableModel) -> HiddenStates:
@@ -84,11 +96,12 @@ def sum_tied_gradient(chunks: Sequence[Module], mesh: PipelineMesh) -> None:
 
 
 class FirstChunk(TrainableModel):
-    """Encoders, embeddings and some layers; its output is hidden states."""
+    """Encoders, embeddings and some layers, whose output is hidden states; the head as well where
+    chunks before it have the encoders, and it is the last."""
 
-    def __init__(self, family: TextFamily) -> None:
+    def __init__(self, family: TextFamily, *, last: bool) -> None:
         super().__init__(family.model, family)
-        self.tied = _tied(family)
+        self.tied, self._last = _tied(family), last
         self.train()
 
     def decode(
@@ -97,7 +110,9 @@ class FirstChunk(TrainableModel):
         features: Mapping[str, Features],
         attention: PackedAttention,
     ) -> Tensor:
-        """Hidden states [local rows, width]."""
+        """Hidden states [local rows, width]; of the last chunk what the model decodes to."""
+        if self._last:
+            return super().decode(microbatch, features, attention)
         refuse_long_rope(self.family.decoder.config, microbatch)
         taken = self.family.taken(microbatch.input_ids[None], features)
         return self.family.through(self.family.hidden, taken, microbatch, attention)
@@ -126,7 +141,7 @@ class WholeEncoders(Module):
 
     def __init__(self, model: TrainableModel) -> None:
         super().__init__()
-        self._family = _with_parts(model.family, slice(0, 0), keep=("encoders",))
+        self._family = with_parts(model.family, slice(0, 0), keep=("encoders",))
         self.model = self._family.model
         self.modalities = tuple(self._family.encoders)
 
@@ -148,50 +163,6 @@ class WholeEncoders(Module):
         """Rows as the plan counts them; with features for deeper layers behind their own width."""
         width = self._family.decoder.config.hidden_size * (1 + self._family.deep_layers)
         return len(batch.exchange.send_rows), width
-
-
-def _with_parts(family: TextFamily, layers: slice, *, keep: Sequence[Keep]) -> TextFamily:
-    """The family of a copy of its model that has these decoder layers and these parts alone."""
-    decoder = family.decoder
-    parts = ModuleList(list(decoder.layers)[layers])
-    children: dict[str, Module | None] = {"layers": parts}
-    if "head" not in keep:
-        children["norm"] = Identity()
-    if "embeddings" not in keep:
-        children["embed_tokens"] = None
-    copied = _copy(decoder, **children)
-    copied.config = _config_of(decoder.config, layers, len(parts))
-    path = next(name for name, part in family.model.named_modules() if part is decoder).split(".")
-    for depth in reversed(range(len(path))):
-        holder = family.model.get_submodule(".".join(path[:depth]))
-        kept = "encoders" in keep
-        others = {
-            name: None
-            for name, part in holder.named_children()
-            if name != path[depth] and not (kept if depth else "head" in keep)
-        }
-        copied = _copy(holder, **others, **{path[depth]: copied})
-        if not kept:
-            copied.__dict__["_parameters"] = dict.fromkeys(holder._parameters)
-    head = family.model.get_output_embeddings() if "head" in keep else None
-    copied.get_output_embeddings = lambda: head  # the library's looks for embeddings first
-    return family.of(copied)
-
-
-def _copy(module: Module, **children: Module | None) -> Any:
-    """A module with other children; all else is shared."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = {**module._modules, **children}
-    return copied
-
-
-def _config_of(config: Any, layers: slice, count: int) -> Any:
-    """The decoder's config as it is for some of its layers."""
-    copied = copy.deepcopy(config)
-    copied.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        copied.layer_types = config.layer_types[layers]
-    return copied
 
 
 def _tied(family: TextFamily) -> Parameter | None:
@@ -223,7 +194,7 @@ def _refuse_uncuttable(family: TextFamily) -> None:
             f"{type(family.model).__name__} lets the tokens of an image see one another, for which "
             "each layer needs the tokens, and later stages have none: train it by run_step"
         )
-    empty = _with_parts(family, slice(0, 0), keep=())
+    empty = with_parts(family, slice(0, 0), keep=())
     weight = next(decoder.layers[0].parameters())
     rows = torch.linspace(-1, 1, 3 * decoder.config.hidden_size).view(1, 3, -1).to(weight)
     places = torch.arange(3, device=weight.device).expand(family.position_rows, 1, 3)
@@ -240,23 +211,12 @@ def _refuse_uncuttable(family: TextFamily) -> None:
 def _set_recompute(family: TextFamily, layout: StageLayout) -> None:
     """Have each layer recompute what the layout says. Raises LayoutError, UnsupportedModel."""
     towers = {"llm": list(family.decoder.layers)}
-    for modality, names in family.encoders.items():
-        parts = [getattr(family.model.model, name) for name in names]
-        towers[modality] = max((_layers_of(part) for part in parts), key=len)
+    for modality in family.encoders:
+        towers[modality] = encoder_layers(family)
     for name in sorted(towers.keys() | set(layout.modules)):
         layers = towers.get(name, [])
         for layer, how in zip(layers, layout.recompute_of(name, len(layers)), strict=True):
             _recompute(layer, how)
-
-
-def _layers_of(part: Module | Parameter) -> list[Module]:
-    """The longest of its module lists: others hold what stands beside the layers."""
-    lists = [each for each in _submodules(part) if isinstance(each, ModuleList)]
-    return list(max(lists, key=len, default=[]))
-
-
-def _submodules(part: Module | Parameter) -> list[Module]:
-    return [] if isinstance(part, Parameter) else list(part.modules())
 
 
 def _recompute(layer: Any, how: Recompute) -> None:
