@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -268,18 +268,21 @@ class AnswerReader:
     left_s: float = 0.0
     _descriptors: list[int] = field(default_factory=list)
 
-    def read(self) -> Answer:
-        """The next answer. Its descriptor is the caller's to close."""
+    def read(self, kinds: Collection[Kind] = tuple(Kind)) -> Answer:
+        """The next answer, of one of these kinds. Its descriptor is the caller's to close; those
+        that no answer should have come with are closed with the socket."""
         code, length, *times, read_bytes = _HEADER.unpack(self._bytes(_HEADER.size))
         seconds, read_s, cpu_s, read_cpu_s = times
-        if code not in list(Kind) or length > ANSWER_LIMIT_BYTES:
+        if code not in kinds or length > ANSWER_LIMIT_BYTES:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
         payload = self._bytes(length)
         kind, descriptor = Kind(code), -1
-        if kind in (Kind.MEMORY, Kind.NEW):
-            if not self._descriptors:
-                raise ProtocolError("a memory file was announced and not sent")
-            descriptor = self._descriptors.pop(0)
+        announced = kind in (Kind.MEMORY, Kind.NEW)
+        if len(self._descriptors) != announced:
+            sent = len(self._descriptors)
+            raise ProtocolError(f"an answer {kind.name} with {sent} descriptors")
+        if announced:
+            descriptor = self._descriptors.pop()
         return Answer(
             kind=kind,
             seconds=seconds,

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DECODE_TIMEOUT_S = 60.0
 MOST_READ_BYTES = 2**40
+_BUILDING = Kind.BUILT, Kind.REFUSED
 TRIES = 2  # how often a sample whose process dies is tried
 REMEDY = (
     "Leave the sample out, make it smaller, or raise the service's limits; the worker's log "
@@ -264,7 +265,7 @@ class _Slot:
         answers.sock.settimeout(self._timeout_s)
         returned = self._memory.returned()
         answers.sock.sendall(order_bytes(pipeline, samples, free=returned.free, gone=returned.gone))
-        answer = self._next(answers)
+        answer = self._next(answers, tuple(Kind) if samples else _BUILDING)
         if answer.kind is Kind.BUILT and samples:
             answer = self._next(answers)
         if answer.kind is Kind.REFUSED:
@@ -280,21 +281,22 @@ class _Slot:
             return
         self._reads.sock.settimeout(self._timeout_s)
         self._reads.sock.sendall(order_bytes(pipeline, ()))
-        answer = self._next(self._reads)
+        answer = self._next(self._reads, _BUILDING)
         if answer.kind is Kind.REFUSED:
             raise refused(answer, "the job's pipeline")
         self._reads_for = pipeline
 
     def _outcome(self, answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
         """Raises ProtocolError when the answer does not fit what was planned."""
-        took = _took(answer, seconds)
         if answer.kind is Kind.BAD:
             reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT)
+            took = _took(answer, seconds)
             return SampleOutcome(sample=None, reason=reason or "unknown", **took)
         try:
-            return SampleOutcome(sample=self._sample(answer, planned), **took)
+            sample = self._sample(answer, planned)  # closes the descriptor, whatever else is wrong
         except ValueError as error:
             raise ProtocolError(str(error)) from error
+        return SampleOutcome(sample=sample, **_took(answer, seconds))
 
     def _sample(self, answer: Answer, planned: SampleLengths) -> DecodedSample:
         """Raises ValueError when the answer does not fit what was planned."""
@@ -308,9 +310,9 @@ class _Slot:
             return sample_of_bytes(answer.payload, planned)
         raise ValueError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
 
-    def _next(self, answers: AnswerReader) -> Answer:
+    def _next(self, answers: AnswerReader, kinds: tuple[Kind, ...] = tuple(Kind)) -> Answer:
         answers.left_s = self._timeout_s
-        return answers.read()
+        return answers.read(kinds)
 
     def _end_of(self, error: Exception) -> tuple[str, bool]:
         """End the process that failed. Gives the reason, and whether a new process may do

@@ -99,7 +99,7 @@ class ReaderAway:
         try:
             self._link.settimeout(None)
             self._link.sendall(plain_bytes({"ref": plain_ref(ref)}))
-            answer = self._answers.read()
+            answer = self._answers.read((Kind.MEMORY, Kind.REFUSED))
         except (OSError, ProtocolError):
             _end()
         if answer.kind is Kind.REFUSED:

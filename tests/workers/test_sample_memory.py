@@ -147,6 +147,30 @@ def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
         reader_of(ends[1]).read()
 
 
+@pytest.mark.parametrize(
+    ("kind", "sent", "kinds"),
+    [
+        (Kind.INLINE, 1, tuple(Kind)),
+        (Kind.NEW, 2, tuple(Kind)),
+        (Kind.MEMORY, 1, (Kind.BUILT, Kind.REFUSED)),
+    ],
+    ids=["none announced", "one announced", "none expected"],
+)
+def test_descriptors_that_nobody_takes_are_closed_with_the_socket(ends, kind, sent, kinds):
+    """A team's own code could send so many that a worker opens nothing more for anyone."""
+    files = [os.memfd_create("sample") for _ in range(sent)]
+    header = struct.pack("<BIddddQ", kind, 0, *[0.0] * 4, 0)
+    socket.send_fds(ends[0], [header], files)
+    for file in files:
+        os.close(file)
+    before, answers = descriptors(), reader_of(ends[1])
+    with pytest.raises(ProtocolError):
+        answers.read(kinds)
+    assert descriptors() == before + sent
+    answers.close()
+    assert descriptors() == before
+
+
 def test_an_answer_is_waited_for_until_its_deadline_however_it_trickles_in(ends):
     answers = AnswerReader(sock=ends[1], left_s=0.1)
     ends[0].sendall(b"\x03")
