@@ -38,8 +38,8 @@ from dataservice.workers.sample_memory import (
 )
 
 KEPT_BYTES = 32 * 2**20
-"""Of one decoder's memory that is free; as much again may have been released since its last
-order."""
+"""Of one decoder's memory that is free; about as much again may have been released since its last
+order (exactly, where samples are of one size)."""
 LARGEST_SHARE = 4  # of a sample, in the memory that it takes
 _MADV_REMOVE = 9
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
