@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 
 from soak.processes import DECODER_PROGRAM, WORKER_TITLE, family, title
 from soak.service import ROOT, ServiceProcess, child_environment, dataservice
@@ -100,9 +101,10 @@ def service_over(home: Path, *, pool: str, workers: int) -> Iterator[ServiceProc
     flags = ("--workers", str(workers), "--slots-per-worker", "1")
     service = ServiceProcess(home=home, pool=pool, flags=flags).start()
     try:
-        if not (home / "index").exists():
-            dataservice("index", str(home / "job.yaml"))
-        service.cli("job", "submit", str(home / "job.yaml"))
+        job = home / "job.yaml"
+        if not (home / yaml.safe_load(job.read_text())["index"]).exists():
+            dataservice("index", str(job))
+        service.cli("job", "submit", str(job))
         (home / "address").write_text(service.address)
         yield service
     finally:

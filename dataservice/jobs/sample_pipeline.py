@@ -18,6 +18,7 @@ from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineS
 from dataservice.jobs.own_code import OwnClasses
 from dataservice.jobs.own_formats import own_formats
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
+from dataservice.sources.filesystem import is_far
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 
@@ -58,6 +59,13 @@ def code_owner(worker_pipeline: str) -> str | None:
     with _understood():
         owner: str | None = json.loads(worker_pipeline).get("code_of")
         return owner
+
+
+def far_sources(worker_pipeline: str) -> frozenset[str]:
+    """The names of its sources on other machines."""
+    with _understood():
+        sources = json.loads(worker_pipeline)["sources"]
+        return frozenset(source["name"] for source in sources if is_far(source["url"]))
 
 
 def reader_of(

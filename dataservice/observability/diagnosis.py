@@ -59,6 +59,7 @@ def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
         or _stopped_rank(job)
         or _no_workers(job, fleet)
         or _only_reads(job)
+        or _storage_away(job)
         or _waiting_for_data(job, fleet)
         or _waiting_for_a_rank(job)
         or _in_health(job)
@@ -172,6 +173,18 @@ def _readers(ranks: Sequence[RankHealth], does: str, a_trainer: str) -> Finding:
         severity="info",
         text=f"{_ranks([rank.rank for rank in ranks])} only read{'s' * (len(ranks) == 1)}: "
         f"{does}{waits}; a trainer {a_trainer}",
+    )
+
+
+def _storage_away(job: JobHealth) -> Finding | None:
+    """Samples of a source wait for its storage. The job trains on what is decoded already."""
+    if not job.outages:
+        return None
+    worst = max(job.outages, key=lambda outage: outage.away_s)
+    return Finding(
+        severity="stalled" if job.decoded_steps == 0 else "slow",
+        text=f"the storage of source `{worst.source}` has not answered for {worst.away_s:.0f} s; "
+        f"its samples wait, and none is masked for it: {worst.reason}",
     )
 
 

@@ -20,7 +20,7 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
-from dataservice.jobs.sample_pipeline import code_owner, decoder_of, reader_of
+from dataservice.jobs.sample_pipeline import code_owner, decoder_of, far_sources, reader_of
 from dataservice.jobs.storage_profiles import hold_credentials
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
@@ -49,6 +49,8 @@ class WorkerSettings:
     decode_timeout_s: float
     decode_memory_bytes: int | None
     held_bytes: int
+    reads: int
+    read_ahead_bytes: int
     limits: DecodeLimits = DEFAULT_LIMITS
     storage_profiles: Mapping[str, StorageProfile] = field(default_factory=dict)
     tls: TlsSpec | None = None
@@ -91,15 +93,19 @@ async def serve_worker_process(
         ),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
         code_owner=code_owner,
+        far_sources=far_sources,
         hold_credentials=hold_credentials,
     )
     decoders = ProcessDecoders(
         factory,
         slots=settings.slots,
+        reads=settings.reads,
         timeout_s=settings.decode_timeout_s,
         memory_bytes=settings.decode_memory_bytes,
     )
-    host = DecodingHost(decoders, held_bytes=settings.held_bytes)
+    host = DecodingHost(
+        decoders, held_bytes=settings.held_bytes, read_ahead_bytes=settings.read_ahead_bytes
+    )
     opened = contextlib.ExitStack()
     opened.callback(host.close)
     try:
@@ -152,6 +158,8 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
         decode_timeout_s=config.decode_timeout_s,
         decode_memory_bytes=config.decode_memory_bytes,
         held_bytes=config.held_bytes_per_worker,
+        reads=config.reads_per_worker,
+        read_ahead_bytes=config.read_ahead_bytes_per_worker,
         limits=config.limits,
         storage_profiles=config.storage_profiles,
         tls=config.tls,

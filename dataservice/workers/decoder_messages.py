@@ -29,6 +29,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.workers.read_sample import RawBytes
 
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<BIddddQ")
@@ -52,6 +53,7 @@ class Kind(IntEnum):
     BAD = 4  # no sample: the reason as text
     FILLED = 5  # a sample in memory that the worker has: its number
     NEW = 6  # a sample in memory that is filled again later: its number, and a descriptor
+    AWAY = 7  # no sample for now, its storage does not answer: the reason as text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +86,38 @@ def receive(sock: socket.socket, size_bytes: int) -> tuple[bytes, list[int]]:
 # ---- orders -------------------------------------------------------------------------------
 
 
-def order_bytes(
+_NOT_READ, _IN_MEMORY = -2, -1
+
+
+def send_order(
+    sock: socket.socket,
     pipeline: str,
     samples: Sequence[PackSample],
     *,
+    reads: Sequence[RawBytes | None] = (),
     free: Sequence[int] = (),
     gone: Sequence[int] = (),
-) -> bytes:
-    """An order to decode these samples in turn. Of the memory in which samples were handed over,
-    `free` may be filled again and `gone` is not read any more."""
-    plain = {"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]}
-    return plain_bytes(plain | {"free": list(free), "gone": list(gone)})
+) -> None:
+    """An order to decode these samples in turn, with the bytes of those that were read ahead. Of
+    the memory in which samples were handed over, `free` may be filled again and `gone` is not read
+    any more. Raises OSError when nobody listens."""
+    given = [*reads, *[None] * (len(samples) - len(reads))]
+    plain = {
+        "pipeline": pipeline,
+        "samples": [_plain(sample) for sample in samples],
+        "reads": [_NOT_READ if r is None else _stated(r) for r in given],
+        "free": list(free),
+        "gone": list(gone),
+    }
+    small = [r.data for r in given if r is not None and r.descriptor < 0]
+    sock.sendall(plain_bytes(plain) + b"".join(small))
+    for read in given:
+        if read is not None and read.descriptor >= 0:
+            socket.send_fds(sock, [b"\0"], [read.descriptor])
+
+
+def _stated(read: RawBytes) -> int:
+    return _IN_MEMORY if read.descriptor >= 0 else len(read.data)
 
 
 def send_hello(
@@ -103,11 +126,13 @@ def send_hello(
     credentials: Mapping[str, str] | None,
     link: socket.socket | None = None,
     reads: bool = False,
+    ahead: int = 0,
 ) -> None:
     """The first message to a decoder: with which variables of the environment it opens storage,
-    None where it opens none; and its end of the link between a process that `reads` and the one
-    that it reads for, where there are two."""
-    data = plain_bytes({"credentials": credentials, "reads": reads})
+    None where it opens none; its end of the link between a process that `reads` and the one that
+    it reads for, where there are two; and in how many threads it reads ahead, where it decodes
+    nothing."""
+    data = plain_bytes({"credentials": credentials, "reads": reads, "ahead": ahead})
     descriptors = [] if link is None else [link.fileno()]
     sent = socket.send_fds(sock, [data], descriptors)
     sock.sendall(memoryview(data)[sent:])
@@ -123,10 +148,11 @@ def read_hello(sock: socket.socket) -> tuple[dict[str, Any], socket.socket | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOrder:
-    """What `order_bytes` was made of."""
+    """What `send_order` was given. Descriptors among the `reads` are the receiver's to close."""
 
     pipeline: str
     samples: list[PackSample]
+    reads: list[RawBytes | None]
     free: list[int]
     gone: list[int]
 
@@ -135,12 +161,27 @@ def read_order(sock: socket.socket) -> DecodeOrder | None:
     """The next order; None once the worker is gone."""
     try:
         plain = read_plain(sock)
+        reads = _read_ahead(sock, plain["reads"])
     except OSError:
         return None
-    samples = [_sample(each) for each in plain["samples"]]
     return DecodeOrder(
-        pipeline=plain["pipeline"], samples=samples, free=plain["free"], gone=plain["gone"]
+        pipeline=plain["pipeline"],
+        samples=[_sample(each) for each in plain["samples"]],
+        reads=reads,
+        free=plain["free"],
+        gone=plain["gone"],
     )
+
+
+def _read_ahead(sock: socket.socket, stated: Sequence[int]) -> list[RawBytes | None]:
+    """First the bytes of all small samples, then the descriptors of the others. Raises OSError."""
+    small = {n: RawBytes(data=_exactly(sock, size)) for n, size in enumerate(stated) if size >= 0}
+    reads = [small.get(n) for n in range(len(stated))]
+    for n, size in enumerate(stated):
+        if size == _IN_MEMORY:
+            _, (descriptor,) = receive(sock, 1)
+            reads[n] = RawBytes(descriptor=descriptor)
+    return reads
 
 
 def plain_bytes(plain: Mapping[str, Any]) -> bytes:

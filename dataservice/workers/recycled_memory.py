@@ -53,7 +53,7 @@ def file_bytes(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
-class _Mapping:
+class MappedFile:
     """A whole memory file, mapped until the last reference to it is gone. Raises MemoryError when
     the kernel maps no more for this process. Python's own mmap would keep a descriptor."""
 
@@ -107,7 +107,7 @@ class FilledMemory:
     """The decoder's side."""
 
     def __init__(self) -> None:
-        self._files: dict[int, _Mapping] = {}
+        self._files: dict[int, MappedFile] = {}
         self._free: list[int] = []
         self._made = 0
 
@@ -148,7 +148,7 @@ class FilledMemory:
             os.ftruncate(descriptor, whole_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             write_buffers(descriptor, buffers)
-            mapping = _Mapping(descriptor, whole_bytes)
+            mapping = MappedFile(descriptor, whole_bytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -163,7 +163,7 @@ class ReadMemory:
     any."""
 
     kept_bytes: int = KEPT_BYTES
-    _files: dict[int, _Mapping] = field(default_factory=dict)
+    _files: dict[int, MappedFile] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
     _ended: deque[int] = field(default_factory=deque)
     _gone: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ class ReadMemory:
         if handed.descriptor >= 0:
             self._check_new(handed, size_bytes)
             try:
-                self._files[number] = _Mapping(handed.descriptor, file_bytes(size_bytes))
+                self._files[number] = MappedFile(handed.descriptor, file_bytes(size_bytes))
             except MemoryError:  # this process has no more mappings
                 self._gone.append(number)
                 return sample_of_bytes(read_memory(handed.descriptor, size_bytes), planned)
@@ -219,7 +219,7 @@ class ReadMemory:
         return Returned([number for number in free if number in self._files], gone)
 
 
-def _end(ended: deque[int], number: int, file: _Mapping, kept_bytes: int) -> None:
+def _end(ended: deque[int], number: int, file: MappedFile, kept_bytes: int) -> None:
     """Notes that the last view of a sample is gone; its mapping is held until then. Runs on any
     thread, at any moment: only the length of the list says how much is free. Pages go before the
     number is noted: afterwards the decoder may have filled them with the next sample."""

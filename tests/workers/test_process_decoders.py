@@ -19,8 +19,8 @@ import pytest
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders
-from dataservice.workers.recycled_memory import KEPT_BYTES
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import KEPT_BYTES, ReadMemory
 from dataservice.workers.sample_pipelines import PipelineFactory
 from tests.waiting import wait_for
 from tests.workers.trouble import FACTORY, a_sample, an_order, decode, open_gate, pipeline_in
@@ -203,11 +203,10 @@ def mapped_bytes():
 
 
 def test_memory_of_an_answer_whose_times_make_no_sense_is_closed():
-    slot = ProcessDecoders(FACTORY, slots=1)._slots[0]
     file, planned = os.memfd_create("sample"), a_sample(1, "k").lengths
     answer = Answer(kind=Kind.NEW, payload=b"1", read_s=-1.0, descriptor=file)
     with pytest.raises(ProtocolError):
-        slot._outcome(answer, planned, seconds=1.0)
+        outcome_of(answer, planned, ReadMemory(), seconds=1.0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
@@ -242,7 +241,8 @@ import asyncio, os, socket, sys, threading
 from pathlib import Path
 from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, an_order
 
 async def main():
@@ -358,7 +358,8 @@ STOPPED = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, a_sample, pipeline_in
 
 folder = Path(sys.argv[1])

@@ -136,13 +136,13 @@ def test_what_is_released_beyond_what_is_kept_loses_its_pages_at_once():
 def test_pages_that_go_are_gone_before_the_decoder_may_fill_them(monkeypatch):
     """Otherwise the next sample could lose its bytes."""
     filled, read = FilledMemory(), ReadMemory(kept_bytes=0)
-    empty, meanwhile = recycled_memory._Mapping.empty, []
+    empty, meanwhile = recycled_memory.MappedFile.empty, []
 
-    def slow(mapping: recycled_memory._Mapping) -> None:
+    def slow(mapping: recycled_memory.MappedFile) -> None:
         meanwhile.append(read.returned())
         empty(mapping)
 
-    monkeypatch.setattr(recycled_memory._Mapping, "empty", slow)
+    monkeypatch.setattr(recycled_memory.MappedFile, "empty", slow)
     read.sample(handed(filled, 1), PLANNED)
     assert meanwhile == [Returned([], [])]
     assert read.returned() == Returned([], [1])

@@ -16,9 +16,9 @@ from dataservice.workers.decoder_messages import (
     AnswerReader,
     Kind,
     ProtocolError,
-    order_bytes,
     read_order,
     send_answer,
+    send_order,
 )
 from dataservice.workers.sample_memory import (
     sample_buffers,
@@ -107,7 +107,7 @@ def test_an_order_arrives_as_it_was_sent(ends):
         location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1, piece=2),
     )
     samples = [PackSample(ref=ref, lengths=PLANNED, epoch=3), a_sample(2, "")]
-    ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples, free=[3, 1], gone=[2]))
+    send_order(ends[0], '{"tokenizer": "ü"}', samples, free=[3, 1], gone=[2])
     ends[0].close()
     order = read_order(ends[1])
     assert (order.pipeline, order.samples) == ('{"tokenizer": "ü"}', samples)
