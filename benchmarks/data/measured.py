@@ -96,9 +96,12 @@ def _role(command: str) -> str:
 
 
 @contextmanager
-def service_over(home: Path, *, pool: str, workers: int) -> Iterator[ServiceProcess]:
+def service_over(
+    home: Path, *, pool: str, workers: int, config: Path | None = None
+) -> Iterator[ServiceProcess]:
     """This service with `workers` of one slot, and the job over the pictures of `home`."""
     flags = ("--workers", str(workers), "--slots-per-worker", "1")
+    flags += ("--config", str(config)) if config else ()
     service = ServiceProcess(home=home, pool=pool, flags=flags).start()
     try:
         job = home / "job.yaml"
@@ -106,6 +109,7 @@ def service_over(home: Path, *, pool: str, workers: int) -> Iterator[ServiceProc
             dataservice("index", str(job))
         service.cli("job", "submit", str(job))
         (home / "address").write_text(service.address)
+        (home / "job").write_text("pictures")
         yield service
     finally:
         service.end()

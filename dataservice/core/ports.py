@@ -218,6 +218,11 @@ class SampleDecoder(Protocol):
         cannot be decoded, or does not come out in the planned shape."""
         ...
 
+    def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
+        """What `decode` gives in this epoch, of what it gives without one; `decoded` may be changed
+        in place. Raises SampleError where its media cannot be augmented."""
+        return decoded
+
 
 # ---- workers ------------------------------------------------------------------------------
 

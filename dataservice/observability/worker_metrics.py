@@ -56,6 +56,8 @@ class WorkerCounts(Protocol):
     @property
     def samples_masked(self) -> int: ...
     @property
+    def samples_reused(self) -> int: ...
+    @property
     def decode_s(self) -> float: ...
     @property
     def reads(self) -> int: ...
@@ -115,6 +117,7 @@ class _WorkerSeries(Collector):
             ("held_bytes", now.held_bytes),
             ("samples", now.samples_decoded),
             ("masked_samples", now.samples_masked),
+            ("reused_samples", now.samples_reused),
             ("decode_seconds", now.decode_s),
             ("reads", now.reads),
             ("read_ahead_bytes", now.read_ahead_bytes),
@@ -146,6 +149,9 @@ def _families() -> dict[str, Family]:
         "held_bytes": gauge("held_bytes", "Size of the packs that are ready."),
         "samples": counter("samples", "Samples decoded, masked ones included."),
         "masked_samples": counter("masked_samples", "Samples decoded as masked."),
+        "reused_samples": counter(
+            "reused_samples", "Samples that had been decoded before, and were found."
+        ),
         "decode_seconds": counter("decode_seconds", "Time that slots spent reading and decoding."),
         "reads": gauge("reads", "Requests to storage under way, beside those of slots."),
         "read_ahead_bytes": gauge(

@@ -64,6 +64,14 @@ class ServiceConfig(Strict):
     read_ahead_bytes_per_worker: Annotated[int, Field(ge=2**20)] = 256 * 2**20
     """About how many bytes of samples a worker may have read, or be reading, that no slot has
     decoded yet."""
+    decoded_cache: str | None = None
+    """Folder on a disk of each worker's machine where decoded samples with media are kept, for all
+    its workers: another job of the same team over the same files, the next epoch and a replayed
+    step find them. By default none are kept. Teams' own code neither uses it nor can change what is
+    in it, but runs as the same user, who may read it."""
+    decoded_cache_bytes: Annotated[int, Field(ge=2**20)] = 64 * 2**30
+    """About how many bytes `decoded_cache` may take; what was used least recently goes first. An
+    epoch that does not fit finds little of the one before."""
     worker_host: str = "127.0.0.1"
     """Host name or IP address at which trainers reach workers on this host; `node` stands for the
     address of each worker's own node in the Ray cluster."""

@@ -14,7 +14,7 @@ import struct
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -29,10 +29,11 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.workers.decoded_cache import CacheSpec
 from dataservice.workers.read_sample import RawBytes
 
 _LENGTH = struct.Struct("<I")
-_HEADER = struct.Struct("<BIddddQ")
+_HEADER = struct.Struct("<BIddddQ?")
 ANSWER_LIMIT_BYTES = 2**20
 MESSAGE_LIMIT = 4000  # characters of an error message, which may quote a user's text
 TICK_S = 1.0
@@ -66,6 +67,7 @@ class Answer:
     cpu_s: float = 0.0
     read_cpu_s: float = 0.0
     read_bytes: int = 0
+    reused: bool = False
     payload: bytes = b""
     descriptor: int = -1
 
@@ -127,12 +129,15 @@ def send_hello(
     link: socket.socket | None = None,
     reads: bool = False,
     ahead: int = 0,
+    cache: CacheSpec | None = None,
 ) -> None:
     """The first message to a decoder: with which variables of the environment it opens storage,
     None where it opens none; its end of the link between a process that `reads` and the one that
     it reads for, where there are two; and in how many threads it reads ahead, where it decodes
-    nothing."""
-    data = plain_bytes({"credentials": credentials, "reads": reads, "ahead": ahead})
+    nothing; and where it keeps what it has decoded."""
+    kept = None if cache is None else asdict(cache)
+    plain = {"credentials": credentials, "reads": reads, "ahead": ahead, "cache": kept}
+    data = plain_bytes(plain)
     descriptors = [] if link is None else [link.fileno()]
     sent = socket.send_fds(sock, [data], descriptors)
     sock.sendall(memoryview(data)[sent:])
@@ -266,7 +271,9 @@ def send_answer(sock: socket.socket, answer: Answer) -> None:
     """Send an answer; the caller keeps and closes its descriptor. Raises OSError when nobody
     listens."""
     times = answer.seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
-    header = _HEADER.pack(answer.kind, len(answer.payload), *times, answer.read_bytes)
+    header = _HEADER.pack(
+        answer.kind, len(answer.payload), *times, answer.read_bytes, answer.reused
+    )
     data = header + answer.payload
     if answer.descriptor < 0:
         sock.sendall(data)
@@ -312,7 +319,7 @@ class AnswerReader:
     def read(self, kinds: Collection[Kind] = tuple(Kind)) -> Answer:
         """The next answer, of one of these kinds. Its descriptor is the caller's to close; those
         that no answer should have come with are closed with the socket."""
-        code, length, *times, read_bytes = _HEADER.unpack(self._bytes(_HEADER.size))
+        code, length, *times, read_bytes, reused = _HEADER.unpack(self._bytes(_HEADER.size))
         seconds, read_s, cpu_s, read_cpu_s = times
         if code not in kinds or length > ANSWER_LIMIT_BYTES:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
@@ -331,6 +338,7 @@ class AnswerReader:
             cpu_s=cpu_s,
             read_cpu_s=read_cpu_s,
             read_bytes=read_bytes,
+            reused=reused,
             payload=payload,
             descriptor=descriptor,
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.orders import PackSample
+from dataservice.workers.decoded_cache import CachedDecoder, CacheSpec, DecodedCache
 from dataservice.workers.decoder_messages import (
     Answer,
     Kind,
@@ -47,12 +48,28 @@ class DecoderProgram:
         if hello["ahead"]:
             serve_reads_ahead(orders, self.factory.reader_for, hello["ahead"])
         elif link is None:
-            _Decoder(orders, self.factory).serve()
+            factory = self.factory
+            if hello["cache"] is not None:
+                factory = _cached(factory, DecodedCache(CacheSpec(**hello["cache"])))
+            _Decoder(orders, factory).serve()
         elif hello["reads"]:
             serve_reads(orders, link, self.factory.reader_for)
         else:
             away = ReaderAway(link)
             _Decoder(orders, replace(self.factory, reader_for=lambda _: away)).serve()
+
+
+def _cached(factory: PipelineFactory, cache: DecodedCache) -> PipelineFactory:
+    """The same, whose decoders find what was decoded before."""
+
+    def decoder_for(pipeline: str) -> CachedDecoder:
+        return CachedDecoder(factory.decoder_for(pipeline), cache, factory.identity(pipeline))
+
+    return replace(factory, decoder_for=decoder_for)
+
+
+def _reused(pipeline: Pipeline) -> int:
+    return pipeline.decoder.reused if isinstance(pipeline.decoder, CachedDecoder) else 0
 
 
 class _Decoder:
@@ -90,7 +107,9 @@ class _Decoder:
 
     def _decode(self, pipeline: Pipeline, sample: PackSample, read: RawBytes | None) -> None:
         # The process works for this one slot, libraries' threads included.
+        before = _reused(pipeline)
         outcome = read_and_decode(pipeline, sample, read, cpu_clock=time.process_time)
+        outcome = replace(outcome, reused=_reused(pipeline) > before)
         if outcome.sample is None:
             kind = Kind.AWAY if outcome.away else Kind.BAD
             self._send(kind, outcome, outcome.reason.encode(errors="replace"))
@@ -136,6 +155,7 @@ class _Decoder:
             cpu_s=outcome.cpu_s if outcome else 0.0,
             read_cpu_s=outcome.read_cpu_s if outcome else 0.0,
             read_bytes=outcome.read_bytes if outcome else 0,
+            reused=outcome.reused if outcome else False,
             payload=payload,
             descriptor=descriptor,
         )

@@ -38,6 +38,8 @@ class SampleOutcome:
     read_bytes: int = 0
     """Size of the sample in storage, as far as its location tells; 0 when it could not be read."""
     away: bool = False
+    reused: bool = False
+    """Whether it had been decoded before, and was found."""
     ahead_s: float = 0.0
     """Seconds that reading it ahead took, in no slot."""
 

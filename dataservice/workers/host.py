@@ -70,6 +70,7 @@ class HostStats:
     held_bytes: int
     samples_decoded: int
     samples_masked: int
+    samples_reused: int
     decode_s: float
     reads: int
     read_ahead_bytes: int
@@ -129,6 +130,7 @@ class DecodingHost:
         self._order_grace_s = order_grace_s
         self._samples_decoded = 0
         self._samples_masked = 0
+        self._samples_reused = 0
         self._decode_s = 0.0
 
     async def start(self) -> None:
@@ -203,6 +205,7 @@ class DecodingHost:
             held_bytes=sum(each.receipt.size_bytes for each in ready),
             samples_decoded=self._samples_decoded,
             samples_masked=self._samples_masked,
+            samples_reused=self._samples_reused,
             decode_s=self._decode_s,
             reads=self._slots.ahead.reads,
             read_ahead_bytes=self._slots.ahead.held_bytes,
@@ -280,6 +283,7 @@ class DecodingHost:
     def _count(self, outcomes: Sequence[SampleOutcome]) -> None:
         self._samples_decoded += len(outcomes)
         self._samples_masked += sum(bool(outcome.reason) for outcome in outcomes)
+        self._samples_reused += sum(outcome.reused for outcome in outcomes)
         self._decode_s += sum(outcome.seconds for outcome in outcomes)
 
     async def _ready(self, key: PackKey) -> AssembledPack:

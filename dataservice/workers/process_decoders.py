@@ -29,6 +29,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, SampleLengths, SampleRef
 from dataservice.core.visible import visible
+from dataservice.workers.decoded_cache import CacheSpec
 from dataservice.workers.decoder_messages import (
     Answer,
     AnswerReader,
@@ -78,6 +79,7 @@ class ProcessDecoders(Decoders):
         reads: int = READS,
         timeout_s: float = DECODE_TIMEOUT_S,
         memory_bytes: int | None = None,
+        cache: CacheSpec | None = None,
     ) -> None:
         """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
         below 1."""
@@ -87,7 +89,7 @@ class ProcessDecoders(Decoders):
         self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
         self._reads = reads
         self._ahead = ReadAheadProcess(self._nursery, threads=reads, timeout_s=timeout_s)
-        self._slots = [_Slot(self._nursery, timeout_s) for _ in range(slots)]
+        self._slots = [_Slot(self._nursery, timeout_s, cache) for _ in range(slots)]
         self._idle = list(self._slots)
         self._freed = threading.Condition()
 
@@ -174,8 +176,9 @@ class ProcessDecoders(Decoders):
 class _Slot:
     """A slot's process, replaced when it ends. Used by one thread at a time, except for `kill`."""
 
-    def __init__(self, nursery: Nursery, timeout_s: float) -> None:
+    def __init__(self, nursery: Nursery, timeout_s: float, cache: CacheSpec | None) -> None:
         self._nursery = nursery
+        self._cache = cache
         self._timeout_s = timeout_s
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
@@ -209,7 +212,8 @@ class _Slot:
         with self._lock:
             self._process = process
         with suppress(OSError):  # one that has died is found out by the order
-            send_hello(process.orders, credentials=credentials_of(os.environ))
+            credentials = credentials_of(os.environ)
+            send_hello(process.orders, credentials=credentials, cache=self._cache)
         return AnswerReader(sock=process.orders)
 
     def _started_with_reader(self) -> AnswerReader:
@@ -388,6 +392,7 @@ class _Took(TypedDict):
     cpu_s: float
     read_cpu_s: float
     read_bytes: int
+    reused: bool
 
 
 def _took(answer: Answer, seconds: float) -> _Took:
@@ -403,6 +408,7 @@ def _took(answer: Answer, seconds: float) -> _Took:
         cpu_s=cpu_s,
         read_cpu_s=min(answer.read_cpu_s, read_s, cpu_s),
         read_bytes=min(answer.read_bytes, MOST_READ_BYTES),
+        reused=answer.reused,
     )
 
 

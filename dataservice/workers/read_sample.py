@@ -28,8 +28,8 @@ class RawBytes:
     descriptor: int = -1
 
 
-def raw_bytes(raw: RawSample, *, inline_limit_bytes: int = INLINE_LIMIT_BYTES) -> RawBytes:
-    """The sample as bytes. Raises OSError where there is no memory for a file."""
+def raw_buffers(raw: RawSample) -> list[bytes]:
+    """Everything that the sample is made of, end to end."""
     unparsed = raw.unparsed
     head = json.dumps(
         {
@@ -44,8 +44,14 @@ def raw_bytes(raw: RawSample, *, inline_limit_bytes: int = INLINE_LIMIT_BYTES) -
     ).encode()
     buffers = [_LENGTH.pack(len(head)), head, *(blob.data for blob in raw.media)]
     buffers += unparsed.parts if unparsed else ()
+    return buffers
+
+
+def raw_bytes(raw: RawSample) -> RawBytes:
+    """The sample as bytes. Raises OSError where there is no memory for a file."""
+    buffers = raw_buffers(raw)
     size_bytes = sum(map(len, buffers))
-    if size_bytes <= inline_limit_bytes:
+    if size_bytes <= INLINE_LIMIT_BYTES:
         return RawBytes(data=b"".join(buffers))
     return RawBytes(descriptor=write_memory([*buffers], size_bytes))
 

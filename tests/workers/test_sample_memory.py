@@ -135,10 +135,10 @@ def test_answers_arrive_with_their_own_descriptors(ends):
 @pytest.mark.parametrize(
     "junk",
     [
-        struct.pack("<BIddddQ", 99, 0, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.INLINE, 2**31, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.MEMORY, 0, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.NEW, 0, *[0.0] * 4, 0),
+        struct.pack("<BIddddQ?", 99, 0, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.INLINE, 2**31, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.MEMORY, 0, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.NEW, 0, *[0.0] * 4, 0, False),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
@@ -159,7 +159,7 @@ def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
 def test_descriptors_that_nobody_takes_are_closed_with_the_socket(ends, kind, sent, kinds):
     """A team's own code could send so many that a worker opens nothing more for anyone."""
     files = [os.memfd_create("sample") for _ in range(sent)]
-    header = struct.pack("<BIddddQ", kind, 0, *[0.0] * 4, 0)
+    header = struct.pack("<BIddddQ?", kind, 0, *[0.0] * 4, 0, False)
     socket.send_fds(ends[0], [header], files)
     for file in files:
         os.close(file)
