@@ -282,10 +282,10 @@ def _for_short(job: JobHealth, fleet: FleetHealth, lacks: Lack) -> str:
     if demand <= fleet.slots and (others := _borrowers(job, fleet)):
         return f"{others} use the rest: raise the team's weight, or add workers"
     if lacks == "storage":
-        slots = ceil(fleet.slots_per_worker * demand * HEADROOM / max(supply, 1e-9))
+        times = demand * HEADROOM / max(supply, 1e-9)
         return (
-            "the rest it waits for its storage: look there, or raise slots_per_worker to "
-            f"{slots}, for a slot that waits takes no CPU"
+            "the rest it waits for its storage: look there, or raise reads_per_worker "
+            f"{times:.2g} times, for a read that waits takes neither a slot nor a CPU"
         )
     if lacks == "cpu":
         return CPUS_ARE_SHORT

@@ -254,13 +254,13 @@ def said_where_ranks_wait_for(**seconds: float) -> str:
     return the_sentence(a_starved_job(sources=(source,))).text
 
 
-def test_a_source_that_waits_for_its_storage_asks_for_slots_and_not_for_workers():
+def test_a_source_that_waits_for_its_storage_asks_for_reads_and_not_for_workers():
     assert said_where_ranks_wait_for(
         samples=100.0, read_s=12.0, read_cpu_s=0.4, decode_s=4.0, decode_cpu_s=3.8
     ) == (
         "ranks 0-3 wait 0.6 s a step: source `captions` is read at 0.5 of need, 0.16 s a sample, "
         "0.042 s of it on a CPU; the rest it waits for its storage: look there, or raise "
-        "slots_per_worker to 5, for a slot that waits takes no CPU"
+        "reads_per_worker 2.2 times, for a read that waits takes neither a slot nor a CPU"
     )
 
 
