@@ -100,7 +100,7 @@ def service_over(
     home: Path, *, pool: str, workers: int, config: Path | None = None
 ) -> Iterator[ServiceProcess]:
     """This service with `workers` of one slot, and the job over the pictures of `home`."""
-    flags = ("--workers", str(workers), "--slots-per-worker", "1")
+    flags: tuple[str, ...] = ("--workers", str(workers), "--slots-per-worker", "1")
     flags += ("--config", str(config)) if config else ()
     service = ServiceProcess(home=home, pool=pool, flags=flags).start()
     try:
