@@ -2,8 +2,8 @@
 
 JPEGs of 1.5 megapixels, made by script, are delivered as uint8 in Qwen2-VL's size, with the token
 ids of a caption. Loaders take turns; each is counted in steady state, with all its processes, and
-the best of the rounds is shown. Ten minutes with an environment of its own for MosaicML Streaming,
-which is left out where it does not install.
+the best of the rounds is shown. It takes a quarter of an hour. MosaicML Streaming has an
+environment of its own, and is left out where that does not install.
 """
 
 import argparse

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 
 from soak.processes import DECODER_PROGRAM, WORKER_TITLE, family, title
 from soak.service import ROOT, ServiceProcess, child_environment, dataservice
@@ -95,15 +96,20 @@ def _role(command: str) -> str:
 
 
 @contextmanager
-def service_over(home: Path, *, pool: str, workers: int) -> Iterator[ServiceProcess]:
+def service_over(
+    home: Path, *, pool: str, workers: int, config: Path | None = None
+) -> Iterator[ServiceProcess]:
     """This service with `workers` of one slot, and the job over the pictures of `home`."""
-    flags = ("--workers", str(workers), "--slots-per-worker", "1")
+    flags: tuple[str, ...] = ("--workers", str(workers), "--slots-per-worker", "1")
+    flags += ("--config", str(config)) if config else ()
     service = ServiceProcess(home=home, pool=pool, flags=flags).start()
     try:
-        if not (home / "index").exists():
-            dataservice("index", str(home / "job.yaml"))
-        service.cli("job", "submit", str(home / "job.yaml"))
+        job = home / "job.yaml"
+        if not (home / yaml.safe_load(job.read_text())["index"]).exists():
+            dataservice("index", str(job))
+        service.cli("job", "submit", str(job))
         (home / "address").write_text(service.address)
+        (home / "job").write_text("pictures")
         yield service
     finally:
         service.end()

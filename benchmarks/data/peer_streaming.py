@@ -18,7 +18,7 @@ from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-fou
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
-BATCH, WORKERS, EVERY, FACTOR = 32, 2, 16, 28
+BATCH, WORKERS, FACTOR = 32, 2, 28
 
 
 def size_of(width: int, height: int, max_pixels: int) -> tuple[int, int]:

@@ -77,11 +77,11 @@ def webdataset(home: Path) -> Iterator[int]:
 
 
 def service(home: Path) -> Iterator[int]:
-    """This service's client, in front of a service at the address in `HOME/address`."""
+    """This service's client of the job in `HOME/job`, at the address in `HOME/address`."""
     from trainer_client import ShardDataset
 
-    address = (home / "address").read_text()
-    with ShardDataset(address, job="pictures", rank=0, world_size=1) as dataset:
+    address, job = (home / "address").read_text(), (home / "job").read_text()
+    with ShardDataset(address, job=job, rank=0, world_size=1) as dataset:
         for shard in dataset:
             yield sum(each.vision.item_count for each in shard.microbatches if each.vision)
             dataset.commit(shard.step)

@@ -7,12 +7,13 @@ from typing import Any
 
 from benchmarks.scale.service import SECRET
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt, SourceWork
+from dataservice.core.ports import PackHost
 from dataservice.serving.server import serve_worker
 
 DIGEST_BYTES = 8
 
 
-class StandIn:
+class StandIn(PackHost):
     """core.ports.PackHost without decoders."""
 
     def __init__(self) -> None:

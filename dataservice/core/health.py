@@ -7,6 +7,8 @@ those of reading and decoding are seconds of slots.
 from dataclasses import dataclass
 from typing import Literal
 
+from dataservice.core.orders import StorageOutage
+
 Severity = Literal["info", "slow", "stalled"]
 """info: as it should be. slow: trainers lose time. stalled: nothing moves until someone acts."""
 
@@ -81,7 +83,8 @@ class JobHealth:
     says why its last attempt ended, if it is over. Ranks report every `report_every_s`. `plan_gap`
     is how far the worst stage of the last plan is over its lower bound. `room_s` is the mean time
     that a pack waits for room in its worker's memory; `bytes_full` says that no step is planned
-    ahead because of the bytes that the team holds. `progress` is absent before the first attempt,
+    ahead because of the bytes that the team holds. `outages` are of its sources' storage, as
+    workers last told. `progress` is absent before the first attempt,
     and while it is counted for the first time."""
 
     job: str
@@ -110,6 +113,7 @@ class JobHealth:
     room_s: float = 0.0
     bytes_full: bool = False
     progress: JobProgress | None = None
+    outages: tuple[StorageOutage, ...] = ()
 
     @property
     def window_is_full(self) -> bool:

@@ -80,6 +80,26 @@ class SourceWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StorageOutage:
+    """The storage of a job's source has not answered a worker for `away_s` seconds; its samples
+    wait for it."""
+
+    job: str
+    source: str
+    away_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """The packs that were ordered from a worker and not released, and the storage that it waits
+    for."""
+
+    packs: frozenset[PackKey] = frozenset()
+    outages: tuple[StorageOutage, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackReceipt:
     """What assembling a pack took. `decode_s` includes reading; `sources` tell the same by source.
     `room_s` is how long the pack waited before that for room in the worker's memory.

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import BatchSize, MixtureChange
-from dataservice.core.orders import PackAnswers, PackKey, PackOrder, PackReceipt, UnitRange
+from dataservice.core.orders import (
+    Holdings,
+    PackAnswers,
+    PackKey,
+    PackOrder,
+    PackReceipt,
+    StorageOutage,
+    UnitRange,
+)
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import (
     DecodedSample,
@@ -148,12 +156,23 @@ class Catalog(Protocol):
 
 
 class SampleReader(Protocol):
-    """Reads one sample's bytes."""
+    """Reads samples' bytes. Safe for use from several threads."""
 
     def read(self, ref: SampleRef) -> RawSample:
         """Raises SampleError where the sample cannot be read, SourceError where its source cannot
-        be."""
+        be, StorageAwayError where a later try may succeed."""
         ...
+
+    def read_together(self, refs: Sequence[SampleRef]) -> Sequence[RawSample | Exception]:
+        """Samples of one source, each as `read` gives it or the error that it raises. A reader may
+        read them in fewer requests."""
+        return [self._result(ref) for ref in refs]
+
+    def _result(self, ref: SampleRef) -> RawSample | Exception:
+        try:
+            return self.read(ref)
+        except Exception as error:
+            return error
 
 
 # ---- decode -------------------------------------------------------------------------------
@@ -193,6 +212,11 @@ class SampleDecoder(Protocol):
         """The sample augmented as in this epoch, or with None as it is. Raises SampleError where it
         cannot be decoded, or does not come out in the planned shape."""
         ...
+
+    def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
+        """What `decode` gives in this epoch, of what it gives without one; `decoded` may be changed
+        in place. Raises SampleError where its media cannot be augmented."""
+        return decoded
 
 
 # ---- workers ------------------------------------------------------------------------------
@@ -283,8 +307,9 @@ class WorkerLink(Protocol):
         nothing."""
         ...
 
-    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
-        """The packs that a worker holds or decodes. Raises WorkerLostError where it is gone."""
+    async def ask_held(self, worker: WorkerInfo) -> Holdings:
+        """What a worker holds or decodes, and what it waits for. Raises WorkerLostError where it is
+        gone."""
         ...
 
 
@@ -314,6 +339,10 @@ class PackHost(Protocol):
     def held(self) -> Sequence[PackKey]:
         """Every pack that was ordered here and not released, decoded or not."""
         ...
+
+    def outages(self) -> Sequence[StorageOutage]:
+        """The sources whose storage does not answer, and whose samples wait for it."""
+        return ()
 
 
 # ---- observability ------------------------------------------------------------------------

@@ -78,8 +78,8 @@ def decode_audio(
     """The planned chunks, float32[chunk.samples] each, in [-1, 1).
 
     `samples` is what `audio_samples` gave. Channels are averaged and resampled at 16 bits, as
-    Whisper's own loader does; in floating point, FFmpeg would mix stereo 3 dB louder. Uses only the
-    memory of the chunks.
+    Whisper's own loader does; in floating point, FFmpeg would mix stereo 3 dB louder. Uses the
+    memory of the chunks, and of about a second of the file's own sound.
 
     Raises:
         SampleError: the recording is damaged, or its decoded length differs by more than 0.1 s or 1

@@ -142,8 +142,10 @@ def _rows(picture: Image.Image | Pixels) -> Iterator[Words | Pixels]:
     elif picture.width * picture.height * _PIXEL_BYTES <= BLOCK_BYTES:
         yield _words(picture)
     else:
-        for top in range(0, picture.height, _COPIED_ROWS):
-            end = min(top + _COPIED_ROWS, picture.height)
+        fitting = BLOCK_BYTES // (picture.width * _PIXEL_BYTES)
+        rows = max(1, min(_COPIED_ROWS, fitting))  # a row by itself is always one block
+        for top in range(0, picture.height, rows):
+            end = min(top + rows, picture.height)
             yield _words(picture.crop((0, top, picture.width, end)))
 
 

@@ -182,9 +182,21 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         for item, expected in zip(items, lengths.items, strict=True):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         if epoch is not None:
-            kinds = [(prepared.blobs[file].kind, file) for file in prepared.files_of_items]
-            items = list(self._augmentation(items, kinds, raw.key, epoch))
+            items = list(self._augmented(prepared, items, raw.key, epoch))
         return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
+
+    def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
+        """What `decode` gives in this epoch, of what it gives without one."""
+        if not self.augments:
+            return decoded
+        items = self._augmented(self._prepared(raw), decoded.items, raw.key, epoch)
+        return replace(decoded, items=items)
+
+    def _augmented(
+        self, prepared: "_Prepared", items: Sequence[ItemArray], key: str, epoch: int
+    ) -> tuple[ItemArray, ...]:
+        kinds = [(prepared.blobs[file].kind, file) for file in prepared.files_of_items]
+        return self._augmentation(items, kinds, key, epoch)
 
     def media_of(self, raw: RawSample) -> tuple[tuple[MediaBlob, ...], tuple[int, ...]]:
         """The sample's media, as the user's own code leaves them; and for each encoder item, in the

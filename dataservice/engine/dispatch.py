@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import WorkerLostError
-from dataservice.core.orders import PackKey, PackOrder
+from dataservice.core.orders import PackKey, PackOrder, StorageOutage
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, WorkerInfo, WorkerLink, WorkerPool
 from dataservice.engine.delivered import Delivered
@@ -195,6 +195,10 @@ class Dispatcher:
         decoded, in tokens."""
         claimed = self._claimed()
         return {name: (len(keys), self._balancer.queued(name)) for name, keys in claimed.items()}
+
+    def outages(self, job: str) -> tuple[StorageOutage, ...]:
+        """The storage that workers wait for with samples of this job, as they last said."""
+        return tuple(outage for outage in self._orphans.outages if outage.job == job)
 
     def waiting_jobs(self) -> set[str]:
         """The jobs with packs that no worker holds yet."""

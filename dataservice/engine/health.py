@@ -128,6 +128,7 @@ class HealthView:
             plan_gap=recent.plan_gap,
             room_s=recent.room_s,
             bytes_full=self.ready_bytes.holds_back(name),
+            outages=self.dispatcher.outages(name),
         )
         if recent.measured_s > 0:
             return seen

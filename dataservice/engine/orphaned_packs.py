@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Set
 
 from dataservice.core.errors import ServiceError
-from dataservice.core.orders import PackKey
+from dataservice.core.orders import Holdings, PackKey, StorageOutage
 from dataservice.core.ports import WorkerInfo, WorkerLink, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ class OrphanedPacks:
         self._link = link
         self._since_s: dict[tuple[str, PackKey], float] = {}
         self._worker_of: dict[PackKey, str] = {}
+        self.outages: tuple[StorageOutage, ...] = ()
+        """The storage that workers wait for."""
 
     def take(self, pack: PackKey) -> str | None:
         """Claim an orphaned pack. Returns the worker that holds it, None where none does."""
@@ -36,15 +38,16 @@ class OrphanedPacks:
         """Ask every worker what it holds, and release the packs that were not among those
         `claimed`, by worker, for too long."""
         workers = self._pool.workers()
-        held = await asyncio.gather(*map(self._held_by, workers))
+        holdings = await asyncio.gather(*map(self._held_by, workers))
+        self.outages = tuple(outage for each in holdings for outage in each.outages)
         # Only now, since what was ordered while they answered is claimed.
         taken = claimed()
         now_s, since_s = asyncio.get_running_loop().time(), self._since_s
         self._since_s, self._worker_of = {}, {}
         releases = []
-        for worker, keys in zip(workers, held, strict=True):
+        for worker, held in zip(workers, holdings, strict=True):
             stale = []
-            for key in keys - taken.get(worker.worker, set()):
+            for key in held.packs - taken.get(worker.worker, set()):
                 first_s = since_s.get((worker.worker, key), now_s)
                 if now_s - first_s < GRACE_S:
                     self._since_s[worker.worker, key] = first_s
@@ -56,9 +59,9 @@ class OrphanedPacks:
                 releases.append(self._link.release(worker, stale[0].job, stale))
         await asyncio.gather(*releases)
 
-    async def _held_by(self, worker: WorkerInfo) -> frozenset[PackKey]:
+    async def _held_by(self, worker: WorkerInfo) -> Holdings:
         try:
             return await self._link.ask_held(worker)
         except ServiceError as error:
             log.info("%s does not say what it holds: %s", worker.worker, error)
-            return frozenset()
+            return Holdings()

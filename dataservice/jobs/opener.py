@@ -311,9 +311,7 @@ class JobOpener:
 def _next(answers: AnswerReader, kind: Kind) -> Answer:
     """The next answer, of this kind. Raises ProtocolError, OSError, and the process's own error
     where the job cannot be opened."""
-    answer = answers.read()
+    answer = answers.read((kind, Kind.REFUSED))
     if answer.kind is Kind.REFUSED:
         raise refused(answer, "the job")
-    if answer.kind is not kind:
-        raise ProtocolError(f"an answer {answer.kind.name} in place of {kind.name}")
     return answer

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 
 from pydantic import TypeAdapter
 
@@ -18,9 +19,11 @@ from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineS
 from dataservice.jobs.own_code import OwnClasses
 from dataservice.jobs.own_formats import own_formats
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
+from dataservice.sources.filesystem import is_far
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 
+DECODING_LIBRARIES = ("av", "numpy", "pillow", "tokenizers")
 _PIPELINE = TypeAdapter(PipelineSpec)
 _SOURCES = TypeAdapter(list[SourceSpec])
 
@@ -43,6 +46,7 @@ def worker_pipeline(
     return json.dumps(
         {
             **({"code_of": team} if own_code else {}),
+            "team": team,
             "identity": dict(identity),
             "sources": _SOURCES.dump_python(list(sources), mode="json"),
             "pipeline": _PIPELINE.dump_python(pipeline, mode="json"),
@@ -58,6 +62,22 @@ def code_owner(worker_pipeline: str) -> str | None:
     with _understood():
         owner: str | None = json.loads(worker_pipeline).get("code_of")
         return owner
+
+
+def content_identity(worker_pipeline: str) -> str:
+    """What decides, besides the bytes that are read, to what a sample is decoded, and the team of
+    the job."""
+    with _understood():
+        plain = json.loads(worker_pipeline)
+    versions = [f"{name} {version(name)}" for name in DECODING_LIBRARIES]
+    return json.dumps([plain.get("team", NO_TEAM), plain["identity"], plain["pipeline"], versions])
+
+
+def far_sources(worker_pipeline: str) -> frozenset[str]:
+    """The names of its sources on other machines."""
+    with _understood():
+        sources = json.loads(worker_pipeline)["sources"]
+        return frozenset(source["name"] for source in sources if is_far(source["url"]))
 
 
 def reader_of(

@@ -59,6 +59,7 @@ def diagnose(job: JobHealth, fleet: FleetHealth) -> list[Finding]:
         or _stopped_rank(job)
         or _no_workers(job, fleet)
         or _only_reads(job)
+        or _storage_away(job)
         or _waiting_for_data(job, fleet)
         or _waiting_for_a_rank(job)
         or _in_health(job)
@@ -175,6 +176,18 @@ def _readers(ranks: Sequence[RankHealth], does: str, a_trainer: str) -> Finding:
     )
 
 
+def _storage_away(job: JobHealth) -> Finding | None:
+    """Samples of a source wait for its storage. The job trains on what is decoded already."""
+    if not job.outages:
+        return None
+    worst = max(job.outages, key=lambda outage: outage.away_s)
+    return Finding(
+        severity="stalled" if job.decoded_steps == 0 else "slow",
+        text=f"the storage of source `{worst.source}` has not answered for {worst.away_s:.0f} s; "
+        f"its samples wait, and none is masked for it: {worst.reason}",
+    )
+
+
 def _waiting_for_data(job: JobHealth, fleet: FleetHealth) -> Finding | None:
     if not _is_late(job):
         return None
@@ -269,10 +282,10 @@ def _for_short(job: JobHealth, fleet: FleetHealth, lacks: Lack) -> str:
     if demand <= fleet.slots and (others := _borrowers(job, fleet)):
         return f"{others} use the rest: raise the team's weight, or add workers"
     if lacks == "storage":
-        slots = ceil(fleet.slots_per_worker * demand * HEADROOM / max(supply, 1e-9))
+        times = demand * HEADROOM / max(supply, 1e-9)
         return (
-            "the rest it waits for its storage: look there, or raise slots_per_worker to "
-            f"{slots}, for a slot that waits takes no CPU"
+            "the rest it waits for its storage: look there, or raise reads_per_worker "
+            f"{times:.2g} times, for a read that waits takes neither a slot nor a CPU"
         )
     if lacks == "cpu":
         return CPUS_ARE_SHORT

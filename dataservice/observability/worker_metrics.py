@@ -29,6 +29,17 @@ class TeamCounts(Protocol):
     def decode_s(self) -> float: ...
 
 
+class Outage(Protocol):
+    """A job's source whose storage does not answer, and for how long."""
+
+    @property
+    def job(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def away_s(self) -> float: ...
+
+
 class WorkerCounts(Protocol):
     """A worker's packs now, and its work since it started; see workers.host.HostStats."""
 
@@ -45,7 +56,17 @@ class WorkerCounts(Protocol):
     @property
     def samples_masked(self) -> int: ...
     @property
+    def samples_reused(self) -> int: ...
+    @property
     def decode_s(self) -> float: ...
+    @property
+    def reads(self) -> int: ...
+    @property
+    def read_ahead_bytes(self) -> int: ...
+    @property
+    def samples_read_ahead(self) -> int: ...
+    @property
+    def outages(self) -> Sequence[Outage]: ...
     @property
     def teams(self) -> Sequence[TeamCounts]: ...
 
@@ -96,9 +117,17 @@ class _WorkerSeries(Collector):
             ("held_bytes", now.held_bytes),
             ("samples", now.samples_decoded),
             ("masked_samples", now.samples_masked),
+            ("reused_samples", now.samples_reused),
             ("decode_seconds", now.decode_s),
+            ("reads", now.reads),
+            ("read_ahead_bytes", now.read_ahead_bytes),
+            ("read_ahead_samples", now.samples_read_ahead),
         ):
             found[name].add_metric([worker], value)
+        for outage in now.outages:
+            found["storage_away_seconds"].add_metric(
+                [worker, outage.job, outage.source], outage.away_s
+            )
         for load in now.teams:
             found["team_queued_samples"].add_metric([worker, load.team], load.queued)
             found["team_decode_seconds"].add_metric([worker, load.team], load.decode_s)
@@ -120,7 +149,23 @@ def _families() -> dict[str, Family]:
         "held_bytes": gauge("held_bytes", "Size of the packs that are ready."),
         "samples": counter("samples", "Samples decoded, masked ones included."),
         "masked_samples": counter("masked_samples", "Samples decoded as masked."),
+        "reused_samples": counter(
+            "reused_samples", "Samples that had been decoded before, and were found."
+        ),
         "decode_seconds": counter("decode_seconds", "Time that slots spent reading and decoding."),
+        "reads": gauge("reads", "Requests to storage under way, beside those of slots."),
+        "read_ahead_bytes": gauge(
+            "read_ahead_bytes", "Size of samples being read, or read and waiting for a slot."
+        ),
+        "read_ahead_samples": counter(
+            "read_ahead_samples", "Samples that were read before they had a slot."
+        ),
+        "storage_away_seconds": gauge(
+            "storage_away_seconds",
+            "Time for which a source's storage has not answered; its samples wait.",
+            "job",
+            "source",
+        ),
         "team_queued_samples": gauge(
             "team_queued_samples", "Samples of a team that wait for a slot.", "team"
         ),

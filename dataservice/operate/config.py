@@ -41,9 +41,9 @@ class ServiceConfig(Strict):
     the process that decodes it is ended."""
     decode_memory_bytes: Annotated[int | None, Field(ge=512 * 2**20)] = 4 * 2**30
     """Private memory that one decoding process may take, including about 200 MiB for its libraries
-    and tokenizers; a sample that needs more is masked. The process that reads for a team's own
-    code may take as much again. null sets no limit: a chat template may then take all the memory
-    of the machine."""
+    and tokenizers; a sample that needs more is masked. The process that reads ahead for all, and
+    each that reads for a team's own code, may take as much again. null sets no limit: a chat
+    template may then take all the memory of the machine."""
     limits: DecodeLimits = DEFAULT_LIMITS
     """Limits of one sample. Give `dataservice index` the same config: an index that was written
     under other limits is refused."""
@@ -58,6 +58,20 @@ class ServiceConfig(Strict):
     held_bytes_per_worker: Annotated[int, Field(ge=2**20)] = 4 * 2**30
     """Bytes of decoded packs that a worker may hold before ranks ask for them; packs that ranks
     have asked for are not counted."""
+    reads_per_worker: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Requests to storage on other machines that a worker has under way at once, for samples that
+    come next. They occupy no decoding slot."""
+    read_ahead_bytes_per_worker: Annotated[int, Field(ge=2**20)] = 256 * 2**20
+    """About how many bytes of samples a worker may have read, or be reading, that no slot has
+    decoded yet."""
+    decoded_cache: str | None = None
+    """Folder on a disk of each worker's machine where decoded samples with media are kept, for all
+    its workers: another job of the same team over the same files, the next epoch and a replayed
+    step find them. By default none are kept. Teams' own code neither uses it nor can change what is
+    in it, but runs as the same user, who may read it."""
+    decoded_cache_bytes: Annotated[int, Field(ge=2**20)] = 64 * 2**30
+    """About how many bytes `decoded_cache` may take; what was used least recently goes first. An
+    epoch that does not fit finds little of the one before."""
     worker_host: str = "127.0.0.1"
     """Host name or IP address at which trainers reach workers on this host; `node` stands for the
     address of each worker's own node in the Ray cluster."""

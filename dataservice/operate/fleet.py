@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import threading
 from collections import Counter
@@ -20,12 +21,19 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
-from dataservice.jobs.sample_pipeline import code_owner, decoder_of, reader_of
+from dataservice.jobs.sample_pipeline import (
+    code_owner,
+    content_identity,
+    decoder_of,
+    far_sources,
+    reader_of,
+)
 from dataservice.jobs.storage_profiles import hold_credentials
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
+from dataservice.workers.decoded_cache import CacheSpec
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
@@ -49,6 +57,10 @@ class WorkerSettings:
     decode_timeout_s: float
     decode_memory_bytes: int | None
     held_bytes: int
+    reads: int
+    read_ahead_bytes: int
+    decoded_cache: str | None = None
+    decoded_cache_bytes: int = 0
     limits: DecodeLimits = DEFAULT_LIMITS
     storage_profiles: Mapping[str, StorageProfile] = field(default_factory=dict)
     tls: TlsSpec | None = None
@@ -91,15 +103,21 @@ async def serve_worker_process(
         ),
         decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
         code_owner=code_owner,
+        far_sources=far_sources,
+        identity=content_identity,
         hold_credentials=hold_credentials,
     )
     decoders = ProcessDecoders(
         factory,
         slots=settings.slots,
+        reads=settings.reads,
         timeout_s=settings.decode_timeout_s,
         memory_bytes=settings.decode_memory_bytes,
+        cache=_cache_of(settings),
     )
-    host = DecodingHost(decoders, held_bytes=settings.held_bytes)
+    host = DecodingHost(
+        decoders, held_bytes=settings.held_bytes, read_ahead_bytes=settings.read_ahead_bytes
+    )
     opened = contextlib.ExitStack()
     opened.callback(host.close)
     try:
@@ -108,6 +126,16 @@ async def serve_worker_process(
     except BaseException:
         opened.close()
         raise
+
+
+def _cache_of(settings: WorkerSettings) -> CacheSpec | None:
+    if settings.decoded_cache is None:
+        return None
+    return CacheSpec(
+        folder=settings.decoded_cache,
+        limit_bytes=settings.decoded_cache_bytes,
+        key=hmac.digest(settings.secret, b"dataservice decoded samples", "sha256").hex(),
+    )
 
 
 async def _served(
@@ -152,6 +180,10 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
         decode_timeout_s=config.decode_timeout_s,
         decode_memory_bytes=config.decode_memory_bytes,
         held_bytes=config.held_bytes_per_worker,
+        reads=config.reads_per_worker,
+        read_ahead_bytes=config.read_ahead_bytes_per_worker,
+        decoded_cache=config.decoded_cache,
+        decoded_cache_bytes=config.decoded_cache_bytes,
         limits=config.limits,
         storage_profiles=config.storage_profiles,
         tls=config.tls,

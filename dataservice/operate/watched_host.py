@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt, UnitRange
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt, StorageOutage, UnitRange
 from dataservice.core.ports import PackHost
 from dataservice.observability.endpoint import serve_metrics
 from dataservice.observability.traces import StepTracer
@@ -83,6 +83,10 @@ class WatchedHost(PackHost):
     def held(self) -> Sequence[PackKey]:
         """Packs that were ordered and are not yet released."""
         return self._host.held()
+
+    def outages(self) -> Sequence[StorageOutage]:
+        """Sources whose storage does not answer."""
+        return self._host.outages()
 
 
 def serve_host_metrics(

@@ -21,6 +21,7 @@ from dataservice.core.health import (
     SourceProgress,
 )
 from dataservice.core.plan import PHASES
+from dataservice.serving import wire_packs
 from dataservice.serving.enum_values import known_value
 
 SEVERITIES: dict[str, Severity] = {name: name for name in get_args(Severity)}
@@ -114,6 +115,7 @@ def _job_to_proto(job: Diagnosed) -> coordinator_pb2.JobHealth:
         coordinator_pb2.SourceHealth(**_values(source)) for source in job.health.sources
     ]
     plain["progress"] = _progress_to_proto(job.health.progress)
+    plain["outages"] = map(wire_packs.storage_outage_to_proto, job.health.outages)
     findings = [
         coordinator_pb2.Finding(severity=each.severity, text=each.text) for each in job.findings
     ]
@@ -128,6 +130,7 @@ def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
         SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
     )
     plain["progress"] = _progress_from_proto(message)
+    plain["outages"] = tuple(map(wire_packs.storage_outage_from_proto, message.outages))
     findings = tuple(
         Finding(severity=known_value(each.severity, SEVERITIES, "a finding is"), text=each.text)
         for each in message.findings

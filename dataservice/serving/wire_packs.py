@@ -20,6 +20,7 @@ from dataservice.core.orders import (
     PackOrder,
     PackReceipt,
     SourceWork,
+    StorageOutage,
     Ticket,
 )
 from dataservice.core.sample import ByteSpan, SampleLocation
@@ -37,6 +38,20 @@ def pack_key_to_proto(key: PackKey) -> worker_pb2.PackKey:
     """A pack's name."""
     return worker_pb2.PackKey(
         job=key.job, step=key.step, plan_digest=key.plan_digest, pack=key.pack
+    )
+
+
+def storage_outage_to_proto(outage: StorageOutage) -> worker_pb2.StorageOutage:
+    """StorageOutage as a message."""
+    return worker_pb2.StorageOutage(
+        job=outage.job, source=outage.source, away_s=outage.away_s, reason=outage.reason
+    )
+
+
+def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutage:
+    """StorageOutage from its message."""
+    return StorageOutage(
+        job=message.job, source=message.source, away_s=message.away_s, reason=message.reason
     )
 
 

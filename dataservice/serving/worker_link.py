@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
-from dataservice.core.orders import PackAnswers, PackKey, PackOrder
+from dataservice.core.orders import Holdings, PackAnswers, PackKey, PackOrder, StorageOutage
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.tls import ClientTls
 from dataservice.engine.fair_threads import FairThreads
@@ -116,17 +116,19 @@ class GrpcWorkerLink:
         except ServiceError as error:
             log.warning("%s refused to release packs of %s: %s", worker.worker, job, error)
 
-    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
-        """The packs that a worker holds or decodes. Raises WorkerLostError, or the worker's own
-        error."""
+    async def ask_held(self, worker: WorkerInfo) -> Holdings:
+        """What a worker holds or decodes, and what it waits for. Raises WorkerLostError, or the
+        worker's own error."""
         keys: set[PackKey] = set()
+        outages: list[StorageOutage] = []
         async with self._stub(worker) as stub:
             call = stub.Held(
                 worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
             )
             async for message in call:
                 keys.update(map(wire_packs.pack_key_from_proto, message.packs))
-        return frozenset(keys)
+                outages += map(wire_packs.storage_outage_from_proto, message.outages)
+        return Holdings(packs=frozenset(keys), outages=tuple(outages))
 
     async def close(self) -> None:
         """Close all channels; calls in flight are cancelled."""

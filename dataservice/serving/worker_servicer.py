@@ -99,10 +99,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Held(
         self, request: worker_pb2.HeldRequest, context: Context
     ) -> AsyncIterator[worker_pb2.HeldPacks]:
-        """Name every pack that was ordered here and is not yet released."""
+        """Name every pack that was ordered here and is not yet released, and the storage that is
+        waited for."""
         async with answered(context, "Held"):
             check_command(context.invocation_metadata() or (), self._secret)
-            held = self._host.held()
+            held, outages = self._host.held(), self._host.outages()
+            if outages:
+                told = map(wire_packs.storage_outage_to_proto, outages)
+                yield worker_pb2.HeldPacks(outages=told)
             for start in range(0, len(held), NAMES_IN_A_MESSAGE):
                 keys = held[start : start + NAMES_IN_A_MESSAGE]
                 yield worker_pb2.HeldPacks(packs=map(wire_packs.pack_key_to_proto, keys))

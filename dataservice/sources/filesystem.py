@@ -293,8 +293,7 @@ def path_of(descriptor: int, path: str) -> str:
 def require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
     """Raises SourceError when a URL is not plain storage, or what it names may become other data,
     before fsspec sees it."""
-    named = re.match(r"([^/]*?):", url)
-    protocol = named[1].lower() if named and len(named[1]) > 1 else "file"
+    protocol = _protocol_of(url)
     if protocol not in PROTOCOLS or "::" in url:
         raise SourceError(
             f"{owner}: {url!r} is of no storage that jobs may read. Use a path, or a URL of "
@@ -313,6 +312,16 @@ def require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:
             f"{owner}: storage_options names {', '.join(refused)}, which would choose another "
             "storage than the url. Leave it out."
         )
+
+
+def is_far(url: str) -> bool:
+    """Whether a URL lies behind a network, by its protocol."""
+    return _protocol_of(url) not in ("file", "local", "memory")
+
+
+def _protocol_of(url: str) -> str:
+    named = re.match(r"([^/]*?):", url)
+    return named[1].lower() if named and len(named[1]) > 1 else "file"
 
 
 def exactly(fs: AbstractFileSystem) -> dict[str, str]:

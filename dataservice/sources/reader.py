@@ -7,6 +7,7 @@ from dataclasses import replace
 from dataservice.core.errors import RESTORE, SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.ports import SampleReader
 from dataservice.core.sample import RawSample, SampleRef
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.protocol import Format
@@ -14,7 +15,7 @@ from dataservice.sources.formats.registry import open_format
 from dataservice.sources.roots import Roots
 
 
-class SourceReader:
+class SourceReader(SampleReader):
     """The port SampleReader over the sources of one job. Safe for use from several threads; each
     source is opened when first read."""
 
@@ -44,6 +45,17 @@ class SourceReader:
             )
         piece = ref.location.piece
         return replace(raw, key=ref.key, piece=piece) if piece else raw
+
+    def read_together(self, refs: Sequence[SampleRef]) -> Sequence[RawSample | Exception]:
+        """Samples of one source, each as `read` gives it or the error that it raises. The byte
+        ranges of several are fetched at once, before their sizes are checked."""
+        if len(refs) == 1:
+            return super().read_together(refs)
+        try:
+            with self._format(refs[0].source).fetching([ref.location for ref in refs]):
+                return super().read_together(refs)
+        except SourceError as error:
+            return [error] * len(refs)
 
     def _format(self, source: str) -> Format:
         with self._lock:

@@ -4,8 +4,9 @@ import os
 import posixpath
 import re
 import stat
+import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, cast
@@ -13,7 +14,7 @@ from urllib.parse import unquote
 
 from fsspec.spec import AbstractFileSystem
 
-from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan
@@ -54,6 +55,14 @@ class SourceFile:
     version: str
 
 
+Fetched = Mapping[str, Mapping[ByteSpan, bytes]]
+"""Bytes that a request for several samples gave, by path and span."""
+
+
+class _Unfit(Exception):
+    """A request for several samples cannot be answered as one."""
+
+
 class Storage:
     """The file system of one source. Safe for use from several threads."""
 
@@ -77,6 +86,7 @@ class Storage:
                     f"url {spec.url!r}. Keep both in one."
                 )
             self._media_root = root.rstrip("/")
+        self._fetched = threading.local()
         self._patterns = [cast(str, self._fs._strip_protocol(pattern)) for pattern in patterns]
 
     @property
@@ -181,8 +191,61 @@ class Storage:
         Raises:
             SourceError: the file cannot be read, or is shorter than the index says.
         """
+        fetched: Fetched | None = getattr(self._fetched, "ranges", None)
+        if fetched and path in fetched and all(map(fetched[path].__contains__, spans)):
+            return [fetched[path][span] for span in spans]
         runs = _runs([span for span in spans if span.size_bytes])
         blobs = self._local_runs(path, runs) if self._local else self._remote_runs(path, runs)
+        return self._cut(path, spans, runs, blobs)
+
+    @contextmanager
+    def fetching(self, wanted: Sequence[tuple[str, Sequence[ByteSpan]]]) -> Iterator[None]:
+        """Within this, `read_spans` of these (path, spans) in this thread costs no request: those
+        of a file that are neighbours were read together, and all at once. What a request for all
+        cannot read is read one by one. Raises StorageAwayError."""
+        if not self._local:
+            with suppress(_Unfit):
+                self._fetched.ranges = self._fetch(wanted)
+        try:
+            yield
+        finally:
+            self._fetched.ranges = None
+
+    def _fetch(self, wanted: Sequence[tuple[str, Sequence[ByteSpan]]]) -> "Fetched":
+        spans: dict[str, list[ByteSpan]] = {}
+        for path, own in wanted:
+            spans.setdefault(path, []).extend(own)
+        runs = {path: _runs([s for s in own if s.size_bytes]) for path, own in spans.items()}
+        asked = [(path, *run) for path, each in runs.items() for run in each]
+        try:
+            blobs = iter(self._ask(asked))
+            return {
+                path: self._by_span(path, own, runs[path], [next(blobs) for _ in runs[path]])
+                for path, own in spans.items()
+            }
+        except StorageAwayError:
+            raise
+        except SourceError as error:
+            raise _Unfit from error
+
+    def _by_span(
+        self,
+        path: str,
+        spans: Sequence[ByteSpan],
+        runs: Sequence[tuple[int, int]],
+        blobs: Sequence[bytes],
+    ) -> dict[ByteSpan, bytes]:
+        return dict(zip(spans, self._cut(path, spans, runs, blobs), strict=True))
+
+    def _cut(
+        self,
+        path: str,
+        spans: Sequence[ByteSpan],
+        runs: Sequence[tuple[int, int]],
+        blobs: Sequence[bytes],
+    ) -> list[bytes]:
+        """The bytes of each span out of those of the runs. Raises SourceError when they end
+        early."""
         by_start = {start: blob for (start, _), blob in zip(runs, blobs, strict=True)}
         starts = sorted(by_start)
         out = []
@@ -208,12 +271,18 @@ class Storage:
             return [_read_run(stream, start, end) for start, end in runs]
 
     def _remote_runs(self, path: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Reads all runs at once, if the file system can."""
-        require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
-        starts, ends = [start for start, _ in runs], [end for _, end in runs]
+        return self._ask([(path, start, end) for start, end in runs])
+
+    def _ask(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Reads all (path, start, end) at once, if the file system can."""
+        if not ranges:
+            return []
+        for path in {path for path, *_ in ranges}:
+            require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
+        paths, starts, ends = map(list, zip(*ranges, strict=True))
         ask = partial(self._fs.cat_ranges, on_error="raise", **exactly(self._fs))
-        with self.translate(path, "be read"):
-            blobs = patiently(lambda: ask([path] * len(runs), starts, ends))
+        with self.translate(ranges[0][0], "be read"):
+            blobs = patiently(lambda: ask(paths, starts, ends))
         return cast(list[bytes], blobs)
 
     def read_beside(self, path: str, relative: str, limits: DecodeLimits) -> bytes:

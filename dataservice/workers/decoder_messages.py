@@ -13,8 +13,8 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -29,9 +29,11 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.workers.decoded_cache import CacheSpec
+from dataservice.workers.read_sample import RawBytes
 
 _LENGTH = struct.Struct("<I")
-_HEADER = struct.Struct("<BIddddQ")
+_HEADER = struct.Struct("<BIddddQ?")
 ANSWER_LIMIT_BYTES = 2**20
 MESSAGE_LIMIT = 4000  # characters of an error message, which may quote a user's text
 TICK_S = 1.0
@@ -52,6 +54,7 @@ class Kind(IntEnum):
     BAD = 4  # no sample: the reason as text
     FILLED = 5  # a sample in memory that the worker has: its number
     NEW = 6  # a sample in memory that is filled again later: its number, and a descriptor
+    AWAY = 7  # no sample for now, its storage does not answer: the reason as text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,7 @@ class Answer:
     cpu_s: float = 0.0
     read_cpu_s: float = 0.0
     read_bytes: int = 0
+    reused: bool = False
     payload: bytes = b""
     descriptor: int = -1
 
@@ -84,17 +88,38 @@ def receive(sock: socket.socket, size_bytes: int) -> tuple[bytes, list[int]]:
 # ---- orders -------------------------------------------------------------------------------
 
 
-def order_bytes(
+_NOT_READ, _IN_MEMORY = -2, -1
+
+
+def send_order(
+    sock: socket.socket,
     pipeline: str,
     samples: Sequence[PackSample],
     *,
+    reads: Sequence[RawBytes | None] = (),
     free: Sequence[int] = (),
     gone: Sequence[int] = (),
-) -> bytes:
-    """An order to decode these samples in turn. Of the memory in which samples were handed over,
-    `free` may be filled again and `gone` is not read any more."""
-    plain = {"pipeline": pipeline, "samples": [_plain(sample) for sample in samples]}
-    return plain_bytes(plain | {"free": list(free), "gone": list(gone)})
+) -> None:
+    """An order to decode these samples in turn, with the bytes of those that were read ahead. Of
+    the memory in which samples were handed over, `free` may be filled again and `gone` is not read
+    any more. Raises OSError when nobody listens."""
+    given = [*reads, *[None] * (len(samples) - len(reads))]
+    plain = {
+        "pipeline": pipeline,
+        "samples": [_plain(sample) for sample in samples],
+        "reads": [_NOT_READ if r is None else _stated(r) for r in given],
+        "free": list(free),
+        "gone": list(gone),
+    }
+    small = [r.data for r in given if r is not None and r.descriptor < 0]
+    sock.sendall(plain_bytes(plain) + b"".join(small))
+    for read in given:
+        if read is not None and read.descriptor >= 0:
+            socket.send_fds(sock, [b"\0"], [read.descriptor])
+
+
+def _stated(read: RawBytes) -> int:
+    return _IN_MEMORY if read.descriptor >= 0 else len(read.data)
 
 
 def send_hello(
@@ -103,11 +128,16 @@ def send_hello(
     credentials: Mapping[str, str] | None,
     link: socket.socket | None = None,
     reads: bool = False,
+    ahead: int = 0,
+    cache: CacheSpec | None = None,
 ) -> None:
     """The first message to a decoder: with which variables of the environment it opens storage,
-    None where it opens none; and its end of the link between a process that `reads` and the one
-    that it reads for, where there are two."""
-    data = plain_bytes({"credentials": credentials, "reads": reads})
+    None where it opens none; its end of the link between a process that `reads` and the one that
+    it reads for, where there are two; and in how many threads it reads ahead, where it decodes
+    nothing; and where it keeps what it has decoded."""
+    kept = None if cache is None else asdict(cache)
+    plain = {"credentials": credentials, "reads": reads, "ahead": ahead, "cache": kept}
+    data = plain_bytes(plain)
     descriptors = [] if link is None else [link.fileno()]
     sent = socket.send_fds(sock, [data], descriptors)
     sock.sendall(memoryview(data)[sent:])
@@ -123,10 +153,11 @@ def read_hello(sock: socket.socket) -> tuple[dict[str, Any], socket.socket | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOrder:
-    """What `order_bytes` was made of."""
+    """What `send_order` was given. Descriptors among the `reads` are the receiver's to close."""
 
     pipeline: str
     samples: list[PackSample]
+    reads: list[RawBytes | None]
     free: list[int]
     gone: list[int]
 
@@ -135,12 +166,27 @@ def read_order(sock: socket.socket) -> DecodeOrder | None:
     """The next order; None once the worker is gone."""
     try:
         plain = read_plain(sock)
+        reads = _read_ahead(sock, plain["reads"])
     except OSError:
         return None
-    samples = [_sample(each) for each in plain["samples"]]
     return DecodeOrder(
-        pipeline=plain["pipeline"], samples=samples, free=plain["free"], gone=plain["gone"]
+        pipeline=plain["pipeline"],
+        samples=[_sample(each) for each in plain["samples"]],
+        reads=reads,
+        free=plain["free"],
+        gone=plain["gone"],
     )
+
+
+def _read_ahead(sock: socket.socket, stated: Sequence[int]) -> list[RawBytes | None]:
+    """First the bytes of all small samples, then the descriptors of the others. Raises OSError."""
+    small = {n: RawBytes(data=_exactly(sock, size)) for n, size in enumerate(stated) if size >= 0}
+    reads = [small.get(n) for n in range(len(stated))]
+    for n, size in enumerate(stated):
+        if size == _IN_MEMORY:
+            _, (descriptor,) = receive(sock, 1)
+            reads[n] = RawBytes(descriptor=descriptor)
+    return reads
 
 
 def plain_bytes(plain: Mapping[str, Any]) -> bytes:
@@ -225,7 +271,9 @@ def send_answer(sock: socket.socket, answer: Answer) -> None:
     """Send an answer; the caller keeps and closes its descriptor. Raises OSError when nobody
     listens."""
     times = answer.seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
-    header = _HEADER.pack(answer.kind, len(answer.payload), *times, answer.read_bytes)
+    header = _HEADER.pack(
+        answer.kind, len(answer.payload), *times, answer.read_bytes, answer.reused
+    )
     data = header + answer.payload
     if answer.descriptor < 0:
         sock.sendall(data)
@@ -268,18 +316,21 @@ class AnswerReader:
     left_s: float = 0.0
     _descriptors: list[int] = field(default_factory=list)
 
-    def read(self) -> Answer:
-        """The next answer. Its descriptor is the caller's to close."""
-        code, length, *times, read_bytes = _HEADER.unpack(self._bytes(_HEADER.size))
+    def read(self, kinds: Collection[Kind] = tuple(Kind)) -> Answer:
+        """The next answer, of one of these kinds. Its descriptor is the caller's to close; those
+        that no answer should have come with are closed with the socket."""
+        code, length, *times, read_bytes, reused = _HEADER.unpack(self._bytes(_HEADER.size))
         seconds, read_s, cpu_s, read_cpu_s = times
-        if code not in list(Kind) or length > ANSWER_LIMIT_BYTES:
+        if code not in kinds or length > ANSWER_LIMIT_BYTES:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
         payload = self._bytes(length)
         kind, descriptor = Kind(code), -1
-        if kind in (Kind.MEMORY, Kind.NEW):
-            if not self._descriptors:
-                raise ProtocolError("a memory file was announced and not sent")
-            descriptor = self._descriptors.pop(0)
+        announced = kind in (Kind.MEMORY, Kind.NEW)
+        if len(self._descriptors) != announced:
+            sent = len(self._descriptors)
+            raise ProtocolError(f"an answer {kind.name} with {sent} descriptors")
+        if announced:
+            descriptor = self._descriptors.pop()
         return Answer(
             kind=kind,
             seconds=seconds,
@@ -287,6 +338,7 @@ class AnswerReader:
             cpu_s=cpu_s,
             read_cpu_s=read_cpu_s,
             read_bytes=read_bytes,
+            reused=reused,
             payload=payload,
             descriptor=descriptor,
         )

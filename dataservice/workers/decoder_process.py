@@ -1,7 +1,8 @@
 """The program of a decoder: a process of a worker, forked by its nursery, that serves one slot.
 
-It reads and decodes the samples of an order in turn, and answers each as soon as it is done. Where
-it runs a team's own code, another process reads for it (see reading_process.py). When
+It reads and decodes the samples of an order in turn, and answers each as soon as it is done. Those
+that were read ahead come with the order. Where it runs a team's own code, another process reads
+for it (see reading_process.py). When
 its memory exceeds the nursery's `memory_bytes`, an allocation fails and only that sample is lost.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataservice.core.orders import PackSample
+from dataservice.workers.decoded_cache import CachedDecoder, CacheSpec, DecodedCache
 from dataservice.workers.decoder_messages import (
     Answer,
     Kind,
@@ -21,7 +23,8 @@ from dataservice.workers.decoder_messages import (
     send_answer,
 )
 from dataservice.workers.decoders import SampleOutcome, read_and_decode
-from dataservice.workers.reading_process import ReaderAway, serve_reads
+from dataservice.workers.read_sample import RawBytes, close_all
+from dataservice.workers.reading_process import ReaderAway, serve_reads, serve_reads_ahead
 from dataservice.workers.recycled_memory import FilledMemory, Handed, Returned
 from dataservice.workers.sample_memory import (
     INLINE_LIMIT_BYTES,
@@ -42,13 +45,31 @@ class DecoderProgram:
         """Serve orders until the worker closes the socket."""
         hello, link = read_hello(orders)
         self.factory.hold_credentials(hello["credentials"])
-        if link is None:
-            _Decoder(orders, self.factory).serve()
+        if hello["ahead"]:
+            serve_reads_ahead(orders, self.factory.reader_for, hello["ahead"])
+        elif link is None:
+            factory = self.factory
+            if hello["cache"] is not None:
+                factory = _cached(factory, DecodedCache(CacheSpec(**hello["cache"])))
+            _Decoder(orders, factory).serve()
         elif hello["reads"]:
             serve_reads(orders, link, self.factory.reader_for)
         else:
             away = ReaderAway(link)
             _Decoder(orders, replace(self.factory, reader_for=lambda _: away)).serve()
+
+
+def _cached(factory: PipelineFactory, cache: DecodedCache) -> PipelineFactory:
+    """The same, whose decoders find what was decoded before."""
+
+    def decoder_for(pipeline: str) -> CachedDecoder:
+        return CachedDecoder(factory.decoder_for(pipeline), cache, factory.identity(pipeline))
+
+    return replace(factory, decoder_for=decoder_for)
+
+
+def _reused(pipeline: Pipeline) -> int:
+    return pipeline.decoder.reused if isinstance(pipeline.decoder, CachedDecoder) else 0
 
 
 class _Decoder:
@@ -63,8 +84,10 @@ class _Decoder:
             self._memory.take_back(Returned(order.free, order.gone))
             pipeline = self._pipeline(order.pipeline, wanted=not order.samples)
             if pipeline is not None:
-                for sample in order.samples:
-                    self._decode(pipeline, sample)
+                for sample, read in zip(order.samples, order.reads, strict=True):
+                    self._decode(pipeline, sample, read)
+            else:
+                close_all(order.reads)
 
     def _pipeline(self, name: str, *, wanted: bool) -> Pipeline | None:
         """The pipeline of this JSON, or None when it cannot be built. Tells the worker when it has
@@ -82,11 +105,14 @@ class _Decoder:
             self._send(Kind.BUILT, payload=pad.encode())
         return pipeline
 
-    def _decode(self, pipeline: Pipeline, sample: PackSample) -> None:
+    def _decode(self, pipeline: Pipeline, sample: PackSample, read: RawBytes | None) -> None:
         # The process works for this one slot, libraries' threads included.
-        outcome = read_and_decode(pipeline, sample, cpu_clock=time.process_time)
+        before = _reused(pipeline)
+        outcome = read_and_decode(pipeline, sample, read, cpu_clock=time.process_time)
+        outcome = replace(outcome, reused=_reused(pipeline) > before)
         if outcome.sample is None:
-            self._send(Kind.BAD, outcome, outcome.reason.encode(errors="replace"))
+            kind = Kind.AWAY if outcome.away else Kind.BAD
+            self._send(kind, outcome, outcome.reason.encode(errors="replace"))
             return
         buffers = sample_buffers(outcome.sample, sample.lengths)
         size_bytes = sample_bytes(sample.lengths)
@@ -129,6 +155,7 @@ class _Decoder:
             cpu_s=outcome.cpu_s if outcome else 0.0,
             read_cpu_s=outcome.read_cpu_s if outcome else 0.0,
             read_bytes=outcome.read_bytes if outcome else 0,
+            reused=outcome.reused if outcome else False,
             payload=payload,
             descriptor=descriptor,
         )

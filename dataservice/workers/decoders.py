@@ -2,25 +2,28 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, RawSample, SampleRef
 from dataservice.core.visible import visible, visible_traceback
 from dataservice.workers.pack import check_planned_shape
+from dataservice.workers.read_sample import RawBytes, ReadSample, raw_of
 from dataservice.workers.sample_pipelines import Pipeline
 
 log = logging.getLogger(__name__)
 
+READS = 32  # requests to read ahead that are under way at once
 REASON_LIMIT = 1000  # characters of a bad sample's reason that are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutcome:
-    """A sample in its planned shape; or `sample` is None, and `reason` says why."""
+    """A sample in its planned shape; or `sample` is None, and `reason` says why. One whose storage
+    is `away` is not bad: it may be read later."""
 
     sample: DecodedSample | None
     reason: str = ""
@@ -34,15 +37,39 @@ class SampleOutcome:
     """CPU seconds of the last try's reading."""
     read_bytes: int = 0
     """Size of the sample in storage, as far as its location tells; 0 when it could not be read."""
+    away: bool = False
+    reused: bool = False
+    """Whether it had been decoded before, and was found."""
+    ahead_s: float = 0.0
+    """Seconds that reading it ahead took, in no slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOutcome:
+    """A sample as it was read; or None where its slot is to read it, or where its storage is away,
+    for the reason `away`. `read_s` is its part of the seconds that the request took."""
+
+    read: ReadSample | None = None
+    away: str = ""
+    read_s: float = 0.0
 
 
 class Decoders(Protocol):
-    """Decodes samples on a number of slots. Every method blocks. At most `slots` threads may call
-    at once."""
+    """Decodes samples on a number of slots, and reads others ahead meanwhile. Every method blocks.
+    At most `slots` threads may call at once, and `reads` others `read`."""
 
     @property
     def slots(self) -> int:
         """How many samples are decoded at once."""
+        ...
+
+    @property
+    def reads(self) -> int:
+        """How many requests to read ahead may be under way at once."""
+        ...
+
+    def far_sources(self, pipeline: str) -> Collection[str]:
+        """The sources that lie on other machines, which are read ahead."""
         ...
 
     def start(self) -> None:
@@ -53,10 +80,20 @@ class Decoders(Protocol):
         """Build this pipeline, once; its pad token. Raises what building it raises."""
         ...
 
-    def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
-        """Decode these samples one after another on one slot. A failing sample affects only its own
-        outcome. Raises what building the pipeline raises, and WorkerLostError when nothing can be
-        decoded here any more."""
+    def read(self, pipeline: str, refs: Sequence[SampleRef]) -> list[ReadOutcome]:
+        """Read these samples of one source, on no slot. Raises WorkerLostError when nothing can be
+        read here any more."""
+        ...
+
+    def decode(
+        self,
+        pipeline: str,
+        samples: Sequence[PackSample],
+        reads: Sequence[ReadSample | None] = (),
+    ) -> list[SampleOutcome]:
+        """Decode these samples one after another on one slot, of which `reads` has those that were
+        read ahead. A failing sample affects only its own outcome. Raises what building the
+        pipeline raises, and WorkerLostError when nothing can be decoded here any more."""
         ...
 
     def close(self) -> None:
@@ -67,23 +104,25 @@ class Decoders(Protocol):
 def read_and_decode(
     pipeline: Pipeline,
     sample: PackSample,
+    read: RawBytes | None = None,
     *,
     cpu_clock: Callable[[], float] = time.thread_time,
 ) -> SampleOutcome:
-    """Read and decode one sample in this thread, whose CPU time `cpu_clock` gives. Never raises."""
+    """Read one sample, unless it was read already, and decode it in this thread, whose CPU time
+    `cpu_clock` gives. Never raises."""
     started_s, cpu_started_s = time.perf_counter(), cpu_clock()
     read_s: float | None = None
     read_cpu_s = 0.0
     read_bytes = 0
-    decoded, reason = None, ""
+    decoded, reason, away = None, "", False
     try:
-        raw = pipeline.reader.read(sample.ref)
+        raw = pipeline.reader.read(sample.ref) if read is None else raw_of(read)
         read_s, read_cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
         read_bytes = _stored_bytes(sample.ref, raw)
         decoded = pipeline.decoder.decode(raw, sample.lengths, sample.epoch)
         check_planned_shape(decoded, sample.lengths)
     except (SampleError, SourceError) as error:
-        reason = str(error) or type(error).__name__
+        reason, away = str(error) or type(error).__name__, isinstance(error, StorageAwayError)
     except MemoryError as error:
         reason = (
             f"decoding ran out of memory: {error}. Leave the sample out, make it smaller, or "
@@ -103,6 +142,7 @@ def read_and_decode(
         cpu_s=cpu_s,
         read_cpu_s=cpu_s if read_s is None else read_cpu_s,
         read_bytes=read_bytes,
+        away=away,
     )
 
 

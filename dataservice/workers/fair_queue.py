@@ -9,17 +9,20 @@ a team at its own `limit`.
 
 A limit is a token bucket: it fills with `limit` slot-seconds per second and slot, up to a small
 burst, and decoding empties it. Pure: the caller supplies the time.
+
+Reading ahead has a queue of the same kind, whose places are reads (see read_ahead.py).
 """
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dataservice.core.fair_share import FairShare, Run
 from dataservice.core.orders import PackKey, PackOrder, PackSample
 from dataservice.core.sample import SampleLengths
 from dataservice.core.team import TeamShare, team_of
+from dataservice.workers.read_sample import ReadSample
 
 BURST_S = 1.0
 SHORTEST_PAUSE_S = 0.001
@@ -38,12 +41,24 @@ class TeamLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Task:
-    """A sample of a pack, to be decoded. `place` is its place in the pack."""
+    """A sample of a pack, to be decoded. `place` is its place in the pack. `read` is the sample as
+    it was read ahead, which took `ahead_s`; `in_slot` says that its slot is to read it."""
 
     key: PackKey
     place: int
     sample: PackSample
     pipeline: str
+    read: ReadSample | None = None
+    ahead_s: float = 0.0
+    in_slot: bool = False
+
+
+def tasks_of(order: PackOrder) -> list[Task]:
+    """The samples of a pack, in its order."""
+    return [
+        Task(key=order.key, place=place, sample=sample, pipeline=order.pipeline)
+        for place, sample in enumerate(order.samples)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,8 +96,12 @@ class _Line:
             heapq.heappop(self.heap)
         return tasks
 
-    def add(self, key: PackKey, tasks: deque[Task]) -> None:
-        self.packs[key] = tasks
+    def add(self, key: PackKey, tasks: Iterable[Task]) -> None:
+        there = self.packs.get(key)
+        if there is not None:
+            there.extend(tasks)
+            return
+        self.packs[key] = deque(tasks)
         heapq.heappush(self.heap, (key.step, key.pack, key.plan_digest))
 
     def _key(self) -> PackKey:
@@ -104,10 +123,12 @@ class _Team:
 
 
 class FairQueue:
-    """Orders go in, samples come out one by one. Times come from any monotonic clock."""
+    """Orders go in, samples come out one by one. Times come from any monotonic clock. Nothing
+    comes out of a team that may not begin now, by `may_begin`."""
 
-    def __init__(self, *, slots: int) -> None:
+    def __init__(self, *, slots: int, may_begin: Callable[[str], bool] = lambda team: True) -> None:
         self._slots = slots
+        self._may_begin = may_begin
         self._teams: dict[str, _Team] = {}
         self._shares: FairShare[str] = FairShare()
         self._speed = _Speed()
@@ -119,31 +140,34 @@ class FairQueue:
 
     def push(self, order: PackOrder, now_s: float) -> None:
         """Add a pack's samples. The order's `share` is the team's share from now on."""
-        key = order.key
+        self.add(order.key, tasks_of(order), order.share, now_s)
+
+    def add(self, key: PackKey, tasks: Sequence[Task], share: TeamShare, now_s: float) -> None:
+        """Add samples of a pack, of which others may be here or have been."""
         name = team_of(key.job)
         team = self._teams.get(name)
         if team is None:
-            burst_s = self._burst_s(order.share)
+            burst_s = self._burst_s(share)
             team = self._teams[name] = _Team(
-                name=name, share=order.share, bucket_s=burst_s, filled_s=now_s
+                name=name, share=share, bucket_s=burst_s, filled_s=now_s
             )
-        team.share = order.share
-        tasks = deque(
-            Task(key=key, place=place, sample=sample, pipeline=order.pipeline)
-            for place, sample in enumerate(order.samples)
-        )
+        team.share = share
         if tasks:
             team.lines.setdefault(key.job, _Line(job=key.job)).add(key, tasks)
             team.jobs.wants(key.job)
             team.queued += len(tasks)
 
-    def withdraw(self, key: PackKey) -> None:
-        """Forget the samples of this pack that have no slot yet, if there are any."""
+    def withdraw(self, key: PackKey) -> Sequence[Task]:
+        """Forget the samples of this pack that have no slot yet, if there are any; they are
+        returned."""
         team = self._teams.get(team_of(key.job))
         line = team.lines.get(key.job) if team is not None else None
-        if team is not None and line is not None and key in line.packs:
-            team.queued -= len(line.packs.pop(key))
-            self._close_empty(team, line)
+        if team is None or line is None or key not in line.packs:
+            return ()
+        tasks = line.packs.pop(key)
+        team.queued -= len(tasks)
+        self._close_empty(team, line)
+        return tasks
 
     def next(
         self, now_s: float, *, only: Callable[[Task, float], bool] = lambda task, seconds: True
@@ -187,6 +211,14 @@ class FairQueue:
         for speed in (team.speed, self._speed):
             speed.learn(tokens, seconds)
 
+    def give_back(self, begun: Begun) -> None:
+        """The sample has not used its slot, for which nobody is charged; it is not queued again."""
+        key, run = begun.task.key, begun.run
+        team = self._teams[team_of(key.job)]
+        self._shares.end(team.name, run, 0.0)
+        team.jobs.end(key.job, run, 0.0)
+        team.bucket_s += run.charged_s
+
     def pause_s(self, now_s: float) -> float | None:
         """Seconds until a team at its limit may continue; None when no team waits at its limit."""
         pauses = [
@@ -205,7 +237,7 @@ class FairQueue:
 
     def _throttle(self, team: _Team, now_s: float) -> None:
         """Treats a team at its limit as one without work, so that waiting earns it no credit."""
-        if team.queued and self._allowance_s(team, now_s) > 0:
+        if team.queued and self._may_begin(team.name) and self._allowance_s(team, now_s) > 0:
             self._shares.wants(team.name, weight=team.share.weight)
         else:
             self._shares.rests(team.name)

@@ -29,6 +29,7 @@ from dataservice.core.orders import (
     PackOrder,
     PackReceipt,
     SourceWork,
+    StorageOutage,
     UnitRange,
 )
 from dataservice.workers.decoders import Decoders, SampleOutcome
@@ -44,6 +45,7 @@ from dataservice.workers.pack import (
     masked_sample,
     planned_bytes,
 )
+from dataservice.workers.read_ahead import READ_AHEAD_BYTES
 from dataservice.workers.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class HostStats:
     """A worker's packs now, and what it has done since it started.
 
     `packs_waiting` counts the pending packs that have no room yet; `held_bytes` counts ready packs.
+    `reads` are requests to storage under way, beside those of slots; `read_ahead_bytes` are being
+    read, or were read and wait for a slot.
     """
 
     packs_pending: int
@@ -66,7 +70,12 @@ class HostStats:
     held_bytes: int
     samples_decoded: int
     samples_masked: int
+    samples_reused: int
     decode_s: float
+    reads: int
+    read_ahead_bytes: int
+    samples_read_ahead: int
+    outages: tuple[StorageOutage, ...]
     teams: tuple[TeamLoad, ...]
 
 
@@ -106,11 +115,14 @@ class DecodingHost:
         decoders: Decoders,
         *,
         held_bytes: int = HELD_BYTES,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
         order_grace_s: float = ORDER_GRACE_S,
     ) -> None:
-        """Packs are decoded ahead of need up to `held_bytes`. A call for a part of a pack that has
+        """Packs are decoded ahead of need up to `held_bytes`, and of those samples are read before
+        they have a slot up to about `read_ahead_bytes`. A call for a part of a pack that has
         not been ordered yet waits up to `order_grace_s` for the order."""
-        self._slots = Slots(decoders)
+        self._slots = Slots(decoders, read_ahead_bytes=read_ahead_bytes)
+        self._read_share = decoders.slots / decoders.reads
         self._room = HeldBytes(held_bytes)
         self._pad_tokens: dict[str, int] = {}
         self._held: dict[PackKey, _Held] = {}
@@ -118,6 +130,7 @@ class DecodingHost:
         self._order_grace_s = order_grace_s
         self._samples_decoded = 0
         self._samples_masked = 0
+        self._samples_reused = 0
         self._decode_s = 0.0
 
     async def start(self) -> None:
@@ -178,6 +191,10 @@ class DecodingHost:
         """Packs that were ordered here and not released."""
         return tuple(self._held)
 
+    def outages(self) -> Sequence[StorageOutage]:
+        """Sources whose storage does not answer, and whose samples wait for it."""
+        return self._slots.ahead.outages()
+
     def stats(self) -> HostStats:
         """Counts for metrics. O(packs held)."""
         ready = [h.ready.result() for h in self._held.values() if h.ready.done()]
@@ -188,7 +205,12 @@ class DecodingHost:
             held_bytes=sum(each.receipt.size_bytes for each in ready),
             samples_decoded=self._samples_decoded,
             samples_masked=self._samples_masked,
+            samples_reused=self._samples_reused,
             decode_s=self._decode_s,
+            reads=self._slots.ahead.reads,
+            read_ahead_bytes=self._slots.ahead.held_bytes,
+            samples_read_ahead=self._slots.ahead.samples,
+            outages=tuple(self.outages()),
             teams=self._slots.teams(),
         )
 
@@ -245,7 +267,8 @@ class DecodingHost:
         pack = await asyncio.to_thread(
             assemble, order.samples, decoded, degree=order.degree, pad_token_id=pad_token_id
         )
-        return _Ready(pack=pack, receipt=_receipt(order, pack, outcomes, room_s))
+        sources = _by_source(order, outcomes, self._read_share)
+        return _Ready(pack=pack, receipt=_receipt(order, pack, outcomes, sources, room_s))
 
     async def _pad_token(self, pipeline: str) -> int:
         """The pad token of a pipeline. Builds a pipeline that is new here, so that if it cannot be
@@ -260,6 +283,7 @@ class DecodingHost:
     def _count(self, outcomes: Sequence[SampleOutcome]) -> None:
         self._samples_decoded += len(outcomes)
         self._samples_masked += sum(bool(outcome.reason) for outcome in outcomes)
+        self._samples_reused += sum(outcome.reused for outcome in outcomes)
         self._decode_s += sum(outcome.seconds for outcome in outcomes)
 
     async def _ready(self, key: PackKey) -> AssembledPack:
@@ -280,7 +304,11 @@ class DecodingHost:
 
 
 def _receipt(
-    order: PackOrder, pack: AssembledPack, outcomes: Sequence[SampleOutcome], room_s: float
+    order: PackOrder,
+    pack: AssembledPack,
+    outcomes: Sequence[SampleOutcome],
+    sources: tuple[SourceWork, ...],
+    room_s: float,
 ) -> PackReceipt:
     return PackReceipt(
         key=order.key,
@@ -296,13 +324,17 @@ def _receipt(
             for sample, outcome in zip(order.samples, outcomes, strict=True)
             if outcome.reason
         ),
-        sources=_by_source(order, outcomes),
+        sources=sources,
         sample_digests=pack.sample_digests,
         room_s=room_s,
     )
 
 
-def _by_source(order: PackOrder, outcomes: Sequence[SampleOutcome]) -> tuple[SourceWork, ...]:
+def _by_source(
+    order: PackOrder, outcomes: Sequence[SampleOutcome], read_share: float
+) -> tuple[SourceWork, ...]:
+    """A second of reading ahead counts as `read_share` seconds of a slot: so many slots there are
+    for each request that may be under way."""
     found: dict[str, list[SampleOutcome]] = {}
     for sample, outcome in zip(order.samples, outcomes, strict=True):
         found.setdefault(sample.ref.source, []).append(outcome)
@@ -310,7 +342,7 @@ def _by_source(order: PackOrder, outcomes: Sequence[SampleOutcome]) -> tuple[Sou
         SourceWork(
             source=source,
             samples=len(own),
-            read_s=sum(outcome.read_s for outcome in own),
+            read_s=sum(outcome.read_s + read_share * outcome.ahead_s for outcome in own),
             decode_s=sum(outcome.seconds - outcome.read_s for outcome in own),
             read_bytes=sum(outcome.read_bytes for outcome in own),
             read_cpu_s=sum(outcome.read_cpu_s for outcome in own),

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -27,20 +27,29 @@ from typing import TypedDict
 from dataservice.core.credentials import credentials_of
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
-from dataservice.core.sample import DecodedSample, SampleLengths
+from dataservice.core.sample import DecodedSample, SampleLengths, SampleRef
 from dataservice.core.visible import visible
+from dataservice.workers.decoded_cache import CacheSpec
 from dataservice.workers.decoder_messages import (
     Answer,
     AnswerReader,
     Kind,
     ProtocolError,
-    order_bytes,
     refused,
     send_hello,
+    send_order,
 )
 from dataservice.workers.decoder_process import DecoderProgram
-from dataservice.workers.decoders import REASON_LIMIT, Decoders, SampleOutcome
+from dataservice.workers.decoders import (
+    READS,
+    REASON_LIMIT,
+    Decoders,
+    ReadOutcome,
+    SampleOutcome,
+)
 from dataservice.workers.nursery import ForkedProcess, Nursery
+from dataservice.workers.read_ahead_process import ReadAheadProcess
+from dataservice.workers.read_sample import RawBytes, ReadSample
 from dataservice.workers.reading_process import READER_GONE
 from dataservice.workers.recycled_memory import Handed, ReadMemory
 from dataservice.workers.sample_memory import sample_bytes, sample_of_bytes, sample_of_memory
@@ -51,6 +60,7 @@ log = logging.getLogger(__name__)
 
 DECODE_TIMEOUT_S = 60.0
 MOST_READ_BYTES = 2**40
+_BUILDING = Kind.BUILT, Kind.REFUSED
 TRIES = 2  # how often a sample whose process dies is tried
 REMEDY = (
     "Leave the sample out, make it smaller, or raise the service's limits; the worker's log "
@@ -66,15 +76,20 @@ class ProcessDecoders(Decoders):
         factory: PipelineFactory,
         *,
         slots: int,
+        reads: int = READS,
         timeout_s: float = DECODE_TIMEOUT_S,
         memory_bytes: int | None = None,
+        cache: CacheSpec | None = None,
     ) -> None:
         """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
         below 1."""
         require_slots(slots)
+        self._far_sources = lru_cache(PIPELINES_KEPT)(factory.far_sources)
         self._code_owner = lru_cache(PIPELINES_KEPT)(factory.code_owner)
         self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
-        self._slots = [_Slot(self._nursery, timeout_s) for _ in range(slots)]
+        self._reads = reads
+        self._ahead = ReadAheadProcess(self._nursery, threads=reads, timeout_s=timeout_s)
+        self._slots = [_Slot(self._nursery, timeout_s, cache) for _ in range(slots)]
         self._idle = list(self._slots)
         self._freed = threading.Condition()
 
@@ -82,6 +97,15 @@ class ProcessDecoders(Decoders):
     def slots(self) -> int:
         """How many samples are decoded at once."""
         return len(self._slots)
+
+    @property
+    def reads(self) -> int:
+        """How many requests to read ahead may be under way at once."""
+        return self._reads
+
+    def far_sources(self, pipeline: str) -> Collection[str]:
+        """The sources that lie on other machines."""
+        return self._far_sources(pipeline)
 
     @property
     def process_ids(self) -> list[int]:
@@ -100,14 +124,25 @@ class ProcessDecoders(Decoders):
         with self._slot_for(pipeline) as slot:
             return slot.open(pipeline)
 
-    def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
+    def read(self, pipeline: str, refs: Sequence[SampleRef]) -> list[ReadOutcome]:
+        """Read these samples in the process that reads ahead."""
+        return self._ahead.read(pipeline, refs)
+
+    def decode(
+        self,
+        pipeline: str,
+        samples: Sequence[PackSample],
+        reads: Sequence[ReadSample | None] = (),
+    ) -> list[SampleOutcome]:
         """Decode these samples one after another in one process."""
+        given = [read.bytes if read else None for read in reads] or [None] * len(samples)
         with self._slot_for(pipeline) as slot:
-            return slot.decode(pipeline, samples)
+            return slot.decode(pipeline, samples, given)
 
     def close(self) -> None:
         """Kill all processes; calls in progress raise WorkerLostError."""
         self._nursery.refuse()
+        self._ahead.close()
         for slot in self._slots:
             slot.kill()
         with self._freed:
@@ -141,8 +176,9 @@ class ProcessDecoders(Decoders):
 class _Slot:
     """A slot's process, replaced when it ends. Used by one thread at a time, except for `kill`."""
 
-    def __init__(self, nursery: Nursery, timeout_s: float) -> None:
+    def __init__(self, nursery: Nursery, timeout_s: float, cache: CacheSpec | None) -> None:
         self._nursery = nursery
+        self._cache = cache
         self._timeout_s = timeout_s
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
@@ -176,7 +212,8 @@ class _Slot:
         with self._lock:
             self._process = process
         with suppress(OSError):  # one that has died is found out by the order
-            send_hello(process.orders, credentials=credentials_of(os.environ))
+            credentials = credentials_of(os.environ)
+            send_hello(process.orders, credentials=credentials, cache=self._cache)
         return AnswerReader(sock=process.orders)
 
     def _started_with_reader(self) -> AnswerReader:
@@ -234,17 +271,21 @@ class _Slot:
                     ) from error
         raise AssertionError("the last try returns or raises")
 
-    def decode(self, pipeline: str, samples: Sequence[PackSample]) -> list[SampleOutcome]:
-        """An outcome for each sample."""
+    def decode(
+        self, pipeline: str, samples: Sequence[PackSample], reads: Sequence[RawBytes | None]
+    ) -> list[SampleOutcome]:
+        """An outcome for each sample; `reads` has those that were read ahead."""
         outcomes: list[SampleOutcome] = []
         deaths, lost_s = 0, 0.0
         while (done := len(outcomes)) < len(samples):
             began_s = time.monotonic()
             try:
-                for answer in self._order(pipeline, samples[done:]):
+                for answer in self._order(pipeline, samples[done:], reads[done:]):
                     took_s = min(answer.seconds, time.monotonic() - began_s)
                     planned = samples[len(outcomes)].lengths
-                    outcomes.append(self._outcome(answer, planned, seconds=lost_s + took_s))
+                    outcomes.append(
+                        outcome_of(answer, planned, self._memory, seconds=lost_s + took_s)
+                    )
                     deaths, lost_s, began_s = 0, 0.0, time.monotonic()
             except (OSError, ProtocolError) as error:
                 what, again = self._end_of(error)
@@ -256,15 +297,22 @@ class _Slot:
                 deaths, lost_s = 0, 0.0
         return outcomes
 
-    def _order(self, pipeline: str, samples: Sequence[PackSample]) -> Iterator[Answer]:
+    def _order(
+        self,
+        pipeline: str,
+        samples: Sequence[PackSample],
+        reads: Sequence[RawBytes | None] = (),
+    ) -> Iterator[Answer]:
         """Send an order and give the answer of each sample; with no samples, the pipeline's
         answer."""
         answers = self.ready(self.owner)
         self._have_read_for(pipeline)
         answers.sock.settimeout(self._timeout_s)
         returned = self._memory.returned()
-        answers.sock.sendall(order_bytes(pipeline, samples, free=returned.free, gone=returned.gone))
-        answer = self._next(answers)
+        send_order(
+            answers.sock, pipeline, samples, reads=reads, free=returned.free, gone=returned.gone
+        )
+        answer = self._next(answers, tuple(Kind) if samples else _BUILDING)
         if answer.kind is Kind.BUILT and samples:
             answer = self._next(answers)
         if answer.kind is Kind.REFUSED:
@@ -279,38 +327,15 @@ class _Slot:
         if self._reads is None or self._reads_for == pipeline:
             return
         self._reads.sock.settimeout(self._timeout_s)
-        self._reads.sock.sendall(order_bytes(pipeline, ()))
-        answer = self._next(self._reads)
+        send_order(self._reads.sock, pipeline, ())
+        answer = self._next(self._reads, _BUILDING)
         if answer.kind is Kind.REFUSED:
             raise refused(answer, "the job's pipeline")
         self._reads_for = pipeline
 
-    def _outcome(self, answer: Answer, planned: SampleLengths, *, seconds: float) -> SampleOutcome:
-        """Raises ProtocolError when the answer does not fit what was planned."""
-        took = _took(answer, seconds)
-        if answer.kind is Kind.BAD:
-            reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT)
-            return SampleOutcome(sample=None, reason=reason or "unknown", **took)
-        try:
-            return SampleOutcome(sample=self._sample(answer, planned), **took)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
-
-    def _sample(self, answer: Answer, planned: SampleLengths) -> DecodedSample:
-        """Raises ValueError when the answer does not fit what was planned."""
-        if answer.kind is Kind.MEMORY:
-            return sample_of_memory(answer.descriptor, planned)
-        if answer.kind in (Kind.FILLED, Kind.NEW):
-            digits = answer.payload[:18]
-            handed = Handed(int(digits) if digits.isdigit() else -1, answer.descriptor)
-            return self._memory.sample(handed, planned)
-        if answer.kind is Kind.INLINE and len(answer.payload) == sample_bytes(planned):
-            return sample_of_bytes(answer.payload, planned)
-        raise ValueError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
-
-    def _next(self, answers: AnswerReader) -> Answer:
+    def _next(self, answers: AnswerReader, kinds: tuple[Kind, ...] = tuple(Kind)) -> Answer:
         answers.left_s = self._timeout_s
-        return answers.read()
+        return answers.read(kinds)
 
     def _end_of(self, error: Exception) -> tuple[str, bool]:
         """End the process that failed. Gives the reason, and whether a new process may do
@@ -332,12 +357,42 @@ class _Slot:
         return f"the decoder process {ending}, at the last of {TRIES} tries", True
 
 
+def outcome_of(
+    answer: Answer, planned: SampleLengths, memory: ReadMemory, *, seconds: float
+) -> SampleOutcome:
+    """The outcome that a decoder's answer tells, after `seconds`; closes its descriptor. Raises
+    ProtocolError when the answer does not fit what was planned."""
+    if answer.kind in (Kind.BAD, Kind.AWAY):
+        reason = visible(answer.payload.decode(errors="replace"), REASON_LIMIT) or "unknown"
+        away = answer.kind is Kind.AWAY
+        return SampleOutcome(sample=None, reason=reason, away=away, **_took(answer, seconds))
+    try:
+        sample = _sample(answer, planned, memory)  # whatever else is wrong
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    return SampleOutcome(sample=sample, **_took(answer, seconds))
+
+
+def _sample(answer: Answer, planned: SampleLengths, memory: ReadMemory) -> DecodedSample:
+    """Raises ValueError when the answer does not fit what was planned."""
+    if answer.kind is Kind.MEMORY:
+        return sample_of_memory(answer.descriptor, planned)
+    if answer.kind in (Kind.FILLED, Kind.NEW):
+        digits = answer.payload[:18]
+        handed = Handed(int(digits) if digits.isdigit() else -1, answer.descriptor)
+        return memory.sample(handed, planned)
+    if answer.kind is Kind.INLINE and len(answer.payload) == sample_bytes(planned):
+        return sample_of_bytes(answer.payload, planned)
+    raise ValueError(f"an answer {answer.kind.name} of {len(answer.payload)} bytes")
+
+
 class _Took(TypedDict):
     seconds: float
     read_s: float
     cpu_s: float
     read_cpu_s: float
     read_bytes: int
+    reused: bool
 
 
 def _took(answer: Answer, seconds: float) -> _Took:
@@ -353,6 +408,7 @@ def _took(answer: Answer, seconds: float) -> _Took:
         cpu_s=cpu_s,
         read_cpu_s=min(answer.read_cpu_s, read_s, cpu_s),
         read_bytes=min(answer.read_bytes, MOST_READ_BYTES),
+        reused=answer.reused,
     )
 
 

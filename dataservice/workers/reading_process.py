@@ -1,32 +1,45 @@
-"""Reads samples for a decoder that runs a team's own code, in a process that does not run it.
+"""Processes that read samples, and run no team's own code.
+
+One of each worker reads ahead, many samples at once, for all its decoders (see read_ahead.py):
+
+    worker ──which samples──► reading process: storage
+           ◄──their bytes───
+
+It is never what a sample is masked for: what it cannot read, a decoder reads again in its slot.
+
+Another reads for each decoder that runs a team's own code, what was not read ahead:
 
     worker ──pipeline──► reading process ◄──which sample── decoder: the team's code, no credentials
                            credentials    ───its bytes───►
 
-The reading process opens the storage of the pipeline that the worker named last, and of no other;
+That reading process opens the storage of the pipeline that the worker named last, and of no other;
 what the decoder may ask for is a place in its sources, under the roots of each. Requests are plain
 data; a sample comes back as the descriptor of a memory file, or as an error.
 
-Contract.
+Contract of the latter.
   Success    the decoder has the sample as it was read.
   Failure    it has the error that reading raised. Where the reading process is gone, it ends with
              status READER_GONE, and the worker starts both again.
 """
 
-import json
 import math
 import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from dataservice.core.errors import SampleError
+from dataservice.core.errors import SampleError, StorageAwayError
 from dataservice.core.ports import SampleReader
-from dataservice.core.sample import MediaBlob, RawSample, SampleRef, Unparsed
+from dataservice.core.sample import RawSample, SampleRef
 from dataservice.workers.decoder_messages import (
+    MESSAGE_LIMIT,
     Answer,
     AnswerReader,
     Kind,
@@ -40,11 +53,15 @@ from dataservice.workers.decoder_messages import (
     refused,
     send_answer,
 )
-from dataservice.workers.sample_memory import write_memory
+from dataservice.workers.read_sample import RawBytes, raw_bytes, raw_of
 from dataservice.workers.sample_pipelines import PIPELINES_KEPT
 
 READER_GONE = 75  # the exit status of a decoder whose reading process has ended
-_LENGTH = struct.Struct("<Q")
+READ_OF = struct.Struct("<QI")
+"""What an answer to a request to read ahead begins with: the number of the request, and the place
+of the sample among those that it names."""
+TABLE_THREADS = 4
+"""Threads that read rows of tables: each row group is read by one of them, which keeps it."""
 
 
 def serve_reads(
@@ -76,18 +93,29 @@ def serve_reads(
 
 def _send_sample(link: socket.socket, reader: SampleReader, ref: SampleRef) -> None:
     try:
-        memory = _memory_of(reader.read(ref))
+        read = raw_bytes(reader.read(ref))
     except MemoryError as error:
         reason = f"reading ran out of memory: {error}. Raise decode_memory_bytes."
         send_answer(link, refusal(SampleError(reason)))
     except Exception as error:
         send_answer(link, refusal(error))
     else:
-        send_answer(link, Answer(kind=Kind.MEMORY, descriptor=memory))
-        os.close(memory)
+        _send_read(link, read)
 
 
-class ReaderAway:
+def _send_read(sock: socket.socket, read: RawBytes, of: bytes = b"", **took: Any) -> None:
+    """Send a sample's bytes behind `of`, and close its descriptor."""
+    if read.descriptor < 0:
+        send_answer(sock, Answer(kind=Kind.INLINE, payload=of + read.data, **took))
+        return
+    try:
+        answer = Answer(kind=Kind.MEMORY, payload=of, descriptor=read.descriptor, **took)
+        send_answer(sock, answer)
+    finally:
+        os.close(read.descriptor)
+
+
+class ReaderAway(SampleReader):
     """The port SampleReader, by the reading process at the other end of a link."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -99,47 +127,82 @@ class ReaderAway:
         try:
             self._link.settimeout(None)
             self._link.sendall(plain_bytes({"ref": plain_ref(ref)}))
-            answer = self._answers.read()
+            answer = self._answers.read((Kind.INLINE, Kind.MEMORY, Kind.REFUSED))
         except (OSError, ProtocolError):
             _end()
         if answer.kind is Kind.REFUSED:
             raise refused(answer, "the sample")
-        return _sample_of(answer.descriptor)
+        return raw_of(RawBytes(data=answer.payload, descriptor=answer.descriptor))
 
 
 def _end() -> NoReturn:
     os._exit(READER_GONE)
 
 
-def _memory_of(raw: RawSample) -> int:
-    """The descriptor of a memory file: the length of a JSON object, that object, the files and the
-    parts of a format of the user's own."""
-    unparsed = raw.unparsed
-    head = json.dumps(
-        {
-            "key": raw.key,
-            "record": raw.record,
-            "placeholders": raw.placeholders,
-            "piece": raw.piece,
-            "loss_weight": raw.loss_weight,
-            "media": [(blob.kind, blob.name, len(blob.data)) for blob in raw.media],
-            "unparsed": unparsed and (unparsed.source, [len(part) for part in unparsed.parts]),
+# ---- reading ahead ------------------------------------------------------------------------
+
+
+def serve_reads_ahead(
+    orders: socket.socket, reader_for: Callable[[str], SampleReader], threads: int
+) -> None:
+    """Read what the worker asks for, in this many threads, until it closes the socket. Samples are
+    answered one by one, in any order."""
+    reading = _ReadingAhead(orders, reader_for, threads)
+    while True:
+        try:
+            request = read_plain(orders)
+        except OSError:
+            return
+        reading.begin(request)
+
+
+class _ReadingAhead:
+    def __init__(
+        self, orders: socket.socket, reader_for: Callable[[str], SampleReader], threads: int
+    ) -> None:
+        self._orders = orders
+        self._sending = threading.Lock()
+        self._reader_for = lru_cache(PIPELINES_KEPT)(reader_for)
+        self._opening = threading.Lock()
+        self._spans = ThreadPoolExecutor(threads)
+        self._tables = [ThreadPoolExecutor(1) for _ in range(TABLE_THREADS)]
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Begin to read what a request names: samples of one source."""
+        refs = [ref_of_plain(plain) for plain in request["refs"]]
+        at = refs[0].location
+        # A thread keeps the last row group that it has read.
+        table = self._tables[hash((at.file, at.row_group)) % TABLE_THREADS]
+        threads = self._spans if at.spans else table
+        threads.submit(self._read, request["number"], request["pipeline"], refs)
+
+    def _read(self, number: int, pipeline: str, refs: Sequence[SampleRef]) -> None:
+        began_s, cpu_began_s = time.perf_counter(), time.thread_time()
+        try:
+            with self._opening:  # once for all threads
+                reader = self._reader_for(pipeline)
+            results = reader.read_together(refs)
+        except Exception as error:
+            results = [error] * len(refs)
+        took: dict[str, Any] = {
+            "read_s": (time.perf_counter() - began_s) / len(refs),
+            "read_cpu_s": (time.thread_time() - cpu_began_s) / len(refs),
         }
-    ).encode()
-    buffers = [_LENGTH.pack(len(head)), head, *(blob.data for blob in raw.media)]
-    buffers += unparsed.parts if unparsed else ()
-    return write_memory([*buffers], sum(map(len, buffers)))
+        for place, result in enumerate(results):
+            self._answer(READ_OF.pack(number, place), result, took)
 
-
-def _sample_of(descriptor: int) -> RawSample:
-    """The sample in a memory file, whose descriptor is closed."""
-    with open(descriptor, "rb") as stream:
-        (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-        plain = json.loads(stream.read(length))
-        media = tuple(
-            MediaBlob(kind=kind, name=name, data=stream.read(size_bytes))
-            for kind, name, size_bytes in plain.pop("media")
-        )
-        parts = plain.pop("unparsed")
-        unparsed = parts and Unparsed(source=parts[0], parts=tuple(map(stream.read, parts[1])))
-    return RawSample(**plain, media=media, unparsed=unparsed)
+    def _answer(self, of: bytes, result: RawSample | Exception, took: dict[str, Any]) -> None:
+        answer, read = Answer(kind=Kind.BAD, payload=of, **took), None
+        if isinstance(result, StorageAwayError):
+            reason = str(result).encode(errors="replace")[:MESSAGE_LIMIT]
+            answer = Answer(kind=Kind.AWAY, payload=of + reason, **took)
+        elif isinstance(result, RawSample):
+            # Else the slot finds out what is wrong.
+            with suppress(OSError, MemoryError, ValueError, TypeError):
+                read = raw_bytes(result)
+        # Where the worker is gone, the other thread finds out.
+        with suppress(OSError), self._sending:
+            if read is None:
+                send_answer(self._orders, answer)
+            else:
+                _send_read(self._orders, read, of, **took)

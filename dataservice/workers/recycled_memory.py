@@ -5,8 +5,10 @@
 
 To fill fresh pages costs the kernel several times what copying into pages in use does. Each file
 belongs to one decoder process and is gone with it. Its size is sealed: a file that could shrink
-would crash whoever reads it. Its bytes cannot be sealed: a decoder that breaks the protocol could
-change a sample that it has handed over, as it could have decoded it wrongly.
+would crash whoever reads it. Its bytes cannot be sealed. They are mapped for reading alone except
+while they are filled, so that a codec which writes where it should not ends its process and spoils
+no sample that was handed over; a decoder that means harm could change one, as it could have decoded
+it wrongly.
 
 The worker decides how much free memory is kept. What is released beyond that loses its pages at
 once, and its file with the next order.
@@ -18,7 +20,8 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +38,8 @@ from dataservice.workers.sample_memory import (
 )
 
 KEPT_BYTES = 32 * 2**20
-"""Of one decoder's memory that is free; as much again may have been released since its last
-order."""
+"""Of one decoder's memory that is free; about as much again may have been released since its last
+order (exactly, where samples are of one size)."""
 LARGEST_SHARE = 4  # of a sample, in the memory that it takes
 _MADV_REMOVE = 9
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -50,13 +53,12 @@ def file_bytes(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
-class _Mapping:
+class MappedFile:
     """A whole memory file, mapped until the last reference to it is gone. Raises MemoryError when
     the kernel maps no more for this process. Python's own mmap would keep a descriptor."""
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        address = libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address == MAP_FAILED:
             raise MemoryError(f"{size_bytes:,} bytes of a memory file cannot be mapped")
         self.address, self.size_bytes = address, size_bytes
@@ -66,9 +68,23 @@ class _Mapping:
         """Its first bytes as a buffer, which does not keep the mapping."""
         return (ctypes.c_char * size_bytes).from_address(self.address)
 
+    @contextmanager
+    def writable(self) -> Iterator[None]:
+        """It may be written to. Raises MemoryError when the kernel refuses."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            yield
+        finally:
+            self._protect(mmap.PROT_READ)
+
     def empty(self) -> None:
         """Give its pages back to the kernel; whoever reads it finds zeros."""
-        libc.madvise(self.address, self.size_bytes, _MADV_REMOVE)
+        with self.writable():
+            libc.madvise(self.address, self.size_bytes, _MADV_REMOVE)
+
+    def _protect(self, protection: int) -> None:
+        if libc.mprotect(self.address, self.size_bytes, protection):
+            raise MemoryError(f"{self.size_bytes:,} mapped bytes keep their protection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +107,7 @@ class FilledMemory:
     """The decoder's side."""
 
     def __init__(self) -> None:
-        self._files: dict[int, _Mapping] = {}
+        self._files: dict[int, MappedFile] = {}
         self._free: list[int] = []
         self._made = 0
 
@@ -101,11 +117,12 @@ class FilledMemory:
         number = self._fitting(size_bytes)
         if number is None:
             return self._new(buffers, size_bytes)
-        place = np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
-        at = 0
-        for buffer in buffers:
-            place[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
-            at += len(buffer)
+        file, at = self._files[number], 0
+        place = np.frombuffer(file.bytes(size_bytes), np.uint8)
+        with file.writable():
+            for buffer in buffers:
+                place[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
+                at += len(buffer)
         return Handed(number, -1)
 
     def take_back(self, returned: Returned) -> None:
@@ -131,7 +148,7 @@ class FilledMemory:
             os.ftruncate(descriptor, whole_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             write_buffers(descriptor, buffers)
-            mapping = _Mapping(descriptor, whole_bytes)
+            mapping = MappedFile(descriptor, whole_bytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -146,7 +163,7 @@ class ReadMemory:
     any."""
 
     kept_bytes: int = KEPT_BYTES
-    _files: dict[int, _Mapping] = field(default_factory=dict)
+    _files: dict[int, MappedFile] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
     _ended: deque[int] = field(default_factory=deque)
     _gone: list[int] = field(default_factory=list)
@@ -166,7 +183,7 @@ class ReadMemory:
         if handed.descriptor >= 0:
             self._check_new(handed, size_bytes)
             try:
-                self._files[number] = _Mapping(handed.descriptor, file_bytes(size_bytes))
+                self._files[number] = MappedFile(handed.descriptor, file_bytes(size_bytes))
             except MemoryError:  # this process has no more mappings
                 self._gone.append(number)
                 return sample_of_bytes(read_memory(handed.descriptor, size_bytes), planned)
@@ -202,9 +219,10 @@ class ReadMemory:
         return Returned([number for number in free if number in self._files], gone)
 
 
-def _end(ended: deque[int], number: int, file: _Mapping, kept_bytes: int) -> None:
+def _end(ended: deque[int], number: int, file: MappedFile, kept_bytes: int) -> None:
     """Notes that the last view of a sample is gone; its mapping is held until then. Runs on any
-    thread, at any moment: only the length of the list says how much is free."""
-    ended.append(number)
-    if len(ended) * file.size_bytes > kept_bytes:
+    thread, at any moment: only the length of the list says how much is free. Pages go before the
+    number is noted: afterwards the decoder may have filled them with the next sample."""
+    if (len(ended) + 1) * file.size_bytes > kept_bytes:
         file.empty()
+    ended.append(number)

@@ -1,7 +1,7 @@
 """One reader and one decoder for each distinct pipeline, built when first needed."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -24,6 +24,10 @@ def _nobody(pipeline: str) -> None:
     return None
 
 
+def _none(pipeline: str) -> Collection[str]:
+    return ()
+
+
 def _no_matter(environment: Mapping[str, str] | None) -> None:
     return None
 
@@ -32,12 +36,16 @@ def _no_matter(environment: Mapping[str, str] | None) -> None:
 class PipelineFactory:
     """Builds reader and decoder from a job's pipeline JSON. `code_owner` names the team whose own
     code a pipeline runs, None where it runs none: such code shares no process with others, and
-    none with its reader. `hold_credentials` has a process open storage with those of these
+    none with its reader. `far_sources` names the sources that lie on other machines, and are read
+    ahead. `identity` names what decides to what a pipeline decodes a sample, and the team that it
+    is of. `hold_credentials` has a process open storage with those of these
     variables of an environment, or with None without any."""
 
     reader_for: Callable[[str], SampleReader]
     decoder_for: Callable[[str], SampleDecoder]
     code_owner: Callable[[str], str | None] = _nobody
+    far_sources: Callable[[str], Collection[str]] = _none
+    identity: Callable[[str], str] = str
     hold_credentials: Callable[[Mapping[str, str] | None], None] = _no_matter
 
     def build(self, pipeline: str) -> Pipeline:

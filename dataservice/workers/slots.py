@@ -1,4 +1,5 @@
-"""A worker's slots: samples of all packs go through one fair queue to the decoders.
+"""A worker's slots: samples of all packs go through one fair queue to the decoders. Where storage
+would make a slot wait, they are read before they come to the queue (see read_ahead.py).
 
 Contract.
   decode     returns the outcomes of a pack's samples, in its order. When a pipeline cannot be
@@ -11,14 +12,16 @@ it.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dataservice.core.orders import PackKey, PackOrder
+from dataservice.core.team import TeamShare
 from dataservice.workers.decoders import Decoders, SampleOutcome
-from dataservice.workers.fair_queue import Begun, FairQueue, Task, TeamLoad
+from dataservice.workers.fair_queue import Begun, FairQueue, Task, TeamLoad, tasks_of
+from dataservice.workers.read_ahead import READ_AHEAD_BYTES, ReadAhead
 
 BATCH_SAMPLES = 16
 BATCH_S = 0.01  # estimated seconds of decoding in one batch
@@ -26,6 +29,7 @@ BATCH_S = 0.01  # estimated seconds of decoding in one batch
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Pack:
+    share: TeamShare
     outcomes: list[SampleOutcome | None]
     left: int
     done: asyncio.Future[None]
@@ -40,10 +44,11 @@ class _Served:
 class Slots:
     """Decodes packs. Used on one event loop."""
 
-    def __init__(self, decoders: Decoders) -> None:
+    def __init__(self, decoders: Decoders, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
         self._decoders = decoders
         self._threads = ThreadPoolExecutor(decoders.slots, thread_name_prefix="slot")
         self._queue = FairQueue(slots=decoders.slots)
+        self.ahead = ReadAhead(decoders, limit_bytes=read_ahead_bytes, ready=self._ready)
         self._packs: dict[PackKey, _Pack] = {}
         self._busy = 0
         self._closed = False
@@ -62,20 +67,27 @@ class Slots:
 
     async def decode(self, order: PackOrder) -> list[SampleOutcome]:
         """Outcomes of a pack's samples. The pack must not be in decoding already."""
+        self._withdraw(order.key)  # another order under this key
         pack = _Pack(
+            share=order.share,
             outcomes=[None] * len(order.samples),
             left=len(order.samples),
             done=asyncio.get_running_loop().create_future(),
         )
         self._packs[order.key] = pack
-        self._queue.push(order, time.monotonic())
+        first_read: list[Task] = []
+        at_once: list[Task] = []
+        for task in tasks_of(order):
+            (first_read if self.ahead.wants(task) else at_once).append(task)
+        self._queue.add(order.key, at_once, order.share, time.monotonic())
+        self.ahead.add(order.key, first_read, order.share)
         self._fill()
         try:
             if pack.left:
                 await pack.done
         finally:
             if self._packs.get(order.key) is pack:
-                self._queue.withdraw(order.key)
+                self._withdraw(order.key)
                 del self._packs[order.key]
         return [outcome for outcome in pack.outcomes if outcome is not None]
 
@@ -89,7 +101,31 @@ class Slots:
         if self._alarm is not None:
             self._alarm.cancel()
         self._decoders.close()
+        self.ahead.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _withdraw(self, key: PackKey) -> None:
+        self.ahead.withdraw(key)
+        for task in self._queue.withdraw(key):
+            self.ahead.used(task)
+
+    def _ready(self, key: PackKey, tasks: Sequence[Task]) -> None:
+        """Samples that were read, or that a slot is to read after all."""
+        self._queue.add(key, tasks, self._packs[key].share, time.monotonic())
+        self._fill()
+
+    def _next(
+        self, now_s: float, *, only: Callable[[Task, float], bool] = lambda task, seconds: True
+    ) -> Begun | None:
+        """The next sample of the queue that does not wait for its storage: what is known of it may
+        have changed since it was queued."""
+        while (begun := self._queue.next(now_s, only=only)) is not None:
+            task = begun.task
+            if not self.ahead.wants(task):
+                return begun
+            self._queue.give_back(begun)
+            self.ahead.add(task.key, [task], self._packs[task.key].share)
+        return None
 
     def _fill(self) -> None:
         """Give samples to all free slots."""
@@ -111,7 +147,7 @@ class Slots:
 
     def _batch(self, now_s: float) -> list[Begun]:
         """The next sample, followed by small texts when enough of them wait for all slots."""
-        first = self._queue.next(now_s)
+        first = self._next(now_s)
         if first is None:
             return []
         batch = [first]
@@ -124,7 +160,7 @@ class Slots:
             return is_text and seconds <= left_s and task.pipeline == first.task.pipeline
 
         while len(batch) < room and not first.task.sample.lengths.items:
-            also = self._queue.next(now_s, only=fits)
+            also = self._next(now_s, only=fits)
             if also is None:
                 break
             batch.append(also)
@@ -135,7 +171,9 @@ class Slots:
         """Decode the batch on one slot; runs in a thread."""
         began_s = time.monotonic()
         outcomes = self._decoders.decode(
-            batch[0].task.pipeline, [begun.task.sample for begun in batch]
+            batch[0].task.pipeline,
+            [begun.task.sample for begun in batch],
+            [begun.task.read for begun in batch],
         )
         return _Served(outcomes=outcomes, slot_s=time.monotonic() - began_s)
 
@@ -143,6 +181,8 @@ class Slots:
         self, batch: Sequence[Begun], packs: Sequence[_Pack], running: asyncio.Future[_Served]
     ) -> None:
         self._busy -= 1
+        for begun in batch:
+            self.ahead.used(begun.task)
         if running.cancelled():  # closed
             return
         error = running.exception()
@@ -159,8 +199,17 @@ class Slots:
         decode_s = sum(outcome.seconds for outcome in served.outcomes)
         besides_s = max(0.0, served.slot_s - decode_s) / len(batch)
         for begun, pack, outcome in zip(batch, packs, served.outcomes, strict=True):
+            task = begun.task
             self._queue.done(begun, outcome.seconds + besides_s)
-            pack.outcomes[begun.task.place] = outcome
+            if task.read is None:
+                self.ahead.learn(task, outcome)
+            if outcome.away:
+                if self._packs.get(task.key) is pack:
+                    self.ahead.add_later(task.key, [replace(task, in_slot=False)], pack.share)
+                continue
+            if task.read is not None:
+                outcome = replace(outcome, ahead_s=task.ahead_s)
+            pack.outcomes[task.place] = outcome
             pack.left -= 1
             if pack.left == 0 and not pack.done.done():
                 pack.done.set_result(None)

@@ -83,6 +83,13 @@ def test_a_picture_larger_than_a_block_is_read():
     assert (made == (7, 80, 200)).all()
 
 
+def test_a_picture_of_few_wide_rows_is_read():
+    """128 of these rows take more than a block."""
+    picture = Image.new("RGB", (DEFAULT_LIMITS.max_image_side, 130), (7, 80, 200))
+    made = next(cut_views(picture, [View.whole(28, 28)]))
+    assert (made == (7, 80, 200)).all()
+
+
 def test_a_picture_is_resized_in_pillows_own_memory(monkeypatch):
     """Neither copied nor packed beforehand: that took as long as the second pass."""
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError, WorkerLostError
-from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import (
+    BadSample,
+    Holdings,
+    PackKey,
+    PackOrder,
+    PackReceipt,
+    StorageOutage,
+)
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
 from dataservice.engine.dispatch import Dispatcher
@@ -35,6 +42,7 @@ class Workers(OneByOne):
         self.ordered: list[tuple[str, PackKey]] = []
         self.replaced: list[str] = []
         self.asked = 0
+        self.outages: tuple[StorageOutage, ...] = ()  # what each tells
         self.decoding: set[asyncio.Task[PackReceipt]] = set()
         self.released: set[tuple[str, PackKey]] = set()
 
@@ -115,11 +123,11 @@ class Workers(OneByOne):
         self.held[worker.worker] -= set(packs)
         self.released |= {(worker.worker, key) for key in packs}
 
-    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
+    async def ask_held(self, worker: WorkerInfo) -> Holdings:
         self.asked += 1
         if worker.worker in self.dead:
             raise WorkerLostError("gone")
-        return frozenset(self.held[worker.worker])
+        return Holdings(packs=frozenset(self.held[worker.worker]), outages=self.outages)
 
 
 class Counts(NoMetrics):

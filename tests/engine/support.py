@@ -12,7 +12,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt
+from dataservice.core.orders import BadSample, Holdings, PackKey, PackOrder, PackReceipt
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.ports import Metrics, WorkerInfo
@@ -180,8 +180,9 @@ class Books(OneByOne):
             if self.held.get(key) == worker.worker:
                 del self.held[key]
 
-    async def ask_held(self, worker: WorkerInfo) -> frozenset[PackKey]:
-        return frozenset(key for key, name in self.held.items() if name == worker.worker)
+    async def ask_held(self, worker: WorkerInfo) -> Holdings:
+        mine = (key for key, name in self.held.items() if name == worker.worker)
+        return Holdings(packs=frozenset(mine))
 
 
 def make_coordinator(

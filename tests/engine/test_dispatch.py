@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.errors import SpecError
+from dataservice.core.orders import StorageOutage
 from dataservice.core.ports import WorkerInfo
 from dataservice.engine import dispatch, open_orders, orphaned_packs, placement
 from tests.engine.scripted_workers import (
@@ -225,6 +226,16 @@ async def test_a_worker_that_drains_and_ends_between_two_looks_is_not_counted_as
     del workers.infos["w0"]
     await until(lambda: counts.retired == ["w0"])
     assert counts.lost == []
+
+
+async def test_storage_that_workers_wait_for_is_known_by_job(dispatcher, workers, monkeypatch):
+    monkeypatch.setattr(dispatch, "ASK_EVERY_S", 0.01)
+    away = StorageOutage(job="a/j", source="far", away_s=3.0, reason="503")
+    workers.outages = (away, replace(away, job="b/j"))
+    await dispatcher.start()
+    assert dispatcher.outages("a/j") == (away,) * len(workers.infos)
+    workers.outages = ()
+    await until(lambda: dispatcher.outages("a/j") == ())
 
 
 async def test_packs_left_by_a_former_coordinator_are_used_or_released(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.health import FleetHealth, JobHealth, RankHealth, SourceHealth
+from dataservice.core.orders import StorageOutage
 from dataservice.observability.diagnosis import diagnose, waiting
 
 FLEET = FleetHealth(workers=4, wanted_workers=4, slots=8, slots_per_worker=2, busy_slots=6.0)
@@ -253,13 +254,13 @@ def said_where_ranks_wait_for(**seconds: float) -> str:
     return the_sentence(a_starved_job(sources=(source,))).text
 
 
-def test_a_source_that_waits_for_its_storage_asks_for_slots_and_not_for_workers():
+def test_a_source_that_waits_for_its_storage_asks_for_reads_and_not_for_workers():
     assert said_where_ranks_wait_for(
         samples=100.0, read_s=12.0, read_cpu_s=0.4, decode_s=4.0, decode_cpu_s=3.8
     ) == (
         "ranks 0-3 wait 0.6 s a step: source `captions` is read at 0.5 of need, 0.16 s a sample, "
         "0.042 s of it on a CPU; the rest it waits for its storage: look there, or raise "
-        "slots_per_worker to 5, for a slot that waits takes no CPU"
+        "reads_per_worker 2.2 times, for a read that waits takes neither a slot nor a CPU"
     )
 
 
@@ -289,6 +290,20 @@ def test_a_source_whose_storage_grew_slow_is_told_from_one_whose_cpus_are_taken(
     robbed = a_source("near", read_s=0.1, read_cpu_s=0.1, decode_s=12.0, decode_cpu_s=0.9, **grown)
     found = the_sentence(a_starved_job(sources=(robbed,)))
     assert "where 0.05 s is usual; the rest it waits for a CPU" in found.text
+
+
+def test_storage_that_is_away_is_the_cause_before_decoding_that_it_starves():
+    outages = (
+        StorageOutage(job="j", source="far", away_s=31.0, reason="503"),
+        StorageOutage(job="j", source="farther", away_s=94.4, reason="no route"),
+    )
+    sources = (a_source("far", decode_s=20.0, usual_s=0.0),)
+    found = the_sentence(a_starved_job(sources=sources, outages=outages))
+    assert found.text == (
+        "the storage of source `farther` has not answered for 94 s; its samples wait, and none is "
+        "masked for it: no route"
+    )
+    assert found.severity == "stalled"
 
 
 def test_workers_whose_memory_is_full_are_not_asked_for_a_longer_window():

@@ -24,6 +24,7 @@ COUNTED = (
     "weight",
     "rank",
     "tickets",
+    "reads",
 )
 # Few values each, known before the run: none that grows with steps, ranks or samples.
 LABELS = {

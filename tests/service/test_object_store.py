@@ -92,3 +92,22 @@ def test_an_object_store_that_is_away_for_a_while_is_waited_for(store, tmp_path)
         assert masked(service) == []
     assert len(ranks.visits) == SAMPLES + ROWS
     assert set(ranks.visits.values()) == {epochs}
+
+
+def test_samples_wait_for_an_object_store_however_long_it_is_away_and_status_says_so(
+    store, tmp_path
+):
+    with serving(tmp_path, "local", *served(store, tmp_path)) as service:
+        service.cli("job", "submit", str(store.job(epochs=6, ready_steps=2)))
+        ranks = Ranks(service.address, 2, hold_at=4).start()
+        wait_for(lambda: ranks.held)
+        store.network.cut(lambda _: True)
+        ranks.release()
+        # Longer than requests are repeated for.
+        wait_for(lambda: "has not answered for" in service.cli("status", "job").stdout)
+        said = service.cli("status", "job").stdout
+        assert "none is masked" in " ".join(said.split())
+        store.network.heal()
+        ranks.join()
+        assert masked(service) == []
+    assert set(ranks.visits.values()) == {6}

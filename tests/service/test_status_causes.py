@@ -134,21 +134,21 @@ def slow(network: Gate, delay_s: float) -> Iterator[None]:
         network.heal()
 
 
-def test_workers_that_wait_for_slow_storage_are_met_with_slots_and_not_with_workers(
+def test_workers_that_wait_for_slow_storage_are_met_with_reads_and_not_with_workers(
     corpus, network, tmp_path
 ):
     job = a_job(corpus, "far", url=FAR)
-    slots = r"the rest it waits for its storage: look there, or raise slots_per_worker to \d+"
-    with a_service(tmp_path, slots_per_worker=2) as service, slow(network, 0.1):
+    reads = r"the rest it waits for its storage: look there, or raise reads_per_worker [\d.]+ times"
+    with a_service(tmp_path, slots_per_worker=2, reads_per_worker=2) as service, slow(network, 0.1):
         service.cli("job", "submit", str(job))
         ranks = Ranks(service.address, 2, job="far", pace_s=STEP_S, measured_s=STEP_S).start()
-        says(service, "far", f"{WAITS}: {READ}; {slots}, for a slot that waits takes no CPU")
+        says(service, "far", f"{WAITS}: {READ}; {reads}, for a read that waits takes neither.*")
         ranks.stop_at_one_step()
 
 
 def test_storage_that_becomes_slow_is_named_with_its_usual_pace(corpus, network, tmp_path):
     job = a_job(corpus, "fading", url=FAR)
-    with a_service(tmp_path, slots_per_worker=2) as service:
+    with a_service(tmp_path, slots_per_worker=2, reads_per_worker=2) as service:
         service.cli("job", "submit", str(job))
         ranks = Ranks(service.address, 2, job="fading", pace_s=0.4, measured_s=0.4).start()
         wait_for(lambda: ranks.steps_done >= USUAL_STEPS, limit_s=90)

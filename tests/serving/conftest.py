@@ -29,7 +29,14 @@ from dataservice.core.health import (
     SourceProgress,
 )
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
-from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec, RankShard
+from dataservice.core.orders import (
+    PackKey,
+    PackOrder,
+    PackSample,
+    PartSpec,
+    RankShard,
+    StorageOutage,
+)
 from dataservice.core.plan import StageReport, StepPlan
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.sample import (
@@ -249,6 +256,7 @@ def make_job_health(job):
         plan_gap=0.0625,
         room_s=0.03125,
         bytes_full=True,
+        outages=(StorageOutage(job=job, source="s", away_s=31.5, reason="503"),),
         progress=JobProgress(step=43, epoch=1, epochs=3, sources=(drawn,)),
     )
 

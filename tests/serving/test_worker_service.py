@@ -19,7 +19,14 @@ from dataservice.core.errors import (
     TicketError,
     WorkerLostError,
 )
-from dataservice.core.orders import BadSample, PackReceipt, PartSpec, UnitRange
+from dataservice.core.orders import (
+    BadSample,
+    Holdings,
+    PackReceipt,
+    PartSpec,
+    StorageOutage,
+    UnitRange,
+)
 from dataservice.core.ports import WorkerInfo
 from dataservice.serving import wire_packs
 from dataservice.serving.channels import Keepalive
@@ -308,7 +315,7 @@ async def test_a_worker_may_take_as_long_as_it_needs(make, gated, link):
     prepare = asyncio.create_task(prepared(hasty, info, make.order()))
     done, _ = await asyncio.wait({prepare}, timeout=1.0)
     assert not done
-    assert await link.ask_held(info) == {make.order().key}
+    assert (await link.ask_held(info)).packs == {make.order().key}
     gate.set()
     assert (await prepare).key == make.order().key
     await hasty.close()
@@ -356,16 +363,26 @@ async def test_a_worker_tells_the_coordinator_alone_what_it_holds(make, worker, 
     for order in orders:
         await prepared(link, worker, order)
     await link.release(worker, "vlm", [orders[1].key])
-    assert await link.ask_held(worker) == {orders[0].key, orders[2].key}
+    assert (await link.ask_held(worker)).outages == ()
+    assert (await link.ask_held(worker)).packs == {orders[0].key, orders[2].key}
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
     with pytest.raises(grpc.aio.AioRpcError, match="only the coordinator"):
         await stub.Held(worker_pb2.HeldRequest()).read()
 
 
+async def test_a_worker_tells_which_storage_it_waits_for(make, worker, host, link, monkeypatch):
+    outages = tuple(
+        StorageOutage(job="a/vlm", source=f"s{n}", away_s=1.5 + n, reason="503 of é")
+        for n in (0, 1)
+    )
+    monkeypatch.setattr(host, "outages", lambda: outages)
+    assert await link.ask_held(worker) == Holdings(outages=outages)
+
+
 async def test_what_a_worker_holds_may_fill_many_messages(make, worker, host, link, monkeypatch):
     keys = tuple(replace(make.order().key, pack=pack) for pack in range(10_000))
     monkeypatch.setattr(host, "held", lambda: keys)
-    assert await link.ask_held(worker) == frozenset(keys)
+    assert (await link.ask_held(worker)).packs == frozenset(keys)
 
 
 class MaskingHost:

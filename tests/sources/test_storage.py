@@ -1,19 +1,22 @@
 """Finding files: patterns, folders, and what is not there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
 import tenacity
 
-from dataservice.core.errors import SourceError
+from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import ByteSpan, RawSample, SampleRef
 from dataservice.sources import filesystem, storage
+from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import Storage
+from tests.web_store import WebStore, running
 
 Spec = Callable[..., SourceSpec]
 SPAN = ByteSpan(name="m", offset_bytes=0, size_bytes=1)
@@ -245,3 +248,61 @@ def test_a_reader_knows_only_the_sources_of_its_job(spec: Spec) -> None:
     ref = SampleRef(sample_id=0, source="other", key="k", location=None)  # type: ignore[arg-type]
     with pytest.raises(SourceError, match=r"source 'other', but this reader has only 'src'"):
         SourceReader([spec("/x.tar", "webdataset")]).read(ref)
+
+
+def test_what_is_read_together_is_fetched_at_once_and_neighbours_in_one_request(
+    tmp_path: Path, spec: Spec
+) -> None:
+    lines = [b'{"text": "line %d"}\n' % number for number in range(40)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(lines))
+    with running(WebStore(tmp_path, "")) as store:
+        source = replace(spec(tmp_path, "jsonl"), url=f"{store.url}/{{a,b}}.jsonl")
+        found = [sample for file in list_files(source) for sample in scanned(source, file)]
+        refs = [
+            SampleRef(sample_id=n, source="src", key=sample.key, location=sample.location)
+            for n, sample in enumerate(found)
+        ]
+        reader = SourceReader([source])
+        alone = [reader.read(ref) for ref in refs[5:8]]
+        store.asked.clear()
+        together = reader.read_together([refs[5], refs[7], refs[6], refs[45]])
+        assert [*together[:1], together[2], together[1]] == alone
+        assert together[3] == replace(alone[0], key=refs[45].key)
+        ranges = [path for path, range_ in store.asked if range_]
+        assert sorted(ranges) == ["/a.jsonl", "/b.jsonl"]
+        assert reader.read(refs[5]) == alone[0]
+        assert len([1 for _, range_ in store.asked if range_]) == 3, "nothing is kept"
+
+
+def test_of_samples_that_are_read_together_each_fails_alone(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n' * 3)
+    with running(WebStore(tmp_path, "")) as store:
+        source = replace(spec(tmp_path, "jsonl"), url=f"{store.url}/a.jsonl")
+        (file,) = list_files(source)
+        first, *_ = scanned(source, file)
+        beyond = replace(
+            first.location, spans=(ByteSpan(name="x", offset_bytes=10**6, size_bytes=5),)
+        )
+        gone = replace(first.location, file=f"{store.url}/gone.jsonl")
+        refs = [
+            SampleRef(sample_id=n, source="src", key=str(n), location=location)
+            for n, location in enumerate((beyond, first.location, gone))
+        ]
+        results = SourceReader([source]).read_together(refs)
+    assert isinstance(results[0], SourceError)
+    assert isinstance(results[1], RawSample)
+    assert isinstance(results[2], SourceError)
+    assert not any(isinstance(result, StorageAwayError) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("url", "far"),
+    [("data/a.tar", False), ("/x:y/a.tar", False), ("file:///x", False), ("s3://b/a.tar", True)],
+)
+def test_a_source_is_far_by_its_protocol(url: str, far: bool) -> None:
+    assert filesystem.is_far(url) is far
+
+
+def scanned(source: SourceSpec, file: storage.SourceFile) -> list[ScannedSample]:
+    return [*open_format(source).scan(file)]

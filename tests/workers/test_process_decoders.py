@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from dataservice.core.errors import SpecError, WorkerLostError
+from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders
-from dataservice.workers.recycled_memory import KEPT_BYTES
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import KEPT_BYTES, ReadMemory
 from dataservice.workers.sample_pipelines import PipelineFactory
 from tests.waiting import wait_for
-from tests.workers.trouble import FACTORY, an_order, decode, open_gate, pipeline_in
+from tests.workers.trouble import FACTORY, a_sample, an_order, decode, open_gate, pipeline_in
 
 LIMIT_S = 60.0
 
@@ -201,6 +202,15 @@ def mapped_bytes():
     return sum(int(end, 16) - int(start, 16) for start, end in (r.split("-") for r in ranges))
 
 
+def test_memory_of_an_answer_whose_times_make_no_sense_is_closed():
+    file, planned = os.memfd_create("sample"), a_sample(1, "k").lengths
+    answer = Answer(kind=Kind.NEW, payload=b"1", read_s=-1.0, descriptor=file)
+    with pytest.raises(ProtocolError):
+        outcome_of(answer, planned, ReadMemory(), seconds=1.0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
 async def test_what_was_released_leaves_no_descriptor_and_little_memory(tmp_path):
     host = DecodingHost(ProcessDecoders(FACTORY, slots=2))
     await host.start()
@@ -229,8 +239,10 @@ async def test_what_was_released_leaves_no_descriptor_and_little_memory(tmp_path
 WORKER = """
 import asyncio, os, socket, sys, threading
 from pathlib import Path
+from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, an_order
 
 async def main():
@@ -346,7 +358,8 @@ STOPPED = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, a_sample, pipeline_in
 
 folder = Path(sys.argv[1])

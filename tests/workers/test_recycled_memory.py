@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,33 @@ def test_what_is_released_beyond_what_is_kept_loses_its_pages_at_once():
     require_same(read.sample(again, PLANNED), decoded(9))
     for file in watched:
         os.close(file)
+
+
+def test_pages_that_go_are_gone_before_the_decoder_may_fill_them(monkeypatch):
+    """Otherwise the next sample could lose its bytes."""
+    filled, read = FilledMemory(), ReadMemory(kept_bytes=0)
+    empty, meanwhile = recycled_memory.MappedFile.empty, []
+
+    def slow(mapping: recycled_memory.MappedFile) -> None:
+        meanwhile.append(read.returned())
+        empty(mapping)
+
+    monkeypatch.setattr(recycled_memory.MappedFile, "empty", slow)
+    read.sample(handed(filled, 1), PLANNED)
+    assert meanwhile == [Returned([], [])]
+    assert read.returned() == Returned([], [1])
+
+
+def test_a_sample_that_was_handed_over_is_mapped_for_reading_alone():
+    """A codec's stray write ends its process, and changes no earlier sample."""
+    filled, read = FilledMemory(), ReadMemory()
+    for seed in range(2):
+        sample = read.sample(handed(filled, seed), PLANNED)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        assert {line.split()[1] for line in maps if "memfd:sample" in line} == {"r--s"}
+        require_same(sample, decoded(seed))
+        del sample
+        filled.take_back(read.returned())
 
 
 @pytest.mark.parametrize(

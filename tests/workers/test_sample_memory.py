@@ -16,9 +16,9 @@ from dataservice.workers.decoder_messages import (
     AnswerReader,
     Kind,
     ProtocolError,
-    order_bytes,
     read_order,
     send_answer,
+    send_order,
 )
 from dataservice.workers.sample_memory import (
     sample_buffers,
@@ -107,7 +107,7 @@ def test_an_order_arrives_as_it_was_sent(ends):
         location=SampleLocation(file="s3://x/y.tar", spans=spans, row_group=3, row=-1, piece=2),
     )
     samples = [PackSample(ref=ref, lengths=PLANNED, epoch=3), a_sample(2, "")]
-    ends[0].sendall(order_bytes('{"tokenizer": "ü"}', samples, free=[3, 1], gone=[2]))
+    send_order(ends[0], '{"tokenizer": "ü"}', samples, free=[3, 1], gone=[2])
     ends[0].close()
     order = read_order(ends[1])
     assert (order.pipeline, order.samples) == ('{"tokenizer": "ü"}', samples)
@@ -135,16 +135,40 @@ def test_answers_arrive_with_their_own_descriptors(ends):
 @pytest.mark.parametrize(
     "junk",
     [
-        struct.pack("<BIddddQ", 99, 0, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.INLINE, 2**31, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.MEMORY, 0, *[0.0] * 4, 0),
-        struct.pack("<BIddddQ", Kind.NEW, 0, *[0.0] * 4, 0),
+        struct.pack("<BIddddQ?", 99, 0, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.INLINE, 2**31, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.MEMORY, 0, *[0.0] * 4, 0, False),
+        struct.pack("<BIddddQ?", Kind.NEW, 0, *[0.0] * 4, 0, False),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
     ends[0].sendall(junk)
     with pytest.raises(ProtocolError):
         reader_of(ends[1]).read()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "kinds"),
+    [
+        (Kind.INLINE, 1, tuple(Kind)),
+        (Kind.NEW, 2, tuple(Kind)),
+        (Kind.MEMORY, 1, (Kind.BUILT, Kind.REFUSED)),
+    ],
+    ids=["none announced", "one announced", "none expected"],
+)
+def test_descriptors_that_nobody_takes_are_closed_with_the_socket(ends, kind, sent, kinds):
+    """A team's own code could send so many that a worker opens nothing more for anyone."""
+    files = [os.memfd_create("sample") for _ in range(sent)]
+    header = struct.pack("<BIddddQ?", kind, 0, *[0.0] * 4, 0, False)
+    socket.send_fds(ends[0], [header], files)
+    for file in files:
+        os.close(file)
+    before, answers = descriptors(), reader_of(ends[1])
+    with pytest.raises(ProtocolError):
+        answers.read(kinds)
+    assert descriptors() == before + sent
+    answers.close()
+    assert descriptors() == before
 
 
 def test_an_answer_is_waited_for_until_its_deadline_however_it_trickles_in(ends):

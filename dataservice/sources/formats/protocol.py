@@ -1,6 +1,7 @@
 """The interface of every format: scan one file in order, and read one sample at any place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -49,6 +50,11 @@ class Format(Protocol):
     def read(self, key: str, location: SampleLocation) -> RawSample:
         """One sample. Raises SampleError when the sample cannot be read, SourceError when its file
         cannot."""
+        ...
+
+    def fetching(self, locations: Sequence[SampleLocation]) -> AbstractContextManager[None]:
+        """Within this, `read` of these samples in this thread finds their byte ranges fetched
+        together, as far as they could be."""
         ...
 
 

@@ -1955,6 +1955,7 @@ class JobHealth(_message.Message):
     ROOM_S_FIELD_NUMBER: _builtins.int
     BYTES_FULL_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    OUTAGES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     world_size: _builtins.int
@@ -1989,6 +1990,8 @@ class JobHealth(_message.Message):
     def progress(self) -> Global___JobProgress:
         """absent: no attempt has begun, or it is not counted yet"""
 
+    @_builtins.property
+    def outages(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.StorageOutage]: ...
     def __init__(
         self,
         *,
@@ -2019,10 +2022,11 @@ class JobHealth(_message.Message):
         room_s: _builtins.float = ...,
         bytes_full: _builtins.bool = ...,
         progress: Global___JobProgress | None = ...,
+        outages: _abc.Iterable[_worker_pb2.StorageOutage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_full", b"bytes_full", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "progress", b"progress", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "room_s", b"room_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_full", b"bytes_full", "committed_step", b"committed_step", "decoded_steps", b"decoded_steps", "draining", b"draining", "ended", b"ended", "failure", b"failure", "findings", b"findings", "forming_s", b"forming_s", "job", b"job", "missing_ranks", b"missing_ranks", "outages", b"outages", "plan_gap", b"plan_gap", "plan_s", b"plan_s", "planned_step", b"planned_step", "progress", b"progress", "ranks", b"ranks", "ready_steps", b"ready_steps", "report_every_s", b"report_every_s", "room_s", b"room_s", "samples_per_s", b"samples_per_s", "share_slots", b"share_slots", "sources", b"sources", "step_s", b"step_s", "steps", b"steps", "steps_per_s", b"steps_per_s", "window_steps", b"window_steps", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

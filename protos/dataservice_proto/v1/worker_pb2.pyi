@@ -457,20 +457,56 @@ class HeldPacks(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PACKS_FIELD_NUMBER: _builtins.int
+    OUTAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    @_builtins.property
+    def outages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutage]:
+        """in the first message"""
+
     def __init__(
         self,
         *,
         packs: _abc.Iterable[Global___PackKey] | None = ...,
+        outages: _abc.Iterable[Global___StorageOutage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["packs", b"packs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outages", b"outages", "packs", b"packs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldPacks: _TypeAlias = HeldPacks  # noqa: Y015
+
+@_typing.final
+class StorageOutage(_message.Message):
+    """The storage of a source has not answered the worker, and samples wait for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    AWAY_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    source: _builtins.str
+    away_s: _builtins.float
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        source: _builtins.str = ...,
+        away_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away_s", b"away_s", "job", b"job", "reason", b"reason", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorageOutage: _TypeAlias = StorageOutage  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):

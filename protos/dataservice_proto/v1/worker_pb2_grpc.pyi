@@ -34,7 +34,9 @@ class WorkerStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]
     Held: _grpc.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]
-    """From the coordinator only: what was ordered here and not released, decoded or not."""
+    """From the coordinator only: what was ordered here and not released, decoded or not, and which
+    storage does not answer.
+    """
     Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
 
@@ -47,7 +49,9 @@ class WorkerAsyncStub(WorkerStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]  # type: ignore[assignment]
     Held: _aio.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]  # type: ignore[assignment]
-    """From the coordinator only: what was ordered here and not released, decoded or not."""
+    """From the coordinator only: what was ordered here and not released, decoded or not, and which
+    storage does not answer.
+    """
     Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]  # type: ignore[assignment]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
 
@@ -75,7 +79,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.HeldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.HeldPacks], _abc.AsyncIterator[_worker_pb2.HeldPacks]]:
-        """From the coordinator only: what was ordered here and not released, decoded or not."""
+        """From the coordinator only: what was ordered here and not released, decoded or not, and which
+        storage does not answer.
+        """
 
     @_abc_1.abstractmethod
     def Fetch(
