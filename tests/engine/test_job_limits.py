@@ -118,6 +118,7 @@ class NeverDone(Books):
         await asyncio.Event().wait()
 
 
+@pytest.mark.long
 async def test_ranks_that_say_they_have_what_was_never_decoded_get_no_further(store):
     coordinator = make_coordinator(store, NeverDone(), limited(), idle_release_s=60)
     await coordinator.submit("job", "")

@@ -203,6 +203,7 @@ def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
                 service.end()
 
 
+@pytest.mark.long
 def test_the_front_page_trains_to_the_end_of_the_data(reader):
     assert (reader.home / "checkpoint.pt").exists()
     shown = reader.service.cli("job", "list", "--json").stdout

@@ -374,6 +374,7 @@ def test_a_place_alone_says_what_comes_next(
         assert again.next_begun == draw.next_begun
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 400), min_size=2, max_size=4),
@@ -573,6 +574,7 @@ def test_the_largest_epoch_is_that_of_the_greatest_weights() -> None:
 added_sources = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(
     sources,

@@ -171,6 +171,7 @@ def parent_of(process_id):
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.long
 async def test_of_300_samples_exactly_the_killers_are_masked(tmp_path):
     killers = {17: "segv", 80: "exit", 81: "hang", 160: "abort", 299: "spin"}
     keys = [killers.get(number, f"good-{number}") for number in range(300)]

@@ -17,6 +17,7 @@ def task(group):
     return LayoutTask(model=MODEL, group=group, batches=BATCHES)
 
 
+@pytest.mark.long
 def test_the_kind_of_nodes_with_the_shortest_step_comes_first_as_if_it_were_alone():
     one, two = nodes(80e9), nodes(80e9, count=2)
     told = []

@@ -106,10 +106,10 @@ def test_replicas_that_would_communicate_in_different_ways_are_named_before_they
     assert len(answers) == 3
     for replicas_of, text in answers.values():
         assert replicas_of == {
-            "gloo, torch 2.0, protocol 1": (0, 2),
-            "gloo, torch 1.0, protocol 1": (1,),
+            "gloo, torch 2.0, protocol 2": (0, 2),
+            "gloo, torch 1.0, protocol 2": (1,),
         }
-        assert "torch 1.0, protocol 1 on replicas [1]" in text
+        assert "torch 1.0, protocol 2 on replicas [1]" in text
         assert "one environment" in text
 
 

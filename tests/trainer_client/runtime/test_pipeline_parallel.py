@@ -225,6 +225,7 @@ def die_at_second_call(body):
     return run
 
 
+@pytest.mark.long
 def test_chunks_may_be_sharded_schedules_given_and_failures_end_in_errors(world):
     answers = world(sharded_then_failing, 4)
     assert sorted(answers) == [0, 1, 2]
