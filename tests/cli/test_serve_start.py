@@ -54,6 +54,7 @@ def test_a_log_has_each_part_of_a_start_in_its_own_format(tmp_path, flags):
             assert " INFO dataservice.app: " in line
 
 
+@pytest.mark.long
 def test_a_terminal_gets_short_lines_with_the_seconds_passed(tmp_path):
     ours, theirs = os.openpty()
     try:
