@@ -288,7 +288,7 @@ def _searched(task: "LayoutTask", groups: "Sequence[NodeGroup]") -> "tuple[Group
 
         def told(number: int, done: int, total: int, best_s: float) -> None:
             nodes = f"nodes {number + 1} of {len(groups)}, " if len(groups) > 1 else ""
-            tell(done, total, f"{nodes}best {best_s:.4g} s")
+            tell(done, total, f"{nodes}{'their ' if nodes else ''}best {best_s:.4g} s")
 
         return search_groups(task, groups, progress=told)
 

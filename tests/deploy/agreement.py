@@ -19,6 +19,7 @@ from dataservice.engine.opening import AT_ONCE
 from dataservice.operate.fleet import OWN_ADDRESS
 from dataservice.serving.health_ports import LIVENESS
 from dataservice.workers.pool import PoolConfig
+from dataservice.workers.recycled_memory import KEPT_BYTES
 from tests.deploy.cluster import Cluster, Pod, mounted_at
 from tests.deploy.kustomize import Object
 from tests.deploy.network import port_range
@@ -243,8 +244,10 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
         yield f"worker_metrics_ports are fewer than twice the {per_pod} workers of a pod"
     container = cluster.pods["worker"].container("ray-worker")
     limit = in_bytes(container["resources"]["limits"]["memory"])
-    decoders = config.slots_per_worker * (config.decode_memory_bytes or 0)
-    needed = per_pod * (config.held_bytes_per_worker + decoders)
+    processes = config.slots_per_worker + 1  # one reads ahead for all decoders
+    handed_over = config.slots_per_worker * 2 * KEPT_BYTES + config.read_ahead_bytes_per_worker
+    decoding = processes * (config.decode_memory_bytes or 0) + handed_over
+    needed = per_pod * (config.held_bytes_per_worker + decoding)
     if config.decode_memory_bytes is None or needed > limit:
         yield f"workers of a pod may take {needed} bytes, its limit is {limit}"
     container = cluster.pods["coordinator"].container("coordinator")

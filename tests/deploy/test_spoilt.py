@@ -138,6 +138,10 @@ CASES: dict[str, tuple[Spoil, str]] = {
         config("held_bytes_per_worker: 4", "held_bytes_per_worker: 9"),
         "workers of a pod may take",
     ),
+    "more bytes read ahead than a pod may have": (
+        config("workers: 16", "workers: 16\nread_ahead_bytes_per_worker: 9000000000"),
+        "workers of a pod may take",
+    ),
     "a server name that the certificate does not bear": (
         config("server_name: dataservice", "server_name: loader"),
         "clients ask for loader",

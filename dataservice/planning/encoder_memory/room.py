@@ -77,8 +77,8 @@ class EncoderRoom:
         return max(1, min(memory_tokens, int(self.microbatch_bytes / of_token)))
 
     def mean_part(self, lengths: LengthTable) -> float:
-        """The part of a microbatch that the piece of a byte takes in the mean, over all bytes of
-        these samples' items; larger items than a piece may be count as pieces."""
+        """How large a piece is in which a byte of these samples' items lies, in the mean over their
+        bytes: as a part of a microbatch, at most PIECE_SHARE."""
         sizes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
         total = float(sizes.sum(dtype=np.float64))
         parts = np.minimum(sizes / self.microbatch_bytes, PIECE_SHARE)
