@@ -10,6 +10,8 @@ let nodes keep what they missed before.
         █ █ █ █ │ █ █ █ █ │ █ █ █ ▃     ▪ has no room in its node, and goes to the last
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,28 @@ LOWER_CAPS = 3
 _WIDER = 1.5
 _FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
 _MOVED_PER_NODE = 2  # items handed on in all, at most
+
+
+class _Guests(NamedTuple):
+    """Items that came to other nodes, in the order in which they moved: each `item` int64[moved]
+    and the next of the same node, `after`; of each node the `first` and the `last`, int64[nodes].
+    −1 where there is none."""
+
+    item: NDArray[np.int64]
+    after: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+class _NodeItems(NamedTuple):
+    """The items of the node at hand, in the first places: `item` int64 and `cost` float64, which
+    falls; and what filling it needs, `room` int64[3, places] and `loads` float64[ranks], see
+    `fill_few`."""
+
+    item: NDArray[np.int64]
+    cost: NDArray[np.float64]
+    room: NDArray[np.int64]
+    loads: NDArray[np.float64]
 
 
 @kernel
@@ -52,17 +76,24 @@ def level_phase(
         for place in range(begins[node], begins[node + 1]):
             rank_of[listed[place]] = node * ranks_per_node
     most = np.full(nodes, np.inf)  # float64[nodes]: largest load
-    came = np.empty((2, _MOVED_PER_NODE * nodes), np.int64)  # int64[item and next guest, moved]
-    guests = np.full((2, nodes), -1)  # int64[first and last, nodes]: places in `came`
+    most_moved = _MOVED_PER_NODE * nodes
+    guests = _Guests(
+        np.empty(most_moved, np.int64),
+        np.empty(most_moved, np.int64),
+        np.full(nodes, -1),
+        np.full(nodes, -1),
+    )
     moved = 0
     slack, missed, lower_caps = _FIRST_SLACK, 0.0, 0
     few = max(nodes // _FEW_NODES, 1)
     stuck = np.empty(nodes, np.int64)  # int64[nodes that miss the cap]
-    space = largest_home + came.shape[1] + 1
-    held = np.empty(space, np.int64)  # int64[items of a node]
-    fell = np.empty(space)  # float64[items of a node]
-    room = np.empty((3, space), np.int64)
-    loads = np.empty(ranks_per_node)
+    most_items = largest_home + most_moved + 1
+    items = _NodeItems(
+        np.empty(most_items, np.int64),
+        np.empty(most_items),
+        np.empty((3, most_items), np.int64),
+        np.empty(ranks_per_node),
+    )
     while True:
         cap = bound * (1.0 + slack) * (1.0 + ROUNDING)
         missing = 0
@@ -70,13 +101,10 @@ def level_phase(
             if most[node] <= cap:
                 continue
             inside = min(ranks_per_node, ranks - node * ranks_per_node)
-            count = _hold(
-                node, listed, begins, came, guests, -1, costs, ranks_per_node, rank_of, held, fell
-            )
+            count = _hold(node, listed, begins, guests, -1, costs, ranks_per_node, rank_of, items)
             most[node] = _fill(
-                node * ranks_per_node, inside, count, cap, most[node], held, fell, room, loads,
-                rank_of,
-            )  # fmt: skip
+                node * ranks_per_node, inside, count, cap, most[node], items, rank_of
+            )
             if most[node] > cap and inside <= FEW_RANKS:
                 stuck[missing] = node
                 missing += 1
@@ -92,8 +120,8 @@ def level_phase(
         missed = max(missed, slack)
         if missing <= few:
             moved = _hand_on(
-                stuck[:missing], costs, listed, begins, cap, ranks, ranks_per_node, most, came,
-                guests, moved, held, fell, room, loads, rank_of,
+                stuck[:missing], costs, listed, begins, cap, ranks, ranks_per_node, most, guests,
+                moved, items, rank_of,
             )  # fmt: skip
         slack *= _WIDER
 
@@ -105,22 +133,19 @@ def _fill(
     count: int,
     cap: float,
     most: float,
-    held: NDArray[np.int64],
-    fell: NDArray[np.float64],
-    room: NDArray[np.int64],
-    loads: NDArray[np.float64],
+    items: _NodeItems,
     rank_of: NDArray[np.int32],
 ) -> float:
-    """Fill the node that begins at rank `first` anew, with the first `count` items of `held`, if
-    that lowers its largest load, `most`; what is then the largest."""
+    """Fill the node that begins at rank `first` anew, with its `count` items, if that lowers its
+    largest load, `most`; what is then the largest."""
     if ranks <= FEW_RANKS:
-        largest = fill_few(fell, count, ranks, cap, room, loads)
+        largest = fill_few(items.cost, count, ranks, cap, items.room, items.loads)
     else:
-        largest = fill_node(fell[:count], ranks, cap, room[CHOSEN, :count])
+        largest = fill_node(items.cost[:count], ranks, cap, items.room[CHOSEN, :count])
     if largest >= most:
         return most
     for place in range(count):
-        rank_of[held[place]] = first + room[CHOSEN, place]
+        rank_of[items.item[place]] = first + items.room[CHOSEN, place]
     return largest
 
 
@@ -134,68 +159,45 @@ def _hand_on(
     ranks: int,
     ranks_per_node: int,
     most: NDArray[np.float64],
-    came: NDArray[np.int64],
-    guests: NDArray[np.int64],
+    guests: _Guests,
     moved: int,
-    held: NDArray[np.int64],
-    fell: NDArray[np.float64],
-    room: NDArray[np.int64],
-    loads: NDArray[np.float64],
+    items: _NodeItems,
     rank_of: NDArray[np.int32],
 ) -> int:
     """Items that rise above the cap in their node, cheapest first, to nodes that keep it with them.
 
     Nodes are asked in turn, and once one refuses, it is not asked again: at most one filling a node
-    and one an item moved. Written: `most` float64[nodes], `came` int64[item and next guest, moved],
-    `guests` int64[first and last, nodes] and `rank_of`. Returns how many items have moved in all.
+    and one an item moved. Written: `most` float64[nodes], `guests` and `rank_of`. Returns how many
+    items have moved in all.
     """
     hosts = _by_room(stuck, costs, listed, begins, cap, ranks, ranks_per_node, rank_of)
     asked, left = 0, hosts.size
     above = np.empty(ranks_per_node)  # float64[ranks of the node]: load, until it keeps the cap
     for node in stuck:
         first = node * ranks_per_node
-        count = _hold(
-            node, listed, begins, came, guests, -1, costs, ranks_per_node, rank_of, held, fell
-        )
+        count = _hold(node, listed, begins, guests, -1, costs, ranks_per_node, rank_of, items)
         above[:] = 0.0
         for place in range(count):
-            above[rank_of[held[place]] - first] += fell[place]
+            above[rank_of[items.item[place]] - first] += items.cost[place]
         for place in range(begins[node + 1] - 1, begins[node] - 1, -1):  # guests stay: moved once
             item = listed[place]
             rank = rank_of[item] - first
             at_home = 0 <= rank < ranks_per_node
-            while at_home and above[rank] > cap and left > 0 and moved < came.shape[1]:
+            while at_home and above[rank] > cap and left > 0 and moved < guests.item.size:
                 asked %= left
                 host = hosts[asked]
                 seats = min(ranks_per_node, ranks - host * ranks_per_node)
                 count = _hold(
-                    host, listed, begins, came, guests, item, costs, ranks_per_node, rank_of, held,
-                    fell,
-                )  # fmt: skip
-                limit = cap * (1.0 + ROUNDING)
-                largest = _fill(
-                    host * ranks_per_node,
-                    seats,
-                    count,
-                    cap,
-                    limit,
-                    held,
-                    fell,
-                    room,
-                    loads,
-                    rank_of,
+                    host, listed, begins, guests, item, costs, ranks_per_node, rank_of, items
                 )
+                limit = cap * (1.0 + ROUNDING)
+                largest = _fill(host * ranks_per_node, seats, count, cap, limit, items, rank_of)
                 if largest >= limit:
                     left -= 1
                     hosts[asked] = hosts[left]
                     continue
                 most[host] = largest
-                came[0, moved], came[1, moved] = item, -1
-                if guests[0, host] < 0:
-                    guests[0, host] = moved
-                else:
-                    came[1, guests[1, host]] = moved
-                guests[1, host] = moved
+                _receive(guests, moved, item, host)
                 moved += 1
                 asked += 1
                 above[rank] -= costs[item]
@@ -228,39 +230,48 @@ def _by_room(
 
 
 @leaf
+def _receive(guests: _Guests, moved: int, item: int, host: int) -> None:
+    """Add an item, the next after `moved` others, to those that came to a node."""
+    guests.item[moved], guests.after[moved] = item, -1
+    if guests.first[host] < 0:
+        guests.first[host] = moved
+    else:
+        guests.after[guests.last[host]] = moved
+    guests.last[host] = moved
+
+
+@leaf
 def _hold(
     node: int,
     listed: NDArray[np.int64],
     begins: NDArray[np.int64],
-    came: NDArray[np.int64],
-    guests: NDArray[np.int64],
+    guests: _Guests,
     newcomer: int,
     costs: NDArray[np.float64],
     ranks_per_node: int,
     rank_of: NDArray[np.int32],
-    held: NDArray[np.int64],
-    fell: NDArray[np.float64],
+    items: _NodeItems,
 ) -> int:
-    """Write the items of a node, costliest first, to `held`, and their costs to `fell`: those at
-    home there, those that came, and one more. How many they are."""
+    """Write the items of a node to `items`: those at home there, those that came, and `newcomer`,
+    unless it is −1. How many they are."""
     count = 0
     for place in range(begins[node], begins[node + 1]):
         item = listed[place]
         if rank_of[item] // ranks_per_node == node:
-            held[count] = item
-            fell[count] = costs[item]
+            items.item[count] = item
+            items.cost[count] = costs[item]
             count += 1
-    guest = guests[0, node]
+    guest = guests.first[node]
     while guest >= 0 or newcomer >= 0:
         if guest >= 0:
-            item, guest = came[0, guest], came[1, guest]
+            item, guest = guests.item[guest], guests.after[guest]
         else:
             item, newcomer = newcomer, -1
         cost = costs[item]
         place = count
-        while place > 0 and fell[place - 1] < cost:
-            held[place], fell[place] = held[place - 1], fell[place - 1]
+        while place > 0 and items.cost[place - 1] < cost:
+            items.item[place], items.cost[place] = items.item[place - 1], items.cost[place - 1]
             place -= 1
-        held[place], fell[place] = item, cost
+        items.item[place], items.cost[place] = item, cost
         count += 1
     return count
