@@ -86,7 +86,9 @@ def _no_trainers(job: JobHealth) -> Finding | None:
     if job.failure:
         return Finding(severity="stalled", text=f"attempt {job.attempt} ended: {job.failure}")
     if job.ended:
-        return Finding(severity="info", text=f"all data is given out: {job.planned_step + 1} steps")
+        last = job.planned_step
+        which = f", the last is step {last}" if last >= 0 else ""
+        return Finding(severity="info", text=f"all data is given out: {last + 1} steps{which}")
     if job.missing_ranks or any(rank.live for rank in job.ranks):
         return None
     after = f" since step {job.committed_step}" if job.committed_step >= 0 else ""

@@ -73,6 +73,12 @@ def test_a_job_without_trainers_says_so():
     assert the_sentence(a_job(ranks=())).text == "no trainer is connected since step 40"
 
 
+@pytest.mark.parametrize(("planned", "told"), [(6, "7 steps, the last is step 6"), (-1, "0 steps")])
+def test_a_job_whose_data_is_given_out_says_how_many_steps_and_which_is_the_last(planned, told):
+    found = the_sentence(a_job(ended=True, planned_step=planned))
+    assert found.text == f"all data is given out: {told}"
+
+
 def test_a_job_that_ended_with_an_error_says_which():
     found = the_sentence(a_job(failure="source 'ocr' cannot be read"))
     assert found.severity == "stalled"
