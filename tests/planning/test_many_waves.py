@@ -162,7 +162,7 @@ def test_no_waves_take_less_than_any_bound(tokens, ranks, node, cost):
     setting = make_setting(**machine, cost=cost, degrees="any")
     sizes = np.sort(np.array(tokens))[::-1].copy()
     units = plain_units(sizes, setting)
-    assert length_bound(sizes, setting) <= best.makespan_s * (1 + 1e-9)
+    assert length_bound(units, setting) <= best.makespan_s * (1 + 1e-9)
     bound_s = waves_bound(units, fitting_degrees(units, setting), setting)
     assert bound_s <= best.makespan_s * (1 + 1e-9)
 

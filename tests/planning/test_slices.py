@@ -25,14 +25,14 @@ def sliced(units: list[int], home: list[int], phase: list[int], ranks: int, node
     costs = held * UNIT_S + FIXED_S
     phases = 2 * (max(phase) + 1)
     items = np.array(phase, np.int64), costs, np.full(held.size, UNIT_S + FIXED_S), held * 7, held
+    bounds = phase_bounds(*(items[i] for i in (0, 1, 3, 4, 2)), phases, ranks)
     slices = slice_phases(
         *items,
         np.array(home, np.int32) % ranks,
-        phases=phases,
+        bounds=bounds,
         ranks=ranks,
         ranks_per_node=node,
     )
-    bounds = phase_bounds(*(items[i] for i in (0, 1, 3, 4, 2)), phases, ranks)
     return slices, bounds
 
 

@@ -1,6 +1,6 @@
 """Lower bounds of a wave, and of a step's: what no grouping and no degrees can beat."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ _BISECTIONS = 30
 _STEP = 0.002
 _MANY_RANKS = 512
 
+Number = TypeVar("Number", np.int64, np.float64)
+
 
 def wave_bound(
     units: Units, least: NDArray[np.int64], setting: Setting, rest_work_s: float = 0.0
@@ -54,28 +56,28 @@ def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> flo
     bound_s = max(together_s, float(_beside_heaviest(units, setting, dense, together_s)))
     if units.tokens.size > units.total.size or (units.weights != 1).any():
         return bound_s
-    falling = argsort_falling(units.tokens)
-    return max(bound_s, length_bound(units.tokens[falling], setting))
+    if (units.tokens[1:] > units.tokens[:-1]).any():
+        units = plain_units(units.tokens[argsort_falling(units.tokens)], setting)
+    return max(bound_s, length_bound(units, setting))
 
 
-def length_bound(sizes: NDArray[np.int64], setting: Setting) -> float:
-    """Of samples `sizes` int64[n], which fall, each attending to what came before it: the k slowest
-    waves take what the longest sample does, the longest that one wave cannot hold beside all longer
-    ones, and so on; the tokens that memory leaves to other waves are at best the lightest, and take
-    β₁ a wave and 1/N of their work. The largest sum over all k. O(n + waves·N)."""
+def length_bound(units: Units, setting: Setting) -> float:
+    """Of units that are one sample each, longest first, attending to what came before it: the k
+    slowest waves take what the longest sample does, the longest that one wave cannot hold beside
+    all longer ones, and so on; the tokens that memory leaves to other waves are at best the
+    lightest, and take β₁ a wave and 1/N of their work. The largest sum over all k. O(n + waves·N).
+    """
     full = setting.ranks * setting.memory_tokens
-    held = np.cumsum(sizes)
-    left = np.arange(int(held[-1]), -full, -full)  # int64[k + 1], tokens beside the k slowest
-    left[-1] = 0
-    first = np.searchsorted(held, full * np.arange(left.size - 1), side="right")  # int64[k]
-    units = plain_units(sizes[first], setting)
-    slowest_s = fastest_each(units, fitting_degrees(units, setting), setting)
-    lightest = sizes[::-1]
-    work_s = plain_units(sizes, setting).work[::-1]
-    tokens = np.append(0, np.cumsum(lightest))
-    left_s = np.interp(left, tokens, np.append(0.0, np.cumsum(work_s))) / setting.ranks
-    others_s = -(-left // full) * fixed_seconds(setting.coefficients) + left_s
-    return float((np.append(0.0, np.cumsum(slowest_s)) + others_s).max())
+    held = _prefix_sums(units.total)  # int64[n + 1], tokens of the longest
+    held_s = _prefix_sums(units.work)  # float64[n + 1], their work
+    waves = -(-int(held[-1]) // full)
+    slow = np.minimum(full * np.arange(waves + 1), held[-1])  # int64[k + 1], in the k slowest waves
+    first = np.searchsorted(held, slow[:-1], side="right") - 1  # int64[k]
+    longest = plain_units(units.tokens[first], setting)
+    slowest_s = fastest_each(longest, fitting_degrees(longest, setting), setting)
+    left_s = (held_s[-1] - np.interp(slow, held, held_s)) / setting.ranks
+    others_s = np.arange(waves, -1, -1) * fixed_seconds(setting.coefficients) + left_s
+    return float((_prefix_sums(slowest_s) + others_s).max())
 
 
 @kernel
@@ -102,7 +104,14 @@ def _densest(units: Units) -> _Dense:
     if (thin[1:] < thin[:-1]).any():  # samples that fall in length do so in this, too
         falling = argsort_descending(-thin)
         total, work, thin = total[falling], work[falling], thin[falling]
-    return _Dense(np.append(0, np.cumsum(total)), np.append(0.0, np.cumsum(work)), thin)
+    return _Dense(_prefix_sums(total), _prefix_sums(work), thin)
+
+
+def _prefix_sums(values: NDArray[Number]) -> NDArray[Number]:
+    """Sums of the first 0 … n values: [n + 1]."""
+    sums = np.zeros(values.size + 1, values.dtype)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 class _Shared(NamedTuple):

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.heap import heap_sift_down
 from dataservice.planning.kernels.sort import argsort_falling, group_stable
-from dataservice.planning.nodes.phases import phase_bounds
 from dataservice.planning.pieces import Cut
 
 # Of the first cap over the bound, and of the second over the first. What found no room is added
@@ -51,18 +50,18 @@ def slice_phases(
     units: NDArray[np.int32],
     home: NDArray[np.int32],
     *,
-    phases: int,
+    bounds: NDArray[np.float64],
     ranks: int,
     ranks_per_node: int,
 ) -> Slices:
     """The pieces of items [m], each phase balanced on its own and mostly inside nodes. Every piece
     costs what its units do and the same constant: an item of u units `costs` u·unit + constant,
-    and one unit alone unit + constant (`unit_costs`).
+    and one unit alone unit + constant (`unit_costs`). No load is below `bounds` float64[phases].
 
     O(m log m + N log N) and O(m + N) a round, of which there are few.
     """
     row, first, held, rank, slowest_s = _slice_phases(
-        phase, costs, unit_costs, tokens, units, home, phases, ranks, ranks_per_node
+        phase, costs, unit_costs, tokens, units, home, bounds, ranks, ranks_per_node
     )
     return Slices(Cut(row, first, held), rank, slowest_s)
 
@@ -75,13 +74,13 @@ def _slice_phases(
     tokens: NDArray[np.int32],
     units: NDArray[np.int32],
     home: NDArray[np.int32],
-    phases: int,
+    bounds: NDArray[np.float64],
     ranks: int,
     ranks_per_node: int,
 ) -> tuple[
     NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]
 ]:
-    bounds = phase_bounds(phase, costs, tokens, units, unit_costs, phases, ranks)
+    phases = bounds.size
     listed, begins = group_stable(phase, np.arange(phase.size), phases)
     most = phase.size + np.count_nonzero(np.diff(begins)) * ranks  # pieces
     row, first = np.empty(most, np.int64), np.empty(most, np.int32)

@@ -50,9 +50,11 @@ class EncoderLoads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderItems(EncoderLoads):
-    """Items that are to be given to replicas: `home` int32 is where an item's first token is
-    needed, and `unit_seconds` float64 what one of its `units` int32 takes alone."""
+    """Items that are to be given to replicas: `pack` int32 holds an item's text, `home` int32 is
+    where its first token is needed, and `unit_seconds` float64 what one of its `units` int32 takes
+    alone."""
 
+    pack: NDArray[np.int32]
     home: NDArray[np.int32]
     encoder_tokens: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
@@ -68,23 +70,30 @@ class EncoderItems(EncoderLoads):
         return replace(self, **{name: getattr(self, name)[places] for name in own})
 
 
-def encoder_loads(plan: StepPlan, cost: CostModel) -> EncoderLoads:
-    """What a plan whose packs are placed encodes. O(n + m)."""
-    phase, seconds, _ = _phases_and_seconds(plan, item_packs(plan), unit_counts(plan), cost)
+def encoder_loads(
+    plan: StepPlan, cost: CostModel, pack: NDArray[np.int32] | None = None
+) -> EncoderLoads:
+    """What a plan whose packs are placed encodes; `pack` int32[m] where that of each item is known
+    already. O(n + m)."""
+    pack = item_packs(plan) if pack is None else pack
+    phase, seconds, _ = _phases_and_seconds(plan, pack, unit_counts(plan), cost)
     return EncoderLoads(
         phases=plan.waves * MODALITIES, phase=phase, seconds=seconds, batch_s=_batch_s(cost)
     )
 
 
-def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
-    """Every item of a plan whose packs are placed, as it is dispatched. O(n + m)."""
-    pack, units = item_packs(plan), unit_counts(plan)
+def encoder_items(
+    plan: StepPlan, cost: CostModel, pack: NDArray[np.int32] | None = None
+) -> EncoderItems:
+    """Every item of a plan whose packs are placed, as it is dispatched; `pack` as above. O(n + m)."""
+    pack, units = item_packs(plan) if pack is None else pack, unit_counts(plan)
     phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, units, cost)
     return EncoderItems(
         phases=plan.waves * MODALITIES,
         phase=phase,
         seconds=seconds,
         batch_s=_batch_s(cost),
+        pack=pack,
         home=item_homes(plan, pack),
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
@@ -148,9 +157,15 @@ def _balanced(
     return spread
 
 
-def slice_items(items: EncoderItems, *, replicas: int, replicas_per_node: int | None) -> Slices:
+def slice_items(
+    items: EncoderItems,
+    bound_s: NDArray[np.float64],
+    *,
+    replicas: int,
+    replicas_per_node: int | None,
+) -> Slices:
     """The items in pieces, and the replica of each piece: as `dispatch_items` where long ones may
-    be cut. O(m log m)."""
+    be cut; `bound_s` float64[phases] as `encoding_bounds`. O(m log m)."""
     slices = slice_phases(
         items.phase,
         items.seconds,
@@ -158,7 +173,7 @@ def slice_items(items: EncoderItems, *, replicas: int, replicas_per_node: int | 
         items.encoder_tokens,
         items.units,
         items.home,
-        phases=items.phases,
+        bounds=bound_s,
         ranks=replicas,
         ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
     )

@@ -99,34 +99,44 @@ def _sliced(
     shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
     shares = shares._replace(row=rows[shares.row])
     slices = slice_items(
-        encoder_items(cut_items(base, shares), options.cost),
+        encoder_items(cut_items(base, shares), options.cost, items.pack[shares.row]),
+        bound_s,
         replicas=topology.replicas,
         replicas_per_node=topology.replicas_per_node,
     )
-    cut = shares.again(slices.cut)
+    cut, replica = by_row(slices.cut, slices.rank, shares.row.size)
+    cut = shares.again(cut)
     sliced = slices.slowest_s <= bound_s * NEAR
     if not sliced.all():  # pieces take so little that whole items would take more
         whole_s = encoding_bounds(items.take(of_long), base.replicas, whole=True)
         sliced |= slices.slowest_s < whole_s
     sliced &= long.phases
     stay = ~sliced[items.phase]
-    whole = items.take(stay)
-    replica = _dispatched(whole, topology, options) if stay.any() else np.zeros(0, np.int32)
-    if sliced.sum() < long.phases.sum():
-        sliced |= long.phases & (slices.slowest_s < slowest_s(whole, replica, base.replicas))
-    chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
     plan = base
-    if chosen.any():
-        cut = cut.take(chosen).beside(np.flatnonzero(stay)[left], items.units)
-        replica = np.append(slices.rank[chosen], replica[left])
-        cut, replica = join_pieces(*by_row(cut, replica, items.phase.size))
+    if stay.any():
+        whole = items.take(stay)
+        whole_replica = _dispatched(whole, topology, options)
+        if sliced.sum() < long.phases.sum():
+            whole_s = slowest_s(whole, whole_replica, base.replicas)
+            sliced |= long.phases & (slices.slowest_s < whole_s)
+        if sliced.any():
+            chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
+            cut = cut.take(chosen).beside(np.flatnonzero(stay)[left], items.units)
+            replica = np.append(replica[chosen], whole_replica[left])
+            cut, replica = by_row(cut, replica, items.phase.size)
+        else:
+            replica = whole_replica
+    if sliced.any():
+        cut, replica = join_pieces(cut, replica)
         plan = cut_items(base, cut)
     found = _kept(plan, replica, topology, room)
     if found is None:
         return None
     joined = found if room is None else join_items(found)
-    same = plan is base and joined is found
-    return joined, items if same else encoder_loads(joined, options.cost)
+    if joined is found and plan is base:
+        return joined, items
+    pack = items.pack[cut.row] if joined is found else None
+    return joined, encoder_loads(joined, options.cost, pack)
 
 
 def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
