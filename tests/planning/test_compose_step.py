@@ -15,7 +15,11 @@ from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
-from dataservice.planning.stages.dispatch import dispatch_items, encoder_items
+from dataservice.planning.stages.dispatch import (
+    dispatch_items,
+    encoder_items,
+    encoding_bounds,
+)
 from dataservice.planning.validate import validate_plan
 from tests.planning.step_samples import MEMORY, step_samples
 
@@ -105,7 +109,9 @@ def test_encoders_are_balanced_in_every_phase_and_near_their_text(replicas, node
     )
     items = encoder_items(made, options.cost)
     assert items.home.tolist() == made.item_replica.tolist()
-    spread = dispatch_items(items, replicas=replicas, replicas_per_node=node, algorithm="balanced")
+    bound_s = encoding_bounds(items, replicas)
+    machine = {"replicas": replicas, "replicas_per_node": node}
+    spread = dispatch_items(items, bound_s, **machine, algorithm="balanced")
     loads = np.zeros((items.phases, replicas))
     np.add.at(loads, (items.phase, spread), items.seconds)
     assert (loads.max(axis=1) <= 1.02 * loads.mean(axis=1)).all()

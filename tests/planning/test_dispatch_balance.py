@@ -20,13 +20,14 @@ def spread(tokens, phase, home, *, ranks, ranks_per_node, tolerance=5e-3):
     """(rank of each item, seconds) for one second an item and ten a token."""
     tokens, phase = np.asarray(tokens, np.int32), np.asarray(phase)
     costs = 10.0 * tokens + 1.0
+    whole, phases = np.ones(tokens.size, np.int32), int(phase.max()) + 1
     rank_of = spread_phases(
         phase,
         costs,
         tokens,
         np.asarray(home, np.int32),
         tokens,
-        phases=int(phase.max()) + 1,
+        bounds=phase_bounds(phase, costs, tokens, whole, costs, phases, ranks),
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         tolerance=tolerance,

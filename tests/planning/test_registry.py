@@ -84,7 +84,7 @@ def items_of_one_step() -> dispatch.EncoderItems:
     "plan",
     [
         lambda name: dispatch.dispatch_items(
-            items_of_one_step(), replicas=2, replicas_per_node=None, algorithm=name
+            items_of_one_step(), np.zeros(4), replicas=2, replicas_per_node=None, algorithm=name
         ),
         lambda name: order.order_waves((), algorithm=name, stages=1),
         lambda name: assign.assign_packs((), replicas=2, algorithm=name),

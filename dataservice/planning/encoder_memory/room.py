@@ -50,8 +50,7 @@ class EncoderRoom:
         self, modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32]
     ) -> NDArray[np.int64]:
         """What each item, or piece of one, takes on the one replica that encodes it: int64[m]."""
-        of_token = np.array(self.token_bytes)[modality]
-        return np.ceil(of_token * encoder_tokens).astype(np.int64)
+        return _item_bytes(modality, encoder_tokens, np.array(self.token_bytes))
 
     def pieces(
         self,
@@ -111,6 +110,16 @@ class EncoderRoom:
             self.microbatch_bytes,
             self.llm_token_bytes,
         )
+
+
+@kernel
+def _item_bytes(
+    modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32], token_bytes: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    sizes = np.empty(modality.size, np.int64)
+    for item in range(modality.size):
+        sizes[item] = np.int64(np.ceil(token_bytes[modality[item]] * encoder_tokens[item]))
+    return sizes
 
 
 @leaf

@@ -29,7 +29,7 @@ def spread_phases(
     home: NDArray[np.int32],
     volume: IntArray,
     *,
-    phases: int,
+    bounds: NDArray[np.float64],
     ranks: int,
     ranks_per_node: int,
     tolerance: float,
@@ -38,25 +38,25 @@ def spread_phases(
 
     By item, [m]: `phase` in [0, phases); `costs`; `tokens`, with which the costs rise inside a
     phase; `home`, the rank it is needed on; `volume`, what moving it to another node costs. The
-    last node may have fewer ranks. `tolerance`: what a node may hold above the bound before items
-    leave it. O(m · ranks of a node²).
+    last node may have fewer ranks. `bounds` float64[phases]: what no rank's load can stay below.
+    `tolerance`: what a node may hold above the bound before items leave it. O(m · ranks of a
+    node²).
     """
-    phases, ranks, ranks_per_node = int(phases), int(ranks), int(ranks_per_node)
-    listed, begins, bounds = _by_node(
+    ranks, ranks_per_node = int(ranks), int(ranks_per_node)
+    listed, begins = _by_node(
         phase,
         costs,
-        tokens,
         argsort_falling(tokens),
         home,
         volume.astype(np.float64),
-        phases,
+        bounds,
         ranks,
         ranks_per_node,
         float(tolerance),
     )
     nodes = -(-ranks // ranks_per_node)
     rank_of = np.empty(costs.size, np.int32)  # int32[m]
-    for p in range(phases):  # by one kernel for all, numba would count arrays for each item
+    for p in range(bounds.size):  # by one kernel for all, numba would count arrays for each item
         of_phase = begins[p * nodes : (p + 1) * nodes + 1]
         level_phase(costs, listed, of_phase, bounds[p], ranks, ranks_per_node, rank_of)
     return rank_of
@@ -66,21 +66,17 @@ def spread_phases(
 def _by_node(
     phase: NDArray[np.int64],
     costs: NDArray[np.float64],
-    tokens: NDArray[np.int32],
     order: NDArray[np.int64],
     home: NDArray[np.int32],
     volume: NDArray[np.float64],
-    phases: int,
+    bounds: NDArray[np.float64],
     ranks: int,
     ranks_per_node: int,
     tolerance: float,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Items by phase and node, once the excess of full nodes has moved, and bounds of the phases:
-    `listed` int64[m], of which segment phase · nodes + node holds begins[segment] :
-    begins[segment + 1], by falling cost; and float64[phases]."""
-    nodes = -(-ranks // ranks_per_node)
-    whole = np.ones(costs.size, np.int32)
-    bounds = phase_bounds(phase, costs, tokens, whole, costs, phases, ranks)  # float64[phases]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Items by phase and node, once the excess of full nodes has moved: `listed` int64[m], of which
+    segment phase · nodes + node holds begins[segment] : begins[segment + 1], by falling cost."""
+    nodes, phases = -(-ranks // ranks_per_node), bounds.size
     node_of = np.empty(costs.size, np.int64)  # int64[m]
     segment_of = np.empty(costs.size, np.int64)  # int64[m]: phase · nodes + node
     for item in range(costs.size):
@@ -97,7 +93,7 @@ def _by_node(
         for item in range(costs.size):
             segment_of[item] = phase[item] * nodes + node_of[item]
         listed, begins = group_stable(segment_of, order, phases * nodes)
-    return listed, begins, bounds
+    return listed, begins
 
 
 @kernel

@@ -85,7 +85,8 @@ def encoder_loads(
 def encoder_items(
     plan: StepPlan, cost: CostModel, pack: NDArray[np.int32] | None = None
 ) -> EncoderItems:
-    """Every item of a plan whose packs are placed, as it is dispatched; `pack` as above. O(n + m)."""
+    """Every item of a plan whose packs are placed, as it is dispatched; `pack` as above.
+    O(n + m)."""
     pack, units = item_packs(plan) if pack is None else pack, unit_counts(plan)
     phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, units, cost)
     return EncoderItems(
@@ -121,33 +122,44 @@ def _phases_and_seconds(
 
 def dispatch_items(
     items: EncoderItems,
+    bound_s: NDArray[np.float64],
     *,
     replicas: int,
     replicas_per_node: int | None,
     algorithm: Dispatch,
 ) -> NDArray[np.int32]:
-    """The replica that encodes each item: int32[m]. Raises PlanningError on an unknown algorithm.
-    O(m log N)."""
+    """The replica that encodes each item: int32[m]. `bound_s` float64[phases] are the items'
+    `encoding_bounds`. Raises PlanningError on an unknown algorithm. O(m log N)."""
     dispatch = algorithm_named(DISPATCHES, algorithm, "plan.dispatch")
-    return dispatch(items, replicas, replicas_per_node)
+    return dispatch(items, bound_s, replicas, replicas_per_node)
 
 
-def _home(items: EncoderItems, replicas: int, replicas_per_node: int | None) -> NDArray[np.int32]:
+def _home(
+    items: EncoderItems,
+    bound_s: NDArray[np.float64],
+    replicas: int,
+    replicas_per_node: int | None,
+) -> NDArray[np.int32]:
     return items.home
 
 
 def _balanced(
-    items: EncoderItems, replicas: int, replicas_per_node: int | None
+    items: EncoderItems,
+    bound_s: NDArray[np.float64],
+    replicas: int,
+    replicas_per_node: int | None,
 ) -> NDArray[np.int32]:
     if len(items.home) == 0:
         return items.home
+    if items.units.max() > 1:  # they are whole here
+        bound_s = encoding_bounds(items, replicas, whole=True)
     spread = spread_phases(
         items.phase,
         items.seconds,
         items.encoder_tokens,
         items.home,
         items.llm_tokens,
-        phases=items.phases,
+        bounds=bound_s,
         ranks=replicas,
         ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
         tolerance=TOLERANCE,
@@ -184,7 +196,9 @@ def slice_items(
     return slices._replace(rank=named)
 
 
-DISPATCHES: dict[Dispatch, Callable[[EncoderItems, int, int | None], NDArray[np.int32]]] = {
+DISPATCHES: dict[
+    Dispatch, Callable[[EncoderItems, NDArray[np.float64], int, int | None], NDArray[np.int32]]
+] = {
     "balanced": _balanced,
     "home": _home,
 }

@@ -63,18 +63,19 @@ def place_items(
         if base is not grouped:
             bound_s = encoding_bounds(base_items, grouped.replicas)
         sliced = _sliced(base, base_items, bound_s, topology, options, room)
-    return sliced or _whole(base, base_items, topology, options, room)
+    return sliced or _whole(base, base_items, bound_s, topology, options, room)
 
 
 def _whole(
     base: StepPlan,
     items: EncoderItems,
+    bound_s: NDArray[np.float64],
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
 ) -> tuple[StepPlan, EncoderLoads]:
     """Every row on one replica."""
-    found = _kept(base, _dispatched(items, topology, options), topology, room)
+    found = _kept(base, _dispatched(items, bound_s, topology, options), topology, room)
     if found is None:
         raise broken("a wave has items that its replicas have no room for")
     joined = join_items(found)
@@ -115,7 +116,7 @@ def _sliced(
     plan = base
     if stay.any():
         whole = items.take(stay)
-        whole_replica = _dispatched(whole, topology, options)
+        whole_replica = _dispatched(whole, bound_s, topology, options)
         if sliced.sum() < long.phases.sum():
             whole_s = slowest_s(whole, whole_replica, base.replicas)
             sliced |= long.phases & (slices.slowest_s < whole_s)
@@ -139,9 +140,12 @@ def _sliced(
     return joined, encoder_loads(joined, options.cost, pack)
 
 
-def _dispatched(items: EncoderItems, topology: Topology, options: PlanOptions) -> NDArray[np.int32]:
+def _dispatched(
+    items: EncoderItems, bound_s: NDArray[np.float64], topology: Topology, options: PlanOptions
+) -> NDArray[np.int32]:
     return dispatch_items(
         items,
+        bound_s,
         replicas=topology.replicas,
         replicas_per_node=topology.replicas_per_node,
         algorithm=options.stages.dispatch,
