@@ -122,21 +122,22 @@ def _phases_and_seconds(
 
 def dispatch_items(
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     *,
     replicas: int,
     replicas_per_node: int | None,
     algorithm: Dispatch,
 ) -> NDArray[np.int32]:
     """The replica that encodes each item: int32[m]. `bound_s` float64[phases] are the items'
-    `encoding_bounds`. Raises PlanningError on an unknown algorithm. O(m log N)."""
+    `encoding_bounds`, where they are known. Raises PlanningError on an unknown algorithm.
+    O(m log N)."""
     dispatch = algorithm_named(DISPATCHES, algorithm, "plan.dispatch")
     return dispatch(items, bound_s, replicas, replicas_per_node)
 
 
 def _home(
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     replicas: int,
     replicas_per_node: int | None,
 ) -> NDArray[np.int32]:
@@ -145,13 +146,13 @@ def _home(
 
 def _balanced(
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     replicas: int,
     replicas_per_node: int | None,
 ) -> NDArray[np.int32]:
     if len(items.home) == 0:
         return items.home
-    if items.units.max() > 1:  # they are whole here
+    if bound_s is None or items.units.max() > 1:  # they are whole here
         bound_s = encoding_bounds(items, replicas, whole=True)
     spread = spread_phases(
         items.phase,
@@ -197,7 +198,8 @@ def slice_items(
 
 
 DISPATCHES: dict[
-    Dispatch, Callable[[EncoderItems, NDArray[np.float64], int, int | None], NDArray[np.int32]]
+    Dispatch,
+    Callable[[EncoderItems, NDArray[np.float64] | None, int, int | None], NDArray[np.int32]],
 ] = {
     "balanced": _balanced,
     "home": _home,

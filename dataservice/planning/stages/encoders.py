@@ -56,20 +56,20 @@ def place_items(
         units = grouped.item_units
         pieces = room.pieces(grouped.item_modality, grouped.item_encoder_tokens, units)
         if pieces.max(initial=1) > 1:
-            base = cut_items(grouped, cut_evenly(units, pieces))
-            base_items = encoder_items(base, options.cost)
+            even = cut_evenly(units, pieces)
+            base = cut_items(grouped, even)
+            base_items = encoder_items(base, options.cost, items.pack[even.row])
+    known_s = bound_s if base is grouped else None
     sliced = None
     if options.stages.dispatch != "home":
-        if base is not grouped:
-            bound_s = encoding_bounds(base_items, grouped.replicas)
-        sliced = _sliced(base, base_items, bound_s, topology, options, room)
-    return sliced or _whole(base, base_items, bound_s, topology, options, room)
+        sliced = _sliced(base, base_items, known_s, topology, options, room)
+    return sliced or _whole(base, base_items, known_s, topology, options, room)
 
 
 def _whole(
     base: StepPlan,
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
@@ -85,7 +85,7 @@ def _whole(
 def _sliced(
     base: StepPlan,
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     topology: Topology,
     options: PlanOptions,
     room: EncoderRoom | None,
@@ -96,6 +96,8 @@ def _sliced(
     of_long = long.phases[items.phase]
     if not of_long.any():
         return None
+    if bound_s is None:
+        bound_s = encoding_bounds(items, base.replicas)
     rows = np.flatnonzero(of_long)
     shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
     shares = shares._replace(row=rows[shares.row])
@@ -141,7 +143,10 @@ def _sliced(
 
 
 def _dispatched(
-    items: EncoderItems, bound_s: NDArray[np.float64], topology: Topology, options: PlanOptions
+    items: EncoderItems,
+    bound_s: NDArray[np.float64] | None,
+    topology: Topology,
+    options: PlanOptions,
 ) -> NDArray[np.int32]:
     return dispatch_items(
         items,
