@@ -11,7 +11,7 @@ from scipy.sparse import coo_array
 
 from dataservice.core.cost import ContextCost
 from dataservice.core.layout import padded_tokens
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
+from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
 
 
 def best_max_load(costs: NDArray[np.float64], ranks: int) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cost import ContextCost
-from dataservice.planning.context.degrees_dp import degrees_by_dp
+from dataservice.planning.context.degrees import degrees_by_dp
 
 # Megatron's hybrid CP ends a wave once the loads of all ranks are this close.
 _BALANCED = 0.05

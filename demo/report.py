@@ -18,7 +18,7 @@ from dataservice.core.plan_options import PlanOptions, Strategy
 from dataservice.core.sample import Modality
 from dataservice.engine.planner import draw_step, plan_step
 from dataservice.jobs.setup import job_records, open_job
-from dataservice.planning.metrics import dist_ratio
+from dataservice.planning.loads.problem import dist_ratio
 from dataservice.planning.validate import validate_plan
 
 RANKS = 4

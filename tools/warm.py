@@ -7,8 +7,8 @@ first layout.
 """
 
 import dataservice.decode.resample  # noqa: F401
+from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.warm import warm_up
-from dataservice.planning.warm_layouts import warm_layouts
 
 if __name__ == "__main__":
     warm_up()

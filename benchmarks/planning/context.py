@@ -14,8 +14,7 @@ from dataservice.planning import (
     plan_context_waves,
     plan_static_context,
 )
-from dataservice.planning.context.degrees_dp import degrees_by_dp
-from dataservice.planning.context.degrees_threshold import degrees_by_threshold
+from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 
 RANKS = 64
 

@@ -14,7 +14,7 @@ from dataservice.planning import (
     pack_isf,
     pad_ratio,
 )
-from dataservice.planning.standalone.pack_baselines import pack_length_grouped, pack_random
+from dataservice.planning.packs.padded import pack_length_grouped, pack_random
 
 
 def packing(scale: Scale) -> list[Row]:

@@ -19,8 +19,7 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning import isf_limits, order_microbatches, pack_bfd, pack_isf, partition
 from dataservice.planning.compose import compose_step
-from dataservice.planning.context.degrees_dp import degrees_by_dp
-from dataservice.planning.context.degrees_threshold import degrees_by_threshold
+from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 from dataservice.planning.validate import check_plan
 
 FIRST_FIT_SAMPLES = 200_000  # looks at every open bin: quadratic within its groups of 100,000

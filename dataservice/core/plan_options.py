@@ -6,7 +6,7 @@ is in a table of the stage it belongs to; a test holds names and tables together
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
@@ -37,6 +37,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "solver": get_args(Solver),
     "full_attention": get_args(FullAttention),
 }
+Name = TypeVar("Name", bound=str)
+Algorithm = TypeVar("Algorithm")
+
 STATIC_PACKS: tuple[Pack, ...] = ("bfd", "padded", "padded_by_length")
 
 
@@ -233,3 +236,10 @@ def require_name(name: str, names: Iterable[str], what: str) -> None:
     known = tuple(names)
     if name not in known:
         raise PlanningError(f"{what} is {name!r}; choose one of {', '.join(known)}")
+
+
+def algorithm_named(table: Mapping[Name, Algorithm], name: Name, what: str) -> Algorithm:
+    """The algorithm of that name in the table of a stage, which stands beside its functions. Raises
+    PlanningError with the names of the table."""
+    require_name(name, table, what)
+    return table[name]

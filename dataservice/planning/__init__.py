@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from dataservice.planning.layout.stages import time_stages as time_stages
     from dataservice.planning.loads.partition import partition as partition
     from dataservice.planning.loads.problem import Partition as Partition
-    from dataservice.planning.metrics import dist_ratio as dist_ratio
-    from dataservice.planning.metrics import pad_ratio as pad_ratio
+    from dataservice.planning.loads.problem import dist_ratio as dist_ratio
+    from dataservice.planning.loads.problem import pad_ratio as pad_ratio
     from dataservice.planning.packs.bfd import pack_bfd as pack_bfd
     from dataservice.planning.packs.isf import pack_isf as pack_isf
     from dataservice.planning.packs.limits import isf_limits as isf_limits
@@ -118,9 +118,8 @@ MODULES = {
     ),
     "dataservice.planning.layout.bubbles": ("BubbleSchedule", "schedule_bubbles"),
     "dataservice.planning.loads.partition": ("partition",),
-    "dataservice.planning.loads.problem": ("Partition",),
     "dataservice.planning.standalone.quadratic_loads": ("balance_quadratic",),
-    "dataservice.planning.metrics": ("dist_ratio", "pad_ratio"),
+    "dataservice.planning.loads.problem": ("Partition", "dist_ratio", "pad_ratio"),
     "dataservice.planning.standalone.node_balance": ("balance_nodewise",),
     "dataservice.planning.standalone.node_exchange": ("Exchange", "compose_exchange"),
     "dataservice.planning.standalone.node_rearrange": ("rearrange_nodewise",),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dataservice.core.errors import PlanningError
 from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import padded_length
 
 _FINE, _SAMPLE, _TWICE, _REPLICA, _SHARED, _MEMORY = range(6)
 

@@ -19,12 +19,16 @@ from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.plan_options import CostModel
 from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
-from dataservice.planning.homes import item_packs
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import group_stable
 from dataservice.planning.nodes.phases import phase_loads
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program, make_program
-from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import (
+    FORWARD,
+    Program,
+    make_program,
+    simulate_1f1b,
+)
+from dataservice.planning.routes import item_packs
 from dataservice.planning.stages.dispatch import EncoderLoads, encoder_loads
 
 MODALITIES = len(Modality)

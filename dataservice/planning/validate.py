@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from dataservice.core.plan import StepPlan
 from dataservice.planning.encoder_memory.fit import rooms_left
 from dataservice.planning.encoder_memory.room import EncoderRoom
-from dataservice.planning.homes import item_packs
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
 from dataservice.planning.pieces import unit_counts
-from dataservice.planning.routes import feature_runs, item_places
+from dataservice.planning.routes import feature_runs, item_packs, item_places
 
 
 def check_plan(

@@ -21,10 +21,10 @@ from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.layout.before_after import time_before_after
 from dataservice.planning.layout.module_layout import lay_out_modules, planned_s
 from dataservice.planning.layout.search import LayoutTask, search_layout
+from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.warm import warm_up
-from dataservice.planning.warm_layouts import warm_layouts
 from tests.planning.layout.small_models import MODEL, nodes
 
 TOPOLOGIES = (

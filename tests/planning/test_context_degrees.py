@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.context.degrees_dp import degrees_by_dp
-from dataservice.planning.context.degrees_threshold import degrees_by_threshold
+from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 
 SOLVERS = [degrees_by_dp, degrees_by_threshold]
 

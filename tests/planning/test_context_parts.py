@@ -11,7 +11,7 @@ from dataservice.core.layout import padded_tokens
 from dataservice.planning.context import seconds
 from dataservice.planning.context.cut import cut_waves
 from dataservice.planning.context.memory_fit import group_by_memory
-from dataservice.planning.context.place import place_groups
+from dataservice.planning.context.plan import place_groups
 from dataservice.planning.context.units import least_degrees, make_setting, make_units
 
 COST = ContextCost.flexsp_7b()

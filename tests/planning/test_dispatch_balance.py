@@ -12,7 +12,7 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import compose_step
 from dataservice.planning.nodes import level
-from dataservice.planning.nodes.fill import fill_node
+from dataservice.planning.nodes.level import fill_node
 from dataservice.planning.nodes.phases import phase_bounds, phase_loads, spread_phases
 
 

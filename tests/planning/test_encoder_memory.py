@@ -17,7 +17,7 @@ from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.encoder_memory.fit import fit_items, have_room
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
+from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
 from dataservice.planning.stages.room import step_room
 from dataservice.planning.validate import check_items, validate_plan
 from tests.planning.step_samples import MEMORY, step_samples

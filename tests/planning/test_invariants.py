@@ -14,10 +14,9 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning import compose
-from dataservice.planning.context import degrees_dp, degrees_threshold, groups, many
+from dataservice.planning.context import degrees, groups, many
 from dataservice.planning.context.check import check_waves
-from dataservice.planning.context.degrees_dp import degrees_by_dp
-from dataservice.planning.context.degrees_threshold import degrees_by_threshold
+from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 from dataservice.planning.context.groups import (
     plan_context_groups,
     plan_context_waves,
@@ -218,9 +217,9 @@ ONES = np.ones(6)
          lambda: pack_isf([5, 5, 99], [1, 1, 1], max_text=9, max_vision=2, iterations=0)),
         (wave_assignment, "group_stable", lambda made: (made[0] * 0, made[1]),  # seems to be best
          lambda: assign_packs_to_waves(np.arange(6.0), replicas=3)),
-        (degrees_threshold, "check_times", lambda made: np.where(np.arange(3) > 0, made, np.inf),
+        (degrees, "check_times", lambda made: np.where(np.arange(3) > 0, made, np.inf),
          lambda: degrees_by_threshold(np.ones((3, 3)), ranks=3)),
-        (degrees_dp, "solve_dp", lambda made: made * 0,
+        (degrees, "solve_dp", lambda made: made * 0,
          lambda: degrees_by_dp(np.ones((3, 3)), ranks=3)),
         (microbatch_order, "order_by_intervals", lambda made: made * 0,
          lambda: order_microbatches(np.ones((4, 2)), np.ones((4, 2)), algorithm="mmscale")),

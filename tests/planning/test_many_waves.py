@@ -12,7 +12,7 @@ from dataservice.core.errors import PlanningError
 from dataservice.planning.context.bound import length_bound, waves_bound
 from dataservice.planning.context.groups import ContextWaves, plan_context_waves
 from dataservice.planning.context.many import find_many_waves
-from dataservice.planning.context.many_target import longest_within
+from dataservice.planning.context.many_groups import longest_within
 from dataservice.planning.context.units import (
     fitting_degrees,
     make_setting,

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
-from dataservice.planning.metrics import dist_ratio, pad_ratio
+from dataservice.planning.loads.problem import dist_ratio, pad_ratio
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.limits import isf_limits
+from dataservice.planning.packs.padded import pack_length_grouped, pack_random
 from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
-from dataservice.planning.standalone.pack_baselines import pack_length_grouped, pack_random
 
 TILE = 1024
 PACKERS = {"isf": pack_isf, "bfd": pack_bfd}

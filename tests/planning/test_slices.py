@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataservice.core.layout import locate, padded_tokens
 from dataservice.planning import CostModel, PhaseCost, PlanOptions, Topology, compose_step
-from dataservice.planning.kernels.padding import ring_member
+from dataservice.planning.kernels.integers import ring_member
 from dataservice.planning.nodes.phases import phase_bounds
 from dataservice.planning.nodes.slices import slice_phases
 from dataservice.planning.pieces import Cut, by_row

@@ -18,8 +18,7 @@ from dataservice.core.plan_options import STRATEGIES, CostModel, PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, make_program
-from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program, simulate_1f1b
 from dataservice.planning.stages.dispatch import encoder_items
 from dataservice.planning.stages.group import static_bound
 from dataservice.planning.step_bound import StepBound

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from benchmarks import omnibal, workloads
 from dataservice.planning import pack_isf
 from dataservice.planning.layout.profile import LayerWork
-from dataservice.planning.standalone.pack_baselines import pack_length_grouped, pack_random
+from dataservice.planning.packs.padded import pack_length_grouped, pack_random
 
 BATCH, SAMPLES_A_PACK = 1024, 4
 # Samples of a draw for ISF: enough to choose from, as the paper chooses from 1.2 million.

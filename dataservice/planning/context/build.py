@@ -31,7 +31,7 @@ from dataservice.planning.context.units import (
     padded_sums,
 )
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
+from dataservice.planning.kernels.sort import heap_sift_down, heap_sift_up
 
 # Steps above the fluid bound that are tried, as shares of it.
 _STEPS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.06, 0.1, 0.17, 0.28, 0.45, 0.7, 1.2)

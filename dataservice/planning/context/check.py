@@ -12,7 +12,7 @@ from dataservice.planning.context.seconds import fixed_seconds, group_seconds, w
 from dataservice.planning.context.units import Setting
 from dataservice.planning.invariants import Groups, check_groups, require
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import padded_length
 
 # Sums that were kept up while samples moved differ from fresh ones by rounding.
 _ROUNDING = 1e-6

@@ -1,7 +1,7 @@
 """Waves of a step with many samples: packs, groups, degrees and waves in one go.
 
 Where samples are many, trying several groupings of each wave costs much and gains little. Instead
-one target time holds for all waves (`many_target`), samples slower than it open groups of the
+one target time holds for all waves (`many_groups`), samples slower than it open groups of the
 degree that meets it, the others level all groups of the step (`many_fill`), and at last groups are
 dealt to waves: wide ones over all of them, so that every node finds narrow ones to fill up with,
 and groups of one rank by falling time, so that slow ones wait for one another.
@@ -24,8 +24,13 @@ from dataservice.planning.context.bound import wave_bound, waves_bound
 from dataservice.planning.context.check import check_waves, retimed
 from dataservice.planning.context.groups import ContextWaves
 from dataservice.planning.context.many_cut import cut_many_waves
-from dataservice.planning.context.many_groups import count_long, level_groups
-from dataservice.planning.context.many_target import one_level, total_seconds, two_levels
+from dataservice.planning.context.many_groups import (
+    count_long,
+    level_groups,
+    one_level,
+    total_seconds,
+    two_levels,
+)
 from dataservice.planning.context.many_waves import WIDE_SHARES, Answer, deal, plan_waves
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.context.seconds import fixed_seconds, with_attention, work_seconds

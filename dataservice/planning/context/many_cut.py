@@ -15,9 +15,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.context.degrees_threshold import raise_degrees
-from dataservice.planning.context.many_groups import count_long, level_groups, node_groups
-from dataservice.planning.context.many_target import one_level
+from dataservice.planning.context.degrees import raise_degrees
+from dataservice.planning.context.many_groups import (
+    count_long,
+    level_groups,
+    node_groups,
+    one_level,
+)
 from dataservice.planning.context.many_waves import plan_waves
 from dataservice.planning.context.memory_fit import group_by_memory
 from dataservice.planning.context.plan import ContextPlan, place_plan

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from dataservice.planning.context.seconds import fixed_seconds, work_seconds
 from dataservice.planning.context.units import Setting, degree_seconds
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import padded_length
+from dataservice.planning.kernels.sort import heap_sift_down, heap_sift_up
 from dataservice.planning.loads.greedy import sort_rising
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.many_fill import Groups
-from dataservice.planning.context.place import place_sorted
-from dataservice.planning.context.plan import ContextPlan
+from dataservice.planning.context.plan import ContextPlan, place_sorted
 from dataservice.planning.context.seconds import fixed_seconds, group_seconds, work_seconds
 from dataservice.planning.context.units import Setting
 from dataservice.planning.kernels.compile import kernel, leaf

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.context.units import Setting, Units
-from dataservice.planning.kernels.bits import lowest_bit
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import lowest_bit, padded_length
 from dataservice.planning.kernels.sort import argsort_falling
 
 # Groups wait in lists by the room they have left; a set bit of `filled` marks a list that is not

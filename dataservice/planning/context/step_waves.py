@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import padded_tokens
 from dataservice.core.plan_options import Solver
-from dataservice.planning.context.between_waves import FEW_UNITS, Wave, mend_waves
 from dataservice.planning.context.cut import cut_waves
 from dataservice.planning.context.exact import best_wave
 from dataservice.planning.context.memory_fit import group_by_memory
@@ -28,7 +27,7 @@ from dataservice.planning.context.units import (
     select_units,
     unit_sums,
 )
-from dataservice.planning.context.wave import NEAR, solve_wave
+from dataservice.planning.context.wave import FEW_UNITS, NEAR, Wave, mend_waves, solve_wave
 from dataservice.planning.kernels.sort import argsort_descending
 from dataservice.planning.loads.partition import partition
 

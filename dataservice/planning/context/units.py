@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.cost import ContextCost, sequences
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.context.seconds import (
     fixed_seconds,
     group_seconds,
@@ -17,8 +18,7 @@ from dataservice.planning.context.seconds import (
     work_seconds,
 )
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.padding import padded_length
-from dataservice.planning.registry import algorithm_named
+from dataservice.planning.kernels.integers import padded_length
 
 Degrees = Literal["any", "power_of_two"]
 POWER_OF_TWO: dict[Degrees, bool] = {"any": False, "power_of_two": True}

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import IntArray
 from dataservice.planning.encoder_memory.room import EncoderRoom
-from dataservice.planning.homes import item_packs
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down
-from dataservice.planning.kernels.sort import argsort_falling, group_stable
+from dataservice.planning.kernels.sort import argsort_falling, group_stable, heap_sift_down
 from dataservice.planning.loads.greedy import add_least_loaded
+from dataservice.planning.routes import item_packs
 
 # Looks at items and replicas in one wave: what handing on may take, and up to which the closest fit
 # is tried too.

@@ -16,7 +16,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import ReplicaLayout
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import padded_length
 
 # Of what a microbatch may keep, what a piece of an item that may be cut keeps at most.
 PIECE_SHARE = 1.0 / 8.0

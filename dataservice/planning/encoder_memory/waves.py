@@ -23,7 +23,7 @@ from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.encoder_memory.fit import have_room, surely_fit
 from dataservice.planning.encoder_memory.room import EncoderRoom, room_beside
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.padding import padded_length
+from dataservice.planning.kernels.integers import padded_length
 from dataservice.planning.kernels.sort import argsort_falling
 
 # Rounds in which what left its wave is grouped again, each in packs this much smaller.

@@ -18,8 +18,12 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.layout.bubble_inputs import BackboneTimes, KernelTimes
 from dataservice.planning.layout.bubble_placement import COMPUTE, LINKS, Gaps
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program, make_program
-from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import (
+    FORWARD,
+    Program,
+    make_program,
+    simulate_1f1b,
+)
 
 # A shorter warm-up counts as good when it costs no more than rounding does.
 _ROUNDING = 1e-9

@@ -8,7 +8,7 @@ apart.
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.planning.pipeline_parallel.schedule import FORWARD, Program
+from dataservice.planning.pipeline_parallel.simulator import FORWARD, Program
 
 _FEW_COLUMNS = 64
 

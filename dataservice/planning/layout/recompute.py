@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.invariants import require
 from dataservice.planning.layout.recompute_need import Need, device_needs, does_not_fit
 from dataservice.planning.layout.recompute_search import (
@@ -22,8 +23,7 @@ from dataservice.planning.layout.recompute_search import (
 )
 from dataservice.planning.layout.recompute_step import StepSearch, best_combination
 from dataservice.planning.layout.stage_times import check_bounds, stage_times
-from dataservice.planning.pipeline_parallel.schedule import Program, make_program
-from dataservice.planning.registry import algorithm_named
+from dataservice.planning.pipeline_parallel.simulator import Program, make_program
 
 Objective = Literal["step", "stage"]
 NONE, SELECTIVE, FULL = range(CHOICES)

@@ -16,7 +16,7 @@ from dataservice.planning.layout.recompute_search import (
     least_counts,
     peak_bytes,
 )
-from dataservice.planning.pipeline_parallel.schedule import Program, make_program
+from dataservice.planning.pipeline_parallel.simulator import Program, make_program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from dataservice.planning.layout.recompute_need import Need
 from dataservice.planning.layout.recompute_search import DeviceChoices
 from dataservice.planning.layout.stage_times import StageTimes, chunk_durations
-from dataservice.planning.pipeline_parallel.schedule import Program
-from dataservice.planning.pipeline_parallel.simulator import makespan, operation_offsets
+from dataservice.planning.pipeline_parallel.simulator import Program, makespan, operation_offsets
 
 # Operations simulated at most. Sets the time of a search, not its clock.
 _OPERATIONS = 2_000_000

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.layout.stage_anchor import shift
 from dataservice.planning.layout.stage_times import StageTimes, chunk_durations
-from dataservice.planning.pipeline_parallel.schedule import Program
-from dataservice.planning.pipeline_parallel.simulator import makespan, operation_offsets
+from dataservice.planning.pipeline_parallel.simulator import Program, makespan, operation_offsets
 
 
 class Near(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.invariants import require
 from dataservice.planning.layout.stage_anchor import anchor_split
 from dataservice.planning.layout.stage_bound import bounded_split
@@ -35,8 +36,7 @@ from dataservice.planning.layout.stage_times import (
     mean_times,
     stage_times,
 )
-from dataservice.planning.pipeline_parallel.schedule import make_program
-from dataservice.planning.registry import algorithm_named
+from dataservice.planning.pipeline_parallel.simulator import make_program
 
 Ranking = Literal["step", "metric"]
 

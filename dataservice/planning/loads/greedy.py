@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernels.compile import kernel
-from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
-from dataservice.planning.kernels.sort import radix_argsort
+from dataservice.planning.kernels.sort import heap_sift_down, heap_sift_up, radix_argsort
 from dataservice.planning.loads.problem import PartitionProblem
 
 _QUANTA = 2.0**22 - 1.0

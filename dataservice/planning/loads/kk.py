@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down, heap_sift_up
-from dataservice.planning.kernels.sort import argsort_rising
+from dataservice.planning.kernels.sort import argsort_rising, heap_sift_down, heap_sift_up
 from dataservice.planning.loads.problem import PartitionProblem
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.loads.exact import MOST_ITEMS, exact
 from dataservice.planning.loads.greedy import greedy
 from dataservice.planning.loads.kk import karmarkar_karp
@@ -27,7 +28,6 @@ from dataservice.planning.loads.problem import (
     to_partition,
 )
 from dataservice.planning.loads.refine import refine
-from dataservice.planning.registry import algorithm_named
 
 PartitionAlgorithm = Literal["auto", "greedy", "kk", "multifit"]
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down
-from dataservice.planning.kernels.sort import argsort_rising
+from dataservice.planning.kernels.sort import argsort_rising, heap_sift_down
 
 # Items this much less dense than the densest are still asked: it is a mix that balances.
 _NEARLY = 1.5

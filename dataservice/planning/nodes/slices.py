@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down
-from dataservice.planning.kernels.sort import argsort_falling, group_stable
+from dataservice.planning.kernels.sort import argsort_falling, group_stable, heap_sift_down
 from dataservice.planning.pieces import Cut
 
 # Of the first cap over the bound, and of the second over the first. What found no room is added

@@ -11,8 +11,8 @@ The tightest pack in a row is the first set bit at or right of the sample's need
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dataservice.planning.kernels.bits import lowest_bit
 from dataservice.planning.kernels.compile import kernel, leaf
+from dataservice.planning.kernels.integers import lowest_bit
 from dataservice.planning.kernels.sort import argsort_descending
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 

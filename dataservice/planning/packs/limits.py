@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
-from dataservice.core.plan_options import IsfLimits
-from dataservice.planning.metrics import dist_ratio
+from dataservice.core.plan_options import IsfLimits, algorithm_named
+from dataservice.planning.loads.problem import dist_ratio
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.packing import check_limit, check_pair
 from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
-from dataservice.planning.registry import algorithm_named
 
 LimitMethod = Literal["search", "paper"]
 # Whether a search goes on from the paper's limits.

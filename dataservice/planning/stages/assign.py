@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
-from dataservice.core.plan_options import Assign
+from dataservice.core.plan_options import Assign, algorithm_named
 from dataservice.planning.context.groups import ContextPlan
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.loads.greedy import sort_rising
-from dataservice.planning.registry import algorithm_named
 
 # The waves with their ranks assigned, and a report where there was anything to do.
 Assigned = tuple[tuple[ContextPlan, ...], StageReport | None]

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport, StepPlan
-from dataservice.core.plan_options import CostModel, Dispatch
+from dataservice.core.plan_options import CostModel, Dispatch, algorithm_named
 from dataservice.core.sample import Modality
-from dataservice.planning.homes import item_homes, item_packs
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.nodes.phases import (
     name_parts,
@@ -23,7 +22,7 @@ from dataservice.planning.nodes.phases import (
 )
 from dataservice.planning.nodes.slices import Slices, slice_phases
 from dataservice.planning.pieces import unit_counts
-from dataservice.planning.registry import algorithm_named
+from dataservice.planning.routes import item_homes, item_packs
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
 # the network to come closer.

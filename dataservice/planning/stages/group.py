@@ -9,15 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
-from dataservice.core.plan_options import Context, FullAttention, Pack, PlanOptions
+from dataservice.core.plan_options import Context, FullAttention, Pack, PlanOptions, algorithm_named
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
-from dataservice.planning.context.groups import ContextWaves, plan_context_waves
+from dataservice.planning.context.groups import ContextWaves, plan_context_waves, static_waves
 from dataservice.planning.context.many import find_many_waves
-from dataservice.planning.context.static import static_waves
 from dataservice.planning.context.units import Degrees
 from dataservice.planning.encoder_memory.room import EncoderRoom
-from dataservice.planning.registry import algorithm_named
 from dataservice.planning.stages.pack import Packed
 
 # Packs that level many samples are quick. Those formed jointly with their groups take longer and

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StageReport
-from dataservice.core.plan_options import Order
+from dataservice.core.plan_options import Order, algorithm_named
 from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
-from dataservice.planning.registry import algorithm_named
 from dataservice.planning.step_time import ChunkTimes
 
 

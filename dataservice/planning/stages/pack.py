@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import padded_tokens
 from dataservice.core.plan import StageReport
-from dataservice.core.plan_options import IsfLimits, Pack, PlanOptions
+from dataservice.core.plan_options import IsfLimits, Pack, PlanOptions, algorithm_named
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.planning.context.groups import ContextPlan
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.limits import LimitMethod, isf_limits
 from dataservice.planning.packs.padded import pack_padded, padded_sum, padded_to_longest
-from dataservice.planning.registry import algorithm_named
 
 # The pack of each sample int32[n], or None where the group stage makes packs and groups together;
 # and the lengths that are paid for, int64[n].

@@ -7,6 +7,9 @@ items a node's total is close to the mean already, so only the excess over it ha
     node loads   103  98 | 101  98        limit = mean·(1 + tolerance)
     move out       2 ──►  1 ──►           only the excess, in items costly per unit of volume
     inside a node: plain number partitioning, over the fast links
+
+The problems inside nodes are small and many, and a call for each would cost more than the work; so
+all are solved in one, as `partition`'s `auto` does: greedy, then refinement.
 """
 
 from dataclasses import dataclass
@@ -16,11 +19,61 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.invariants import check_assignment
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_descending, group_stable
+from dataservice.planning.loads.greedy import assign_least_loaded
 from dataservice.planning.loads.problem import as_amounts, check_ranks
+from dataservice.planning.loads.refine import refine_in_place
 from dataservice.planning.nodes.excess import move_excess
 from dataservice.planning.standalone.node_rearrange import check_nodes
-from dataservice.planning.standalone.segments import partition_segments
+
+_WORK_PER_ITEM = 60
+
+
+@kernel
+def _solve_segments(
+    costs: NDArray[np.float64],
+    order: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    ranks: int,
+    tolerance: float,
+    rank_of: NDArray[np.int32],
+) -> None:
+    for segment in range(begins.size - 1):
+        items = order[begins[segment] : begins[segment + 1]]
+        if items.size == 0:
+            continue
+        fell = costs[items]
+        rank_at = assign_least_loaded(fell, ranks)
+        loads = np.zeros(ranks)
+        for place in range(items.size):
+            loads[rank_at[place]] += fell[place]
+        target = (1.0 + tolerance) * max(loads.sum() / ranks, fell[0])
+        if loads.max() > target and ranks > 1:
+            work = _WORK_PER_ITEM * items.size + 2000
+            refine_in_place(rank_at, fell, fell, ranks, np.inf, False, target, work)
+        for place in range(items.size):
+            rank_of[items[place]] = rank_at[place]
+
+
+def partition_segments(
+    costs: NDArray[np.float64],
+    segment_of: NDArray[np.int64],
+    *,
+    segments: int,
+    ranks: int,
+    tolerance: float,
+) -> NDArray[np.int32]:
+    """Rank within its segment of each item, int32[n].
+
+    `costs` float64[n] checked already, `segment_of` int64[n] in [0, segments). Each segment's
+    largest load aims at (1 + tolerance) times its own bound. O(n log ranks).
+    """
+    order, begins = group_stable(segment_of, argsort_descending(costs), segments)
+    rank_of = np.empty(costs.size, np.int32)
+    _solve_segments(costs, order, begins, int(ranks), float(tolerance), rank_of)
+    return rank_of
+
 
 # Part of the tolerance kept for the imbalance that remains inside a node.
 _INSIDE_SHARE = 0.05

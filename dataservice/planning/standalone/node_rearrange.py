@@ -19,10 +19,10 @@ from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_array
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.sort import argsort_rising
-from dataservice.planning.registry import algorithm_named
 
 RearrangeMethod = Literal["auto", "ilp", "search"]
 

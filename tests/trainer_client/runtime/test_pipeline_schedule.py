@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dataservice.planning.pipeline_parallel.schedule import make_program
-from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.pipeline_parallel.simulator import make_program, simulate_1f1b
 from trainer_client.runtime import LayoutError
 from trainer_client.runtime.pipeline_schedule import (
     BACKWARD,

@@ -3,7 +3,10 @@
 need_g(τ) = min{d : T_g(d) ≤ τ}; a makespan τ is possible iff Σ need_g(τ) ≤ N. Start every group
 at its least degree and move the slowest one to its next degree that is faster than it is now,
 until the ranks run out: each group then stands at need_g of the best τ, whatever the shape of T.
-Replaces DHP's 2D dynamic programming (eq. 11), with the same makespan.
+The same makespan as DHP's 2D dynamic
+programming (eq. 11), which stands beside it as the paper's own method and as a reference:
+DP[i][j] = min over d of max(DP[i−1][j−d], T(G_i, d)), the least makespan of the first i groups on
+at most j ranks.
 """
 
 import numpy as np
@@ -19,7 +22,7 @@ from dataservice.planning.context.units import (
 )
 from dataservice.planning.invariants import require
 from dataservice.planning.kernels.compile import kernel, leaf
-from dataservice.planning.kernels.heap import heap_sift_down
+from dataservice.planning.kernels.sort import heap_sift_down
 
 
 def degrees_by_threshold(times_s: ArrayLike, *, ranks: int) -> NDArray[np.int64]:
@@ -165,3 +168,34 @@ def time_table(
                 times[g, d - 1] = degree_seconds(tokens, squares, d, setting)
             d = next_degree(d, setting)
     return times
+
+
+def degrees_by_dp(times_s: ArrayLike, *, ranks: int) -> NDArray[np.int64]:
+    """Degrees int64[G] that minimise the largest time, from `times_s` [G, N] (column d−1 is degree
+    d; infinity forbids a degree), with Σ degree ≤ ranks.
+
+    Raises PlanningError if even the least degrees do not fit. O(G·N²).
+    """
+    times = check_times(times_s, ranks)
+    return checked_degrees(solve_dp(times, ranks), times, ranks)
+
+
+@kernel
+def solve_dp(times: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
+    groups, width = times.shape
+    best = np.full((groups + 1, ranks + 1), np.inf)
+    choice = np.zeros((groups + 1, ranks + 1), np.int64)
+    best[0, :] = -np.inf
+    for i in range(1, groups + 1):
+        for j in range(1, ranks + 1):
+            for d in range(1, min(width, j) + 1):
+                value = max(best[i - 1, j - d], times[i - 1, d - 1])
+                if value < best[i, j]:
+                    best[i, j] = value
+                    choice[i, j] = d
+    degree = np.zeros(groups, np.int64)
+    left = ranks
+    for i in range(groups, 0, -1):
+        degree[i - 1] = choice[i, left]
+        left -= choice[i, left]
+    return degree
