@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
-from dataservice.core.orders import Holdings, PackAnswers, PackKey, PackOrder, StorageOutage
+from dataservice.core.orders import Holdings, PackKey, PackOrder, StorageOutage
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.receipts import PackAnswers
 from dataservice.core.tls import ClientTls
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.serving import wire_packs
@@ -76,7 +77,7 @@ class GrpcWorkerLink:
             try:
                 async with contextlib.aclosing(self._prepare(worker, list(left.values()))) as call:
                     async for answers in call:
-                        for pack in (*(r.key.pack for r in answers.receipts), *answers.failures):
+                        for pack in (*answers.receipts.pack.tolist(), *answers.failures):
                             left.pop(pack, None)
                         yield answers
             except WorkerLostError as error:

@@ -13,7 +13,6 @@ from dataservice.core.job import JobRecord, MixtureChange
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.orders import (
     BadSample,
-    PackAnswers,
     PackKey,
     PackOrder,
     PackReceipt,
@@ -26,6 +25,7 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import PositionRule
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.sample import (
     ByteSpan,
     ItemLengths,
@@ -38,6 +38,7 @@ from dataservice.core.tickets import check_ticket, holder_key, prove, sign_ticke
 from dataservice.engine.api import JobStatus, JobVersion
 from dataservice.engine.ready_step import step_summary
 from dataservice.serving import wire_health, wire_jobs, wire_packs, wire_shards
+from tests.one_order import each_of
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -92,7 +93,7 @@ receipts = st.builds(
     bad_samples=several(
         st.builds(BadSample, sample_id=int64s, source=words, key=words, reason=words)
     ),
-    sample_digests=st.binary(max_size=32),
+    sample_digests=st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join),
 )
 blobs = st.binary(max_size=16)
 
@@ -238,10 +239,13 @@ def test_pack_orders_survive(value):
 @settings(deadline=None)
 @given(receipts)
 def test_what_became_of_packs_survives(value):
-    answers = PackAnswers(receipts=(value,), failures={3: SpecError("no such processor")})
+    told = [value, replace(value, key=replace(value.key, pack=7), size_bytes=5), value]
+    receipts = PackReceipts.of(told)
+    answers = PackAnswers(receipts=receipts, failures={3: SpecError("no such processor")})
     message = sent(wire_packs.pack_answers_to_proto(answers))
     received = wire_packs.pack_answers_from_proto(message, replace(value.key, pack=9))
-    assert received.receipts == (value,)
+    sums = receipts.sources
+    assert each_of(received.receipts) == [replace(each, sources=sums) for each in told]
     (failure,) = received.failures.items()
     assert (failure[0], type(failure[1]), str(failure[1])) == (3, SpecError, "no such processor")
 
