@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,17 @@ from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.errors import ServiceError
 from dataservice.core.orders import BadSample, PackKey, PackReceipt, SourceWork
 
-_no_numbers = partial(np.zeros, 0, np.int64)
-_no_seconds = partial(np.zeros, 0, np.float64)
-_no_digests = partial(np.zeros, 0, SAMPLE_DIGEST)
+
+def _no_numbers() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+def _no_seconds() -> NDArray[np.float64]:
+    return np.zeros(0, np.float64)
+
+
+def _no_digests() -> NDArray[np.uint64]:
+    return np.zeros(0, SAMPLE_DIGEST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -321,9 +321,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             return coordinator_pb2.GetShardResponse(
                 skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
             )
-        message = wire_shards.rank_shard_to_proto(answer)
-        message.job = visit.caller.plain(answer.job)
-        return coordinator_pb2.GetShardResponse(shard=message)
+        shard: Any = wire_shards.rank_shard_fields(answer) | {"job": visit.caller.plain(answer.job)}
+        return coordinator_pb2.GetShardResponse(shard=shard)
 
     async def GetStepSummary(
         self, request: coordinator_pb2.GetStepSummaryRequest, context: Context

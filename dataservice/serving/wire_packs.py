@@ -7,6 +7,7 @@ into each other.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from dataservice_proto.columns import (
@@ -259,21 +260,26 @@ def _receipts_from_proto(message: worker_pb2.PackReceipts, step: PackKey) -> Pac
 
 def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
     """The right to stream some parts, without the workers' addresses."""
-    return worker_pb2.Ticket(
-        version=VERSION,
-        job=ticket.job,
-        step=ticket.step,
-        plan_digest=ticket.plan_digest,
-        rank=ticket.rank,
-        holder=ticket.holder,
-        expires_unix_s=ticket.expires_unix_s,
-        workers=ticket.workers,
-        tensors=ticket.tensors,
-        sequences=ticket.sequences,
-        parts=ticket.parts,
-        signature=ticket.signature,
+    return worker_pb2.Ticket(**ticket_fields(ticket))
+
+
+def ticket_fields(ticket: Ticket) -> dict[str, Any]:
+    """The fields of `ticket_to_proto`'s message, for one that holds it."""
+    return {
+        "version": VERSION,
+        "job": ticket.job,
+        "step": ticket.step,
+        "plan_digest": ticket.plan_digest,
+        "rank": ticket.rank,
+        "holder": ticket.holder,
+        "expires_unix_s": ticket.expires_unix_s,
+        "workers": ticket.workers,
+        "tensors": ticket.tensors,
+        "sequences": ticket.sequences,
+        "parts": ticket.parts,
+        "signature": ticket.signature,
         **ticket.columns,
-    )
+    }
 
 
 def ticket_from_proto(message: worker_pb2.Ticket, addresses: tuple[str, ...] = ()) -> Ticket:
