@@ -6,7 +6,7 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,24 @@ from dataservice.core.team import TeamShare
 from dataservice.serving.status_codes import error_named
 
 
-def pack_key_to_proto(key: PackKey) -> worker_pb2.PackKey:
-    """A pack's name."""
-    return worker_pb2.PackKey(
-        job=key.job, step=key.step, plan_digest=key.plan_digest, pack=key.pack
-    )
+def pack_keys_to_proto(keys: Iterable[PackKey]) -> list[worker_pb2.PackKeys]:
+    """Packs' names, those of one plan together."""
+    by_plan: dict[tuple[str, int, str], list[int]] = {}
+    for key in keys:
+        by_plan.setdefault((key.job, key.step, key.plan_digest), []).append(key.pack)
+    return [
+        worker_pb2.PackKeys(job=job, step=step, plan_digest=plan_digest, packs=packs)
+        for (job, step, plan_digest), packs in by_plan.items()
+    ]
+
+
+def pack_keys_from_proto(messages: Iterable[worker_pb2.PackKeys]) -> list[PackKey]:
+    """Packs' names."""
+    return [
+        PackKey(job=of.job, step=of.step, plan_digest=of.plan_digest, pack=pack)
+        for of in messages
+        for pack in of.packs
+    ]
 
 
 def storage_outage_to_proto(outage: StorageOutage) -> worker_pb2.StorageOutage:
@@ -62,13 +75,6 @@ def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutag
     """StorageOutage from its message."""
     return StorageOutage(
         job=message.job, source=message.source, away_s=message.away_s, reason=message.reason
-    )
-
-
-def pack_key_from_proto(message: worker_pb2.PackKey) -> PackKey:
-    """A pack's name."""
-    return PackKey(
-        job=message.job, step=message.step, plan_digest=message.plan_digest, pack=message.pack
     )
 
 

@@ -86,7 +86,10 @@ class GrpcWorkerLink:
                 log.info("%s answers again, orders are repeated: %s", worker.worker, error)
             else:
                 if left:
-                    raise ServiceError(f"{worker.worker} ended a call with packs unanswered.")
+                    raise ServiceError(
+                        f"{worker.worker} ended a call with {len(left)} packs unanswered. If it "
+                        "is of another release, renew it: `dataservice workers restart`."
+                    )
             repeated = True
 
     async def _prepare(
@@ -106,7 +109,7 @@ class GrpcWorkerLink:
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. If the worker cannot be reached, that is only logged."""
-        request = worker_pb2.ReleaseRequest(packs=map(wire_packs.pack_key_to_proto, packs))
+        request = worker_pb2.ReleaseRequest(packs=wire_packs.pack_keys_to_proto(packs))
         try:
             async with self._stub(worker) as stub:
                 await stub.Release(
@@ -127,7 +130,7 @@ class GrpcWorkerLink:
                 worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
             )
             async for message in call:
-                keys.update(map(wire_packs.pack_key_from_proto, message.packs))
+                keys.update(wire_packs.pack_keys_from_proto(message.packs))
                 outages += map(wire_packs.storage_outage_from_proto, message.outages)
         return Holdings(packs=frozenset(keys), outages=tuple(outages))
 

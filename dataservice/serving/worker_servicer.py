@@ -100,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Forget packs."""
         async with answered(context, "Release"):
             check_command(context.invocation_metadata() or (), self._secret)
-            self._host.release([wire_packs.pack_key_from_proto(key) for key in request.packs])
+            self._host.release(wire_packs.pack_keys_from_proto(request.packs))
         return worker_pb2.ReleaseResponse()
 
     async def Held(
@@ -116,7 +116,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 yield worker_pb2.HeldPacks(outages=told)
             for start in range(0, len(held), NAMES_IN_A_MESSAGE):
                 keys = held[start : start + NAMES_IN_A_MESSAGE]
-                yield worker_pb2.HeldPacks(packs=map(wire_packs.pack_key_to_proto, keys))
+                yield worker_pb2.HeldPacks(packs=wire_packs.pack_keys_to_proto(keys))
 
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context

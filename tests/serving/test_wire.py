@@ -224,7 +224,11 @@ def sent(message):
 @settings(deadline=None)
 @given(pack_keys)
 def test_pack_keys_survive(value):
-    assert wire_packs.pack_key_from_proto(sent(wire_packs.pack_key_to_proto(value))) == value
+    keys = [value, replace(value, pack=7), replace(value, step=value.step ^ 1), value]
+    messages = wire_packs.pack_keys_to_proto(keys)
+    assert len(messages) == 2, "those of one plan are together"
+    received = wire_packs.pack_keys_from_proto(map(sent, messages))
+    assert sorted(received, key=repr) == sorted(keys, key=repr)
 
 
 @settings(deadline=None)

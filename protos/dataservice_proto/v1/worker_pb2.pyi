@@ -19,32 +19,35 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class PackKey(_message.Message):
+class PackKeys(_message.Message):
+    """Packs of one plan of a step."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
-    PACK_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     step: _builtins.int
     plan_digest: _builtins.str
-    pack: _builtins.int
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         step: _builtins.int = ...,
         plan_digest: _builtins.str = ...,
-        pack: _builtins.int = ...,
+        packs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "pack", b"pack", "plan_digest", b"plan_digest", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "packs", b"packs", "plan_digest", b"plan_digest", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackKey: _TypeAlias = PackKey  # noqa: Y015
+Global___PackKeys: _TypeAlias = PackKeys  # noqa: Y015
 
 @_typing.final
 class PackOrders(_message.Message):
@@ -431,11 +434,11 @@ class ReleaseRequest(_message.Message):
 
     PACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]: ...
     def __init__(
         self,
         *,
-        packs: _abc.Iterable[Global___PackKey] | None = ...,
+        packs: _abc.Iterable[Global___PackKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -482,7 +485,7 @@ class HeldPacks(_message.Message):
     PACKS_FIELD_NUMBER: _builtins.int
     OUTAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]: ...
     @_builtins.property
     def outages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutage]:
         """in the first message"""
@@ -490,7 +493,7 @@ class HeldPacks(_message.Message):
     def __init__(
         self,
         *,
-        packs: _abc.Iterable[Global___PackKey] | None = ...,
+        packs: _abc.Iterable[Global___PackKeys] | None = ...,
         outages: _abc.Iterable[Global___StorageOutage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
