@@ -1,8 +1,8 @@
 """Ranks without trainers: some thousands in a process, each with its session and its calls.
 
-Every step begins for all ranks at once, as training does: each asks for its shard, and says in the
-same call that it has trained the step before. As many calls of a method that does nothing are what
-the machine, gRPC and this program take by themselves.
+Every step begins for all ranks at once, as training does: each asks for its shard along a call that
+stays open, and says in the same message that it has trained the step before. As many calls of a
+method that does nothing are what the machine, gRPC and this program take by themselves.
 """
 
 import asyncio

@@ -173,10 +173,12 @@ class Dispatcher:
         if received:
             await step.receipts(RECEIPT_WAIT_S)
         packs: dict[str, tuple[WorkerInfo, list[PackKey]]] = {}
+        calls: set[asyncio.Task[None] | None] = set()
         for placement, copy in step.copies():
             keys_there = packs.setdefault(copy.worker.worker, (copy.worker, []))[1]
             keys_there.append(placement.order.key)
-        await cancel_all(*{copy.task for _, copy in step.copies()})
+            calls.add(copy.task)
+        await cancel_all(*calls)
         if not any(other.job == step.job for other in self._steps):
             self._deadlines.forget(step.job)
         if self._releases:
