@@ -254,6 +254,24 @@ def test_what_became_of_packs_survives(value):
     assert (failure[0], type(failure[1]), str(failure[1])) == (3, SpecError, "no such processor")
 
 
+def test_receipts_of_another_release_or_that_contradict_themselves_are_refused():
+    key = PackKey(job="job", step=3, plan_digest="d", pack=0)
+    told = PackReceipt(key=key, size_bytes=1, decode_s=0.1, sample_digests=bytes(16))
+    answers = PackAnswers(receipts=PackReceipts.of([told]))
+    for change, said in (
+        ({"version": 0}, "Run one release of coordinator and workers"),
+        ({"sample_digests": bytes(8)}, "digests count 2 rows of 1"),
+        ({"sample_digests": bytes(15)}, "cannot be read"),
+        ({"bad_samples": b"\xff"}, "bad_samples count -1 rows of 0"),
+        ({"decode_s": b"\x00"}, "column decode_s has 1 bytes for 1 rows"),
+    ):
+        message = wire_packs.pack_answers_to_proto(answers)
+        for name, value in change.items():
+            setattr(message.receipts, name, value)
+        with pytest.raises(SpecError, match=said):
+            wire_packs.pack_answers_from_proto(sent(message), key)
+
+
 @settings(deadline=None)
 @given(tickets)
 def test_tickets_survive_with_their_signature(value):
