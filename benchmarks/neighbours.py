@@ -160,27 +160,22 @@ class Trainer:
 
 def train(address: str, job: str, pace_s: float) -> None:
     """A rank that trains for ever and prints, for each step, the two times."""
-    from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+    from dataservice_proto.v1 import coordinator_pb2
 
     from trainer_client import ShardDataset
+    from trainer_client.shard_calls import ShardCalls
 
     waits: dict[int, float] = {}
-    stub: Any = coordinator_pb2_grpc.CoordinatorStub
-    make = stub.__init__
+    calls: Any = ShardCalls
+    ask = calls.ask
 
-    def timed(self: Any, channel: Any) -> None:
-        make(self, channel)
-        ask = self.GetShard
+    def timed(self: Any, request: coordinator_pb2.GetShardRequest) -> Any:
+        asked_s = time.monotonic()
+        answer = ask(self, request)
+        waits[request.step] = time.monotonic() - asked_s
+        return answer
 
-        def get_shard(request: coordinator_pb2.GetShardRequest, **how: Any) -> Any:
-            asked_s = time.monotonic()
-            answer = ask(request, **how)
-            waits[request.step] = time.monotonic() - asked_s
-            return answer
-
-        self.GetShard = get_shard
-
-    stub.__init__ = timed
+    calls.ask = timed
     with ShardDataset(address, job=job, rank=0, world_size=1) as dataset:
         before_s = time.monotonic()
         for shard in dataset:

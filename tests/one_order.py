@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from dataservice.core.errors import ServiceError
-from dataservice.core.orders import PackAnswers, PackOrder, PackReceipt
+from dataservice.core.orders import PackKey, PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo, WorkerLink
+from dataservice.core.receipts import PackAnswers, PackReceipts
 
 
 async def prepared(link: WorkerLink, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
@@ -14,8 +15,32 @@ async def prepared(link: WorkerLink, worker: WorkerInfo, order: PackOrder) -> Pa
     for answers in found:
         for error in answers.failures.values():
             raise error
-    (receipt,) = (receipt for answers in found for receipt in answers.receipts)
+    (receipt,) = (receipt for answers in found for receipt in each_of(answers.receipts))
     return receipt
+
+
+def each_of(receipts: PackReceipts) -> list[PackReceipt]:
+    """The receipts one by one; of several packs, the work by source is that of all."""
+    bad_end, digest_end = receipts.bad_samples.cumsum(), receipts.digests.cumsum()
+    return [
+        PackReceipt(
+            key=PackKey(
+                job=receipts.job,
+                step=receipts.step,
+                plan_digest=receipts.plan_digest,
+                pack=int(receipts.pack[k]),
+            ),
+            size_bytes=int(receipts.size_bytes[k]),
+            decode_s=float(receipts.decode_s[k]),
+            room_s=float(receipts.room_s[k]),
+            bad_samples=receipts.bad[bad_end[k] - receipts.bad_samples[k] : bad_end[k]],
+            sample_digests=receipts.sample_digests[
+                digest_end[k] - receipts.digests[k] : digest_end[k]
+            ].tobytes(),
+            sources=receipts.sources,
+        )
+        for k in range(len(receipts))
+    ]
 
 
 class OneByOne:
@@ -35,7 +60,7 @@ class OneByOne:
             for _ in orders:
                 task = await done.get()
                 try:
-                    yield PackAnswers(receipts=(task.result(),))
+                    yield PackAnswers(receipts=PackReceipts.of([task.result()]))
                 except ServiceError as error:
                     yield PackAnswers(failures={packs[task].key.pack: error})
         finally:

@@ -1,8 +1,8 @@
 """Loads one step's shard: asks for it, fetches it, and asks again for parts that did not come.
 
-GetShard ─▶ ticket ──▶ fetch ──all parts──▶ assemble ─▶ Shard
-    ▲                    │ some failed, or nothing came for a while
-    └─ failed_workers, ──┘ only the missing parts are fetched again
+GetShards ─▶ ticket ──▶ fetch ──all parts──▶ assemble ─▶ Shard
+    ▲                     │ some failed, or nothing came for a while
+    └─ failed_workers, ───┘ only the missing parts are fetched again
        slow_workers
 """
 
@@ -31,9 +31,8 @@ from trainer_client.parts import WantedParts
 from trainer_client.prefetch import Committer, Trained
 from trainer_client.session import Lease, Session
 from trainer_client.shard import Shard
+from trainer_client.shard_calls import POLL_S, ShardCalls
 
-# Longest time that one GetShard waits for its step to be planned; then the call is repeated.
-POLL_S = 30.0
 # Number of rounds with a corrupt part after which a step fails: these are not just flipped bits.
 MAX_CORRUPT = 3
 
@@ -62,6 +61,7 @@ class StepLoader:
         timeout_s: float,
     ) -> None:
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        self._shards = ShardCalls(channel)
         self._session = session
         self._fetcher = fetcher
         self._wanted = wanted
@@ -146,7 +146,7 @@ class StepLoader:
                     for each in riding
                 ],
             )
-            return self._stub.GetShard(request, timeout=POLL_S), lease.ticket_key
+            return self._shards.ask(request), lease.ticket_key
 
         while True:
             riding = self.committer.riding() if self.committer is not None else ()

@@ -167,7 +167,11 @@ class _CallDetails(
     """gRPC gives interceptors call details as a named tuple and expects one back."""
 
 
-class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+class _BearerToken(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
     """Adds `authorization: Bearer …` to every call."""
 
     def __init__(self, token: Callable[[], str]) -> None:
@@ -187,6 +191,9 @@ class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInter
 
     def intercept_unary_stream(self, continuation, client_call_details, request):  # type: ignore[no-untyped-def]
         return continuation(self._with_token(client_call_details), request)
+
+    def intercept_stream_stream(self, continuation, client_call_details, request_iterator):  # type: ignore[no-untyped-def]
+        return continuation(self._with_token(client_call_details), request_iterator)
 
 
 def wait_until_reachable(

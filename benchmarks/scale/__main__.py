@@ -1,8 +1,9 @@
 """What thousands of ranks cost one coordinator: `python -m benchmarks.scale`.
 
 The coordinator, its workers and the ranks are processes of their own, and talk gRPC over loopback.
-Workers only acknowledge orders, and ranks fetch nothing: bytes are not the subject. Figures of a
-step are beyond those of as many empty calls, taken in turns with it on the same server.
+Workers only acknowledge orders, and ranks fetch nothing: bytes are not the subject. Ranks ask along
+one open call each, as trainer_client does. Figures of a step are beyond those of as many empty
+calls, each a call of its own, taken in turns with it on the same server.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def played(ranks: int, limit_s: float | None, turns: int, steps: int) -> list[Ro
         ),
         Row(
             group="played",
-            what=f"p99 of GetShard over that of an empty call, {about}",
+            what=f"p99 of a shard asked for over that of an empty call, {about}",
             figure=slower,
             unit="×",
             limit=SLOWER,

@@ -1,8 +1,8 @@
 """Ranks without trainers: some thousands in a process, each with its session and its calls.
 
-Every step begins for all ranks at once, as training does: each asks for its shard, and says in the
-same call that it has trained the step before. As many calls of a method that does nothing are what
-the machine, gRPC and this program take by themselves.
+Every step begins for all ranks at once, as training does: each asks for its shard along a call that
+stays open, and says in the same message that it has trained the step before. As many calls of a
+method that does nothing are what the machine, gRPC and this program take by themselves.
 """
 
 import asyncio
@@ -75,6 +75,7 @@ class Player:
         self._rank, self._world_size = rank, world_size
         self._session, self._step, self._begun = "", 0, False
         self._stream: object = None
+        self._shards: Any = None
 
     async def open(self) -> None:
         """Claim the rank."""
@@ -90,6 +91,7 @@ class Player:
         self._stream = stream = self._stub.OpenSession(request)
         event: Any = await stream.read()
         self._session, self._step = event.session, event.start_step
+        self._shards = self._stub.GetShards()
 
     async def step(self) -> tuple[float, int, int, int]:
         """Seconds and bytes of the next shard, its packs and items."""
@@ -104,7 +106,8 @@ class Player:
             trained=[trained] if self._begun else (),
         )
         began_s = time.perf_counter()
-        answer = await self._stub.GetShard(request)
+        await self._shards.write(request)
+        answer = await self._shards.read()
         asked_s = time.perf_counter() - began_s
         assert answer.shard.step == self._step
         self._step, self._begun = self._step + 1, True

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dataservice.core.errors import ServiceError
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.core.sample import SampleLengths, SampleRef
@@ -115,14 +114,6 @@ class PackReceipt:
     sources: tuple[SourceWork, ...] = ()
     sample_digests: bytes = b""
     room_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackAnswers:
-    """Packs that are ready, and those that could not be made, by pack with the reason."""
-
-    receipts: tuple[PackReceipt, ...] = ()
-    failures: Mapping[int, ServiceError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

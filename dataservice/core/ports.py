@@ -11,7 +11,6 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.orders import (
     Holdings,
-    PackAnswers,
     PackKey,
     PackOrder,
     PackReceipt,
@@ -19,6 +18,7 @@ from dataservice.core.orders import (
     UnitRange,
 )
 from dataservice.core.plan import StepPlan
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.sample import (
     DecodedSample,
     IntArray,
@@ -397,7 +397,7 @@ class Metrics(Protocol):
         """The number of workers that serve, and of samples that they decode at once together."""
         ...
 
-    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None:
+    def packs_prepared(self, receipts: PackReceipts) -> None:
         """A worker has decoded and assembled packs of one step."""
         ...
 
@@ -449,7 +449,7 @@ class NoMetrics(Metrics):
     def waited_most(self, job: str, rank: int, step_s: float) -> None: ...
     def waiting_ranks(self, job: str, ranks: int) -> None: ...
     def workers_serving(self, workers: int, *, slots: int) -> None: ...
-    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None: ...
+    def packs_prepared(self, receipts: PackReceipts) -> None: ...
     def error_budget_used(self, job: str, source: str, share: float) -> None: ...
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
     def pack_hedged(self, job: str) -> None: ...

@@ -19,8 +19,10 @@ from typing import Literal
 import numpy as np
 
 from dataservice.core.content import SAMPLE_DIGEST, StepContent, content_of, differing_place
-from dataservice.core.orders import PackOrder, PackReceipt
+from dataservice.core.layout import expanded
+from dataservice.core.orders import PackOrder
 from dataservice.core.plan import StepPlan
+from dataservice.core.receipts import PackReceipts
 from dataservice.engine.api import NamedPack
 
 NAMED_PACKS = 8
@@ -56,7 +58,7 @@ class Delivered:
         self.noted = False
         self._orders = {order.key.pack: order for order in orders}
         self.missing: set[int] = set(self._orders)
-        self._size_of = np.diff(plan.pack_offsets).tolist()
+        self._size_of = np.diff(plan.pack_offsets)
         self._digests = np.zeros(len(plan.sample_ids), SAMPLE_DIGEST)
         self._good = np.zeros(len(plan.sample_ids), bool)
 
@@ -65,17 +67,14 @@ class Delivered:
         """Every pack has a receipt, and there is at least one pack."""
         return bool(self._orders) and not self.missing
 
-    def take(self, receipts: Sequence[PackReceipt]) -> None:
+    def take(self, receipts: PackReceipts) -> None:
         """Take workers' receipts of their copies of different packs. One without digests tells
         nothing."""
-        width, size_of = SAMPLE_DIGEST.itemsize, self._size_of
-        told = [r for r in receipts if len(r.sample_digests) == width * size_of[r.key.pack]]
-        if not told:
+        told = receipts.only(receipts.digests == self._size_of[receipts.pack])
+        if not len(told):
             return
-        packs = [receipt.key.pack for receipt in told]
-        places = np.concatenate([self.plan.samples_of(pack) for pack in packs])
-        digests = np.frombuffer(b"".join(r.sample_digests for r in told), SAMPLE_DIGEST)
-        masked = [bad for receipt in told for bad in receipt.bad_samples]
+        rows = expanded(self.plan.pack_offsets[told.pack].astype(np.int64), told.digests)
+        places, digests, masked = self.plan.pack_samples[rows], told.sample_digests, told.bad
         self.masked |= {bad.sample_id: bad.reason for bad in masked}
         good = np.ones(len(places), bool)
         if masked:
@@ -83,7 +82,7 @@ class Delivered:
         others = good & self._good[places] & (digests != self._digests[places])
         self._digests[places[good]] = digests[good]
         self._good[places] |= good
-        self.missing.difference_update(packs)
+        self.missing.difference_update(told.pack.tolist())
         for place in places[others].tolist():
             self.otherwise.setdefault(self._pack_of(place), []).append(self._name(place))
 

@@ -27,6 +27,7 @@ import contextlib
 import heapq
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,10 +173,12 @@ class Dispatcher:
         if received:
             await step.receipts(RECEIPT_WAIT_S)
         packs: dict[str, tuple[WorkerInfo, list[PackKey]]] = {}
+        calls: set[asyncio.Task[None] | None] = set()
         for placement, copy in step.copies():
             keys_there = packs.setdefault(copy.worker.worker, (copy.worker, []))[1]
             keys_there.append(placement.order.key)
-        await cancel_all(*{copy.task for _, copy in step.copies()})
+            calls.add(copy.task)
+        await cancel_all(*calls)
         if not any(other.job == step.job for other in self._steps):
             self._deadlines.forget(step.job)
         if self._releases:
@@ -372,21 +375,28 @@ class Dispatcher:
             late = now_s - step.ordered_s >= SOONEST_S and self._hedges.left
             may_hedge = step.asked and (silent or late)
             nowhere = []
+            overdue = partial(self._is_overdue, step.job, now_s)
             for pack in range(len(step.placements)) if silent else sorted(step.pending):
                 placement = step.placements[pack]
                 if not placement.copies:
                     if placement.may_be_tried:
                         nowhere.append(pack)
-                elif may_hedge and (silent or self._hedges.left):
-                    self._hedge_if_due(step, pack)
+                elif (
+                    may_hedge
+                    and (silent or self._hedges.left)
+                    and (silent or all(map(overdue, placement.copies.values())))
+                ):
+                    self._hedge_if_due(step, pack, now_s)
             for worker, packs in self._shared_out(step, nowhere) if nowhere else ():
                 self._orders.make_all(step, packs, worker)
 
-    def _hedge_if_due(self, step: DispatchedStep, pack: int) -> None:
+    def _hedge_if_due(self, step: DispatchedStep, pack: int, now_s: float) -> None:
         placement = step.placements[pack]
         copies = placement.copies.values()
         silent = all(self._balancer.is_silent(copy.worker.worker) for copy in copies)
-        overdue = not placement.ready and all(self._is_overdue(step.job, copy) for copy in copies)
+        overdue = not placement.ready and all(
+            self._is_overdue(step.job, now_s, copy) for copy in copies
+        )
         if not silent and not overdue:
             return
         worker = self._choose(step, pack, silent=False)
@@ -398,6 +408,6 @@ class Dispatcher:
         self._metrics.pack_hedged(step.job)
         self._orders.make(step, pack, worker, hedge=True)
 
-    def _is_overdue(self, job: str, copy: Copy) -> bool:
-        waited_s = asyncio.get_running_loop().time() - copy.ordered_s
+    def _is_overdue(self, job: str, now_s: float, copy: Copy) -> bool:
+        waited_s = now_s - copy.ordered_s
         return waited_s > self._deadlines.limit_s(job, queued_work=copy.queued_work)

@@ -8,7 +8,7 @@ workers finish. So the verdict falls at the same step in every run over the same
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import ErrorBudgetError
 from dataservice.core.job import ErrorBudget
-from dataservice.core.orders import BadSample, PackOrder, PackReceipt
+from dataservice.core.orders import BadSample, PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Catalog
+from dataservice.core.receipts import PackReceipts
 
 NAMED = 3  # reasons, files and samples of a verdict
 REASON_CHARACTERS = 160
@@ -147,17 +148,16 @@ class BudgetTally:
         packs = {order.key.pack for order in orders}
         self._steps[step] = _Step(orders=orders, samples=samples, missing=packs)
 
-    def take(self, receipts: Iterable[PackReceipt]) -> ErrorBudgetError | None:
+    def take(self, receipts: PackReceipts) -> ErrorBudgetError | None:
         """Take workers' receipts of packs. Returns the verdict, once a source has passed its
         budget. A second receipt of a pack, or one that was not expected, is not counted."""
-        for receipt in receipts:
-            step = self._steps.get(receipt.key.step)
-            if step is None or receipt.key.pack not in step.missing:
-                continue
-            if step.orders[receipt.key.pack].key != receipt.key:
-                continue
-            step.missing.discard(receipt.key.pack)
-            step.bad.update({bad.sample_id: bad for bad in receipt.bad_samples})
+        step = self._steps.get(receipts.step)
+        if step is not None and step.orders and receipts.is_of(step.orders[0].key):
+            packs = step.missing.intersection(receipts.pack.tolist())
+            step.missing -= packs
+            for pack, bad in zip(receipts.bad_pack.tolist(), receipts.bad, strict=True):
+                if pack in packs:
+                    step.bad[bad.sample_id] = bad
         return self._judge()
 
     def give_up(self, step: int) -> ErrorBudgetError | None:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataservice.core.health import RankReport, SourceHealth
-from dataservice.core.orders import PackReceipt, SourceWork
+from dataservice.core.orders import SourceWork
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, NoMetrics
+from dataservice.core.receipts import PackReceipts
 
 WINDOW_STEPS = 20
 # Weight of the newest step in a source's usual cost, which is a plain mean over the first steps.
@@ -254,17 +255,15 @@ class JobStatistics(NoMetrics):
         with self._lock:
             self._jobs[job].measured_s.append(measured_s)
 
-    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None:
+    def packs_prepared(self, receipts: PackReceipts) -> None:
         """Note what their samples took, by source."""
         with self._lock:
-            key = receipts[0].key
-            known, now_s = self._jobs[key.job], self._clock()
-            known.add_work(key.step, [work for receipt in receipts for work in receipt.sources])
-            known.room_s.extend(receipt.room_s for receipt in receipts)
-            known.quarantined.update(bad.source for each in receipts for bad in each.bad_samples)
-            longest_s = max(receipt.decode_s for receipt in receipts)
-            self._began_s = min(self._began_s, now_s - longest_s)
-            self._decoded.append((now_s, sum(receipt.decode_s for receipt in receipts)))
+            known, now_s = self._jobs[receipts.job], self._clock()
+            known.add_work(receipts.step, receipts.sources)
+            known.room_s.extend(receipts.room_s.tolist())
+            known.quarantined.update(bad.source for bad in receipts.bad)
+            self._began_s = min(self._began_s, now_s - float(receipts.decode_s.max()))
+            self._decoded.append((now_s, float(receipts.decode_s.sum())))
             while self._decoded[0][0] < now_s - BUSY_S:
                 self._decoded.popleft()
 

@@ -36,9 +36,9 @@ from dataservice.core.job import (
     SkipRecord,
 )
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import PackReceipt
 from dataservice.core.plan_options import CostModel
 from dataservice.core.ports import Metrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, team_of
 from dataservice.core.validation import validated_by, validation_of
@@ -466,9 +466,9 @@ class JobTable:
             )
         await asyncio.shield(job.checking)
 
-    async def note_receipts(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+    async def note_receipts(self, step: DispatchedStep, receipts: PackReceipts) -> None:
         """A worker has decoded packs of a step: tell the attempt that ordered them."""
-        job = self.running.get(receipts[0].key.job)
+        job = self.running.get(receipts.job)
         if job is None:  # deleted meanwhile, or it was decoded again to be compared
             return
         self._metrics.packs_prepared(receipts)

@@ -36,12 +36,12 @@ from dataservice.core.errors import NotFoundError, ServiceError, StateError, Wor
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.orders import (
     EVERYTHING,
-    PackReceipt,
     RankShard,
     StepSummary,
     WantedParts,
 )
 from dataservice.core.ports import Metrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.state_store import StateStore
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.attempt import Attempt, Claim
@@ -235,16 +235,15 @@ class AttemptLoop:
         except StateError as error:
             raise self._fail(error) from error
 
-    async def note_receipts(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+    async def note_receipts(self, step: DispatchedStep, receipts: PackReceipts) -> None:
         """A worker has decoded packs of a step: record their bad samples, judge their sources, and
         compare what it delivers with what was delivered before."""
         if self._attempt.over:
             return
         try:
-            for receipt in receipts:
-                if receipt.bad_samples:
-                    await in_store(self._records.quarantine, receipt)
-                    self._quarantined += len(receipt.bad_samples)
+            if receipts.bad:
+                await in_store(self._records.quarantine, receipts)
+                self._quarantined += len(receipts.bad)
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:
@@ -253,11 +252,11 @@ class AttemptLoop:
         self._judged(self._tally.take(receipts))
         await self._note_delivered(step, receipts)
 
-    async def _note_delivered(self, step: DispatchedStep, receipts: Sequence[PackReceipt]) -> None:
+    async def _note_delivered(self, step: DispatchedStep, receipts: PackReceipts) -> None:
         delivered = step.delivered
-        for key in (receipt.key for receipt in receipts):
-            if others := delivered.otherwise.get(key.pack):
-                self._delivered_otherwise(StateError(two_versions(step, key, others)))
+        for pack in receipts.pack.tolist() if delivered.otherwise else ():
+            if others := delivered.otherwise.get(pack):
+                self._delivered_otherwise(StateError(two_versions(step, pack, others)))
                 break
         if self._attempt.over or not delivered.complete or delivered.noted:
             return

@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import aclosing
 from functools import partial
 
+import numpy as np
+
 from dataservice.core.errors import ServiceError, WorkerLostError
-from dataservice.core.orders import PackAnswers, PackReceipt
 from dataservice.core.ports import WorkerInfo, WorkerLink
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.engine.hedging import OrderDeadlines
 from dataservice.engine.load_balancer import LoadBalancer
 from dataservice.engine.placement import Copy, DispatchedStep, PackPlacement
@@ -30,7 +32,7 @@ LONGEST_PAUSE_S = 5.0
 # Samples ordered in one call: of 2 KB each, they fill a message.
 MOST_SAMPLES = 2048
 
-OnReceipts = Callable[[DispatchedStep, Sequence[PackReceipt]], Awaitable[None]]
+OnReceipts = Callable[[DispatchedStep, PackReceipts], Awaitable[None]]
 
 
 class OpenOrders:
@@ -155,22 +157,25 @@ class OpenOrders:
             self.forget(step, pack, name)
             if isinstance(error, WorkerLostError):
                 self._balancer.replace(name)
-        taken, done = [], 0
-        for receipt in answers.receipts:
-            pack = place_of[receipt.key.pack]
-            copy = copies.pop(pack, None)
-            if copy is None or step.placements[pack].copies.get(name) is not copy:
+        job, now_s = step.job, asyncio.get_running_loop().time()
+        taken: list[Copy] = []
+        kept, done = np.ones(len(answers.receipts), bool), 0
+        told = zip(answers.receipts.pack.tolist(), answers.receipts.decode_s.tolist(), strict=True)
+        for k, (number, decode_s) in enumerate(told):
+            pack = place_of[number]
+            placement, copy = step.placements[pack], copies.pop(pack, None)
+            if copy is None or placement.copies.get(name) is not copy:
+                kept[k] = False
                 continue
-            taken.append((receipt, copy))
-            placement = step.placements[pack]
-            self._deadlines.note(step.job, work=placement.work, decode_s=receipt.decode_s)
+            taken.append(copy)
+            self._deadlines.note(job, work=placement.work, decode_s=decode_s)
             if copy.queued:
                 copy.queued, done = False, done + placement.work
-            self._note_ready(step, pack, copy)
+            self._note_ready(step, pack, copy, now_s)
         if not taken:
             return
         self._balancer.add(name, -done)
-        receipts = [receipt for receipt, _ in taken]
+        receipts = answers.receipts.only(kept)
         step.delivered.take(receipts)
         step.note_change()
         try:
@@ -178,7 +183,7 @@ class OpenOrders:
         except ServiceError as error:
             log.error("receipts were not noted: %s", error, extra=step.about)
         finally:
-            for _, copy in taken:
+            for copy in taken:
                 copy.noted, copy.task = True, None
             step.note_change()
 
@@ -207,9 +212,9 @@ class OpenOrders:
             copy.queued = False
             self._balancer.add(copy.worker.worker, -placement.work)
 
-    def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
+    def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy, now_s: float) -> None:
         placement = step.placements[pack]
-        copy.ready_s = asyncio.get_running_loop().time()
+        copy.ready_s = now_s
         placement.tries, placement.failure = 0, None
         step.pending.discard(pack)
         if len(placement.copies) == 1:

@@ -49,7 +49,9 @@ def decode_work(plan: StepPlan) -> NDArray[np.int64]:
 
     Encoder tokens are pixels and samples of sound, which dominate decoding; text is cheap.
     """
-    sample_work = plan.sample_tokens.astype(np.int64)
-    np.add.at(sample_work, plan.item_sample, 4 * plan.item_encoder_tokens)
+    encoded = np.bincount(
+        plan.item_sample, weights=plan.item_encoder_tokens, minlength=len(plan.sample_ids)
+    )
+    sample_work = plan.sample_tokens + 4 * encoded
     work = np.bincount(plan.pack_of_sample, weights=sample_work, minlength=plan.packs)
     return work.astype(np.int64)

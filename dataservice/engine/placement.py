@@ -139,8 +139,10 @@ class DispatchedStep:
         """Wait for the receipts that are still to come, one for each pack."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while any(map(_is_due, self.placements)):
-                    await self.next_change()
+                # Looked for only once the one found before has come: changes are many.
+                while due := next(filter(_is_due, self.placements), None):
+                    while _is_due(due):
+                        await self.next_change()
 
     def has_pack_at(self, worker: str) -> bool:
         """Whether some pack is ordered from, or held by, this worker."""

@@ -15,9 +15,10 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import PackKey, PackOrder, PackReceipt, StepSummary
+from dataservice.core.orders import PackOrder, StepSummary
 from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Metrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
@@ -156,21 +157,20 @@ class AttemptRecords:
         self._store.put_content(job, number, step, content.to_bytes())
         return None
 
-    def quarantine(self, receipt: PackReceipt) -> None:
-        """Record a pack's bad samples."""
-        key = receipt.key
-        about = {**self._attempt.about, "step": key.step, "trace_id": key.plan_digest}
+    def quarantine(self, receipts: PackReceipts) -> None:
+        """Record the bad samples of packs."""
+        about = {**self._attempt.about, "step": receipts.step, "trace_id": receipts.plan_digest}
         entries = [
             QuarantineEntry(
                 job=self._attempt.job,
                 attempt=self._attempt.number,
-                step=receipt.key.step,
+                step=receipts.step,
                 sample_id=bad.sample_id,
                 source=bad.source,
                 key=bad.key,
                 reason=bad.reason,
             )
-            for bad in receipt.bad_samples
+            for bad in receipts.bad
         ]
         for entry in entries:
             log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
@@ -209,11 +209,11 @@ LIKELY_CAUSES = (
 )
 
 
-def two_versions(step: DispatchedStep, key: PackKey, samples: Sequence[str]) -> str:
+def two_versions(step: DispatchedStep, pack: int, samples: Sequence[str]) -> str:
     """The message where copies of one pack of a step differ."""
-    holders = ", ".join(step.placements[key.pack].copies)
+    holders = ", ".join(step.placements[pack].copies)
     return (
-        f"pack {key.pack} of step {key.step} of job {key.job!r} was decoded more than once, the "
+        f"pack {pack} of step {step.plan.step} of job {step.job!r} was decoded more than once, the "
         f"last time by one of {holders}, and {len(samples)} of its samples came out otherwise: "
         f"{', '.join(samples[:NAMED_SAMPLES])}. Ranks may have got either, so the attempt ends. "
         f"{LIKELY_CAUSES} Make the workers alike, and restart the trainers from their checkpoint."

@@ -6,14 +6,15 @@ its least, mean and most; the number of the rank that waits longest is a value, 
 series of a deleted job and of a lost worker are dropped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dataservice.core.orders import PackReceipt, SourceWork
+from dataservice.core.orders import SourceWork
 from dataservice.core.plan import StepPlan
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.team import team_of
 
 NAMESPACE = "dataservice"
@@ -283,29 +284,24 @@ class PrometheusMetrics:
         self._workers.set(workers)
         self._slots.set(slots)
 
-    def packs_prepared(self, receipts: Sequence[PackReceipt]) -> None:
+    def packs_prepared(self, receipts: PackReceipts) -> None:
         """Count the packs. One that is decoded again, because its worker was lost, counts again."""
-        job = receipts[0].key.job
-        decode_s = sum(receipt.decode_s for receipt in receipts)
+        job, decode_s = receipts.job, float(receipts.decode_s.sum())
         self._packs.labels(job).inc(len(receipts))
         self._decode_s.labels(job).inc(decode_s)
-        self._bytes.labels(job).inc(sum(receipt.size_bytes for receipt in receipts))
+        self._bytes.labels(job).inc(int(receipts.size_bytes.sum()))
         self._team_decode_s.labels(team_of(job)).inc(decode_s)
-        works: dict[str, list[SourceWork]] = {}
-        for work in (work for receipt in receipts for work in receipt.sources):
-            works.setdefault(work.source, []).append(work)
-        for source, of in works.items():
-            self._note_work(job, source, of)
-        for bad in (bad for receipt in receipts for bad in receipt.bad_samples):
+        for work in receipts.sources:
+            self._note_work(job, work)
+        for bad in receipts.bad:
             self._quarantined.labels(job, bad.source).inc()
 
-    def _note_work(self, job: str, source: str, works: Sequence[SourceWork]) -> None:
-        self._read_samples.labels(job, source).inc(sum(work.samples for work in works))
-        self._read_bytes.labels(job, source).inc(sum(work.read_bytes for work in works))
-        self._source_read_s.labels(job, source).inc(sum(work.read_s for work in works))
-        self._source_decode_s.labels(job, source).inc(sum(work.decode_s for work in works))
-        cpu_s = sum(work.read_cpu_s + work.decode_cpu_s for work in works)
-        self._source_cpu_s.labels(job, source).inc(cpu_s)
+    def _note_work(self, job: str, work: SourceWork) -> None:
+        self._read_samples.labels(job, work.source).inc(work.samples)
+        self._read_bytes.labels(job, work.source).inc(work.read_bytes)
+        self._source_read_s.labels(job, work.source).inc(work.read_s)
+        self._source_decode_s.labels(job, work.source).inc(work.decode_s)
+        self._source_cpu_s.labels(job, work.source).inc(work.read_cpu_s + work.decode_cpu_s)
 
     def pack_hedged(self, job: str) -> None:
         """Count the hedge."""

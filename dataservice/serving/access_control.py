@@ -54,6 +54,7 @@ RULES: dict[str, Rule] = {
     "RestartWorkers": Rule(role="admin", audited=True),
     "OpenSession": Rule(role="team"),
     "GetShard": Rule(role="team"),
+    "GetShards": Rule(role="team"),
     "GetStepSummary": Rule(role="team"),
     "CommitStep": Rule(role="team"),
     "Report": Rule(role="team"),
@@ -122,8 +123,11 @@ class AccessControl:
         return self._teams.get(name, TeamSpec())
 
     @contextlib.asynccontextmanager
-    async def call(self, context: Context, method: str, request: Message) -> AsyncIterator[Visit]:
-        """Admit a call while the body runs, or refuse it with the reason."""
+    async def call(
+        self, context: Context, method: str, request: Message | None = None
+    ) -> AsyncIterator[Visit]:
+        """Admit a call while the body runs, or refuse it with the reason. One without a `request`
+        comes with many, each to be checked by `require_within`."""
         visit = Visit(method=method, peer=context.peer())
         async with answered(context, method):
             try:
@@ -157,14 +161,19 @@ class AccessControl:
             "the team's new token, rejoining its attempt."
         )
 
-    def _admit(self, visit: Visit, context: Context, request: Message) -> None:
+    def require_within(self, request: Message) -> None:
+        """Raises SpecError where a part of the request is too large."""
+        require_within(request, self.limits)
+
+    def _admit(self, visit: Visit, context: Context, request: Message | None) -> None:
         rule = RULES.get(visit.method)
         if rule is None:
             raise RoleError(f"no rule says who may call {visit.method}, so nobody may.")
         token = bearer_token(context.invocation_metadata() or ())
         visit.caller = Caller(identity=self._authenticate(token))
         require_role(visit.caller.identity, rule.role, visit.method)
-        require_within(request, self.limits)
+        if request is not None:
+            self.require_within(request)
 
     @contextlib.contextmanager
     def _counted(self, team: str) -> Iterator[None]:

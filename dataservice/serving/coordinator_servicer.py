@@ -15,7 +15,9 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
+import grpc.aio
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
@@ -48,10 +50,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._access = access
         self._job_of_session: dict[str, str] = {}
         self._closing = asyncio.Event()
+        self._listening: set[asyncio.Task[Any]] = set()
 
     def close(self) -> None:
-        """End all sessions with a status that makes their clients reconnect."""
+        """End all sessions, and the calls that wait for a rank's next question, with a status that
+        makes their clients reconnect."""
         self._closing.set()
+        for call in self._listening:
+            call.cancel()
 
     # ---- jobs --------------------------------------------------------------------------
 
@@ -254,21 +260,59 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.GetShardResponse:
         """One rank's part of a step; waits until it is planned."""
         async with self._access.call(context, "GetShard", request) as visit:
-            session = self._own_session(visit, request.session)
-            for trained in request.trained:
-                await self._commit(session, trained)
-            answer = await self._api.shard(
-                session,
-                request.step,
-                received_step=request.received_step,
-                failed_workers=tuple(request.failed_workers),
-                slow_workers=tuple(request.slow_workers),
-                wanted=(
-                    wire_shards.wanted_parts_from_proto(request.wanted)
-                    if request.HasField("wanted")
-                    else EVERYTHING
-                ),
-            )
+            return await self._shard(visit, request)
+
+    async def GetShards(  # type: ignore[override]  # gRPC allows reading and writing by the context
+        self, _requests: AsyncIterator[coordinator_pb2.GetShardRequest], context: Context
+    ) -> None:
+        """One rank's parts of steps, each answered before the next is read."""
+        async with self._access.call(context, "GetShards") as visit:
+            loop = asyncio.get_running_loop()
+            checked_s = loop.time()
+            while (request := await self._next_question(context)) is not None:
+                if loop.time() - checked_s > TOKEN_CHECK_S:
+                    self._access.require_still(visit, context)
+                    checked_s = loop.time()
+                self._access.require_within(request)
+                await context.write(await self._shard(visit, request))
+
+    async def _next_question(self, context: Context) -> coordinator_pb2.GetShardRequest | None:
+        """What a rank asks next; None where it asks no more. Raises ServiceUnreachableError where
+        the service stops meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        if self._closing.is_set():
+            raise _stopping()
+        self._listening.add(task)
+        try:
+            request = await context.read()
+        except asyncio.CancelledError:
+            if not self._closing.is_set():
+                raise
+            task.uncancel()
+            raise _stopping() from None
+        finally:
+            self._listening.discard(task)
+        return None if request is grpc.aio.EOF else request
+
+    async def _shard(
+        self, visit: Visit, request: coordinator_pb2.GetShardRequest
+    ) -> coordinator_pb2.GetShardResponse:
+        session = self._own_session(visit, request.session)
+        for trained in request.trained:
+            await self._commit(session, trained)
+        answer = await self._api.shard(
+            session,
+            request.step,
+            received_step=request.received_step,
+            failed_workers=tuple(request.failed_workers),
+            slow_workers=tuple(request.slow_workers),
+            wanted=(
+                wire_shards.wanted_parts_from_proto(request.wanted)
+                if request.HasField("wanted")
+                else EVERYTHING
+            ),
+        )
         if isinstance(answer, EndOfData):
             return coordinator_pb2.GetShardResponse(
                 end_of_data=coordinator_pb2.EndOfData(steps=answer.steps)
@@ -277,9 +321,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             return coordinator_pb2.GetShardResponse(
                 skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
             )
-        message = wire_shards.rank_shard_to_proto(answer)
-        message.job = visit.caller.plain(answer.job)
-        return coordinator_pb2.GetShardResponse(shard=message)
+        shard: Any = wire_shards.rank_shard_fields(answer) | {"job": visit.caller.plain(answer.job)}
+        return coordinator_pb2.GetShardResponse(shard=shard)
 
     async def GetStepSummary(
         self, request: coordinator_pb2.GetStepSummaryRequest, context: Context
@@ -340,14 +383,18 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     either, timeout=TOKEN_CHECK_S, return_when=asyncio.FIRST_COMPLETED
                 )
             if not ended.done():
-                raise ServiceUnreachableError(
-                    "the coordinator is stopping. Open the session again, rejoining its attempt."
-                )
+                raise _stopping()
             await ended
         finally:
             ended.cancel()
             closing.cancel()
             await asyncio.gather(ended, closing, return_exceptions=True)
+
+
+def _stopping() -> ServiceUnreachableError:
+    return ServiceUnreachableError(
+        "the coordinator is stopping. Open the session again, rejoining its attempt."
+    )
 
 
 def _job_info(visit: Visit, status: JobStatus) -> coordinator_pb2.JobInfo:

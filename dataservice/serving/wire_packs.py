@@ -6,23 +6,33 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-from dataservice_proto.columns import ORDERS, TICKET, VERSION, columns_of, packed, read_all
+from dataservice_proto.columns import (
+    ORDERS,
+    RECEIPTS,
+    RECEIPTS_VERSION,
+    TICKET,
+    VERSION,
+    columns_of,
+    packed,
+    read_all,
+)
 from dataservice_proto.v1 import worker_pb2
 
+from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import (
     BadSample,
-    PackAnswers,
     PackKey,
     PackOrder,
-    PackReceipt,
     SourceWork,
     StorageOutage,
     Ticket,
 )
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.sample import ByteSpan, SampleLocation
 from dataservice.core.sample_columns import (
     NUMBERS,
@@ -34,11 +44,24 @@ from dataservice.core.team import TeamShare
 from dataservice.serving.status_codes import error_named
 
 
-def pack_key_to_proto(key: PackKey) -> worker_pb2.PackKey:
-    """A pack's name."""
-    return worker_pb2.PackKey(
-        job=key.job, step=key.step, plan_digest=key.plan_digest, pack=key.pack
-    )
+def pack_keys_to_proto(keys: Iterable[PackKey]) -> list[worker_pb2.PackKeys]:
+    """Packs' names, those of one plan together."""
+    by_plan: dict[tuple[str, int, str], list[int]] = {}
+    for key in keys:
+        by_plan.setdefault((key.job, key.step, key.plan_digest), []).append(key.pack)
+    return [
+        worker_pb2.PackKeys(job=job, step=step, plan_digest=plan_digest, packs=packs)
+        for (job, step, plan_digest), packs in by_plan.items()
+    ]
+
+
+def pack_keys_from_proto(messages: Iterable[worker_pb2.PackKeys]) -> list[PackKey]:
+    """Packs' names."""
+    return [
+        PackKey(job=of.job, step=of.step, plan_digest=of.plan_digest, pack=pack)
+        for of in messages
+        for pack in of.packs
+    ]
 
 
 def storage_outage_to_proto(outage: StorageOutage) -> worker_pb2.StorageOutage:
@@ -52,13 +75,6 @@ def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutag
     """StorageOutage from its message."""
     return StorageOutage(
         job=message.job, source=message.source, away_s=message.away_s, reason=message.reason
-    )
-
-
-def pack_key_from_proto(message: worker_pb2.PackKey) -> PackKey:
-    """A pack's name."""
-    return PackKey(
-        job=message.job, step=message.step, plan_digest=message.plan_digest, pack=message.pack
     )
 
 
@@ -161,7 +177,7 @@ def location_from_proto(message: worker_pb2.SampleLocation) -> SampleLocation:
 def pack_answers_to_proto(answers: PackAnswers) -> worker_pb2.PackAnswers:
     """What became of some packs of one call."""
     return worker_pb2.PackAnswers(
-        receipts=map(_receipt_to_proto, answers.receipts),
+        receipts=_receipts_to_proto(answers.receipts) if len(answers.receipts) else None,
         failures=[
             worker_pb2.PackFailure(pack=pack, error=type(error).__name__, message=str(error))
             for pack, error in answers.failures.items()
@@ -170,9 +186,11 @@ def pack_answers_to_proto(answers: PackAnswers) -> worker_pb2.PackAnswers:
 
 
 def pack_answers_from_proto(message: worker_pb2.PackAnswers, step: PackKey) -> PackAnswers:
-    """What became of some packs of the step that `step` names one of."""
+    """What became of some packs of the step that `step` names one of. Raises SpecError where its
+    columns cannot be read."""
+    told = message.HasField("receipts")
     return PackAnswers(
-        receipts=tuple(_receipt_from_proto(each, step) for each in message.receipts),
+        receipts=_receipts_from_proto(message.receipts, step) if told else PackReceipts(),
         failures={
             failure.pack: error_named(failure.error, failure.message)
             for failure in message.failures
@@ -180,16 +198,16 @@ def pack_answers_from_proto(message: worker_pb2.PackAnswers, step: PackKey) -> P
     )
 
 
-def _receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
-    return worker_pb2.PackReceipt(
-        pack=receipt.key.pack,
-        size_bytes=receipt.size_bytes,
-        decode_s=receipt.decode_s,
-        bad_samples=[
+def _receipts_to_proto(receipts: PackReceipts) -> worker_pb2.PackReceipts:
+    return worker_pb2.PackReceipts(
+        version=RECEIPTS_VERSION,
+        packs=len(receipts),
+        sample_digests=receipts.sample_digests.tobytes(),
+        bad=[
             worker_pb2.BadSample(
                 sample_id=bad.sample_id, source=bad.source, key=bad.key, reason=bad.reason
             )
-            for bad in receipt.bad_samples
+            for bad in receipts.bad
         ],
         sources=[
             worker_pb2.SourceWork(
@@ -201,22 +219,35 @@ def _receipt_to_proto(receipt: PackReceipt) -> worker_pb2.PackReceipt:
                 read_cpu_s=work.read_cpu_s,
                 decode_cpu_s=work.decode_cpu_s,
             )
-            for work in receipt.sources
+            for work in receipts.sources
         ],
-        sample_digests=receipt.sample_digests,
-        room_s=receipt.room_s,
+        **{column.name: packed(getattr(receipts, column.name)) for column in RECEIPTS},
     )
 
 
-def _receipt_from_proto(message: worker_pb2.PackReceipt, step: PackKey) -> PackReceipt:
-    return PackReceipt(
-        key=PackKey(job=step.job, step=step.step, plan_digest=step.plan_digest, pack=message.pack),
-        size_bytes=message.size_bytes,
-        decode_s=message.decode_s,
-        bad_samples=tuple(
+def _receipts_from_proto(message: worker_pb2.PackReceipts, step: PackKey) -> PackReceipts:
+    if message.version != RECEIPTS_VERSION:
+        raise SpecError(
+            f"receipts came as columns of version {message.version}; this coordinator reads "
+            f"version {RECEIPTS_VERSION}. Run one release of coordinator and workers."
+        )
+    try:
+        of = read_all(RECEIPTS, columns_of(message, RECEIPTS), {"packs": message.packs})
+        digests = np.frombuffer(message.sample_digests, SAMPLE_DIGEST)
+        for name, rows in (("bad_samples", message.bad), ("digests", digests)):
+            if (of[name].size and of[name].min() < 0) or of[name].sum() != len(rows):
+                raise ValueError(f"{name} count {of[name].sum()} rows of {len(rows)}")
+    except ValueError as error:
+        raise SpecError(f"receipts whose columns cannot be read: {error}.") from error
+    return PackReceipts(
+        job=step.job,
+        step=step.step,
+        plan_digest=step.plan_digest,
+        bad=tuple(
             BadSample(sample_id=bad.sample_id, source=bad.source, key=bad.key, reason=bad.reason)
-            for bad in message.bad_samples
+            for bad in message.bad
         ),
+        sample_digests=digests,
         sources=tuple(
             SourceWork(
                 source=work.source,
@@ -229,28 +260,32 @@ def _receipt_from_proto(message: worker_pb2.PackReceipt, step: PackKey) -> PackR
             )
             for work in message.sources
         ),
-        sample_digests=message.sample_digests,
-        room_s=message.room_s,
+        **of,
     )
 
 
 def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
     """The right to stream some parts, without the workers' addresses."""
-    return worker_pb2.Ticket(
-        version=VERSION,
-        job=ticket.job,
-        step=ticket.step,
-        plan_digest=ticket.plan_digest,
-        rank=ticket.rank,
-        holder=ticket.holder,
-        expires_unix_s=ticket.expires_unix_s,
-        workers=ticket.workers,
-        tensors=ticket.tensors,
-        sequences=ticket.sequences,
-        parts=ticket.parts,
-        signature=ticket.signature,
+    return worker_pb2.Ticket(**ticket_fields(ticket))
+
+
+def ticket_fields(ticket: Ticket) -> dict[str, Any]:
+    """The fields of `ticket_to_proto`'s message, for one that holds it."""
+    return {
+        "version": VERSION,
+        "job": ticket.job,
+        "step": ticket.step,
+        "plan_digest": ticket.plan_digest,
+        "rank": ticket.rank,
+        "holder": ticket.holder,
+        "expires_unix_s": ticket.expires_unix_s,
+        "workers": ticket.workers,
+        "tensors": ticket.tensors,
+        "sequences": ticket.sequences,
+        "parts": ticket.parts,
+        "signature": ticket.signature,
         **ticket.columns,
-    )
+    }
 
 
 def ticket_from_proto(message: worker_pb2.Ticket, addresses: tuple[str, ...] = ()) -> Ticket:

@@ -3,6 +3,8 @@
 Columns are bytes at both ends: nothing is converted here by sample or by item.
 """
 
+from typing import Any
+
 from dataservice_proto import columns
 from dataservice_proto.v1 import coordinator_pb2
 
@@ -10,7 +12,7 @@ from dataservice.core.errors import ConflictError
 from dataservice.core.orders import RankShard, ShardColumns, StepSummary, WantedParts
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import PositionRule
-from dataservice.serving.wire_packs import ticket_from_proto, ticket_to_proto
+from dataservice.serving.wire_packs import ticket_fields, ticket_from_proto
 
 
 def require_columns_read(request: coordinator_pb2.OpenSessionRequest, client: str) -> None:
@@ -38,35 +40,41 @@ def wanted_parts_from_proto(message: coordinator_pb2.WantedParts) -> WantedParts
 
 def rank_shard_to_proto(shard: RankShard) -> coordinator_pb2.RankShard:
     """One rank's part of a step."""
+    return coordinator_pb2.RankShard(**rank_shard_fields(shard))
+
+
+def rank_shard_fields(shard: RankShard) -> dict[str, Any]:
+    """The fields of `rank_shard_to_proto`'s message, for one that holds it: a message that is given
+    another copies it, fields are written once."""
     of = shard.columns
-    return coordinator_pb2.RankShard(
-        job=shard.job,
-        attempt=shard.attempt,
-        step=shard.step,
-        rank=shard.rank,
-        replica=shard.replica,
-        plan_digest=shard.plan_digest,
-        cursor_after=shard.cursor_after,
-        loss_tokens=shard.loss_tokens,
-        weighted_loss_tokens=shard.weighted_loss_tokens,
-        samples=shard.samples,
-        predicted_s=shard.predicted_s,
-        columns=coordinator_pb2.ShardColumns(
-            version=columns.VERSION,
-            waves=of.waves,
-            replicas=of.replicas,
-            rings=of.rings,
+    return {
+        "job": shard.job,
+        "attempt": shard.attempt,
+        "step": shard.step,
+        "rank": shard.rank,
+        "replica": shard.replica,
+        "plan_digest": shard.plan_digest,
+        "cursor_after": shard.cursor_after,
+        "loss_tokens": shard.loss_tokens,
+        "weighted_loss_tokens": shard.weighted_loss_tokens,
+        "samples": shard.samples,
+        "predicted_s": shard.predicted_s,
+        "columns": {
+            "version": columns.VERSION,
+            "waves": of.waves,
+            "replicas": of.replicas,
+            "rings": of.rings,
             **of.columns,
-        ),
-        ticket=None if shard.ticket is None else ticket_to_proto(shard.ticket),
-        addresses=() if shard.ticket is None else shard.ticket.addresses,
-        summary=None if shard.summary is None else step_summary_to_proto(shard.summary),
-        positions=coordinator_pb2.PositionRule(
-            scheme=shard.positions.scheme,
-            tokens_per_second=shard.positions.tokens_per_second,
-            past_time=shard.positions.past_time,
-        ),
-    )
+        },
+        "ticket": None if shard.ticket is None else ticket_fields(shard.ticket),
+        "addresses": () if shard.ticket is None else shard.ticket.addresses,
+        "summary": None if shard.summary is None else step_summary_to_proto(shard.summary),
+        "positions": {
+            "scheme": shard.positions.scheme,
+            "tokens_per_second": shard.positions.tokens_per_second,
+            "past_time": shard.positions.past_time,
+        },
+    }
 
 
 def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:

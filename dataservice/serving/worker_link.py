@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
-from dataservice.core.orders import Holdings, PackAnswers, PackKey, PackOrder, StorageOutage
+from dataservice.core.orders import Holdings, PackKey, PackOrder, StorageOutage
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.receipts import PackAnswers
 from dataservice.core.tls import ClientTls
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.serving import wire_packs
@@ -76,7 +77,7 @@ class GrpcWorkerLink:
             try:
                 async with contextlib.aclosing(self._prepare(worker, list(left.values()))) as call:
                     async for answers in call:
-                        for pack in (*(r.key.pack for r in answers.receipts), *answers.failures):
+                        for pack in (*answers.receipts.pack.tolist(), *answers.failures):
                             left.pop(pack, None)
                         yield answers
             except WorkerLostError as error:
@@ -85,7 +86,10 @@ class GrpcWorkerLink:
                 log.info("%s answers again, orders are repeated: %s", worker.worker, error)
             else:
                 if left:
-                    raise ServiceError(f"{worker.worker} ended a call with packs unanswered.")
+                    raise ServiceError(
+                        f"{worker.worker} ended a call with {len(left)} packs unanswered. If it "
+                        "is of another release, renew it: `dataservice workers restart`."
+                    )
             repeated = True
 
     async def _prepare(
@@ -105,7 +109,7 @@ class GrpcWorkerLink:
 
     async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Have packs forgotten. If the worker cannot be reached, that is only logged."""
-        request = worker_pb2.ReleaseRequest(packs=map(wire_packs.pack_key_to_proto, packs))
+        request = worker_pb2.ReleaseRequest(packs=wire_packs.pack_keys_to_proto(packs))
         try:
             async with self._stub(worker) as stub:
                 await stub.Release(
@@ -126,7 +130,7 @@ class GrpcWorkerLink:
                 worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
             )
             async for message in call:
-                keys.update(map(wire_packs.pack_key_from_proto, message.packs))
+                keys.update(wire_packs.pack_keys_from_proto(message.packs))
                 outages += map(wire_packs.storage_outage_from_proto, message.outages)
         return Holdings(packs=frozenset(keys), outages=tuple(outages))
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -13,8 +14,9 @@ from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
 from dataservice.core.authority import check_command
 from dataservice.core.errors import ServiceError, TicketError
-from dataservice.core.orders import PackAnswers, PackOrder, PackReceipt, PartSpec, Ticket
+from dataservice.core.orders import PackOrder, PackReceipt, PartSpec, Ticket
 from dataservice.core.ports import PackHost
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.tickets import check_ticket, parts_at
 from dataservice.engine.tasks import cancel_all
 from dataservice.serving import wire_packs
@@ -34,6 +36,9 @@ NAMES_IN_A_MESSAGE = 4096
 
 # Receipts in a message: of packs of thousands of samples each, 8 bytes for each.
 ANSWERED_AT_ONCE = 64
+
+# Of a bad sample in a message, the lengths of it, its key and its reason, and some to spare.
+LENGTHS_BYTES = 16
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,11 +71,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             orders = await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
             # The caller may leave before the end.
             async with contextlib.aclosing(self._prepared(orders)) as prepared:
-                async for answers in prepared:
-                    for message in _messages(answers):
-                        yield message
+                async for message in prepared:
+                    yield message
 
-    async def _prepared(self, orders: Sequence[PackOrder]) -> AsyncGenerator[PackAnswers, None]:
+    async def _prepared(
+        self, orders: Sequence[PackOrder]
+    ) -> AsyncGenerator[worker_pb2.PackAnswers, None]:
         done: asyncio.Queue[asyncio.Task[PackReceipt]] = asyncio.Queue()
         packs = {asyncio.create_task(self._host.prepare(each)): each.key.pack for each in orders}
         for task in packs:
@@ -82,7 +88,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 while not done.empty() and len(ended) < ANSWERED_AT_ONCE:
                     ended.append(done.get_nowait())
                 left -= len(ended)
-                yield _answers({packs[task]: task for task in ended})
+                for message in _answers({packs[task]: task for task in ended}):
+                    yield message
         finally:
             # The caller has gone, or a pack's failure is none of ours; the host goes on decoding.
             await cancel_all(*packs)
@@ -93,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Forget packs."""
         async with answered(context, "Release"):
             check_command(context.invocation_metadata() or (), self._secret)
-            self._host.release([wire_packs.pack_key_from_proto(key) for key in request.packs])
+            self._host.release(wire_packs.pack_keys_from_proto(request.packs))
         return worker_pb2.ReleaseResponse()
 
     async def Held(
@@ -109,7 +116,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 yield worker_pb2.HeldPacks(outages=told)
             for start in range(0, len(held), NAMES_IN_A_MESSAGE):
                 keys = held[start : start + NAMES_IN_A_MESSAGE]
-                yield worker_pb2.HeldPacks(packs=map(wire_packs.pack_key_to_proto, keys))
+                yield worker_pb2.HeldPacks(packs=wire_packs.pack_keys_to_proto(keys))
 
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context
@@ -169,7 +176,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return [(name, held[name]) for name in held if not spec.tensors or name in spec.tensors]
 
 
-def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> PackAnswers:
+def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> Iterator[worker_pb2.PackAnswers]:
     """What became of packs. Raises what is no error of the service."""
     receipts, failures = [], {}
     for pack, task in ended.items():
@@ -177,17 +184,61 @@ def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> PackAnswers:
             receipts.append(task.result())
         except ServiceError as error:
             failures[pack] = error
-    return PackAnswers(receipts=tuple(receipts), failures=failures)
+    yield from _messages(receipts, failures)
 
 
-def _messages(answers: PackAnswers) -> Iterator[worker_pb2.PackAnswers]:
-    """The answers in one message, or each by itself where each of many bad samples has a reason and
-    they do not fit."""
+def _messages(
+    receipts: Sequence[PackReceipt], failures: Mapping[int, ServiceError]
+) -> Iterator[worker_pb2.PackAnswers]:
+    """The answers in one message, or in some where each of many bad samples has a reason and they
+    do not fit."""
+    answers = PackAnswers(receipts=PackReceipts.of(receipts), failures=failures)
     message = wire_packs.pack_answers_to_proto(answers)
     if message.ByteSize() <= MESSAGE_LIMIT_BYTES:
         yield message
-        return
-    for receipt in message.receipts:
-        yield worker_pb2.PackAnswers(receipts=[receipt])
-    for failure in message.failures:
-        yield worker_pb2.PackAnswers(failures=[failure])
+    elif len(receipts) + len(failures) > 1:
+        half, halved = len(receipts) // 2, list(failures.items())
+        yield from _messages(receipts[:half], dict(halved[: len(halved) // 2]))
+        yield from _messages(receipts[half:], dict(halved[len(halved) // 2 :]))
+    else:
+        yield from _messages([_shortened(each) for each in receipts], failures)
+
+
+def _shortened(receipt: PackReceipt) -> PackReceipt:
+    """The receipt with reasons that fit into a message, and that say how long they were. Keys are
+    cut only where they alone do not: a worker is told of them in a message of the same size."""
+    bad = receipt.bad_samples
+    bare = replace(receipt, bad_samples=tuple(replace(each, key="", reason="") for each in bad))
+    answers = PackAnswers(receipts=PackReceipts.of([bare]))
+    size_bytes = wire_packs.pack_answers_to_proto(answers).ByteSize()
+    room = MESSAGE_LIMIT_BYTES - size_bytes - LENGTHS_BYTES * len(bad)
+    keys_bytes = sum(len(each.key.encode()) for each in bad)
+    most_key = None if keys_bytes < room else room // len(bad)
+    most = max(0, room - keys_bytes) // len(bad)
+    log.warning(
+        "%d bad samples of pack %d give more reasons than fit into a message: each is cut to %d "
+        "bytes",
+        *(len(bad), receipt.key.pack, most),
+        extra={"job": receipt.key.job, "step": receipt.key.step},
+    )
+    return replace(
+        receipt,
+        bad_samples=tuple(
+            replace(
+                each,
+                key=each.key if most_key is None else _cut(each.key, most_key),
+                reason=_cut(each.reason, most),
+            )
+            for each in bad
+        ),
+    )
+
+
+def _cut(reason: str, most_bytes: int) -> str:
+    """A reason in at most so many bytes; one that is cut says so, where there is room to."""
+    data = reason.encode()
+    if len(data) <= most_bytes:
+        return reason
+    note = f" … (of {len(data):,} bytes)".encode()
+    note = note if len(note) <= most_bytes // 2 else b""
+    return data[: most_bytes - len(note)].decode(errors="ignore") + note.decode()

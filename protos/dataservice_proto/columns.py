@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 1
+RECEIPTS_VERSION = 1  # of RECEIPTS, which pass between workers and coordinator alone
 
 _WIDTHS = (1, 2, 4, 8)
 _MOST_ROWS = 2**31 - 1  # that one number may count
@@ -118,6 +119,16 @@ ORDERS = (
     Column("side", "sides"),
 )
 """The packs that one worker is to decode, with their samples; `packs` is given."""
+
+RECEIPTS = (
+    Column("pack", "packs"),
+    Column("size_bytes", "packs"),
+    Column("decode_s", "packs", real=True),
+    Column("room_s", "packs", real=True),
+    Column("bad_samples", "packs"),
+    Column("digests", "packs"),
+)
+"""What some packs of one step took; `packs` is given."""
 
 SUMMARY = (
     Column("pack_wave", "packs"),

@@ -14,6 +14,7 @@ from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.scripted_workers import Counts, Workers
 from tests.engine.support import Books
+from tests.one_order import each_of
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ async def dispatcher(
     receipts: list[PackReceipt],
 ) -> AsyncIterator[Dispatcher]:
     async def take(step: DispatchedStep, some: Sequence[PackReceipt]) -> None:
-        receipts.extend(some)
+        receipts.extend(each_of(some))
 
     made = Dispatcher(workers, workers, on_receipts=take, metrics=counts)
     yield made

@@ -7,6 +7,7 @@ from dataservice.core.content import StepContent
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import StateError
 from dataservice.core.ports import NoMetrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.engine.delivered import Delivered
 from tests.engine.scripted_workers import ORDERS, PLAN
 from tests.engine.sessions import open_all, shard_of, train_until_told
@@ -155,12 +156,12 @@ async def test_copies_of_a_pack_are_compared_where_both_could_decode():
     order = max(ORDERS, key=lambda each: len(each.samples))
     first, second = (s.ref for s in order.samples[:2])
     books.masks = {first.sample_id}
-    delivered.take([await receipts_of(order, books)])
+    delivered.take(PackReceipts.of([await receipts_of(order, books)]))
     books.masks = set()
-    delivered.take([await receipts_of(order, books, "w1")])
+    delivered.take(PackReceipts.of([await receipts_of(order, books, "w1")]))
     assert delivered.otherwise == {}
     books.other_bytes["w1"] = {first.sample_id, second.sample_id}
-    delivered.take([await receipts_of(order, books, "w1")])
+    delivered.take(PackReceipts.of([await receipts_of(order, books, "w1")]))
     assert delivered.otherwise == {
         order.key.pack: [f"{ref.source}/{ref.key}" for ref in (first, second)]
     }
@@ -171,7 +172,7 @@ async def test_a_step_is_known_once_every_pack_is_told():
     delivered = Delivered(PLAN, ORDERS)
     for order in ORDERS:
         assert not delivered.complete
-        delivered.take([await receipts_of(order)])
+        delivered.take(PackReceipts.of([await receipts_of(order)]))
     assert delivered.complete
     recorded = delivered.content()
     assert StepContent.from_bytes(recorded.to_bytes()) == recorded
@@ -198,5 +199,5 @@ async def test_what_differs_is_named_by_sample_and_pack_or_by_all_packs():
 async def told(orders, books):
     delivered = Delivered(PLAN, orders)
     for order in orders:
-        delivered.take([await receipts_of(order, books)])
+        delivered.take(PackReceipts.of([await receipts_of(order, books)]))
     return delivered

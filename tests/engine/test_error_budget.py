@@ -18,6 +18,7 @@ from dataservice.core.errors import (
 from dataservice.core.job import ErrorBudget
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.orders import BadSample, PackKey, PackOrder, PackReceipt, PackSample
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.sample import SampleLengths, SampleLocation, SampleRef
 from dataservice.engine import open_orders
 from dataservice.engine.error_budget import (
@@ -97,7 +98,7 @@ def stops_at(budget, bad, *, samples=4000, batch=50):
     for step in range(samples // batch):
         orders = orders_of(step, [("a", n) for n in range(step * batch, (step + 1) * batch)])
         tally.expect(step, orders, trained(orders))
-        if tally.take([receipt_of(orders[0], bad)]) is not None:
+        if tally.take(PackReceipts.of([receipt_of(orders[0], bad)])) is not None:
             return step
     return None
 
@@ -154,7 +155,11 @@ def test_the_verdict_falls_at_the_same_step_in_whatever_order_receipts_come():
             receipts += [receipt_of(order, bad) for order in orders]
         random.Random(seed).shuffle(receipts)
         receipts += receipts[:5]  # told twice
-        told = [str(v) for v in (tally.take([each]) for each in receipts) if v is not None]
+        told = [
+            str(v)
+            for v in (tally.take(PackReceipts.of([each])) for each in receipts)
+            if v is not None
+        ]
         verdicts.add(told[0])
     assert len(verdicts) == 1
 
@@ -164,7 +169,7 @@ def test_a_step_whose_receipts_never_come_does_not_hold_up_the_rest():
     first, second = (orders_of(step, [("a", step * 2), ("a", step * 2 + 1)]) for step in (0, 1))
     tally.expect(0, first, trained(first))
     tally.expect(1, second, trained(second))
-    assert tally.take([receipt_of(second[0], {2})]) is None
+    assert tally.take(PackReceipts.of([receipt_of(second[0], {2})])) is None
     assert isinstance(tally.give_up(0), ErrorBudgetError)
 
 
@@ -191,15 +196,17 @@ def test_limits_in_reasons_are_told_as_numbers_though_reasons_of_one_kind_are_co
         reasons.append(str(told.value))
     receipt = receipt_of(orders[0], {0, 1, 2})
     verdict = tally.take(
-        [
-            replace(
-                receipt,
-                bad_samples=tuple(
-                    replace(bad, reason=reason)
-                    for bad, reason in zip(receipt.bad_samples, reasons, strict=True)
-                ),
-            )
-        ]
+        PackReceipts.of(
+            [
+                replace(
+                    receipt,
+                    bad_samples=tuple(
+                        replace(bad, reason=reason)
+                        for bad, reason in zip(receipt.bad_samples, reasons, strict=True)
+                    ),
+                )
+            ]
+        )
     )
     assert "seconds is 20,002; the limit max_video_s is 14,400 (3 such)" in str(verdict)
     assert reason_example(reasons[0]) == (

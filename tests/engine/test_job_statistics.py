@@ -7,6 +7,7 @@ import pytest
 from dataservice.core.health import RankReport
 from dataservice.core.orders import BadSample, PackKey, PackReceipt, SourceWork
 from dataservice.core.ports import Metrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.engine.job_statistics import BUSY_S, WINDOW_STEPS, JobStatistics
 from dataservice.engine.metrics_fan_out import fan_out
 from dataservice.observability.metrics import PrometheusMetrics
@@ -140,14 +141,16 @@ def test_the_pace_is_that_of_the_last_commits_and_sinks_when_the_next_is_overdue
 
 def test_what_a_sample_usually_takes_is_learnt_of_steps_behind_the_window(statistics):
     for step in range(2 * WINDOW_STEPS):
-        statistics.packs_prepared([decoded(step, ocr=0.5 if step < WINDOW_STEPS else 3.0)])
+        statistics.packs_prepared(
+            PackReceipts.of([decoded(step, ocr=0.5 if step < WINDOW_STEPS else 3.0)])
+        )
     (source,) = statistics.recent_steps(JOB).sources
     assert (source.source, source.usual_s, source.decode_s) == ("ocr", 0.5, 3.0)
 
 
 def test_sources_are_told_apart_with_their_bad_samples_and_budgets(events, statistics, shown):
-    events.packs_prepared([decoded(0, bad=["ocr"], chat=0.125, ocr=0.5)])
-    events.packs_prepared([decoded(0, pack=1, ocr=0.5)])
+    events.packs_prepared(PackReceipts.of([decoded(0, bad=["ocr"], chat=0.125, ocr=0.5)]))
+    events.packs_prepared(PackReceipts.of([decoded(0, pack=1, ocr=0.5)]))
     events.error_budget_used(JOB, "ocr", 0.75)
     chat, ocr = statistics.recent_steps(JOB).sources
     assert (chat.samples, chat.decode_s, chat.quarantined) == (1.0, 0.125, 0)
@@ -158,9 +161,9 @@ def test_sources_are_told_apart_with_their_bad_samples_and_budgets(events, stati
 
 
 def test_busy_slots_are_those_of_the_last_seconds(statistics, clock):
-    statistics.packs_prepared([decoded(0, ocr=2.0)])
+    statistics.packs_prepared(PackReceipts.of([decoded(0, ocr=2.0)]))
     clock.now_s += 2
-    statistics.packs_prepared([decoded(1, ocr=4.0)])
+    statistics.packs_prepared(PackReceipts.of([decoded(1, ocr=4.0)]))
     assert statistics.busy_slots() == 1.5  # since the first pack was begun, 4 s ago
     clock.now_s += BUSY_S + 1
     assert statistics.busy_slots() == 0.0
@@ -168,18 +171,18 @@ def test_busy_slots_are_those_of_the_last_seconds(statistics, clock):
 
 def test_a_new_attempt_keeps_what_samples_take_and_forgets_its_ranks(statistics):
     for step in range(WINDOW_STEPS + 1):
-        statistics.packs_prepared([decoded(step, ocr=0.5)])
+        statistics.packs_prepared(PackReceipts.of([decoded(step, ocr=0.5)]))
     statistics.reported(JOB, 0, told(3))
     statistics.step_committed(JOB)
     statistics.attempt_begun(JOB)
     recent = statistics.recent_steps(JOB)
     assert (recent.steps, recent.wait_s, recent.sources) == (0, {}, ())
-    statistics.packs_prepared([decoded(0, ocr=0.5)])
+    statistics.packs_prepared(PackReceipts.of([decoded(0, ocr=0.5)]))
     assert statistics.recent_steps(JOB).sources[0].usual_s == 0.5
 
 
 def test_a_deleted_job_is_forgotten(statistics):
-    statistics.packs_prepared([decoded(0, ocr=0.5)])
+    statistics.packs_prepared(PackReceipts.of([decoded(0, ocr=0.5)]))
     statistics.job_deleted(JOB)
     assert statistics.recent_steps(JOB).sources == ()
 
@@ -189,7 +192,7 @@ def test_work_of_cpus_is_told_beside_the_time_of_slots_and_counted(events, stati
         source="ocr", samples=2, read_s=1.0, decode_s=3.0, read_bytes=5,
         read_cpu_s=0.25, decode_cpu_s=2.0,
     )  # fmt: skip
-    events.packs_prepared([replace(decoded(0, ocr=4.0), sources=(work,))])
+    events.packs_prepared(PackReceipts.of([replace(decoded(0, ocr=4.0), sources=(work,))]))
     (source,) = statistics.recent_steps(JOB).sources
     assert (source.read_cpu_s, source.decode_cpu_s) == (0.25, 2.0)
     assert value(shown, "source_cpu_seconds_total", source="ocr") == 2.25
@@ -197,7 +200,7 @@ def test_work_of_cpus_is_told_beside_the_time_of_slots_and_counted(events, stati
 
 def test_the_wait_for_room_is_a_mean_over_packs_and_begins_anew_with_an_attempt(statistics):
     for room_s in (0.0, 1.0, 2.0):
-        statistics.packs_prepared([replace(decoded(0, ocr=1.0), room_s=room_s)])
+        statistics.packs_prepared(PackReceipts.of([replace(decoded(0, ocr=1.0), room_s=room_s)]))
     assert statistics.recent_steps(JOB).room_s == 1.0
     statistics.attempt_begun(JOB)
     assert statistics.recent_steps(JOB).room_s == 0.0

@@ -7,6 +7,7 @@ import pytest
 from dataservice.core.cursor import Cursor
 from dataservice.core.orders import PackKey, PackReceipt
 from dataservice.core.ports import Metrics, NoMetrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.engine.planner import plan_step
 from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
@@ -60,7 +61,7 @@ def test_events_are_taken_in_any_order_from_any_thread_and_twice(metrics):
         lambda: metrics.step_committed("job"),
         lambda: metrics.step_measured("job", predicted_s=0.0, measured_s=1.0),
         lambda: metrics.step_measured("job", predicted_s=2.0, measured_s=1.0),
-        lambda: metrics.packs_prepared([receipt]),
+        lambda: metrics.packs_prepared(PackReceipts.of([receipt])),
         lambda: metrics.ready_steps("job", 0),
         lambda: metrics.work_outstanding("w0", 0.0),
         lambda: metrics.step_planned("job", planned.plan, plan_s=0.1),

@@ -11,9 +11,12 @@ from dataservice_proto.columns import VERSION
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.errors import TokenError
 from dataservice.core.health import RankReport
 from dataservice.core.orders import WantedParts
+from dataservice.core.team import Identity
 from dataservice.serving import wire_health, wire_shards
+from dataservice.serving.access_control import AccessControl
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_coordinator
 from soak.gate import through_gate
@@ -210,6 +213,68 @@ async def test_a_rank_may_ask_for_some_parts_or_for_none(stub, api):
             )
         )
         assert api.wanted.pop() == wanted
+
+
+def question(step: int, **more) -> coordinator_pb2.GetShardRequest:
+    return coordinator_pb2.GetShardRequest(session="vlm/1", step=step, **more)
+
+
+async def test_one_call_answers_the_questions_of_many_steps_in_turn(stub, api, make):
+    session = stub.OpenSession(opening(rank=1))
+    await session.read()
+    call = stub.GetShards()
+    for step in (4, 5):
+        trained = [coordinator_pb2.TrainedStep(step=step - 1)]
+        await call.write(question(step, received_step=step - 1, trained=trained))
+        answer = await call.read()
+        assert wire_shards.rank_shard_from_proto(answer.shard) == make.shard(rank=1, step=step)
+    assert api.committed == [("vlm/1", 3), ("vlm/1", 4)]
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    session.cancel()
+
+
+async def test_a_refusal_ends_the_call_of_many_questions_with_its_reason(stub):
+    call = stub.GetShards()
+    await call.write(question(5, failed_workers=["w"] * 5000))
+    with pytest.raises(grpc.aio.AioRpcError, match="failed_workers has 5,000 entries"):
+        await call.read()
+
+
+async def test_a_call_that_waits_for_a_question_holds_up_no_service_that_stops(api, channel_to):
+    handle = await serve_coordinator(api, "127.0.0.1:0")
+    call = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address)).GetShards()
+    await call.write(question(5))
+    await call.read()
+    waiting = asyncio.ensure_future(call.read())
+    await handle.stop(grace_s=60.0)
+    with pytest.raises(grpc.aio.AioRpcError, match="is stopping") as ended:
+        await waiting
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_of_many_questions_ends_with_the_token_that_opened_it(
+    api, channel_to, monkeypatch
+):
+    monkeypatch.setattr("dataservice.serving.coordinator_servicer.TOKEN_CHECK_S", 0.0)
+    known = [True]
+
+    def authenticate(_token: str | None) -> Identity:
+        if known[0]:
+            return Identity(name="vision", team="vision", role="team")
+        raise TokenError("no such token")
+
+    access = AccessControl(authenticate=authenticate)
+    handle = await serve_coordinator(api, "127.0.0.1:0", access=access)
+    call = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address)).GetShards()
+    await call.write(question(5))
+    await call.read()
+    known[0] = False
+    await call.write(question(6))
+    with pytest.raises(grpc.aio.AioRpcError, match="token of this session was replaced"):
+        await call.read()
+    await handle.stop(0.0)
 
 
 async def test_the_groups_of_a_step_are_asked_for_by_themselves(stub, make):

@@ -13,7 +13,6 @@ from dataservice.core.job import JobRecord, MixtureChange
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.core.orders import (
     BadSample,
-    PackAnswers,
     PackKey,
     PackOrder,
     PackReceipt,
@@ -26,6 +25,7 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import PositionRule
+from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.sample import (
     ByteSpan,
     ItemLengths,
@@ -38,6 +38,7 @@ from dataservice.core.tickets import check_ticket, holder_key, prove, sign_ticke
 from dataservice.engine.api import JobStatus, JobVersion
 from dataservice.engine.ready_step import step_summary
 from dataservice.serving import wire_health, wire_jobs, wire_packs, wire_shards
+from tests.one_order import each_of
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -92,7 +93,7 @@ receipts = st.builds(
     bad_samples=several(
         st.builds(BadSample, sample_id=int64s, source=words, key=words, reason=words)
     ),
-    sample_digests=st.binary(max_size=32),
+    sample_digests=st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join),
 )
 blobs = st.binary(max_size=16)
 
@@ -223,7 +224,11 @@ def sent(message):
 @settings(deadline=None)
 @given(pack_keys)
 def test_pack_keys_survive(value):
-    assert wire_packs.pack_key_from_proto(sent(wire_packs.pack_key_to_proto(value))) == value
+    keys = [value, replace(value, pack=7), replace(value, step=value.step ^ 1), value]
+    messages = wire_packs.pack_keys_to_proto(keys)
+    assert len(messages) == 2, "those of one plan are together"
+    received = wire_packs.pack_keys_from_proto(map(sent, messages))
+    assert sorted(received, key=repr) == sorted(keys, key=repr)
 
 
 @settings(deadline=None)
@@ -238,12 +243,33 @@ def test_pack_orders_survive(value):
 @settings(deadline=None)
 @given(receipts)
 def test_what_became_of_packs_survives(value):
-    answers = PackAnswers(receipts=(value,), failures={3: SpecError("no such processor")})
+    told = [value, replace(value, key=replace(value.key, pack=7), size_bytes=5), value]
+    receipts = PackReceipts.of(told)
+    answers = PackAnswers(receipts=receipts, failures={3: SpecError("no such processor")})
     message = sent(wire_packs.pack_answers_to_proto(answers))
     received = wire_packs.pack_answers_from_proto(message, replace(value.key, pack=9))
-    assert received.receipts == (value,)
+    sums = receipts.sources
+    assert each_of(received.receipts) == [replace(each, sources=sums) for each in told]
     (failure,) = received.failures.items()
     assert (failure[0], type(failure[1]), str(failure[1])) == (3, SpecError, "no such processor")
+
+
+def test_receipts_of_another_release_or_that_contradict_themselves_are_refused():
+    key = PackKey(job="job", step=3, plan_digest="d", pack=0)
+    told = PackReceipt(key=key, size_bytes=1, decode_s=0.1, sample_digests=bytes(16))
+    answers = PackAnswers(receipts=PackReceipts.of([told]))
+    for change, said in (
+        ({"version": 0}, "Run one release of coordinator and workers"),
+        ({"sample_digests": bytes(8)}, "digests count 2 rows of 1"),
+        ({"sample_digests": bytes(15)}, "cannot be read"),
+        ({"bad_samples": b"\xff"}, "bad_samples count -1 rows of 0"),
+        ({"decode_s": b"\x00"}, "column decode_s has 1 bytes for 1 rows"),
+    ):
+        message = wire_packs.pack_answers_to_proto(answers)
+        for name, value in change.items():
+            setattr(message.receipts, name, value)
+        with pytest.raises(SpecError, match=said):
+            wire_packs.pack_answers_from_proto(sent(message), key)
 
 
 @settings(deadline=None)

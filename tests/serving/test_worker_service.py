@@ -34,7 +34,7 @@ from dataservice.serving.server import serve_worker
 from dataservice.serving.status_codes import error_of
 from dataservice.serving.worker_link import GrpcWorkerLink
 from soak.gate import through_gate
-from tests.one_order import prepared
+from tests.one_order import each_of, prepared
 from tests.waiting import until
 
 
@@ -388,9 +388,12 @@ async def test_what_a_worker_holds_may_fill_many_messages(make, worker, host, li
 class MaskingHost:
     """It can read no sample, and says of each why at length."""
 
+    def __init__(self, reason="r" * 1000):
+        self.reason = reason
+
     async def prepare(self, order):
         bad = tuple(
-            BadSample(sample_id=n, source="s", key=sample.ref.key, reason="r" * 1000)
+            BadSample(sample_id=n, source="s", key=sample.ref.key, reason=self.reason)
             for n, sample in enumerate(order.samples)
         )
         return PackReceipt(key=order.key, size_bytes=1, decode_s=0.1, bad_samples=bad)
@@ -410,11 +413,29 @@ async def test_orders_and_answers_that_no_message_holds_come_in_several(make, li
     info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
     orders = [with_keys(make.order(pack=pack, samples=1500, shapes=()), 1000) for pack in range(3)]
     assert wire_packs.pack_orders_to_proto(orders).ByteSize() > 4 * 2**20
-    receipts = [r async for answers in link.order(info, orders) for r in answers.receipts]
+    receipts = [r async for told in link.order(info, orders) for r in each_of(told.receipts)]
     assert sum(len(r.bad_samples) for r in receipts) * 2000 > 8 * 2**20
     assert [r.key for r in receipts] == [order.key for order in orders]
     with pytest.raises(SpecError, match=r"has 5,000 samples, .* takes at most 4,194,304"):
         await prepared(link, info, with_keys(make.order(samples=5000, shapes=()), 1000))
+    await served.stop()
+
+
+@pytest.mark.parametrize(("key_bytes", "reason"), [(20, "é" * 2000), (1000, "é" * 500)])
+async def test_reasons_that_no_message_holds_are_shortened_and_say_so(
+    make, link, key_bytes, reason
+):
+    served = await serve_worker(
+        MaskingHost(reason), worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=0
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    order = with_keys(make.order(samples=3900, shapes=()), key_bytes)
+    receipt = await prepared(link, info, order)
+    assert [bad.sample_id for bad in receipt.bad_samples] == list(range(3900))
+    assert {bad.key for bad in receipt.bad_samples} == {"k" * key_bytes}
+    (told,) = {bad.reason for bad in receipt.bad_samples}
+    assert told.lstrip("é") == f" … (of {len(reason.encode()):,} bytes)"
+    assert 0 < len(told.encode()) < len(reason.encode())
     await served.stop()
 
 
@@ -434,7 +455,7 @@ async def test_a_call_that_is_closed_ends_at_the_worker(make, worker, host, link
     host.prepare = prepare
     call = link.order(worker, orders)
     answers = await anext(call)
-    assert [r.key.pack for r in answers.receipts] == [0]
+    assert answers.receipts.pack.tolist() == [0]
     await call.aclose()
     await until(lambda: sorted(left) == [1, 2])
 

@@ -5,6 +5,7 @@ one of its two images; in wave 1 replica 0 has pack 1 and replica 1 is idle but 
 sound. Everything follows from the step's number.
 """
 
+import itertools
 import socket
 import threading
 import zlib
@@ -208,6 +209,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.addresses: dict[str, str] = {}
         self.skipped: set[int] = set()
         self.edit: Callable[[ScriptedShard], None] = lambda shard: None
+        self.streams = True  # False: as a service that knows no GetShards
+        self.calls = 0  # of GetShards
+        self.questions_a_call: int | None = None  # after which it ends
         self.large = False  # the groups of the whole step do not come with shards
         self.summaries: list[int] = []  # steps whose groups were asked for
 
@@ -250,6 +254,13 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 if self.claims.get(request.rank) is claim:
                     del self.claims[request.rank]
                 self.changed.notify_all()
+
+    def GetShards(self, requests, context):
+        self.calls += 1
+        if not self.streams:
+            return super().GetShards(requests, context)
+        some = itertools.islice(requests, self.questions_a_call)
+        return (self.GetShard(request, context) for request in some)
 
     def GetShard(self, request, context):
         self.asks.append(request)

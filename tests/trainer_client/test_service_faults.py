@@ -179,20 +179,23 @@ def test_a_fenced_trainer_saves_no_checkpoint(make_service):
     shards.close()
 
 
-def test_a_step_that_is_never_planned_stops_the_wait(service, monkeypatch):
-    monkeypatch.setattr("trainer_client.steps.POLL_S", 0.2)
+@pytest.mark.parametrize(("streams", "asks"), [(True, 1), (False, 3)])
+def test_a_step_that_is_never_planned_stops_the_wait(service, monkeypatch, streams, asks):
+    monkeypatch.setattr("trainer_client.shard_calls.POLL_S", 0.2)
     coordinator = service.coordinator
+    coordinator.streams = streams
     coordinator.edit = lambda shard: coordinator.planned.clear()  # behind step 0
     shards = iter(service.dataset(timeout_s=60.0))
     next(shards)
-    wait_for(lambda: sum(ask.step == 1 for ask in coordinator.asks) > 2)
+    wait_for(lambda: sum(ask.step == 1 for ask in coordinator.asks) >= asks)
     monkeypatch.setattr("trainer_client.run.GRACE_S", 1.0 - 60.0)  # the loop's own wait alone
     with pytest.raises(ServiceTimeout, match="did not come within 1 s"):
         next(shards)
 
 
 def test_a_slow_step_is_asked_for_again_until_it_is_planned(service, monkeypatch):
-    monkeypatch.setattr("trainer_client.steps.POLL_S", 0.2)
+    monkeypatch.setattr("trainer_client.shard_calls.POLL_S", 0.2)
+    service.coordinator.streams = False  # of an open call the service sees one question alone
     service.coordinator.planned.clear()
 
     def plan_once_it_was_asked_for_again():

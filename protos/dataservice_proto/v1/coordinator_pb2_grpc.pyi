@@ -64,6 +64,10 @@ class CoordinatorStub:
     """
     GetShard: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]
     """One rank's part of one step, with tickets. Waits until the step is planned."""
+    GetShards: _grpc.StreamStreamMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]
+    """The same for the steps to come in one call, which costs less than one each: every request is
+    answered in its turn. A refusal ends the call, and with it a rank may ask by GetShard.
+    """
     GetStepSummary: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStepSummaryRequest, _coordinator_pb2.StepSummary]
     """The groups of a whole step, the same for every rank of its attempt."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]
@@ -110,6 +114,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     GetShard: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]  # type: ignore[assignment]
     """One rank's part of one step, with tickets. Waits until the step is planned."""
+    GetShards: _aio.StreamStreamMultiCallable[_coordinator_pb2.GetShardRequest, _coordinator_pb2.GetShardResponse]  # type: ignore[assignment]
+    """The same for the steps to come in one call, which costs less than one each: every request is
+    answered in its turn. A refusal ends the call, and with it a rank may ask by GetShard.
+    """
     GetStepSummary: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStepSummaryRequest, _coordinator_pb2.StepSummary]  # type: ignore[assignment]
     """The groups of a whole step, the same for every rank of its attempt."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CommitStepRequest, _coordinator_pb2.CommitStepResponse]  # type: ignore[assignment]
@@ -249,6 +257,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetShardResponse, _abc.Awaitable[_coordinator_pb2.GetShardResponse]]:
         """One rank's part of one step, with tickets. Waits until the step is planned."""
+
+    @_abc_1.abstractmethod
+    def GetShards(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.GetShardRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.GetShardResponse], _abc.AsyncIterator[_coordinator_pb2.GetShardResponse]]:
+        """The same for the steps to come in one call, which costs less than one each: every request is
+        answered in its turn. A refusal ends the call, and with it a rank may ask by GetShard.
+        """
 
     @_abc_1.abstractmethod
     def GetStepSummary(

@@ -19,32 +19,35 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class PackKey(_message.Message):
+class PackKeys(_message.Message):
+    """Packs of one plan of a step."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
-    PACK_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     step: _builtins.int
     plan_digest: _builtins.str
-    pack: _builtins.int
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         step: _builtins.int = ...,
         plan_digest: _builtins.str = ...,
-        pack: _builtins.int = ...,
+        packs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "pack", b"pack", "plan_digest", b"plan_digest", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "packs", b"packs", "plan_digest", b"plan_digest", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackKey: _TypeAlias = PackKey  # noqa: Y015
+Global___PackKeys: _TypeAlias = PackKeys  # noqa: Y015
 
 @_typing.final
 class PackOrders(_message.Message):
@@ -188,19 +191,21 @@ Global___PackOrders: _TypeAlias = PackOrders  # noqa: Y015
 class PackAnswers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    RECEIPTS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackReceipt]: ...
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackFailure]: ...
+    @_builtins.property
+    def receipts(self) -> Global___PackReceipts:
+        """absent where none is ready"""
+
     def __init__(
         self,
         *,
-        receipts: _abc.Iterable[Global___PackReceipt] | None = ...,
         failures: _abc.Iterable[Global___PackFailure] | None = ...,
+        receipts: Global___PackReceipts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipts", b"receipts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "receipts", b"receipts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -293,49 +298,69 @@ class ByteSpan(_message.Message):
 Global___ByteSpan: _TypeAlias = ByteSpan  # noqa: Y015
 
 @_typing.final
-class PackReceipt(_message.Message):
+class PackReceipts(_message.Message):
+    """What packs took. Columns as in ShardColumns, of a version of their own: ranks do not read them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERSION_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     PACK_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
-    BAD_SAMPLES_FIELD_NUMBER: _builtins.int
-    SOURCES_FIELD_NUMBER: _builtins.int
-    SAMPLE_DIGESTS_FIELD_NUMBER: _builtins.int
     ROOM_S_FIELD_NUMBER: _builtins.int
-    pack: _builtins.int
-    size_bytes: _builtins.int
-    decode_s: _builtins.float
-    sample_digests: _builtins.bytes
-    """of what is delivered of each sample, 8 bytes each"""
-    room_s: _builtins.float
+    BAD_SAMPLES_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    SAMPLE_DIGESTS_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    packs: _builtins.int
+    pack: _builtins.bytes
+    size_bytes: _builtins.bytes
+    decode_s: _builtins.bytes
+    room_s: _builtins.bytes
     """waited for room in the worker's memory before it was begun"""
+    bad_samples: _builtins.bytes
+    """how many of `bad`"""
+    digests: _builtins.bytes
+    """how many of `sample_digests`"""
+    sample_digests: _builtins.bytes
+    """of what is delivered of each sample, 8 bytes each, end to end by pack"""
     @_builtins.property
-    def bad_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSample]: ...
+    def bad(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSample]:
+        """end to end by pack"""
+
     @_builtins.property
-    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceWork]: ...
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceWork]:
+        """of all these packs"""
+
     def __init__(
         self,
         *,
-        pack: _builtins.int = ...,
-        size_bytes: _builtins.int = ...,
-        decode_s: _builtins.float = ...,
-        bad_samples: _abc.Iterable[Global___BadSample] | None = ...,
-        sources: _abc.Iterable[Global___SourceWork] | None = ...,
+        version: _builtins.int = ...,
+        packs: _builtins.int = ...,
+        pack: _builtins.bytes = ...,
+        size_bytes: _builtins.bytes = ...,
+        decode_s: _builtins.bytes = ...,
+        room_s: _builtins.bytes = ...,
+        bad_samples: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
         sample_digests: _builtins.bytes = ...,
-        room_s: _builtins.float = ...,
+        bad: _abc.Iterable[Global___BadSample] | None = ...,
+        sources: _abc.Iterable[Global___SourceWork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_samples", b"bad_samples", "decode_s", b"decode_s", "pack", b"pack", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "bad_samples", b"bad_samples", "decode_s", b"decode_s", "digests", b"digests", "pack", b"pack", "packs", b"packs", "room_s", b"room_s", "sample_digests", b"sample_digests", "size_bytes", b"size_bytes", "sources", b"sources", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PackReceipt: _TypeAlias = PackReceipt  # noqa: Y015
+Global___PackReceipts: _TypeAlias = PackReceipts  # noqa: Y015
 
 @_typing.final
 class SourceWork(_message.Message):
-    """What the samples of one source took in a pack. Seconds are of slots, and of them those that a
+    """What the samples of one source took in some packs. Seconds are of slots, and of them those that a
     CPU worked; bytes as they were read.
     """
 
@@ -386,6 +411,7 @@ class BadSample(_message.Message):
     source: _builtins.str
     key: _builtins.str
     reason: _builtins.str
+    """shortened where those of one pack do not fit into a message"""
     def __init__(
         self,
         *,
@@ -408,11 +434,11 @@ class ReleaseRequest(_message.Message):
 
     PACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]: ...
     def __init__(
         self,
         *,
-        packs: _abc.Iterable[Global___PackKey] | None = ...,
+        packs: _abc.Iterable[Global___PackKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -459,7 +485,7 @@ class HeldPacks(_message.Message):
     PACKS_FIELD_NUMBER: _builtins.int
     OUTAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKey]: ...
+    def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]: ...
     @_builtins.property
     def outages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutage]:
         """in the first message"""
@@ -467,7 +493,7 @@ class HeldPacks(_message.Message):
     def __init__(
         self,
         *,
-        packs: _abc.Iterable[Global___PackKey] | None = ...,
+        packs: _abc.Iterable[Global___PackKeys] | None = ...,
         outages: _abc.Iterable[Global___StorageOutage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
