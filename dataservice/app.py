@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import secrets
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ from dataservice.serving.audit import AuditLog
 from dataservice.serving.health_ports import HealthPort, OwnRequest
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
+from dataservice.sources.index_cache import NO_CACHE, IndexCache
 from dataservice.state.directory import SECRET
 from dataservice.state.sqlite import SqliteStateStore
 
@@ -85,6 +88,14 @@ def make_metrics(
     tracer = open_traces(config.traces, ratio=config.trace_ratio, process="coordinator")
     _stop_in_thread(started, ending, "traces", tracer.close)
     return TracedMetrics(tracer)
+
+
+def make_index_cache(config: ServiceConfig) -> IndexCache:
+    """Where the config has opened indexes kept."""
+    if not config.index_cache_bytes:
+        return NO_CACHE
+    own = Path(tempfile.gettempdir()) / f"dataservice-index-{os.geteuid()}"
+    return IndexCache(Path(config.index_cache or own), config.index_cache_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +157,7 @@ async def start_service(
             job_limits=config.job_limits,
             storage_profiles=config.storage_profiles,
             code_packages=config.packages,
+            cache=make_index_cache(config),
         )
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")

@@ -21,7 +21,13 @@ from benchmarks.report import print_rows
 from benchmarks.scale.made_job import SOURCE, made_catalog
 from dataservice.core.job import BatchSize
 from dataservice.core.limits import DEFAULT_LIMITS
-from dataservice.sources.catalog_handover import hand_over, take_over
+from dataservice.sources.catalog_handover import (
+    RowFiles,
+    hand_over,
+    hand_over_head,
+    take_over,
+    take_over_head,
+)
 from dataservice.sources.mixture import Mixture
 
 BATCH = 4096
@@ -37,7 +43,8 @@ def resident_bytes() -> int:
 def hand(samples: int, text: bool, line: socket.socket) -> None:
     """Make an index up and send its files."""
     catalog = made_catalog(samples, text=text)
-    socket.send_fds(line, [b"."], list(hand_over(catalog)))
+    files = hand_over(catalog)
+    socket.send_fds(line, [b"."], [hand_over_head(catalog.parts), files.lengths, files.details])
 
 
 def opened(samples: int, *, text: bool = False) -> list[Row]:
@@ -45,10 +52,11 @@ def opened(samples: int, *, text: bool = False) -> list[Row]:
     ours, theirs = socket.socketpair()
     maker = Process(target=hand, args=(samples, text, theirs))
     maker.start()
-    _, (lengths, details), _, _ = socket.recv_fds(ours, 1, 2)
+    _, (head, lengths, details), _, _ = socket.recv_fds(ours, 1, 3)
     maker.join()
     before, began_s = resident_bytes(), time.process_time()
-    catalog = take_over(lengths, details, DEFAULT_LIMITS)
+    files = RowFiles(lengths=lengths, details=details)
+    catalog = take_over(take_over_head(head), files, DEFAULT_LIMITS)
     opened_s, held = time.process_time() - began_s, resident_bytes() - before
     began_s = time.process_time()
     longest, tokens = catalog.longest_sample, catalog.totals[0].tokens

@@ -123,7 +123,7 @@ class OpeningLimits:
     """Until the job is open, its index read. Where files have other times than when they were
     indexed, their samples are read and compared within it."""
     memory_bytes: int = 8 * 2**30
-    """Memory of its own: an index takes some 60 bytes a sample while it is read."""
+    """Memory of its own: of an index some row groups are in it while it is read."""
     pipeline_cpu_s: float = 30.0
     """CPU seconds of loading the tokenizer and trying out the chat template."""
     pipeline_memory_bytes: int = 2**30

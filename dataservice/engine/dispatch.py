@@ -54,6 +54,8 @@ MOST_COPIES = 3
 RECEIPT_WAIT_S = 10.0
 # How long one question of a rank waits for its packs to be at hand.
 HOLDERS_WAIT_S = 10.0
+# How long the first step of a coordinator waits for workers to say what they hold.
+FIRST_ANSWERS_S = 2.0
 NO_WORKER_PAUSE_S = 0.5
 NO_WORKER_LOG_S = 30.0
 
@@ -83,12 +85,13 @@ class Dispatcher:
         self._steps: dict[DispatchedStep, None] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._asker: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()
 
     # ---- life -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Learn what the workers hold already; ask them again now and then."""
-        await self._orphans.ask(self._claimed)
+        """Begin to ask the workers what they hold already, and ask them again now and then. Waits
+        for none of them: the first steps do, for a moment, before they are ordered."""
         self._asker = asyncio.create_task(self._ask_now_and_then())
 
     def let_be(self) -> None:
@@ -104,12 +107,13 @@ class Dispatcher:
 
     async def _ask_now_and_then(self) -> None:
         while True:
-            await asyncio.sleep(ASK_EVERY_S)
-            self._see_workers()
             try:
                 await self._orphans.ask(self._claimed)
             except Exception:
                 log.exception("asking workers what they hold failed; it goes on")
+            self._asked.set()
+            await asyncio.sleep(ASK_EVERY_S)
+            self._see_workers()
 
     def _claimed(self) -> dict[str, set[PackKey]]:
         """The packs that steps have at each worker."""
@@ -133,6 +137,7 @@ class Dispatcher:
         Waits for as long as no worker is there. `reachability` is what the ranks found out at
         earlier steps; `delivered` takes what workers tell, of this order alone by default."""
         await self._until_a_worker_is_there()
+        await self._until_workers_were_asked()
         work_of, packs = decode_work(plan), [order.key.pack for order in orders]
         placements = [
             PackPlacement(order=order, work=work)
@@ -219,6 +224,14 @@ class Dispatcher:
                 log.error("no worker is there to decode; start some, or look in their logs")
             await asyncio.sleep(NO_WORKER_PAUSE_S)
             self._see_workers()
+
+    async def _until_workers_were_asked(self) -> None:
+        """What workers hold need not be decoded again; one that is silent is not waited for."""
+        if self._asker is None or self._asked.is_set():
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), FIRST_ANSWERS_S)
+        self._asked.set()  # the next step does not wait again
 
     def _see_workers(self) -> None:
         """Look which workers there are. The copies of those that have gone are gone too."""

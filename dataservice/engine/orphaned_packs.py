@@ -27,6 +27,7 @@ class OrphanedPacks:
         self._link = link
         self._since_s: dict[tuple[str, PackKey], float] = {}
         self._worker_of: dict[PackKey, str] = {}
+        self._asked = False
         self.outages: tuple[StorageOutage, ...] = ()
         """The storage that workers wait for."""
 
@@ -38,8 +39,16 @@ class OrphanedPacks:
         """Ask every worker what it holds, and release the packs that were not among those
         `claimed`, by worker, for too long."""
         workers = self._pool.workers()
-        holdings = await asyncio.gather(*map(self._held_by, workers))
+
+        async def held_by(worker: WorkerInfo) -> Holdings:
+            held = await self._held_by(worker)
+            if not self._asked:  # of use before the last of them answers: nothing is ordered yet
+                self._worker_of.update(dict.fromkeys(held.packs, worker.worker))
+            return held
+
+        holdings = await asyncio.gather(*map(held_by, workers))
         self.outages = tuple(outage for each in holdings for outage in each.outages)
+        self._asked = True
         # Only now, since what was ordered while they answered is claimed.
         taken = claimed()
         now_s, since_s = asyncio.get_running_loop().time(), self._since_s

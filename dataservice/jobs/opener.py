@@ -33,18 +33,26 @@ from dataservice.core.job import JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DecodeLimits, OpeningLimits
+from dataservice.core.team import team_of
 from dataservice.jobs.setup import (
     BuiltPipeline,
     OpenedJob,
     build_files,
     check_files,
+    find_files,
     job_records,
     job_setup,
-    open_files,
 )
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, hold_credentials
-from dataservice.sources.catalog import IndexIdentity
-from dataservice.sources.catalog_handover import hand_over, take_over
+from dataservice.sources.catalog import CatalogHead, IndexedCatalog, IndexIdentity
+from dataservice.sources.catalog_handover import (
+    RowFiles,
+    hand_over,
+    hand_over_head,
+    take_over,
+    take_over_head,
+)
+from dataservice.sources.index_cache import NO_CACHE, IndexCache
 from dataservice.workers.decoder_messages import (
     ANSWER_LIMIT_BYTES,
     Answer,
@@ -126,8 +134,14 @@ class OpenerProgram:
         )
         yield Answer(kind=Kind.BUILT, payload=json.dumps(asdict(built)).encode())
 
-    def _open(self, record: dict[str, Any], built: dict[str, Any]) -> Iterator[Answer]:
-        opened = open_files(
+    def _open(
+        self,
+        record: dict[str, Any],
+        built: dict[str, Any],
+        kept: list[str],
+        folder: str | None,
+    ) -> Iterator[Answer]:
+        found = find_files(
             JobRecord(**record),
             BuiltPipeline(**built),
             limits=self.limits,
@@ -135,8 +149,12 @@ class OpenerProgram:
             job_limits=self.job_limits,
             storage_profiles=self.storage_profiles,
         )
-        for descriptor in hand_over(opened.catalog):
-            yield Answer(kind=Kind.MEMORY, descriptor=descriptor)
+        yield Answer(kind=Kind.MEMORY, descriptor=hand_over_head(found.head))
+        if found.head.rows_name not in kept:
+            catalog = found.read(folder)
+            files = hand_over(catalog, folder)
+            yield Answer(kind=Kind.MEMORY, descriptor=files.lengths)
+            yield Answer(kind=Kind.MEMORY, descriptor=files.details)
 
     def _check(
         self,
@@ -179,8 +197,9 @@ class JobOpener:
         job_limits: JobLimits = DEFAULT_JOB_LIMITS,
         storage_profiles: StorageProfiles = NO_PROFILES,
         code_packages: Sequence[str] | None = None,
+        cache: IndexCache = NO_CACHE,
     ) -> None:
-        """No process runs before `start`."""
+        """No process runs before `start`. `cache` keeps the rows of indexes."""
         program = OpenerProgram(
             custom_processors=custom_processors,
             limits=limits,
@@ -191,6 +210,7 @@ class JobOpener:
             code_packages=code_packages,
         )
         self._program = program
+        self._cache = cache
         self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)
 
     def start(self) -> None:
@@ -218,18 +238,8 @@ class JobOpener:
     def open_job(self, record: JobRecord) -> JobSetup:
         """Open a job. Raises IndexStaleError, SourceError, SpecError, StateError, QuotaError."""
         program, built = self._program, self._built(record)
-
-        def answered(answers: AnswerReader) -> tuple[int, int]:
-            memory = _next(answers, Kind.MEMORY).descriptor
-            try:
-                return memory, _next(answers, Kind.MEMORY).descriptor
-            except BaseException:
-                os.close(memory)
-                raise
-
-        memory, details = self._asked("open", [asdict(record), asdict(built)], answered)
         try:
-            catalog = take_over(memory, details, program.limits)
+            catalog = self._catalog(record, built)
         except ValueError as error:
             raise SpecError(f"job {record.name!r}: its index cannot be used: {error}.") from error
         opened = OpenedJob(catalog=catalog, identity=built.digests)
@@ -239,6 +249,46 @@ class JobOpener:
         verified = list(catalog.parts.verified)
         check = partial(self._check, setup.record, catalog.identity, verified)
         return replace(setup, require_current=check)
+
+    def _catalog(self, record: JobRecord, built: BuiltPipeline) -> IndexedCatalog:
+        """The job's index, whose rows are read where they are not kept. Raises ValueError where
+        they contradict each other."""
+        limits, team = self._program.limits, team_of(record.name)
+        for kept in (self._cache.names(team), []):
+            head, files = self._found(record, built, kept)
+            if files is not None:
+                copies = files.copied()
+                try:
+                    catalog = take_over(head, files, limits)
+                except BaseException:
+                    copies.close()
+                    raise
+                self._cache.keep_soon(team, head.rows_name, copies)
+                return catalog
+            found = self._cache.find(team, head, limits)
+            if found is not None:
+                return found
+        raise ValueError("its rows were neither read nor kept")
+
+    def _found(
+        self, record: JobRecord, built: BuiltPipeline, kept: list[str]
+    ) -> tuple[CatalogHead, RowFiles | None]:
+        """What a fresh process found of the job's index, and its rows unless they are `kept`."""
+
+        def answered(answers: AnswerReader) -> tuple[CatalogHead, RowFiles | None]:
+            head = take_over_head(_next(answers, Kind.MEMORY).descriptor)
+            if head.rows_name in kept:
+                return head, None
+            lengths = _next(answers, Kind.MEMORY).descriptor
+            try:
+                details = _next(answers, Kind.MEMORY).descriptor
+            except BaseException:
+                os.close(lengths)
+                raise
+            return head, RowFiles(lengths=lengths, details=details)
+
+        of = [asdict(record), asdict(built), kept, self._cache.folder]
+        return self._asked("open", of, answered)
 
     def _built(self, record: JobRecord) -> BuiltPipeline:
         """What the job's pipeline is known by, as it is now."""

@@ -37,9 +37,10 @@ from dataservice.jobs.storage_profiles import (
 )
 from dataservice.planning.stages.pack import step_limits
 from dataservice.sources.catalog import (
+    FoundIndex,
     IndexedCatalog,
     IndexIdentity,
-    open_catalog,
+    find_index,
     require_same_index,
 )
 from dataservice.sources.index import IndexSummary, build_index
@@ -187,7 +188,7 @@ def build_files(
     return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
 
 
-def open_files(
+def find_files(
     record: JobRecord,
     built: BuiltPipeline,
     *,
@@ -195,12 +196,12 @@ def open_files(
     allowed_roots: Sequence[str] | None = None,
     job_limits: JobLimits = DEFAULT_JOB_LIMITS,
     storage_profiles: StorageProfiles = NO_PROFILES,
-) -> OpenedJob:
-    """Read a job's index, and list its sources. Runs nothing of the team's. Raises
+) -> FoundIndex:
+    """Find a job's index, and list its sources. Runs nothing of the team's. Raises
     IndexStaleError, SourceError, SpecError, and QuotaError where the index is larger than the
     limit, before it is read."""
     spec, roots = _read_back(record, allowed_roots)
-    catalog = open_catalog(
+    return find_index(
         _opened(record, spec, built, storage_profiles),
         spec.index,
         built.fingerprint,
@@ -208,7 +209,6 @@ def open_files(
         roots=roots,
         require_rows=partial(_require_rows, spec, job_limits),
     )
-    return OpenedJob(catalog=catalog, identity=built.digests)
 
 
 def _opened(
@@ -272,7 +272,9 @@ def open_job(
         "allowed_roots": allowed_roots,
         "storage_profiles": storage_profiles,
     }
-    opened = open_files(record, build(record), job_limits=job_limits, **reads)
+    built = build(record)
+    found = find_files(record, built, job_limits=job_limits, **reads)
+    opened = OpenedJob(catalog=found.read(), identity=built.digests)
     setup = job_setup(record, opened, allowed_roots=allowed_roots, job_limits=job_limits)
     verified = opened.catalog.parts.verified
 

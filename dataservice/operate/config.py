@@ -51,6 +51,13 @@ class ServiceConfig(Strict):
     """Limits of the separate process that opens a job, where the files of its team are read."""
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     """Limits of one job in the coordinator, which plans for all teams."""
+    index_cache: str | None = None
+    """Folder on a disk of the coordinator's machine where what was read of jobs' indexes is kept:
+    a job over the same index then opens in seconds, also after a restart. It needs some 250 bytes a
+    sample, and must be this user's alone. By default a folder in TMPDIR."""
+    index_cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**30
+    """About how many bytes `index_cache` may keep, and at most half of what its disk has for it;
+    what was opened least recently goes first. 0 keeps none."""
     planning_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of steps that are planned at the same time. Teams share the planning time by their
     weights. With two or more threads no team occupies all of them, so a team's step never waits

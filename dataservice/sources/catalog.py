@@ -1,20 +1,21 @@
 """The opened index of a job, in files that are memory-mapped.
 
 Planning reads the lengths of thousands of samples per step, so these are numpy columns (16 bytes a
-sample and 17 an encoder item), of a file in the service, see `catalog_handover.py`. Locations and
-shapes are needed only for samples that are about to be read; they are copied once into an unnamed,
-uncompressed Arrow file (in `TMPDIR`) and memory-mapped from there.
+sample and 17 an encoder item). Locations and shapes are needed only for samples that are about to
+be read; they are copied once into an unnamed, uncompressed Arrow file. The service keeps both for
+the next opening, see `index_cache.py`.
 """
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.errors import IndexStaleError
+from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
@@ -25,15 +26,18 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import SampleColumns
-from dataservice.sources.detail_file import DetailFile, DetailWriter
+from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailWriter
 from dataservice.sources.freshness import require_current
-from dataservice.sources.index_folder import MANIFEST, IndexFolder
-from dataservice.sources.length_columns import concatenate
+from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
+from dataservice.sources.length_spool import COLUMNS, LengthSpool
 from dataservice.sources.lengths_by_id import LengthsById
-from dataservice.sources.manifest import AGAIN, LongSamples, Manifest
-from dataservice.sources.part_reader import read_part, read_tokens
+from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecord
+from dataservice.sources.part_reader import read_tokens
+from dataservice.sources.parts_in_order import rows_in_order
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
+
+_ROWS_VERSION = 1  # of the files of checked rows: another one finds none of those that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +67,36 @@ class SourceTotals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CatalogParts:
-    """The contents of a catalog: `fingerprints` are those of the sources; `files` has (source,
-    path) in the order of sample ids, with `file_rows` samples each. `verified` has a token for each
-    source that was compared with its index because its files' times differ; the token names the
-    files' state at that time. `long` has by source what became of samples that are too long."""
+class CatalogHead:
+    """What manifests and the listing of files say of a catalog: `fingerprints` are those of the
+    sources; `files` has (source, path) in the order of sample ids, with `file_rows` samples each.
+    `verified` has a token for each source that was compared with its index because its files' times
+    differ; the token names the files' state at that time. `long` has by source what became of
+    samples that are too long. `rows_name` names the rows, once checked; where it is empty, they
+    cannot be told from others."""
 
     sources: SourceRanges
     identity: IndexIdentity
     fingerprints: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
     file_rows: tuple[int, ...]
-    lengths: LengthTable
-    details: DetailFile
     verified: tuple[str, ...] = ()
     long: Mapping[str, LongSamples] = field(default_factory=dict)
+    rows_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogParts(CatalogHead):
+    """The contents of a catalog: its head and its rows."""
+
+    lengths: LengthTable
+    details: DetailFile
+
+    @staticmethod
+    def of(head: CatalogHead, lengths: LengthTable, details: DetailFile) -> "CatalogParts":
+        """The head's samples, whose rows these are."""
+        told = {each.name: getattr(head, each.name) for each in fields(CatalogHead)}
+        return CatalogParts(**told, lengths=lengths, details=details)
 
 
 class IndexedCatalog(LengthsById):
@@ -152,6 +171,26 @@ class IndexedCatalog(LengthsById):
         return self.parts.details.loss_weights(sample_ids)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundIndex:
+    """The indexes of a job's sources, known to describe them; their rows are not read yet."""
+
+    head: CatalogHead
+    parts: tuple[tuple[IndexFolder, PartRecord], ...]
+    limits: DecodeLimits
+
+    def read(self, folder: str | None = None) -> IndexedCatalog:
+        """Read and check all rows, several parts at once. Memory is a few row groups of each. The
+        locations lie in `folder`, see `unnamed_file`. Raises IndexStaleError where a part is
+        missing, damaged or not the manifest's."""
+        rows = rows_in_order(self.parts, self.limits)
+        with closing(rows), DetailWriter(folder) as details, LengthSpool() as spool:
+            for table, lengths in rows:
+                spool.write(lengths)
+                details.write(table)
+            return IndexedCatalog(CatalogParts.of(self.head, spool.finish(), details.finish()))
+
+
 def open_catalog(
     specs: Sequence[SourceSpec],
     index_dir: str,
@@ -162,7 +201,24 @@ def open_catalog(
     verified: Collection[str] = (),
     require_rows: Callable[[Sequence[int]], None] = lambda rows: None,
 ) -> IndexedCatalog:
-    """Open the indexes of a job's sources; sample ids are dense over them, in this order. The
+    """What `find_index` finds, read. Raises what both raise."""
+    return find_index(
+        specs, index_dir, measurer_fingerprint,
+        limits=limits, roots=roots, verified=verified, require_rows=require_rows,
+    ).read()  # fmt: skip
+
+
+def find_index(
+    specs: Sequence[SourceSpec],
+    index_dir: str,
+    measurer_fingerprint: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    roots: Roots | None = None,
+    verified: Collection[str] = (),
+    require_rows: Callable[[Sequence[int]], None] = lambda rows: None,
+) -> FoundIndex:
+    """Find the indexes of a job's sources; sample ids are dense over them, in this order. The
     indexes are read only under `roots`, if given. Files whose times differ from those at indexing
     are read and compared, unless `verified`, taken from an earlier opening, has them.
     `require_rows` gets the number of rows of each source before any are read, and may raise.
@@ -172,36 +228,51 @@ def open_catalog(
             tokenizer; the message names the source, what changed and the command to run.
         SourceError: a source itself is missing.
     """
-    tables, files, known = [], [], []
+    files, known = [], []
+    parts: list[tuple[IndexFolder, PartRecord]] = []
     folders = [IndexFolder(index_dir, spec.name, roots) for spec in specs]
     manifests = [_manifest(spec, folder) for spec, folder in zip(specs, folders, strict=True)]
     require_rows([manifest.rows for manifest in manifests])
-    with DetailWriter() as writer:
-        for spec, folder, manifest in zip(specs, folders, manifests, strict=True):
-            present, token = require_current(
-                spec, manifest, folder, measurer_fingerprint,
-                limits=limits, roots=roots, verified=verified,
-            )  # fmt: skip
-            known.append(token)
-            for part in manifest.parts:
-                files.append((spec.name, present[part.file.name].path))
-                for table, lengths in read_part(folder, part, limits):
-                    tables.append(lengths)
-                    writer.write(table)
-        details = writer.finish()
-    return IndexedCatalog(
-        CatalogParts(
-            sources=SourceRanges.of([m.source for m in manifests], [m.rows for m in manifests]),
-            identity=IndexIdentity.of(manifests),
-            fingerprints=tuple(manifest.fingerprint for manifest in manifests),
-            files=tuple(files),
-            file_rows=tuple(part.rows for m in manifests for part in m.parts),
-            lengths=concatenate(tables),
-            details=details,
-            verified=tuple(filter(None, known)),
-            long={m.source: m.long for m in manifests},
-        )
+    for spec, folder, manifest in zip(specs, folders, manifests, strict=True):
+        present, token = require_current(
+            spec, manifest, folder, measurer_fingerprint,
+            limits=limits, roots=roots, verified=verified,
+        )  # fmt: skip
+        known.append(token)
+        parts += [(folder, part) for part in manifest.parts]
+        files += [(spec.name, present[part.file.name].path) for part in manifest.parts]
+    head = CatalogHead(
+        sources=SourceRanges.of([m.source for m in manifests], [m.rows for m in manifests]),
+        identity=IndexIdentity.of(manifests),
+        fingerprints=tuple(manifest.fingerprint for manifest in manifests),
+        files=tuple(files),
+        file_rows=tuple(part.rows for m in manifests for part in m.parts),
+        verified=tuple(filter(None, known)),
+        long={m.source: m.long for m in manifests},
+        rows_name=_rows_name(folders, manifests, limits),
     )
+    return FoundIndex(head=head, parts=tuple(parts), limits=limits)
+
+
+def _rows_name(
+    folders: Sequence[IndexFolder], manifests: Sequence[Manifest], limits: DecodeLimits
+) -> str:
+    """A digest of all that the rows of these indexes, once checked, depend on: what the manifests
+    say that they are, the parts as they lie there (not all columns are in a manifest's digests),
+    the limits, and the form in which rows are kept. Empty where the storage does not tell of each
+    part when it was written."""
+    said: list[object] = [_ROWS_VERSION, str(DETAIL_SCHEMA), str(COLUMNS), repr(limits)]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        try:
+            there = folder.listing()
+        except SourceError:  # such as of a web server
+            return ""
+        names = [part_name(part.file.name) for part in manifest.parts]
+        if not all(there.get(name, (0, ""))[1] for name in names):
+            return ""
+        said += [manifest.source, manifest.fingerprint, manifest.places]
+        said += [(name, there[name]) for name in names]
+    return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def read_totals(

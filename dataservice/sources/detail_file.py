@@ -2,9 +2,9 @@
 not loaded."""
 
 import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Any, overload
 
@@ -27,12 +27,17 @@ from dataservice.core.sample import (
 from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 from dataservice.sources.rows_digest import LOSS_WEIGHT
+from dataservice.sources.unnamed_file import unnamed_file
 
 NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
 _ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
-_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)])
-# Rows per batch of the file, and rows that are turned into objects at once.
-BATCH_ROWS = 65_536
+DETAIL_SCHEMA = pa.schema(
+    [SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)]
+)
+# About how many rows a batch of the file has: of a step's samples, those of each batch are fetched
+# together. And rows that are turned into objects at once.
+BATCH_ROWS = 262_144
+_BATCH_BYTES = 2**28  # that wait in memory to become a batch
 BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
 PLAIN_COLUMNS = ("key", "row_group", "row", "piece", "crc32", "llm_tokens", "loss_tokens")
@@ -55,11 +60,12 @@ class DetailFile:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def require_whole(self) -> None:
+    def require_whole(self, every: int = 1) -> None:
         """Raises pa.ArrowException when a list or a string reaches beyond its column, a modality is
-        unknown or a loss weight out of range. Reads the whole file, through a mapping of its own:
-        what is mapped in stays resident until it is unmapped."""
-        for batch in _batches(self.descriptor):
+        unknown or a loss weight out of range. Reads the whole file, or one batch of `every` so
+        many, through a mapping of its own: what is mapped in stays resident until it is
+        unmapped."""
+        for batch in islice(_batches(self.descriptor), 0, None, every):
             batch.validate(full=True)
             kinds = pc.list_flatten(batch.column("item_modality")).to_numpy(zero_copy_only=False)
             weights = batch.column(LOSS_WEIGHT).to_numpy(zero_copy_only=False)
@@ -144,7 +150,7 @@ class DetailFile:
         return np.asarray(taken.column(LOSS_WEIGHT).to_numpy(), dtype=np.float64)
 
     def _take(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
-        schema = pa.schema([_SCHEMA.field(name) for name in columns])
+        schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
         if not len(rows):
             return schema.empty_table()
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
@@ -169,8 +175,8 @@ def _batches(descriptor: int) -> Iterator[pa.RecordBatch]:
     none."""
     # Through the descriptor, since the file no longer has a name.
     reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
-    if not reader.schema.equals(_SCHEMA):
-        raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {_SCHEMA.names}")
+    if not reader.schema.equals(DETAIL_SCHEMA):
+        raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {DETAIL_SCHEMA.names}")
     for number in range(reader.num_record_batches):
         yield reader.get_batch(number)
 
@@ -227,10 +233,14 @@ class Details(Sequence[tuple[SampleRef, SampleLengths]]):
 class DetailWriter:
     """Collects parts into a temporary file that lives as long as its DetailFile."""
 
+    def __init__(self, folder: str | None = None) -> None:
+        """The file lies in `folder`, see `unnamed_file`."""
+        self._folder = folder
+
     def __enter__(self) -> "DetailWriter":
-        self._descriptor, path = tempfile.mkstemp(prefix="dataservice-", suffix=".arrow")
-        self._writer = pa.ipc.new_file(path, _SCHEMA)
-        os.unlink(path)  # readable through its descriptors; the last one to close frees it
+        self._descriptor = unnamed_file(self._folder)
+        self._writer = pa.ipc.new_file(f"/proc/self/fd/{self._descriptor}", DETAIL_SCHEMA)
+        self._waiting: list[pa.Table] = []
         return self
 
     def __exit__(
@@ -243,11 +253,21 @@ class DetailWriter:
         os.close(self._descriptor)
 
     def write(self, table: pa.Table) -> None:
-        """Append the rows of one part."""
-        self._writer.write_table(table.select(_SCHEMA.names), max_chunksize=BATCH_ROWS)
+        """Append the rows of one part, or of some of its groups."""
+        self._waiting.append(table.select(DETAIL_SCHEMA.names))
+        rows = sum(map(len, self._waiting))
+        if rows >= BATCH_ROWS or sum(each.nbytes for each in self._waiting) >= _BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            joined = pa.concat_tables(self._waiting).combine_chunks()
+            self._waiting.clear()
+            self._writer.write_table(joined, max_chunksize=BATCH_ROWS)
 
     def finish(self) -> DetailFile:
         """Map the written file. Nothing can be written after that."""
+        self._flush()
         self._writer.close()
         return DetailFile(os.dup(self._descriptor))
 

@@ -14,6 +14,7 @@ from typing import IO
 from dataservice.core.errors import SourceError
 from dataservice.sources.filesystem import open_filesystem, open_to_read, translate
 from dataservice.sources.roots import Roots
+from dataservice.sources.storage import version_of
 
 MANIFEST = "manifest.json"
 
@@ -48,6 +49,16 @@ class IndexFolder:
         other error."""
         path, absent = f"{self.path}/{name}", (FileNotFoundError,)
         return open_to_read(self._fs, path, self.owner, self._roots, pass_on=absent)
+
+    def listing(self) -> dict[str, tuple[int, str]]:
+        """By name, the size in bytes and the entity tag or time of each file, as far as the storage
+        tells them. Raises SourceError where it cannot list its files."""
+        with translate(self.owner, self.path, "be listed"):
+            found = self._fs.ls(self.path, detail=True, refresh=True)
+        return {
+            str(info["name"]).rpartition("/")[2]: (int(info.get("size") or 0), version_of(info))
+            for info in found
+        }
 
     @contextmanager
     def replace(self, name: str) -> Iterator[IO[bytes]]:

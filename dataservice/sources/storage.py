@@ -407,13 +407,17 @@ def static_prefix(url: str) -> str:
     return url.rstrip("/") if pattern is None else url[: pattern.start()].rpartition("/")[0]
 
 
+def version_of(info: Mapping[str, object]) -> str:
+    """The entity tag or time in what a file system tells of a file, or "" where it tells none."""
+    return next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+
+
 def _source_file(info: dict[str, object], name: str) -> SourceFile:
-    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
     return SourceFile(
         name=name,
         path=str(info["name"]),
         size_bytes=int(cast(int, info["size"] or 0)),
-        version=version,
+        version=version_of(info),
     )
 
 

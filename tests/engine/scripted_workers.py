@@ -36,6 +36,7 @@ class Workers(OneByOne):
         }
         self.held: dict[str, set[PackKey]] = {name: set() for name in self.infos}
         self.dead: set[str] = set()
+        self.mute: set[str] = set()  # do not say what they hold
         self.stuck: dict[str, asyncio.Event] = {}
         self.refuses: set[str] = set()
         self.decode_s = 0.0  # what they tell of each pack
@@ -127,6 +128,8 @@ class Workers(OneByOne):
         self.asked += 1
         if worker.worker in self.dead:
             raise WorkerLostError("gone")
+        if worker.worker in self.mute:
+            await asyncio.Event().wait()
         return Holdings(packs=frozenset(self.held[worker.worker]), outages=self.outages)
 
 

@@ -233,7 +233,7 @@ async def test_storage_that_workers_wait_for_is_known_by_job(dispatcher, workers
     away = StorageOutage(job="a/j", source="far", away_s=3.0, reason="503")
     workers.outages = (away, replace(away, job="b/j"))
     await dispatcher.start()
-    assert dispatcher.outages("a/j") == (away,) * len(workers.infos)
+    await until(lambda: dispatcher.outages("a/j") == (away,) * len(workers.infos))
     workers.outages = ()
     await until(lambda: dispatcher.outages("a/j") == ())
 
@@ -258,6 +258,22 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
     await until(lambda: stray not in workers.held["w2"])
     await until(lambda: workers.asked > 9)
     assert {key for held in workers.held.values() for key in held} == set(former)
+
+
+async def test_a_worker_that_does_not_say_what_it_holds_delays_no_start(
+    dispatcher, workers, counts, monkeypatch
+):
+    """Nor does it hide what the others hold."""
+    monkeypatch.setattr(dispatch, "FIRST_ANSWERS_S", 0.05)
+    workers.mute.add("w1")
+    workers.held["w0"].add(ORDERS[0].key)
+    await dispatcher.start()
+    assert workers.asked == 0
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    assert workers.asked == len(workers.infos)
+    await until(lambda: ready(step))
+    assert holders_of(workers, ORDERS[0].key) == ["w0"]
+    assert counts.found == 1
 
 
 async def test_nothing_leaks_over_a_hundred_losses_at_random(

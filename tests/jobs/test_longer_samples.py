@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from dataservice.core.errors import IndexStaleError, SpecError
-from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.sample import RawSample
 from dataservice.jobs.dry_run import dry_run
 from dataservice.jobs.preview import Wanted, preview_job
@@ -22,17 +21,17 @@ from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.setup import (
     IndexIncompleteError,
     build_files,
+    find_files,
     index_job,
     job_records,
-    open_files,
     open_job,
 )
-from dataservice.sources.catalog_handover import hand_over, take_over
 from dataservice.sources.index import IndexSummary
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.reader import SourceReader
 from tests.decode.files import WORDS, Kitchen
 from tests.jobs.corpus import job_of, talk
+from tests.sources.handed_over import handed_over
 
 LIMIT = 24
 DOCUMENTS = {"short": "the cat", "long": f"{WORDS} and {WORDS}", "longer": " ".join([WORDS] * 3)}
@@ -100,7 +99,7 @@ def record(home: Path):
 
 def opened(home: Path):
     built = build_files(record(home), custom_processors={})
-    return open_files(record(home), built).catalog
+    return find_files(record(home), built).read()
 
 
 def tokens_of(home: Path) -> dict[str, list[int]]:
@@ -143,8 +142,7 @@ def test_pieces_survive_the_way_to_the_planning_process(home):
     write(home, {"tokens": LIMIT, "then": "cut", "otherwise": "drop"}, "docs", "talks")
     index(home)
     catalog = opened(home)
-    memory, details = hand_over(catalog)
-    taken = take_over(memory, os.dup(details), DEFAULT_LIMITS)
+    taken = handed_over(catalog)
     ids = np.arange(catalog.samples)
     assert list(taken.details(ids)) == list(catalog.details(ids))
     assert taken.parts.long == catalog.parts.long

@@ -9,7 +9,7 @@ from dataservice.core.errors import IndexStaleError, SpecError, StateError
 from dataservice.jobs.find_samples import Wanted
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.sample_pipeline import code_owner
-from dataservice.jobs.setup import build_files, index_job, job_records, open_files, open_job
+from dataservice.jobs.setup import build_files, find_files, index_job, job_records, open_job
 from tests.jobs.corpus import PAGES, job_of, make_corpus, write_job
 
 CODE = """
@@ -91,8 +91,8 @@ def test_the_coordinator_opens_the_job_and_never_has_the_code(home, monkeypatch)
     index(home)
     built = build_files(record(home), custom_processors=CUSTOM)
     monkeypatch.setitem(sys.modules, "their_lines", None)  # no import finds it
-    opened = open_files(record(home), built)
-    assert opened.catalog.sizes == (len(PAGES), len(LINES))
+    opened = find_files(record(home), built).read()
+    assert opened.sizes == (len(PAGES), len(LINES))
 
 
 def test_what_is_decoded_belongs_to_the_team_alone(home):

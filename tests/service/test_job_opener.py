@@ -5,6 +5,8 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dataservice.jobs.job_file import read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.sample_pipeline import decoder_of
 from dataservice.jobs.setup import index_job, job_records, open_job
+from dataservice.sources.index_cache import IndexCache
 from tests.service.deadly_vision import IMPORT_PATH, NAME
 from tests.service.small import LARGE, LOOPS, indexed_job, make_corpus, write_job
 from tests.waiting import wait_for
@@ -115,6 +118,50 @@ def test_a_process_that_dies_refuses_its_job_alone(opener, home):
     with pytest.raises(SpecError, match="died of SIGABRT"):
         opened(opener, write_job(home, job="dies", pipeline=pipeline))
     assert opened(opener, home / "job.yaml").catalog.samples
+
+
+def test_an_index_that_was_opened_before_is_not_read_again(home, tmp_path):
+    """Also by the next service; unless what was kept of it is damaged."""
+    shutil.copytree(home, tmp_path / "own")
+    path, folder = tmp_path / "own" / "job.yaml", tmp_path / "cache"
+    parts = sorted((tmp_path / "own").glob("index/*/part-*.parquet"))
+    assert parts
+    sizes = []
+    for read_again in (True, False, True):
+        cache = IndexCache(folder, 2**30)
+        with closing(with_cache(cache)) as made:
+            if not read_again:
+                whole = [part.read_bytes() for part in parts]
+                for part in parts:
+                    overwritten(part, bytes(part.stat().st_size))
+            sizes.append(opened(made, path).catalog.sizes)
+            wait_for(partial(cache.names, ""))
+            if not read_again:
+                for part, data in zip(parts, whole, strict=True):
+                    overwritten(part, data)
+                for kept in folder.glob("*/*"):
+                    kept.chmod(0o600)
+                    os.truncate(kept, 100)
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def with_cache(cache: IndexCache) -> JobOpener:
+    made = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=ENDLESS,
+        cache=cache,
+    )
+    made.start()
+    return made
+
+
+def overwritten(path: Path, data: bytes) -> None:
+    """Other bytes in a file that looks as it did."""
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_storage_that_never_answers_is_given_up(opener, home, tmp_path):

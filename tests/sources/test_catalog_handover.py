@@ -13,8 +13,15 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
 from dataservice.sources.catalog import IndexedCatalog, open_catalog
-from dataservice.sources.catalog_handover import hand_over, take_over
+from dataservice.sources.catalog_handover import (
+    RowFiles,
+    hand_over,
+    hand_over_head,
+    take_over,
+    take_over_head,
+)
 from dataservice.sources.index import build_index
+from tests.sources.handed_over import handed_over
 
 Measurer = Callable[[], SampleMeasurer]
 
@@ -51,8 +58,7 @@ def copied(descriptor: int, change: Callable[[bytearray], None] = lambda data: N
 
 
 def test_a_catalog_is_the_same_on_the_other_side(catalog):
-    memory, details = hand_over(catalog)
-    taken = take_over(memory, os.dup(details), DEFAULT_LIMITS)
+    taken = handed_over(catalog)
     ids = np.arange(catalog.samples)
     assert taken.fingerprint == catalog.fingerprint
     assert taken.sizes == catalog.sizes
@@ -61,8 +67,7 @@ def test_a_catalog_is_the_same_on_the_other_side(catalog):
 
 
 def test_a_taken_catalog_outlives_the_one_that_it_came_from(catalog):
-    memory, details = hand_over(catalog)
-    taken = take_over(memory, os.dup(details), DEFAULT_LIMITS)
+    taken = handed_over(catalog)
     expected = catalog.details(np.arange(3))[:]
     del catalog
     assert taken.details(np.arange(3)) == expected
@@ -77,25 +82,24 @@ def resident_bytes() -> tuple[int, int]:
         if name in kib:
             kib[name] += int(value.split()[0]) * ours
         elif "-" in name:  # the first line of a mapping
-            ours = "dataservice-" in line
+            ours = "(deleted)" in line
     return kib["Rss"] * 1024, kib["Size"] * 1024
 
 
 def test_what_was_checked_of_a_catalog_does_not_stay_in_memory():
     before = resident_bytes()
     made = made_catalog(300_000)
-    lengths, details = hand_over(made)
-    taken = take_over(lengths, os.dup(details), DEFAULT_LIMITS)
+    taken = handed_over(made)
     resident, size = (now - then for now, then in zip(resident_bytes(), before, strict=True))
     assert size > 100 * taken.samples
     assert resident < 8 * taken.samples
 
 
-@pytest.mark.parametrize("which", ["memory", "details"])
+@pytest.mark.parametrize("which", ["head", "lengths", "details"])
 def test_damaged_files_are_refused_or_hold_sound_numbers(catalog, which):
     """Whatever the other process wrote: an error, or columns that agree with each other."""
     rng = Random(3)
-    memory, details = hand_over(catalog)
+    files, head = hand_over(catalog), hand_over_head(catalog.parts)
     refused = 0
     for _ in range(300):
 
@@ -107,24 +111,29 @@ def test_damaged_files_are_refused_or_hold_sound_numbers(catalog, which):
 
         changes = {which: damage}
         try:
+            lengths, details = (
+                copied(descriptor, changes.get(name, lambda data: None))
+                for name, descriptor in (("lengths", files.lengths), ("details", files.details))
+            )
             taken = take_over(
-                copied(memory, changes.get("memory", lambda data: None)),
-                copied(details, changes.get("details", lambda data: None)),
+                take_over_head(copied(head, changes.get("head", lambda data: None))),
+                RowFiles(lengths=lengths, details=details),
                 DEFAULT_LIMITS,
             )
         except ValueError:
             refused += 1
             continue
-        lengths = taken.lengths(np.arange(taken.samples))
         assert taken.samples == sum(taken.sizes)
-        assert np.all(lengths.llm_tokens >= 1)
+        assert np.all(taken.lengths(np.arange(taken.samples)).llm_tokens >= 1)
         taken.details(np.arange(taken.samples))[:]
     assert refused > 30
 
 
 def test_files_of_different_catalogs_are_refused(catalog):
-    memory, details = hand_over(catalog)
-    empty = os.memfd_create("empty")
-    for pair in ((copied(memory), empty), (copied(details), copied(details))):
+    files, empty = hand_over(catalog), os.memfd_create("empty")
+    for lengths, details in (
+        (copied(files.lengths), empty),
+        (copied(files.details), copied(files.details)),
+    ):
         with pytest.raises(ValueError, match=r"."):
-            take_over(*pair, DEFAULT_LIMITS)
+            take_over(catalog.parts, RowFiles(lengths=lengths, details=details), DEFAULT_LIMITS)

@@ -1,0 +1,184 @@
+"""What opening a job over an index on disk takes: `python -m benchmarks.scale.submitted_index`.
+
+One part of an index is made up, and as many links to it as there are to be parts. A `JobOpener`
+opens the job as `job submit` has it opened: first reading everything, then finding what the first
+opening kept. Wall seconds; the files take some 250 bytes a sample of `--folder`.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from rich.console import Console
+
+from benchmarks.harness import Row
+from benchmarks.report import print_rows
+from benchmarks.scale.made_job import made_catalog
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
+from dataservice.jobs.job_file import read_job
+from dataservice.jobs.opener import JobOpener
+from dataservice.jobs.setup import index_job
+from dataservice.sources.index_cache import IndexCache
+from dataservice.sources.index_folder import MANIFEST, part_name
+from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA
+from dataservice.sources.manifest import Manifest
+from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
+from demo.tokenizer import train_tokenizer
+
+SOURCE = "pictures"
+ROWS_A_PART = 1_000_000
+LINE = '{"text": "a fox"}\n'
+TAKEN_UP = 5  # turns of what the cache found
+
+
+def made_rows(rows: int) -> pa.Table:
+    """The rows of one part, as `write_part` would write them."""
+    details = made_catalog(rows).parts.details
+    reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{details.descriptor}"))
+    made: Any = reader.read_all().combine_chunks()
+    items: Any = made["item_modality"].combine_chunks()
+    width = SCHEMA.field("content").type.byte_width
+    contents = pa.py_buffer(np.random.default_rng(0).bytes(rows * width))
+    lists: Any = pa.ListArray.from_arrays
+    nulls: Any = pa.nulls
+    unknown = {
+        "item_seconds_per_patch": pa.float64(),
+        "item_key_frames_s": pa.list_(pa.float64()),
+    }
+    columns = {
+        **{name: made[name] for name in made.schema.names},
+        **{name: lists(items.offsets, nulls(len(items.values), k)) for name, k in unknown.items()},
+        "file": pa.array([""] * rows).dictionary_encode(),
+        "content": pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), rows, [None, contents]),
+        "piece": pa.nulls(rows, pa.int32()),
+        LOSS_WEIGHT: pa.nulls(rows, pa.float64()),
+    }
+    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def made_home(home: Path, parts: int) -> Path:
+    """A job file over an index of so many parts."""
+    (home / "data").mkdir()
+    for number in range(parts):
+        (home / "data" / f"{number:06d}.jsonl").write_text(LINE)
+    train_tokenizer(home, home / "tokenizer")
+    job = home / "job.yaml"
+    plain = {
+        "job": "submitted",
+        "epochs": 1000,
+        "sources": [{"name": SOURCE, "format": "jsonl", "url": "data/*.jsonl"}],
+        "index": "index",
+        "pipeline": {"tokenizer": "tokenizer"},
+        "batch": {"samples": 4096},
+        "plan": {"memory_tokens": 16_384},
+    }
+    job.write_text(yaml.safe_dump(plain))
+    index_job(read_job(job.read_text(), home).jobs[0], custom_processors={})
+    table, digest = made_rows(ROWS_A_PART), RowsDigest()
+    pq.write_table(table, home / "part", row_group_size=ROWS_PER_GROUP, compression="zstd")
+    digest.add(table.set_column(*_without_nulls(table, "piece", 0)))
+    folder = home / "index" / SOURCE
+    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "the manifest")
+    for part in manifest.parts:
+        (folder / part_name(part.file.name)).unlink()
+        os.link(home / "part", folder / part_name(part.file.name))
+    parts_of = tuple(
+        replace(part, rows=ROWS_A_PART, identity=digest.identity, places=digest.places)
+        for part in manifest.parts
+    )
+    (folder / MANIFEST).write_text(replace(manifest, parts=parts_of).to_json())
+    return job
+
+
+def _without_nulls(table: pa.Table, name: str, empty: int) -> tuple[int, str, Any]:
+    column: Any = table[name]
+    return table.schema.get_field_index(name), name, column.fill_null(empty)
+
+
+def opened(job: Path, cache: IndexCache) -> Generator[tuple[float, JobSetup], None, None]:
+    """Open the job again and again: wall seconds of each time, and what was opened."""
+    opener = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=OpeningLimits(),
+        cache=cache,
+    )
+    with closing(opener):
+        opener.start()
+        (record,) = opener.read_job(job.read_text(), str(job.parent), "")
+        while True:
+            began_s = time.monotonic()
+            setup = opener.open_job(record)
+            yield time.monotonic() - began_s, setup
+
+
+def first_draw_s(setup: JobSetup) -> float:
+    """Of a step and its lengths."""
+    began_s = time.monotonic()
+    drawn = setup.stream.draw(epoch=0, position=0, batch=setup.batch).sample_ids
+    setup.catalog.lengths(drawn)
+    return time.monotonic() - began_s
+
+
+def measured(parts: int, folder: Path) -> list[Row]:
+    """The figures of an index of so many million samples."""
+    cache = IndexCache(folder / "cache", 2**40)
+    with closing(opened(made_home(folder, parts), cache)) as openings:
+        read_s, setup = next(openings)
+        drawn_s = first_draw_s(setup)
+        while not cache.names(""):
+            time.sleep(0.1)
+        found_s, drawn_again_s = [], []
+        for _ in range(TAKEN_UP):
+            taken_s, setup = next(openings)
+            found_s.append(taken_s)
+            drawn_again_s.append(first_draw_s(setup))
+    about = f"{setup.catalog.samples:,} samples"
+    return [
+        Row(group="index", what=f"opened first: {about}", figure=read_s, unit="s", limit=5),
+        Row(
+            group="index",
+            what=f"opened again: {about}",
+            figure=min(found_s),
+            unit="s",
+            limit=5,
+            explanation=f"The longest of {TAKEN_UP} took {max(found_s):.2f} s.",
+        ),
+        Row(
+            group="index",
+            what=f"first draw of 4,096: {about}",
+            figure=max(drawn_s, *drawn_again_s),
+            unit="s",
+            limit=0.05,
+            explanation="The longest of all openings.",
+        ),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and print; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, default=10)
+    parser.add_argument("--folder", type=Path, help="where the index and the cache may lie")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = measured(options.millions, Path(folder))
+    print_rows(Console(), "A submitted index", rows)
+    return int(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
