@@ -196,12 +196,18 @@ def _messages(
     message = wire_packs.pack_answers_to_proto(answers)
     if message.ByteSize() <= MESSAGE_LIMIT_BYTES:
         yield message
-    elif len(receipts) + len(failures) > 1:
-        half, halved = len(receipts) // 2, list(failures.items())
-        yield from _messages(receipts[:half], dict(halved[: len(halved) // 2]))
-        yield from _messages(receipts[half:], dict(halved[len(halved) // 2 :]))
-    else:
-        yield from _messages([_shortened(each) for each in receipts], failures)
+    elif receipts and failures:
+        yield from _messages(receipts, {})
+        yield from _messages((), failures)
+    elif len(receipts) > 1:
+        half = len(receipts) // 2
+        yield from _messages(receipts[:half], {})
+        yield from _messages(receipts[half:], {})
+    elif receipts:
+        yield from _messages([_shortened(receipts[0])], {})
+    else:  # an error cuts what it says, so that any of them fits
+        for pack, error in failures.items():
+            yield wire_packs.pack_answers_to_proto(PackAnswers(failures={pack: error}))
 
 
 def _shortened(receipt: PackReceipt) -> PackReceipt:

@@ -15,6 +15,7 @@ from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
 from dataservice.core.errors import (
     NotFoundError,
+    SourceError,
     SpecError,
     TicketError,
     WorkerLostError,
@@ -436,6 +437,34 @@ async def test_reasons_that_no_message_holds_are_shortened_and_say_so(
     (told,) = {bad.reason for bad in receipt.bad_samples}
     assert told.lstrip("é") == f" … (of {len(reason.encode()):,} bytes)"
     assert 0 < len(told.encode()) < len(reason.encode())
+    await served.stop()
+
+
+class FailingHost(MaskingHost):
+    """Masks all samples of the first pack, and cannot make the others."""
+
+    async def prepare(self, order):
+        if order.key.pack == 0:
+            return await super().prepare(order)
+        raise SourceError("é" * 2**20)
+
+
+async def test_failures_come_beside_a_receipt_that_fills_a_message(make, link):
+    served = await serve_worker(
+        FailingHost("é" * 2000),
+        worker=make.worker,
+        listen="127.0.0.1:0",
+        secret=make.secret,
+        grace_s=0,
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    orders = [make.order(samples=3900, shapes=()), *(make.order(pack=pack) for pack in (1, 2))]
+    ready, failed = [], {}
+    async for told in link.order(info, orders):
+        ready += told.receipts.pack.tolist()
+        failed |= told.failures
+    assert (ready, sorted(failed)) == ([0], [1, 2])
+    assert {type(error) for error in failed.values()} == {SourceError}
     await served.stop()
 
 
