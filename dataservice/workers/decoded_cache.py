@@ -1,13 +1,16 @@
 """Decoded samples on a disk of this machine, for whoever decodes the same bytes in the same way.
 
-    team, pipeline, sample as read, planned lengths ──digest──► file: HMAC │ the sample's arrays
+    team, pipeline, sample as read, planned lengths ──digest──► file: seal │ the sample's arrays
 
 Another job of the team, the next epoch, a replayed step and a resumed attempt find there what was
 decoded before. All workers of a machine share the folder. What is kept is not yet augmented.
 
 The name is a digest of the bytes that were read, and of nothing that an index says of them. A file
-counts only with an HMAC by a key that processes with a team's own code do not have: neither damage
+counts only with a seal by a key that processes with a team's own code do not have: neither damage
 nor such code can put other pixels into a sample. Such processes use no cache.
+
+The seal is AES-GCM's tag of the arrays (NIST SP 800-38D, GMAC), by a key of each name's own and a
+nonce that is drawn. Processors have instructions for it: it takes a fifteenth of SHA-256's time.
 
 Contract.
   Found      the sample is the one that decoding gives, byte by byte.
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import DecodedSample, RawSample, SampleLengths
@@ -36,13 +40,15 @@ from dataservice.workers.sample_memory import sample_buffers, sample_bytes, samp
 log = logging.getLogger(__name__)
 
 NAME_BYTES = 24
+FORM = b"gmac"  # of the files; those of another form have other names
+NONCE_BYTES, TAG_BYTES = 12, 16
 LOOKS = 64  # at the whole folder, while as many bytes are written as are kept
 KEPT = 0.9  # of the limit, after such a look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSpec:
-    """Where decoded samples are kept, about how many bytes of them, and the key of their HMAC in
+    """Where decoded samples are kept, about how many bytes of them, and the key of their seals in
     hexadecimal."""
 
     folder: str
@@ -65,7 +71,7 @@ class DecodedCache:
     def name(self, identity: str, raw: RawSample, planned: SampleLengths) -> str:
         """The name of what this sample is decoded to. O(bytes)."""
         digest = hashlib.sha256()  # which CPUs have instructions for
-        for part in (identity.encode(), repr(planned).encode(), *raw_buffers(raw)):
+        for part in (FORM, identity.encode(), repr(planned).encode(), *raw_buffers(raw)):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
         return digest.hexdigest()[: 2 * NAME_BYTES]
@@ -75,12 +81,13 @@ class DecodedCache:
         path, size_bytes = self._path(name), sample_bytes(planned)
         try:
             with path.open("rb", buffering=0) as stream:
-                told, data = stream.read(hashlib.sha256().digest_size), np.empty(size_bytes, "u1")
+                nonce, tag = stream.read(NONCE_BYTES), stream.read(TAG_BYTES)
+                data = np.empty(size_bytes, "u1")
                 whole = stream.readinto(data.data) == size_bytes and not stream.read(1)
                 os.utime(stream.fileno())
         except OSError:
             return None
-        if whole and hmac.compare_digest(told, self._mac(name, [data.data])):
+        if whole and hmac.compare_digest(tag, self._tag(name, nonce, [data.data])):
             return sample_of_bytes(data, planned)
         log.warning("a file of the cache of decoded samples is damaged: %s is removed", name)
         with suppress(OSError):
@@ -94,7 +101,8 @@ class DecodedCache:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(part, "xb", buffering=0, opener=_for_this_user) as stream:
-                for buffer in (self._mac(name, buffers), *buffers):
+                nonce = os.urandom(NONCE_BYTES)
+                for buffer in (nonce, self._tag(name, nonce, buffers), *buffers):
                     if stream.write(buffer) != len(buffer):
                         raise OSError("it was not written whole")
             part.replace(path)
@@ -128,11 +136,13 @@ class DecodedCache:
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / name
 
-    def _mac(self, name: str, buffers: Iterable[memoryview | bytes]) -> bytes:
-        mac = hmac.new(self._key, name.encode(), hashlib.sha256)
+    def _tag(self, name: str, nonce: bytes, buffers: Iterable[memoryview | bytes]) -> bytes:
+        key = hmac.digest(self._key, name.encode(), hashlib.sha256)
+        sealing = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
         for buffer in buffers:
-            mac.update(buffer)
-        return mac.digest()
+            sealing.authenticate_additional_data(buffer)
+        sealing.finalize()
+        return sealing.tag
 
 
 class CachedDecoder(SampleDecoder):
