@@ -10,6 +10,7 @@ mapping. The file has no name that could be left behind, and the last view unmap
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import weakref
@@ -49,7 +50,7 @@ class _Place:
 
     @property
     def size_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def sample_bytes(planned: SampleLengths) -> int:
