@@ -117,7 +117,7 @@ def rank_shard(
     )
 
 
-def _packed_places(places: list[int]) -> bytes:
+def packed_places(places: list[int]) -> bytes:
     """As `packed` has them; nearly always they are few, each of a byte."""
     return packed(places) if max(places, default=0) > _MOST_IN_A_BYTE else bytes(places)
 
@@ -143,8 +143,8 @@ def signed_ticket(
     places = [place_of[number] for number in held_by]
     workers = [ready.dispatched.workers[number] for number in numbers]
     columns = ticket_columns(ready.parts, replica, wanted)
-    columns["sequence_worker"] = _packed_places(places[:sequences])
-    columns["part_worker"] = _packed_places(places[sequences:])
+    columns["sequence_worker"] = packed_places(places[:sequences])
+    columns["part_worker"] = packed_places(places[sequences:])
     tensors = () if wanted.tokens and wanted.labels else wanted.sequence
     ticket = Ticket(
         job=job,
