@@ -41,7 +41,7 @@ def parity_cases(rank, size, cases):
             samples = random_samples(seed)
             waves = random_plan(samples, size, degrees, seed)
             shard = make_shard(samples, waves, size, rank, seed)
-            model = wrapped(how, frozen)
+            model = everything_gathered_twice() if how == TWICE else wrapped(how, frozen)
             gradients = None
             if how == "fsdp, every microbatch":
                 gradients = FsdpReduction(model, pool.everyone, every_microbatch=True)
@@ -55,7 +55,17 @@ def parity_cases(rank, size, cases):
     return answer
 
 
-WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch")
+TWICE = "fsdp, gathered for each pass"
+WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch", TWICE)
+
+
+def everything_gathered_twice():
+    """What the head gives, the whole model gives; the weights of both are gathered in the backward
+    pass, in the order of their hooks, which an idle replica must share."""
+    model = make_model(())
+    for part in (*model.encoders.values(), *model.layers, model.head, model):
+        fully_shard(part, reshard_after_forward=True)
+    return model
 
 
 @pytest.mark.parametrize(
