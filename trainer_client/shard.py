@@ -356,8 +356,8 @@ class Microbatch:
         self.reads.add("loss_weights")
         if self.weights is not None:
             return self.weights
-        device = self.__dict__["position_ids"].device  # reading it would count as reading it
-        return torch.ones(self.local_tokens, dtype=torch.float64, device=device)
+        places = self.__dict__["position_ids"]  # reading them would count as reading them
+        return torch.ones(len(places), dtype=torch.float64, device=places.device)
 
     @property
     def positions(self) -> torch.Tensor:

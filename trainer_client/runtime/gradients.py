@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -96,7 +97,8 @@ class ExpertReduction:
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise LayoutError(
                 f"{type(model).__name__} sums its gradients itself, also those of experts that "
-                "replicas do not share; give ExpertReduction the model without a wrapper"
+                "replicas do not share; give ExpertReduction the model without a wrapper, or shard "
+                "each expert over its holders and give FsdpReduction(..., experts=...)"
             )
         self._experts = {p: None for module in experts for p in module.parameters()}
         self._model = model
@@ -140,6 +142,11 @@ class FsdpReduction:
     ``keep_weights``: gather the weights once a step and hold them all until its last backward pass,
     instead of gathering them in each microbatch; sets the model's ``reshard_after_forward`` to
     False.
+    ``experts``: modules inside that are each sharded over fewer replicas, those that hold the same
+    experts. Their gradients come from the tokens of all replicas of their group, so they are summed
+    over the holders and divided as all others are: by the number of all replicas.
+
+    Raises LayoutError where parameters are not sharded over all replicas and are not of experts.
     """
 
     def __init__(
@@ -149,11 +156,17 @@ class FsdpReduction:
         *,
         every_microbatch: bool = False,
         keep_weights: bool = False,
+        experts: Iterable[Module] = (),
     ) -> None:
         _check_forward(model)
         if not isinstance(model, FSDPModule):
             raise LayoutError(f"{type(model).__name__} is not sharded; call fully_shard on it")
-        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        experts = tuple(experts)
+        of_experts = {parameter for module in experts for parameter in module.parameters()}
+        self._held_alone = [p for p in of_experts if isinstance(p, DTensor) and _holders(p) == 1]
+        for module in experts:
+            _divide_by(module, everyone.size)
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor) and p not in of_experts]
         for size in {parameter.device_mesh.size() for parameter in sharded}:
             _check_ranks(size, everyone)
         self.averaged_over = everyone.size
@@ -172,7 +185,33 @@ class FsdpReduction:
         yield
 
     def finish(self) -> None:
-        pass
+        for parameter in self._held_alone:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.averaged_over)
+
+
+def _holders(parameter: DTensor) -> int:
+    return int(parameter.device_mesh.size())
+
+
+def _divide_by(expert: Module, replicas: int) -> None:
+    """Divide the sum of a sharded expert's gradients by all replicas. Raises LayoutError."""
+    if not isinstance(expert, FSDPModule):
+        raise LayoutError(
+            f"{type(expert).__name__} is among `experts` and not sharded; call fully_shard on each "
+            "of them, with a mesh of the replicas that hold the same"
+        )
+    if not hasattr(expert, "set_gradient_divide_factor"):
+        raise LayoutError(
+            f"torch {torch.__version__} cannot divide the gradients of experts as those of other "
+            "weights; take torch 2.8 or later, or ExpertReduction and a model without a wrapper"
+        )
+    first = next(expert.parameters())
+    if isinstance(first, DTensor) and _holders(first) == 1:
+        return  # torch divides twice where nobody shares them in fp16 or fp64
+    expert.set_gradient_divide_factor(float(replicas))
+    if first.device.type == "cpu":  # gloo has no sum of scaled numbers
+        expert.set_force_sum_reduction_for_comms(True)
 
 
 def _check_forward(model: Module) -> None:
@@ -188,5 +227,6 @@ def _check_ranks(ranks: int, everyone: PeerGroup) -> None:
     if ranks % everyone.size:
         raise LayoutError(
             f"the model is reduced over {ranks} ranks, but gradients are summed over "
-            f"{everyone.size} replicas; wrap it over the group of all replicas"
+            f"{everyone.size} replicas; wrap it over the group of all replicas, and name experts "
+            "that fewer replicas share in FsdpReduction(..., experts=...)"
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import cross_entropy
 
@@ -144,21 +145,30 @@ def sum_gradients_of(parameters: Iterable[Parameter], group: PeerGroup) -> None:
 
 def _start_bucket(
     bucket: list[Parameter], group: PeerGroup
-) -> tuple[list[Parameter], Tensor, Transfer]:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-    flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-    return bucket, flat, group.post_sum(flat, action="the gradient sum")
+) -> tuple[list[Tensor], Tensor, Transfer]:
+    grads = [_local_gradient(parameter) for parameter in bucket]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    return grads, flat, group.post_sum(flat, action="the gradient sum")
 
 
-def _unflatten(bucket: list[Parameter], flat: Tensor) -> None:
+def _local_gradient(parameter: Parameter) -> Tensor:
+    """What this rank holds of the parameter's gradient, zeros where it has none; a part of it where
+    tensor ranks share the weight, cut as the weight is."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    grad = parameter.grad.detach()
+    if not isinstance(grad, DTensor):
+        return grad
+    if isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+    return grad.to_local()
+
+
+def _unflatten(grads: list[Tensor], flat: Tensor) -> None:
     start = 0
-    for parameter in bucket:
-        grad = flat.narrow(0, start, parameter.numel()).view_as(parameter)
-        start += parameter.numel()
-        if parameter.grad is None:
-            parameter.grad = grad.clone()  # not a view, which would keep the bucket alive
-        else:
-            parameter.grad.copy_(grad)
+    for grad in grads:
+        grad.copy_(flat.narrow(0, start, grad.numel()).view_as(grad))
+        start += grad.numel()
 
 
 def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:

@@ -6,7 +6,7 @@ tokens, width] to the next; the last one gives logits and takes the loss.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
 
@@ -44,8 +44,14 @@ from trainer_client.runtime.pipeline_schedule import (
     PipelineSchedule,
 )
 from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import MultimodalModel, forward_microbatch
-from trainer_client.shard import IGNORED_LABEL, Microbatch, Shard
+from trainer_client.runtime.sealed_call import sealed_call
+from trainer_client.runtime.step import (
+    MultimodalModel,
+    forward_microbatch,
+    seen_rows,
+    unseen_rows,
+)
+from trainer_client.shard import Microbatch, Shard
 
 CPU = torch.device("cpu")
 
@@ -203,6 +209,7 @@ class PipelineStage:
             given = self._call_first(chunk)(microbatch, self._mesh.groups)
         else:
             given = _call_later(chunk, microbatch, taken.requires_grad_(), self._mesh.groups)
+        given = seen_rows(given, microbatch)
         if self._schedule.target(self._mesh.stage, action) is None:
             given = microbatch_loss(given, microbatch, self._loss_tokens)
             self.loss_sum += given.detach().to(self.loss_sum)
@@ -228,7 +235,7 @@ class PipelineStage:
     def _call_first(self, chunk: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
         """A sharded chunk is called, so that its hooks run."""
         if isinstance(chunk, FSDPModule):
-            return cast(Callable[[Microbatch, GroupPool], Tensor], chunk)
+            return partial(sealed_call, chunk)
         model = cast(MultimodalModel, chunk)
         if self._encoding is not None:
             model = self._encoding.ready(model, self._rows)
@@ -245,8 +252,9 @@ class PipelineStage:
 
 
 def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: GroupPool) -> Tensor:
-    """A chunk's output. On an idle replica the chunk runs on one row that the loss does not see,
-    so that its modules run everywhere, and the output has no rows."""
+    """A chunk's output. On an idle replica the chunk runs on rows that the loss does not see, one
+    or as many as rows are aligned to, so that its modules run everywhere."""
+    call = partial(sealed_call, chunk) if isinstance(chunk, FSDPModule) else chunk
     if not microbatch.idle:
         attention = PackedAttention(
             microbatch.cu_seqlens,
@@ -254,17 +262,7 @@ def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: G
             lengths=microbatch.lengths,
             layouts=microbatch.layouts,
         )
-        return settled(chunk(microbatch, hidden, attention), microbatch)
-    one_row = replace(
-        microbatch,
-        input_ids=None,
-        labels=microbatch.position_ids.new_full((1,), IGNORED_LABEL),
-        position_ids=microbatch.position_ids.new_zeros(1),
-        mrope=None if microbatch.mrope is None else microbatch.mrope.new_zeros(3, 1),
-        cu_seqlens=microbatch.cu_seqlens.new_tensor([0, 1]),
-        lengths=microbatch.cu_seqlens.new_tensor([1]),
-        weights=None,
-    )
-    padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-    given = settled(chunk(one_row, padded, PackedAttention([0, 1])), one_row)
-    return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views
+        return settled(call(microbatch, hidden, attention), microbatch)
+    unseen = unseen_rows(microbatch)
+    padded = torch.cat([hidden, hidden.new_zeros(unseen.rows_multiple, hidden.shape[1])])
+    return settled(call(unseen, padded, PackedAttention(unseen.cu_seqlens)), unseen)

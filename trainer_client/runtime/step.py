@@ -48,6 +48,7 @@ from trainer_client.runtime.phases import (
     pack_place,
 )
 from trainer_client.runtime.ring_attention import PackedAttention
+from trainer_client.runtime.sealed_call import sealed_call
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.runtime.wave_ahead import wave_taken, waves_of
 from trainer_client.shard import IGNORED_LABEL, MODALITIES, Microbatch, ModalityBatch, Shard
@@ -168,7 +169,7 @@ def _whole_step(
         for number, microbatch in enumerate(waves, start=1):
             last = number == len(shard.microbatches)
             with nullcontext() if reduction is None else reduction.microbatch(last=last):
-                given = forward(microbatch, groups)
+                given = seen_rows(forward(microbatch, groups), microbatch)
                 loss = microbatch_loss(given, microbatch, loss_tokens)
                 if reduction is not None:
                     scaled = loss * reduction.averaged_over
@@ -199,7 +200,7 @@ def _device_of(model: Module) -> torch.device:
 def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
     """A wrapped model is called, so that its wrapper's hooks run."""
     if isinstance(model, DistributedDataParallel | FSDPModule):
-        return cast(Callable[[Microbatch, GroupPool], Tensor], model)
+        return partial(sealed_call, model)
     return partial(forward_microbatch, cast(MultimodalModel, model))
 
 
@@ -210,7 +211,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     Every replica runs the same modules. An encoder for which this replica has no item, but others
     have one, runs on a dummy item; the decoder of an idle replica runs on one token, or on as many
     as rows are aligned to. The loss sees neither. So the collectives of sharded modules, forward
-    and backward, are the same everywhere.
+    and backward, are the same everywhere. An idle replica's rows are among the result, for
+    ``seen_rows`` to leave out behind the wrapper: FSDP2 gathers weights in the order in which its
+    hooks lie on a module's result, so all replicas give it results that were made alike.
     """
     arriving = wave_taken(
         microbatch,
@@ -220,10 +223,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     features = {modality: exchanged.take() for modality, exchanged in arriving.items()}
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
-        unseen = _unseen_rows(microbatch)
+        unseen = unseen_rows(microbatch)
         attention = PackedAttention(unseen.cu_seqlens)
-        given = settled(model.decode(unseen, features, attention), unseen)
-        return given[:0].clone() if given.dim() else given  # FSDP's hooks want no views
+        return settled(model.decode(unseen, features, attention), unseen)
     attention = PackedAttention(
         microbatch.cu_seqlens,
         group=groups.get(microbatch.cp_group),
@@ -313,7 +315,12 @@ def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tens
     return encoded
 
 
-def _unseen_rows(idle: Microbatch) -> Microbatch:
+def seen_rows(given: Tensor, microbatch: Microbatch) -> Tensor:
+    """What was computed of a microbatch without an idle replica's rows; a loss is as it was."""
+    return given[:0] if microbatch.idle and given.dim() else given
+
+
+def unseen_rows(idle: Microbatch) -> Microbatch:
     """An idle microbatch with one token that has no label, or as many as rows are aligned to."""
     tokens = idle.position_ids.new_zeros(idle.rows_multiple)
     end = idle.rows_multiple

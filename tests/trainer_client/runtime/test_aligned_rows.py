@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.trainer_client.runtime.random_chunks import HIDDEN, Chunk, cut, only_its_parts
 from tests.trainer_client.runtime.random_steps import (
     Model,
     make_model,
@@ -13,7 +14,7 @@ from tests.trainer_client.runtime.random_steps import (
     worst_difference,
 )
 from trainer_client.alignment import aligned
-from trainer_client.runtime import GroupPool, run_step
+from trainer_client.runtime import GroupPool, PipelineMesh, run_pipeline_step, run_step
 
 
 class Measuring(Model):
@@ -65,3 +66,52 @@ def test_aligned_rows_of_one_replica(ahead):
         result = run_step(model, aligned(shard, 32), pool, features_ahead=ahead)
     loss, grads = single_process(make_model(()), samples)
     assert worst_difference(result, model, loss, grads)[1] <= 1e-10
+
+
+class MeasuringChunk(Chunk):
+    """Notes how many rows its layers get, and whether a loss of its own would find as many."""
+
+    def decode(self, microbatch, *given):
+        self.note(microbatch)
+        return super().decode(microbatch, *given)
+
+    def forward(self, microbatch, *rest):
+        if not hasattr(self, "tokens"):
+            self.note(microbatch)
+        return super().forward(microbatch, *rest)
+
+    def note(self, microbatch):
+        self.idle = microbatch.idle
+        assert len(microbatch.loss_weights) == len(microbatch.position_ids)
+
+    def body(self, x, attention):
+        self.__dict__.setdefault("rows", []).append((len(x), self.idle))
+        return super().body(x, attention)
+
+
+def aligned_stages(rank, size, multiple):
+    seed, replicas = 21, size // 2
+    samples = weighed(random_samples(seed), seed)
+    waves = random_plan(samples, replicas, (1, 2), seed)
+    with PipelineMesh(stages=2, timeout_s=60) as mesh:
+        shard = aligned(make_shard(samples, waves, replicas, mesh.replica, seed), multiple)
+        model = make_model(())
+        chunk = cut(model, 2, MeasuringChunk)[mesh.stage]
+        stripped = only_its_parts(shard, mesh.stage, 2)
+        result = run_pipeline_step([chunk], stripped, mesh, HIDDEN)
+    loss, grads = single_process(make_model(()), samples)
+    worst = abs(result.loss - loss) / abs(loss)
+    for name, parameter in model.named_parameters():
+        if any(parameter is own for own in chunk.parameters()):
+            difference = (parameter.grad - grads[name]).norm() / grads[name].norm().clamp_min(1e-3)
+            worst = max(worst, float(difference))
+    return worst, chunk.rows
+
+
+def test_idle_stages_of_a_pipeline_run_as_many_rows_as_are_aligned_to(world):
+    answers = world(aligned_stages, 6, 8)
+    assert max(worst for worst, _ in answers.values()) <= 1e-10
+    for stage in range(2):
+        of_stage = [rows for rank in range(stage, 6, 2) for rows in answers[rank][1]]
+        assert all(count % 8 == 0 for count, _ in of_stage)
+        assert {count for count, idle in of_stage if idle} == {8}

@@ -1,7 +1,9 @@
 """Experts that are spread over replicas, beside CP groups that change from wave to wave."""
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
 from tests.trainer_client.runtime.random_experts import EXPERTS, make_experts
@@ -11,7 +13,13 @@ from tests.trainer_client.runtime.random_steps import (
     random_samples,
     single_process,
 )
-from trainer_client.runtime import ExpertReduction, GroupPool, LayoutError, run_step
+from trainer_client.runtime import (
+    ExpertReduction,
+    FsdpReduction,
+    GroupPool,
+    LayoutError,
+    run_step,
+)
 
 REPLICAS = 4
 
@@ -35,6 +43,18 @@ def spread(pool, size):
     return model, ExpertReduction(model, pool, experts=experts, holders=holders)
 
 
+def sharded(pool, size, **choices):
+    """The same, each expert sharded over its holders and everything else over all replicas."""
+    model, _ = spread(pool, size)
+    mesh = init_device_mesh("cpu", (REPLICAS // size, size), mesh_dim_names=("holders", "group"))
+    experts = [expert for layer in model.layers for expert in layer.mlp.experts]
+    for expert in experts:
+        fully_shard(expert, mesh=mesh["holders"])
+    for part in (*model.encoders.values(), *model.layers, model):
+        fully_shard(part)
+    return model, FsdpReduction(model, pool.everyone, experts=experts, **choices)
+
+
 def own_name(name, first):
     """The name that a parameter has where all experts are in one process."""
     if ".experts." not in name:
@@ -46,35 +66,53 @@ def own_name(name, first):
 
 def spread_cases(rank, size, cases):
     found = {}
-    for seed, of_group, ahead in cases:
+    for seed, of_group, ahead, make, *choices in cases:
         samples, shards = shards_of(seed)
         loss, grads = single_process(make_experts(), samples)
         with GroupPool(timeout_s=60, lane=f"{seed} {of_group}") as pool:
-            model, reduction = spread(pool, of_group)
+            model, reduction = globals()[make](pool, of_group, **dict(choices))
             result = run_step(model, shards[rank], pool, gradients=reduction, features_ahead=ahead)
         first = rank % of_group * (EXPERTS // of_group)
         worst = abs(result.loss - loss) / abs(loss)
         for name, parameter in model.named_parameters():
-            good = grads[own_name(name, first)]
-            worst = max(worst, float((parameter.grad - good).norm() / good.norm().clamp_min(1e-3)))
+            good, grad = grads[own_name(name, first)], parameter.grad
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            worst = max(worst, float((grad - good).norm() / good.norm().clamp_min(1e-3)))
         idle = sum(microbatch.idle for microbatch in shards[rank].microbatches)
         found[seed, of_group] = worst, model.layers[0].mlp.calls, idle
     return found
 
 
-def refusal(rank, size):
+def refusals(rank, size):
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicas", "alone"))["alone"]
+    nested = make_experts()
+    expert = fully_shard(nested.layers[0].mlp.experts[0], mesh=alone)
+    fully_shard(nested)
+    said = []
     with GroupPool(timeout_s=60) as pool:
-        try:
-            ExpertReduction(fully_shard(make_experts()), pool, experts=[], holders=[rank])
-        except LayoutError as error:
-            return str(error)
+        for refused in (
+            lambda: ExpertReduction(nested, pool, experts=[expert], holders=[rank]),
+            lambda: run_step(nested, shards_of(2)[1][0], pool),
+            lambda: FsdpReduction(nested, pool.everyone, experts=[nested.layers[1].mlp]),
+        ):
+            try:
+                refused()
+            except LayoutError as error:
+                said.append(str(error))
+    return said
 
 
 def test_spread_experts_get_the_gradients_of_a_single_process(world):
-    cases = [(2, 2, False), (5, 4, True)]
+    cases = [
+        (2, 2, False, "spread"),
+        (5, 4, True, "spread"),
+        (3, 2, True, "sharded"),
+        (6, 2, False, "sharded", ("every_microbatch", True)),
+        (7, 4, False, "sharded"),
+    ]
     answers = world(spread_cases, REPLICAS, cases)
     assert any(idle for found in answers.values() for _, _, idle in found.values())
-    for seed, of_group, _ in cases:
+    for seed, of_group, *_ in cases:
         of_ranks = [answers[rank][seed, of_group] for rank in range(REPLICAS)]
         assert max(worst for worst, _, _ in of_ranks) <= 1e-10
         waves = len(shards_of(seed)[1][0].microbatches)
@@ -113,6 +151,12 @@ def test_an_idle_replica_that_left_its_experts_out_would_hold_up_the_others(reco
     assert stuck(queues_of(recorder, 4, skips=True))
 
 
-def test_a_wrapped_model_is_refused_as_it_sums_its_gradients_itself(world):
-    for said in world(refusal, 2).values():
-        assert "give ExpertReduction the model without a wrapper" in said
+def test_experts_that_a_wrapper_would_sum_wrongly_are_refused_with_the_remedy(world):
+    for plain, unnamed, whole in world(refusals, 2).values():
+        assert "give ExpertReduction the model without a wrapper" in plain
+        assert "FsdpReduction(..., experts=...)" in plain
+        assert "reduced over 1 ranks" in unnamed
+        assert (
+            "name experts that fewer replicas share in FsdpReduction(..., experts=...)" in unnamed
+        )
+        assert "call fully_shard on each of them" in whole

@@ -1,6 +1,7 @@
 """A traced step is a file that Perfetto reads: nested phases without gaps, waits, copies, rings."""
 
 import json
+import time
 from collections import defaultdict
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from tests.trainer_client.runtime.random_steps import (
     random_samples,
 )
 from trainer_client.device import DeviceCopier, PlainQueue
-from trainer_client.runtime import GroupPool, join_traces, run_step, traced
+from trainer_client.runtime import GroupPool, join_traces, ring_passes, run_step, traced
 from trainer_client.runtime.trace import COPIES, STEPS, WAITS
 
 CPU = torch.device("cpu")
@@ -123,6 +124,62 @@ def test_rings_and_exchanges_are_transfers_with_their_exposed_waits(traces):
     assert begun.keys() == ended.keys()
     assert len(begun) == len(waits)
     assert all(begun[key]["ts"] <= ended[key]["ts"] for key in begun)
+
+
+def covered(inner, spans):
+    """Whether a wait lies in one of these phases."""
+    return any(
+        span["ts"] - ROUNDING_US <= inner["ts"] and end(inner) <= end(span) + ROUNDING_US
+        for span in spans
+    )
+
+
+def test_phases_count_of_a_transfer_what_no_computing_hid(traces):
+    folder, _ = traces
+    events = events_of(folder, 0)
+    tracks = by_track(events)
+    for name, phases in (
+        ("ring attention (forward)", {"llm_forward"}),
+        ("the feature exchange (forward)", {"exchange"}),
+    ):
+        spans = [event for event in tracks[STEPS] if event["name"] in phases]
+        waits = [event for event in tracks[WAITS] if event["name"] == name]
+        assert waits
+        assert all(covered(wait, spans) for wait in waits), name
+
+
+def kernels_of_rings(rank, size, folder):
+    """A traced step, and when each block of attention was computed, in the seconds of the trace."""
+    samples, kernels = random_samples(6), []
+    attend = ring_passes._attend
+
+    def noted(*arguments):
+        began_s = time.perf_counter()
+        made = attend(*arguments)
+        kernels.append((began_s * 1e6, time.perf_counter() * 1e6))
+        return made
+
+    ring_passes._attend = noted
+    shard = make_shard(samples, random_plan(samples, size, (2,), 6), size, rank, 6)
+    with GroupPool(timeout_s=60) as pool, traced() as trace:
+        run_step(make_model(()), shard, pool)
+    trace.write(f"{folder}/rank{rank}.json")
+    return kernels
+
+
+def test_each_hop_of_a_ring_is_under_way_while_a_kernel_computes(world, tmp_path):
+    answers = world(kernels_of_rings, 2, str(tmp_path))
+    for rank, kernels in answers.items():
+        flights = {}
+        for event in events_of(tmp_path, rank):
+            if event["ph"] in "be" and event["name"] == "ring attention (forward)":
+                flights.setdefault(event["id"], {})[event["ph"]] = event["ts"]
+        assert flights
+        for flight in flights.values():
+            assert any(
+                flight["b"] <= began_us and ended_us <= flight["e"]
+                for began_us, ended_us in kernels
+            )
 
 
 def test_each_microbatch_is_one_copy_to_the_device(traces):

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_client.runtime.random_steps import (
+    Model,
     make_model,
     make_shard,
     random_plan,
     random_samples,
     single_process,
+    weighed,
     whole,
     worst_difference,
     wrapped,
@@ -38,7 +41,7 @@ def parity_cases(rank, size, cases):
             samples = random_samples(seed)
             waves = random_plan(samples, size, degrees, seed)
             shard = make_shard(samples, waves, size, rank, seed)
-            model = wrapped(how, frozen)
+            model = everything_gathered_twice() if how == TWICE else wrapped(how, frozen)
             gradients = None
             if how == "fsdp, every microbatch":
                 gradients = FsdpReduction(model, pool.everyone, every_microbatch=True)
@@ -52,7 +55,17 @@ def parity_cases(rank, size, cases):
     return answer
 
 
-WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch")
+TWICE = "fsdp, gathered for each pass"
+WAYS = ("ddp", "fsdp", "hsdp", "fsdp, every microbatch", TWICE)
+
+
+def everything_gathered_twice():
+    """What the head gives, the whole model gives; the weights of both are gathered in the backward
+    pass, in the order of their hooks, which an idle replica must share."""
+    model = make_model(())
+    for part in (*model.encoders.values(), *model.layers, model.head, model):
+        fully_shard(part, reshard_after_forward=True)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -223,6 +236,53 @@ def half_precision(rank, size):
 def test_fsdp_may_compute_in_half_precision(world):
     for parameter, difference in world(half_precision, 4).values():
         assert difference < 0.1, parameter
+
+
+class Looking(Model):
+    """Notes what its wrapper made of the microbatches before it got them."""
+
+    def forward(self, microbatch, groups):
+        batches = [batch for batch in (microbatch.vision, microbatch.audio) if batch is not None]
+        self.seen.append((set(microbatch.reads), *(set(batch.reads) for batch in batches)))
+        self.types.add(microbatch.weights.dtype)
+        self.types |= {item.dtype for batch in batches for item in batch.items}
+        return super().forward(microbatch, groups)
+
+    def encode(self, modality, batch):
+        kind = self.head.weight.dtype  # as a model of half precision takes its items
+        return super().encode(modality, replace(batch, items=[i.to(kind) for i in batch.items]))
+
+
+def looked_at(rank, size):
+    samples = weighed(random_samples(10), 10)
+    shard = make_shard(samples, random_plan(samples, size, (1, 2), 10), size, rank, 10)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    with GroupPool(timeout_s=60) as pool:
+        for how in ("fsdp", "ddp"):
+            model = make_model(()).float()
+            model.__class__, model.seen, model.types = Looking, [], set()
+            for mb in shard.microbatches:
+                for holder in (mb, mb.vision, mb.audio):
+                    if holder is not None:
+                        holder.reads.clear()
+            if how == "ddp":
+                wrapper = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            else:
+                for part in (*model.encoders.values(), *model.layers, model):
+                    fully_shard(part, mp_policy=policy)
+                wrapper = model
+            evaluate_step(wrapper, shard, pool)
+            found.append((model.seen, model.types))
+    return found
+
+
+def test_a_wrapper_neither_reads_nor_casts_what_is_in_a_microbatch(world):
+    for found in world(looked_at, 2).values():
+        for seen, types in found:
+            assert seen[0][0] <= {"labels"}, "counted before the first microbatch"
+            assert all(not of_media for _, *media in seen[:1] for of_media in media)
+            assert types == {torch.float64}
 
 
 LOST, LIMIT_S = 2, 20.0  # a death is noticed at once; no survivor may be late on a busy machine
