@@ -151,7 +151,7 @@ def test_phases_count_of_a_transfer_what_no_computing_hid(traces):
 def kernels_of_rings(rank, size, folder):
     """A traced step, and when each block of attention was computed, in the seconds of the trace."""
     samples, kernels = random_samples(6), []
-    attend = ring_passes._attend
+    attend = ring_passes.attend
 
     def noted(*arguments):
         began_s = time.perf_counter()
@@ -159,7 +159,7 @@ def kernels_of_rings(rank, size, folder):
         kernels.append((began_s * 1e6, time.perf_counter() * 1e6))
         return made
 
-    ring_passes._attend = noted
+    ring_passes.attend = noted
     shard = make_shard(samples, random_plan(samples, size, (2,), 6), size, rank, 6)
     with GroupPool(timeout_s=60) as pool, traced() as trace:
         run_step(make_model(()), shard, pool)
