@@ -11,7 +11,14 @@ import pytest
 
 from dataservice.core.ports import SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
-from dataservice.workers.decoded_cache import CachedDecoder, CacheSpec, DecodedCache
+from dataservice.workers import decoded_cache
+from dataservice.workers.decoded_cache import (
+    SALT_BYTES,
+    TAG_BYTES,
+    CachedDecoder,
+    CacheSpec,
+    DecodedCache,
+)
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.sample_pipelines import PipelineFactory
@@ -19,6 +26,7 @@ from tests.workers.memory_files import require_same
 from tests.workers.trouble import a_sample, an_order
 
 PLANNED = a_sample(1, "k", images=1).lengths
+AT = {"salt": 0, "tag": SALT_BYTES, "first": SALT_BYTES + TAG_BYTES}  # bytes of a file
 
 
 class Codec:
@@ -98,13 +106,19 @@ def test_another_team_pipeline_or_planned_length_does_not_find_it(spec):
     assert (other.reused, mine.reused) == (0, 0)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "longer", "swap", "forged"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "salt", "tag", "first", "cut", "longer", "empty", "swap", "forged"]
+)
 def test_a_file_that_is_not_what_was_kept_is_decoded_anew(spec, damage):
     decoder(spec).decode(raw(), PLANNED)
     (path,) = files(spec)
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[-1] ^= 1
+    elif damage in AT:
+        data[AT[damage]] ^= 1
+    elif damage == "empty":
+        data.clear()
     elif damage == "cut":
         del data[-1]
     elif damage == "longer":
@@ -123,6 +137,27 @@ def test_a_file_that_is_not_what_was_kept_is_decoded_anew(spec, damage):
     assert again.reused == 0
     require_same(again.decode(raw(), PLANNED), Codec().decode(raw(), PLANNED))
     assert again.reused == 1, "and kept again"
+
+
+def test_no_two_files_share_the_key_of_their_mac(spec):
+    kept = []
+    for _ in range(2):  # the same sample, kept twice
+        decoder(spec).decode(raw(), PLANNED)
+        (path,) = files(spec)
+        kept.append(path.read_bytes())
+        path.unlink()
+    one, other = kept
+    assert one[:SALT_BYTES] != other[:SALT_BYTES]
+    assert one[SALT_BYTES:][:TAG_BYTES] != other[SALT_BYTES:][:TAG_BYTES]
+    assert one[SALT_BYTES + TAG_BYTES :] == other[SALT_BYTES + TAG_BYTES :]
+
+
+def test_the_mac_is_the_same_in_however_many_pieces_it_is_made(spec, monkeypatch):
+    decoder(spec).decode(raw(), PLANNED)
+    monkeypatch.setattr(decoded_cache, "PIECE_BYTES", 1009)
+    one = decoder(spec)
+    one.decode(raw(), PLANNED)
+    assert one.reused == 1
 
 
 def test_what_was_used_least_recently_goes_first_and_the_limit_holds(spec):
