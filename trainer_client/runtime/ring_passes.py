@@ -46,7 +46,7 @@ def pass_forward(
         if not last:
             arriving, transfer = ring.shift((keys, values), channel=KEYS_CHANNEL)
         if block is not None:
-            merged.add(block, *attend(kernel, q, keys, values, block, scale))
+            merged.add(block, *_attend(kernel, q, keys, values, block, scale))
         if not last:
             transfer.wait()
             keys, values = arriving
@@ -163,10 +163,9 @@ class _Merged:
         return torch.zeros(self._shape, dtype=dtype, device=q.device), lse
 
 
-def attend(
+def _attend(
     kernel: BlockKernel, q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What a block's queries get from its keys, and their lse, as `kernel` has them."""
     return kernel.forward(
         block.queries.take(q), block.keys.take(keys), block.keys.take(values), block, scale
     )
