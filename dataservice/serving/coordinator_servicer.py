@@ -19,8 +19,10 @@ from typing import Any
 
 import grpc.aio
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+from google.protobuf.message import DecodeError
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.errors import SpecError
 from dataservice.core.health import ServiceHealth
 from dataservice.core.orders import EVERYTHING
 from dataservice.core.visible import visible
@@ -277,8 +279,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 await context.write(await self._shard(visit, request))
 
     async def _next_question(self, context: Context) -> coordinator_pb2.GetShardRequest | None:
-        """What a rank asks next; None where it asks no more. Raises ServiceUnreachableError where
-        the service stops meanwhile."""
+        """What a rank asks next; None where it asks no more. Raises SpecError on bytes that are no
+        question, ServiceUnreachableError where the service stops meanwhile."""
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
         if self._closing.is_set():
@@ -291,6 +293,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 raise
             task.uncancel()
             raise _stopping() from None
+        except DecodeError as error:
+            raise SpecError(
+                "what a rank asked for is no GetShardRequest. Run one release of the client, and "
+                "nothing between it and the service that changes bytes."
+            ) from error
         finally:
             self._listening.discard(task)
         return None if request is grpc.aio.EOF else request

@@ -242,6 +242,17 @@ async def test_a_refusal_ends_the_call_of_many_questions_with_its_reason(stub):
         await call.read()
 
 
+async def test_bytes_that_are_no_question_are_refused_with_what_is_to_be_done(api, channel_to):
+    handle = await serve_coordinator(api, "127.0.0.1:0")
+    method = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
+    call = channel_to(handle.address).stream_stream(f"/{method}/GetShards")()
+    await call.write(b"\xff")
+    with pytest.raises(grpc.aio.AioRpcError, match="no GetShardRequest. Run one release") as told:
+        await call.read()
+    assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await handle.stop(0.0)
+
+
 async def test_a_call_that_waits_for_a_question_holds_up_no_service_that_stops(api, channel_to):
     handle = await serve_coordinator(api, "127.0.0.1:0")
     call = coordinator_pb2_grpc.CoordinatorStub(channel_to(handle.address)).GetShards()
