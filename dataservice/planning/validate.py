@@ -9,6 +9,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.planning.encoder_memory.fit import rooms_left
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.pieces import unit_counts
 from dataservice.planning.routes import feature_runs, item_packs, item_places
 
@@ -69,16 +70,36 @@ def _check_pieces(plan: StepPlan, first: NDArray[np.int32]) -> None:
     held = unit_counts(plan)
     require(len(first) == len(held) == len(plan.item_sample), "units are not of every item")
     require(len(first) == 0 or bool(first[0] == 0 and held.min() > 0), "a piece has no beginning")
-    more = np.flatnonzero(first > 0)
-    before = more - 1
-    ends = plan.item_position + plan.item_llm_tokens
-    require(
-        bool((first[more] == first[before] + held[before]).all())
-        and bool((plan.item_position[more] == ends[before]).all())
-        and bool((plan.item_sample[more] == plan.item_sample[before]).all())
-        and bool((plan.item_modality[more] == plan.item_modality[before]).all()),
-        "a piece of an item does not continue the one before",
+    continued = _all_continued(
+        first,
+        held,
+        plan.item_position,
+        plan.item_llm_tokens,
+        plan.item_sample,
+        plan.item_modality,
     )
+    require(continued, "a piece of an item does not continue the one before")
+
+
+@kernel
+def _all_continued(
+    first: NDArray[np.int32],
+    held: NDArray[np.int32],
+    position: NDArray[np.int32],
+    llm_tokens: NDArray[np.int32],
+    sample: NDArray[np.int32],
+    modality: NDArray[np.int8],
+) -> bool:
+    for row in range(1, first.size):
+        before = row - 1
+        if first[row] > 0 and (
+            first[row] != first[before] + held[before]
+            or position[row] != position[before] + llm_tokens[before]
+            or sample[row] != sample[before]
+            or modality[row] != modality[before]
+        ):
+            return False
+    return True
 
 
 def _check_room(plan: StepPlan, item_replica: NDArray[np.int32], room: EncoderRoom) -> None:

@@ -247,7 +247,7 @@ async def test_bytes_that_are_no_question_are_refused_with_what_is_to_be_done(ap
     method = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
     call = channel_to(handle.address).stream_stream(f"/{method}/GetShards")()
     await call.write(b"\xff")
-    with pytest.raises(grpc.aio.AioRpcError, match="no GetShardRequest. Run one release") as told:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"no GetShardRequest\. Run one release") as told:
         await call.read()
     assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await handle.stop(0.0)
