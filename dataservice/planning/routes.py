@@ -23,20 +23,25 @@ from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.integers import ring_member
 from dataservice.planning.kernels.sort import group_stable
 
+ALL = slice(None)
+
 
 def item_packs(plan: StepPlan) -> NDArray[np.int32]:
     """The pack of each item: int32[m]. O(n + m)."""
     return _item_packs(plan.pack_offsets, plan.pack_samples, plan.item_sample)
 
 
-def item_homes(plan: StepPlan, pack: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The replica that holds each item's first token: int32[m]; `pack` int32[m] as above."""
+def item_homes(
+    plan: StepPlan, pack: NDArray[np.int32], some: NDArray[np.int64] | slice = ALL
+) -> NDArray[np.int32]:
+    """The replica that holds the first token of each item, or of `some` of them: int32[k]; `pack`
+    int32[m] as above."""
     return _item_homes(
         plan.replica_offsets,
         plan.pack_replicas,
-        pack,
-        plan.item_sample,
-        plan.item_position,
+        pack[some],
+        plan.item_sample[some],
+        plan.item_position[some],
         plan.sample_tokens,
     )
 

@@ -48,7 +48,7 @@ def check_waves(
         memory_tokens=setting.memory_tokens,
     )
     padded_tokens, seconds, _ = _times_on_ranks(
-        groups, tokens, np.ones(tokens.size) if weights is None else weights, setting
+        groups, tokens, np.empty(0) if weights is None else weights, setting
     )
     same = padded_tokens == joined([wave.padded_tokens for wave in waves], np.int64)
     time_s = joined([wave.time_s for wave in waves], np.float64)
@@ -102,7 +102,7 @@ def _times_on_ranks(
     groups: Groups, tokens: NDArray[np.int64], weights: NDArray[np.float64], setting: Setting
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
     """Padded tokens int64[groups] and seconds float64[groups], crossing counted, and the work of
-    all in replica-seconds, padding left out."""
+    all in replica-seconds, padding left out. Empty `weights` are all 1."""
     samples, sample_offsets, ranks, rank_offsets = groups
     count = sample_offsets.size - 1
     padded_tokens, seconds, work = np.empty(count, np.int64), np.empty(count), 0.0
@@ -114,10 +114,11 @@ def _times_on_ranks(
         for at in range(sample_offsets[group], sample_offsets[group + 1]):
             sample = samples[at]
             padded = padded_length(tokens[sample], degree)
+            weight = weights[sample] if weights.size else 1.0
             total += padded
-            squares += weights[sample] * float(padded) * float(padded)
+            squares += weight * float(padded) * float(padded)
             size = float(tokens[sample])
-            work += work_seconds(size, weights[sample] * size * size, setting.coefficients)
+            work += work_seconds(size, weight * size * size, setting.coefficients)
         crosses = False
         node = ranks[first] // setting.ranks_per_node
         for at in range(first, rank_offsets[group + 1]):

@@ -21,7 +21,7 @@ from dataservice.planning.nodes.phases import (
     spread_phases,
 )
 from dataservice.planning.nodes.slices import Slices, slice_phases
-from dataservice.planning.pieces import unit_counts
+from dataservice.planning.pieces import Cut, unit_counts
 from dataservice.planning.routes import item_homes, item_packs
 
 # What a node may have above the mean. A balance this close is worth more than what it would cost
@@ -81,12 +81,26 @@ def encoder_loads(
     )
 
 
-def encoder_items(
-    plan: StepPlan, cost: CostModel, pack: NDArray[np.int32] | None = None
+def encoder_items(plan: StepPlan, cost: CostModel) -> EncoderItems:
+    """Every item of a plan whose packs are placed, as it is dispatched. O(n + m)."""
+    pack = item_packs(plan)
+    return _encoder_items(plan, cost, pack, item_homes(plan, pack))
+
+
+def cut_encoder_items(
+    items: EncoderItems, cut: Cut, plan: StepPlan, cost: CostModel
 ) -> EncoderItems:
-    """Every item of a plan whose packs are placed, as it is dispatched; `pack` as above.
-    O(n + m)."""
-    pack, units = item_packs(plan) if pack is None else pack, unit_counts(plan)
+    """The items of a `plan` in which those of another one, `items`, are in such pieces. O(k)."""
+    pack, home = items.pack[cut.row], items.home[cut.row]
+    inside = np.flatnonzero(cut.first)  # the others begin where their items do
+    home[inside] = item_homes(plan, pack, inside)
+    return _encoder_items(plan, cost, pack, home)
+
+
+def _encoder_items(
+    plan: StepPlan, cost: CostModel, pack: NDArray[np.int32], home: NDArray[np.int32]
+) -> EncoderItems:
+    units = unit_counts(plan)
     phase, seconds, unit_seconds = _phases_and_seconds(plan, pack, units, cost)
     return EncoderItems(
         phases=plan.waves * MODALITIES,
@@ -94,7 +108,7 @@ def encoder_items(
         seconds=seconds,
         batch_s=_batch_s(cost),
         pack=pack,
-        home=item_homes(plan, pack),
+        home=home,
         encoder_tokens=plan.item_encoder_tokens,
         llm_tokens=plan.item_llm_tokens,
         units=units,

@@ -26,8 +26,8 @@ from dataservice.planning.pieces import (
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
     EncoderLoads,
+    cut_encoder_items,
     dispatch_items,
-    encoder_items,
     encoder_loads,
     encoding_bounds,
     slice_items,
@@ -58,7 +58,7 @@ def place_items(
         if pieces.max(initial=1) > 1:
             even = cut_evenly(units, pieces)
             base = cut_items(grouped, even)
-            base_items = encoder_items(base, options.cost, items.pack[even.row])
+            base_items = cut_encoder_items(items, even, base, options.cost)
     known_s = bound_s if base is grouped else None
     sliced = None
     if options.stages.dispatch != "home":
@@ -102,7 +102,7 @@ def _sliced(
     shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
     shares = shares._replace(row=rows[shares.row])
     slices = slice_items(
-        encoder_items(cut_items(base, shares), options.cost, items.pack[shares.row]),
+        cut_encoder_items(items, shares, cut_items(base, shares), options.cost),
         bound_s,
         replicas=topology.replicas,
         replicas_per_node=topology.replicas_per_node,
