@@ -94,7 +94,11 @@ def make_index_cache(config: ServiceConfig) -> IndexCache:
     """Where the config has opened indexes kept."""
     if not config.index_cache_bytes:
         return NO_CACHE
-    own = Path(tempfile.gettempdir()) / f"dataservice-index-{os.geteuid()}"
+    # /tmp is often in memory, which would stay taken when the service has ended.
+    kept = Path("/var/tmp")
+    if "TMPDIR" in os.environ or not kept.is_dir():
+        kept = Path(tempfile.gettempdir())
+    own = kept / f"dataservice-index-{os.geteuid()}"
     return IndexCache(Path(config.index_cache or own), config.index_cache_bytes)
 
 

@@ -54,7 +54,8 @@ class ServiceConfig(Strict):
     index_cache: str | None = None
     """Folder on a disk of the coordinator's machine where what was read of jobs' indexes is kept:
     a job over the same index then opens in seconds, also after a restart. It needs some 250 bytes a
-    sample, and must be this user's alone. By default a folder in TMPDIR."""
+    sample, and must be this user's alone. By default a folder in
+    TMPDIR, or else in /var/tmp."""
     index_cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**30
     """About how many bytes `index_cache` may keep, and at most half of what its disk has for it;
     what was opened least recently goes first. 0 keeps none."""
