@@ -18,7 +18,7 @@ from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from dataservice.core.sample import DecodedSample
 from dataservice.decode.sample_pipeline import build_pipeline
 from dataservice.jobs.job_file import read_job
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.reader import SourceReader
 from soak.digest import digest_of_tokens, digests_of_item
 from soak.journal import PackPart, Row, read_journals
@@ -35,7 +35,7 @@ class Dataset:
     def __init__(self, job_file: Path) -> None:
         spec = read_job(job_file.read_text(), job_file.parent)
         self._pipeline = build_pipeline(spec.pipeline, custom_processors={NAME: HeldVision})
-        self._catalog = open_catalog(spec.sources, spec.index, self._pipeline.fingerprint)
+        self._catalog = find_index(spec.sources, spec.index, self._pipeline.fingerprint).read()
         self._reader = SourceReader(spec.sources)
         self._spec = spec
         self.decoded = lru_cache(maxsize=None)(self._decode)

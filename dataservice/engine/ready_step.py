@@ -26,7 +26,6 @@ from dataservice.engine.shards import StepParts, ticket_columns
 # Streams wait for one another on slow links, and the clocks of hosts differ. Only its holder can
 # use a ticket meanwhile.
 TICKET_LIFE_S = 900
-_MOST_IN_A_BYTE = 127  # of whole numbers with a sign
 # A summary up to this size comes with every shard; a larger one is asked for.
 SMALL_SUMMARY_BYTES = 1024
 
@@ -117,11 +116,6 @@ def rank_shard(
     )
 
 
-def packed_places(places: list[int]) -> bytes:
-    """As `packed` has them; nearly always they are few, each of a byte."""
-    return packed(places) if max(places, default=0) > _MOST_IN_A_BYTE else bytes(places)
-
-
 def signed_ticket(
     ready: ReadyStep,
     replica: int,
@@ -143,8 +137,8 @@ def signed_ticket(
     places = [place_of[number] for number in held_by]
     workers = [ready.dispatched.workers[number] for number in numbers]
     columns = ticket_columns(ready.parts, replica, wanted)
-    columns["sequence_worker"] = packed_places(places[:sequences])
-    columns["part_worker"] = packed_places(places[sequences:])
+    columns["sequence_worker"] = packed(places[:sequences])
+    columns["part_worker"] = packed(places[sequences:])
     tensors = () if wanted.tokens and wanted.labels else wanted.sequence
     ticket = Ticket(
         job=job,

@@ -23,7 +23,7 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import SampleLengths, SampleLocation, SampleRef, piece_key
-from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.catalog import IndexedCatalog, find_index
 from dataservice.sources.filesystem import translate
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
@@ -107,7 +107,7 @@ def find(
     NotFoundError where there is no such sample, SourceError where the source cannot be read."""
     samples: Samples
     try:
-        catalog = open_catalog([source], index_dir, measurer.fingerprint, limits=limits)
+        catalog = find_index([source], index_dir, measurer.fingerprint, limits=limits).read()
         samples = IndexedSamples(source, index_dir, catalog)
     except IndexStaleError as error:
         samples = ScannedSamples(source, measurer, limits)

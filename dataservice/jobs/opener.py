@@ -254,21 +254,21 @@ class JobOpener:
         """The job's index, whose rows are read where they are not kept. Raises ValueError where
         they contradict each other."""
         limits, team = self._program.limits, team_of(record.name)
-        for kept in (self._cache.names(team), []):
-            head, files = self._found(record, built, kept)
-            if files is not None:
-                copies = files.copied()
-                try:
-                    catalog = take_over(head, files, limits)
-                except BaseException:
-                    copies.close()
-                    raise
-                self._cache.keep_soon(team, head.rows_name, copies)
-                return catalog
-            found = self._cache.find(team, head, limits)
-            if found is not None:
-                return found
-        raise ValueError("its rows were neither read nor kept")
+        head, files = self._found(record, built, self._cache.names(team))
+        if files is None:
+            kept = self._cache.find(team, head, limits)
+            if kept is not None:
+                return kept
+            head, files = self._found(record, built, [])
+            assert files is not None, "rows that are not kept are read"
+        copies = files.copied()
+        try:
+            catalog = take_over(head, files, limits)
+        except BaseException:
+            copies.close()
+            raise
+        self._cache.keep_soon(team, head.rows_name, copies)
+        return catalog
 
     def _found(
         self, record: JobRecord, built: BuiltPipeline, kept: list[str]

@@ -23,7 +23,7 @@ from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.integers import ring_member
 from dataservice.planning.kernels.sort import group_stable
 
-ALL = slice(None)
+_ALL_ITEMS = slice(None)
 
 
 def item_packs(plan: StepPlan) -> NDArray[np.int32]:
@@ -32,7 +32,7 @@ def item_packs(plan: StepPlan) -> NDArray[np.int32]:
 
 
 def item_homes(
-    plan: StepPlan, pack: NDArray[np.int32], some: NDArray[np.int64] | slice = ALL
+    plan: StepPlan, pack: NDArray[np.int32], some: NDArray[np.int64] | slice = _ALL_ITEMS
 ) -> NDArray[np.int32]:
     """The replica that holds the first token of each item, or of `some` of them: int32[k]; `pack`
     int32[m] as above."""

@@ -191,23 +191,6 @@ class FoundIndex:
             return IndexedCatalog(CatalogParts.of(self.head, spool.finish(), details.finish()))
 
 
-def open_catalog(
-    specs: Sequence[SourceSpec],
-    index_dir: str,
-    measurer_fingerprint: str,
-    *,
-    limits: DecodeLimits = DEFAULT_LIMITS,
-    roots: Roots | None = None,
-    verified: Collection[str] = (),
-    require_rows: Callable[[Sequence[int]], None] = lambda rows: None,
-) -> IndexedCatalog:
-    """What `find_index` finds, read. Raises what both raise."""
-    return find_index(
-        specs, index_dir, measurer_fingerprint,
-        limits=limits, roots=roots, verified=verified, require_rows=require_rows,
-    ).read()  # fmt: skip
-
-
 def find_index(
     specs: Sequence[SourceSpec],
     index_dir: str,
@@ -307,7 +290,7 @@ def require_same_index(
     verified: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The `verified` tokens for the next call. Lists files and reads manifests; reads parts and
-    files only when times differ, as `open_catalog` does.
+    files only when times differ, as `find_index` and reading what it found do.
 
     Raises IndexStaleError or SourceError when a catalog of this `identity` no longer describes its
     sources.

@@ -9,6 +9,7 @@ is known is empty. `VERSION` changes with the tables; both ends must have the sa
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ VERSION = 1
 RECEIPTS_VERSION = 1  # of RECEIPTS, which pass between workers and coordinator alone
 
 _WIDTHS = (1, 2, 4, 8)
+_MOST = 127  # of a byte with a sign
 _MOST_ROWS = 2**31 - 1  # that one number may count
 
 
@@ -152,6 +154,9 @@ def narrowest(values: NDArray[Any]) -> str:
 
 def packed(values: "NDArray[Any] | Sequence[float]") -> bytes:
     """A column of whole or real numbers as bytes."""
+    if isinstance(values, list) and 0 <= min(values, default=0) <= max(values, default=0) <= _MOST:
+        with suppress(TypeError):  # of real numbers
+            return bytes(values)  # as they are nearly always few, for which an array takes long
     of = np.asarray(values)
     if of.dtype.kind == "f" and of.size:
         return np.ascontiguousarray(of, "<f8").tobytes()

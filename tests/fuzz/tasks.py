@@ -17,7 +17,7 @@ from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.sample_pipeline import Pipeline, build_pipeline
 from dataservice.jobs.job_file import job_from_json, read_job
 from dataservice.operate.config import read_config
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
@@ -144,7 +144,7 @@ def changed(setting: tuple[str, str, bytes]) -> Callable[[bytes], str | None]:
     (home / "tokenizer").mkdir()
     decoder = _pipeline(str(home / "tokenizer"), DEFAULT_LIMITS)
     build_index(spec, out_dir=str(home / "index"), make_measurer=lambda: decoder)
-    catalog = open_catalog([spec], str(home / "index"), decoder.fingerprint)
+    catalog = find_index([spec], str(home / "index"), decoder.fingerprint).read()
     samples = [PackSample(ref=r, lengths=n) for r, n in catalog.details(np.arange(catalog.samples))]
     pipeline = DecodingPipeline(reader=SourceReader([spec]), decoder=decoder)
     whole = [read_and_decode(pipeline, sample).sample for sample in samples]
@@ -186,7 +186,7 @@ def index(_setting: None) -> Callable[[tuple[str, str]], str | None]:
         rng = random.Random(seed)
         files[suffix].write_bytes(mutated(intact[suffix], [intact[suffix]], rng))
         try:
-            catalog = open_catalog([spec], str(home / "index"), decoder.fingerprint)
+            catalog = find_index([spec], str(home / "index"), decoder.fingerprint).read()
             assert catalog.samples == 50
             for ref, lengths in catalog.details(np.arange(50)):
                 assert 1 <= lengths.llm_tokens < 2**24

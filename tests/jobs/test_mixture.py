@@ -8,7 +8,7 @@ from dataservice.core.errors import IndexStaleError
 from dataservice.jobs.mixture import mixture_as_indexed, mixture_of_summaries, mixture_tree
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.setup import index_job
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from tests.jobs.corpus import job_of, make_corpus
 
 
@@ -24,7 +24,7 @@ def test_a_mixture_is_the_same_as_indexed_as_it_lies_on_disk_and_opened(home: Pa
     summaries = index_job(spec, custom_processors={})
     indexed = mixture_of_summaries(spec, summaries)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), {})
-    opened = open_catalog(spec.sources, spec.index, pipeline.fingerprint)
+    opened = find_index(spec.sources, spec.index, pipeline.fingerprint).read()
     assert mixture_as_indexed(spec) == mixture_tree(spec, opened.totals) == indexed
     talks, pages = indexed.sources
     assert (talks.source, talks.samples, talks.tokens) == (

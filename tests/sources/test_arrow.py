@@ -21,7 +21,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import SampleLocation
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.formats import arrow
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
@@ -165,7 +165,7 @@ def test_an_index_leads_back_to_every_sample(
 ) -> None:
     source = spec(written(tmp_path / "a.arrow", texts_with_pictures()), "arrow")
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-    catalog = open_catalog([source], str(tmp_path / "index"), "words-1")
+    catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
     reader = SourceReader([source])
     raws = [reader.read(ref) for ref, _ in catalog.details(np.arange(catalog.samples))]
     assert raws == [sample.raw for sample in scan(source)]

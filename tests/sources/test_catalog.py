@@ -15,7 +15,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import LengthTable, RawSample, SampleLengths, SampleRef
 from dataservice.sources import detail_file
-from dataservice.sources.catalog import IndexedCatalog, open_catalog, require_same_index
+from dataservice.sources.catalog import IndexedCatalog, find_index, require_same_index
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
@@ -91,7 +91,7 @@ def catalog(
             }
         )
     monkeypatch.setattr(detail_file, "BATCH_ROWS", 4)  # so that rows lie in many batches
-    return open_catalog(specs, request.getfixturevalue("index_dir"), "words-1")
+    return find_index(specs, request.getfixturevalue("index_dir"), "words-1").read()
 
 
 def equal(left: LengthTable, right: LengthTable) -> bool:
@@ -137,7 +137,7 @@ def test_details_do_not_depend_on_how_rows_are_kept(
 ) -> None:
     monkeypatch.setattr(detail_file, "BATCH_ROWS", 4)
     monkeypatch.setattr(detail_file, "BLOCK_ROWS", 3)
-    catalog = open_catalog(specs, index_dir, "words-1")
+    catalog = find_index(specs, index_dir, "words-1").read()
     for size in (0, 1, 60):
         ids = np.random.default_rng(size).integers(0, 23, size=size)
         details = catalog.details(ids)
@@ -158,7 +158,7 @@ def test_every_sample_of_an_index_can_be_read(
     specs: list[SourceSpec], index_dir: str, measurer: Measurer
 ) -> None:
     reader = SourceReader(specs)
-    catalog = open_catalog(specs, index_dir, "words-1")
+    catalog = find_index(specs, index_dir, "words-1").read()
     for ref, lengths in catalog.details(np.arange(catalog.samples)):
         assert measurer().measure(reader.read(ref)) == lengths
 
@@ -168,28 +168,28 @@ def test_no_file_is_left_behind_by_an_open_catalog(
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    catalog = open_catalog(specs, index_dir, "words-1")
+    catalog = find_index(specs, index_dir, "words-1").read()
     assert os.listdir(tmp_path / "tmp") == []
     assert catalog.details(np.array([20]))[0][0].source == "texts"
     with pytest.raises(IndexStaleError):
-        open_catalog(specs, index_dir, "words-2")
+        find_index(specs, index_dir, "words-2").read()
     assert os.listdir(tmp_path / "tmp") == []
 
 
 def test_the_fingerprint_is_the_same_on_opening_again_and_follows_the_data(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer, write_tar: Write
 ) -> None:
-    first = open_catalog(specs, index_dir, "words-1").fingerprint
-    assert open_catalog(specs, index_dir, "words-1").fingerprint == first
-    assert open_catalog(specs[::-1], index_dir, "words-1").fingerprint != first
+    first = find_index(specs, index_dir, "words-1").read().fingerprint
+    assert find_index(specs, index_dir, "words-1").read().fingerprint == first
+    assert find_index(specs[::-1], index_dir, "words-1").read().fingerprint != first
     write_tar(tmp_path / "data" / "2.tar", [("x.txt", b"more")])
     build_index(specs[0], out_dir=index_dir, make_measurer=measurer)
-    assert open_catalog(specs, index_dir, "words-1").fingerprint != first
+    assert find_index(specs, index_dir, "words-1").read().fingerprint != first
 
 
 def refusal(specs: list[SourceSpec], index_dir: str, measurer: str = "words-1") -> str:
     with pytest.raises(IndexStaleError) as caught:
-        open_catalog(specs, index_dir, measurer)
+        find_index(specs, index_dir, measurer).read()
     message = str(caught.value)
     assert "dataservice index JOB.yaml" in message
     return message
@@ -235,10 +235,10 @@ def test_touched_files_are_current_and_read_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    before = open_catalog(specs, index_dir, "words-1")
+    before = find_index(specs, index_dir, "words-1").read()
     assert not caplog.records
     touch(tmp_path / "data")
-    after = open_catalog(specs, index_dir, "words-1")
+    after = find_index(specs, index_dir, "words-1").read()
     verified = after.parts.verified
     assert after.fingerprint == before.fingerprint
     said = caplog.text
@@ -246,7 +246,8 @@ def test_touched_files_are_current_and_read_once(
     caplog.clear()
     same = require_same_index(specs, index_dir, "words-1", before.identity, verified=verified)
     assert same == verified
-    assert open_catalog(specs, index_dir, "words-1", verified=verified).parts.verified == verified
+    again = find_index(specs, index_dir, "words-1", verified=verified)
+    assert again.head.verified == verified
     assert not caplog.records
     os.utime(tmp_path / "data" / "0.tar", (2, 2))
     require_same_index(specs, index_dir, "words-1", before.identity, verified=verified)
@@ -257,18 +258,18 @@ def test_touched_files_are_current_and_read_once(
 def test_indexing_again_after_a_touch_gives_the_same_identity(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
 ) -> None:
-    before = open_catalog(specs, index_dir, "words-1")
+    before = find_index(specs, index_dir, "words-1").read()
     touch(tmp_path / "data")
     for source in specs:
         build_index(source, out_dir=index_dir, make_measurer=measurer)
     require_same_index(specs, index_dir, "words-1", before.identity)
-    assert open_catalog(specs, index_dir, "words-1").identity == before.identity
+    assert find_index(specs, index_dir, "words-1").read().identity == before.identity
 
 
 def test_corpus_and_index_under_another_root_are_the_same(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, expected: Expected, spec: Spec
 ) -> None:
-    before = open_catalog(specs, index_dir, "words-1")
+    before = find_index(specs, index_dir, "words-1").read()
     elsewhere = tmp_path / "another" / "mount"
     shutil.copytree(tmp_path / "data", elsewhere / "corpus")
     shutil.move(index_dir, elsewhere / "index")
@@ -277,7 +278,7 @@ def test_corpus_and_index_under_another_root_are_the_same(
     moved = [
         replace(s, url=s.url.replace(f"{tmp_path}/data", f"{elsewhere}/corpus")) for s in specs
     ]
-    after = open_catalog(moved, f"{elsewhere}/index", "words-1")
+    after = find_index(moved, f"{elsewhere}/index", "words-1").read()
     assert after.identity == before.identity
     reader, ids = SourceReader(moved), np.arange(after.samples)
     for (ref, lengths), (_, known) in zip(after.details(ids), expected, strict=True):
@@ -289,18 +290,18 @@ def test_corpus_and_index_under_another_root_are_the_same(
 def test_a_corpus_in_a_bucket_is_the_same_as_in_a_folder(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
 ) -> None:
-    before = open_catalog(specs, index_dir, "words-1")
+    before = find_index(specs, index_dir, "words-1").read()
     bucket = fsspec.filesystem("memory")
     bucket.put(str(tmp_path / "data"), "/bucket/deep/data", recursive=True)
     bucket.put(index_dir, "/bucket/index", recursive=True)
     there = [replace(s, url=s.url.replace(str(tmp_path), "memory://bucket/deep")) for s in specs]
-    assert open_catalog(there, "memory://bucket/index", "words-1").identity == before.identity
+    assert find_index(there, "memory://bucket/index", "words-1").read().identity == before.identity
     for source in there:
         build_index(source, out_dir="memory://again", make_measurer=measurer)
-    again = open_catalog(there, "memory://again", "words-1")
+    again = find_index(there, "memory://again", "words-1").read()
     assert again.identity == before.identity
     assert {ref.key for ref, _ in again.details(np.arange(23))} == {
-        ref.key for ref, _ in open_catalog(specs, index_dir, "words-1").details(np.arange(23))
+        ref.key for ref, _ in find_index(specs, index_dir, "words-1").read().details(np.arange(23))
     }
 
 
@@ -341,11 +342,11 @@ def test_an_index_that_was_written_over_other_content_is_another(
     tmp_path: Path, specs: list[SourceSpec], index_dir: str, measurer: Measurer
 ) -> None:
     """Of the same lengths even: only the words differ."""
-    before = open_catalog(specs, index_dir, "words-1")
+    before = find_index(specs, index_dir, "words-1").read()
     path = tmp_path / "data" / "t.jsonl"
     path.write_text(path.read_text().replace("a b", "a c"))
     build_index(specs[1], out_dir=index_dir, make_measurer=measurer)
-    assert open_catalog(specs, index_dir, "words-1").fingerprint != before.fingerprint
+    assert find_index(specs, index_dir, "words-1").read().fingerprint != before.fingerprint
     with pytest.raises(IndexStaleError, match=r"written again .* its checkpoints no longer fit"):
         require_same_index(specs, index_dir, "words-1", before.identity)
 
@@ -356,12 +357,12 @@ def test_samples_that_lie_elsewhere_keep_their_identity_and_need_a_restart(
     source, index = spec(tmp_path / "a.tar", "webdataset"), str(tmp_path / "index")
     write_tar(tmp_path / "a.tar", [("0.txt", b"one"), ("0.jpg", b"J")])
     build_index(source, out_dir=index, make_measurer=measurer)
-    before = open_catalog([source], index, "words-1")
+    before = find_index([source], index, "words-1").read()
     write_tar(tmp_path / "a.tar", [("0.jpg", b"J"), ("0.txt", b"one")])
     build_index(source, out_dir=index, make_measurer=measurer)
     with pytest.raises(IndexStaleError, match=r"Start the service again.*checkpoints fit"):
         require_same_index([source], index, "words-1", before.identity)
-    assert open_catalog([source], index, "words-1").fingerprint == before.fingerprint
+    assert find_index([source], index, "words-1").read().fingerprint == before.fingerprint
 
 
 def test_a_part_of_another_run_than_the_manifest_is_refused(
@@ -387,16 +388,16 @@ def test_a_media_root_may_move_with_its_corpus(
     write_jsonl(tmp_path / "one" / "text" / "a.jsonl", [{"image": "a.png", "text": "x"}])
     index = str(tmp_path / "index")
     build_index(source(f"{tmp_path}/one"), out_dir=index, make_measurer=measurer)
-    before = open_catalog([source(f"{tmp_path}/one")], index, "words-1")
+    before = find_index([source(f"{tmp_path}/one")], index, "words-1").read()
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    after = open_catalog([source(f"{tmp_path}/two")], index, "words-1")
+    after = find_index([source(f"{tmp_path}/two")], index, "words-1").read()
     assert after.identity == before.identity
     other = replace(source(f"{tmp_path}/two"), media_root=f"{tmp_path}/three")
     shutil.copytree(tmp_path / "two" / "media", tmp_path / "three")
-    assert open_catalog([other], index, "words-1").identity == before.identity
+    assert find_index([other], index, "words-1").read().identity == before.identity
     (tmp_path / "three" / "a.png").write_bytes(b"Picture")
     with pytest.raises(IndexStaleError, match=r"1 of its 1 samples differ \(a\.jsonl:1"):
-        open_catalog([other], index, "words-1")
+        find_index([other], index, "words-1").read()
 
 
 def test_another_processor_or_tokenizer_is_named(specs: list[SourceSpec], index_dir: str) -> None:
@@ -454,4 +455,4 @@ def test_a_source_that_is_gone_is_named(
 ) -> None:
     (tmp_path / "data" / "t.jsonl").unlink()
     with pytest.raises(SourceError, match=r"source 'texts' has no file at .*t\.jsonl"):
-        open_catalog(specs, index_dir, "words-1")
+        find_index(specs, index_dir, "words-1").read()

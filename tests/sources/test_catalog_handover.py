@@ -12,7 +12,7 @@ from benchmarks.scale.made_job import made_catalog
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
-from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.catalog import IndexedCatalog, find_index
 from dataservice.sources.catalog_handover import (
     RowFiles,
     hand_over,
@@ -45,7 +45,7 @@ def catalog(
     ]
     for source in specs:
         build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-    return open_catalog(specs, str(tmp_path / "index"), measurer().fingerprint)
+    return find_index(specs, str(tmp_path / "index"), measurer().fingerprint).read()
 
 
 def copied(descriptor: int, change: Callable[[bytearray], None] = lambda data: None) -> int:

@@ -16,7 +16,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import RawSample
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
 from dataservice.sources.reader import SourceReader
@@ -189,7 +189,7 @@ def test_a_url_that_is_no_plain_storage_is_refused_before_it_is_opened(
     with pytest.raises(SourceError, match="of no storage that jobs may read"):
         Storage(spec(url, "parquet"))
     with pytest.raises(SourceError, match="of no storage that jobs may read"):
-        open_catalog([spec("/a.parquet", "parquet")], url, "x")
+        find_index([spec("/a.parquet", "parquet")], url, "x").read()
 
 
 @pytest.mark.parametrize("option", ["protocol", "fo", "target_protocol", "target_options"])
@@ -213,7 +213,7 @@ def test_a_media_file_that_is_replaced_after_indexing_is_seen(
     (data / "media" / "a.png").write_bytes(b"picture")
     source = spec(write_jsonl(data / "a.jsonl", [{"image": "media/a.png", "text": "x"}]), "jsonl")
     reader = indexed(source, tmp_path / "index", measurer)
-    catalog = open_catalog([source], str(tmp_path / "index"), "words-1")
+    catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
     ((ref, _),) = catalog.details(np.array([0]))
     assert reader.read(ref).media[0].data == b"picture"
     (data / "media" / "a.png").write_bytes(b"Picture")  # as long, another
@@ -229,7 +229,7 @@ def test_the_checksum_covers_text_kind_and_order_of_media(
     path = write_tar(tmp_path / "a.tar", members)
     source = spec(path, "webdataset")
     reader = indexed(source, tmp_path / "index", measurer)
-    catalog = open_catalog([source], str(tmp_path / "index"), "words-1")
+    catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
     ((ref, _),) = catalog.details(np.array([0]))
     reader.read(ref)
     for place, data in ((0, b"two"), (1, b"one"), (2, b"Word")):
@@ -255,7 +255,7 @@ def test_names_and_ids_that_are_no_text_do_not_stop_indexing(
     lines = spec(tmp_path / "data" / "a.jsonl", "jsonl", name="lines")
     for source in (tars, lines):
         build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-    catalog = open_catalog([tars, lines], str(tmp_path / "index"), "words-1")
+    catalog = find_index([tars, lines], str(tmp_path / "index"), "words-1").read()
     details = catalog.details(np.arange(catalog.samples))
     assert [ref.key for ref, _ in details] == ["b\\xff", "c", "a.jsonl:1", "a.jsonl:2"]
     reader = SourceReader([tars, lines])
@@ -319,7 +319,7 @@ def test_an_index_that_says_what_no_index_says_is_refused(
     field = table.schema.field(place)
     pq.write_table(table.set_column(place, field, pa.array([value], field.type)), part)
     with pytest.raises(IndexStaleError, match=reason):
-        open_catalog([source], str(tmp_path / "index"), "words-1")
+        find_index([source], str(tmp_path / "index"), "words-1").read()
 
 
 def test_a_grid_of_patches_that_do_not_merge_may_leave_some_out(
@@ -335,7 +335,7 @@ def test_a_grid_of_patches_that_do_not_merge_may_leave_some_out(
     field = table.schema.field(place)
     grids = pa.array([[[1, 2, 3, 1]]], field.type)
     pq.write_table(table.set_column(place, field, grids), part)
-    catalog = open_catalog([source], str(tmp_path / "index"), "words-1")
+    catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
     assert catalog.item_notes(np.array([0])).grid.tolist() == [[1, 2, 3, 1]]
 
 
@@ -349,7 +349,7 @@ def test_an_index_that_unfolds_is_refused_before_it_does(
     many = pa.concat_tables([table] * 20_000)
     pq.write_table(many, part, row_group_size=20_000)
     with pytest.raises(IndexStaleError, match="row group 0 has 20,000 rows"):
-        open_catalog([source], str(tmp_path / "index"), "words-1")
+        find_index([source], str(tmp_path / "index"), "words-1").read()
     pq.write_table(table.drop_columns(["crc32"]), part)
     with pytest.raises(IndexStaleError, match="it has no column 'crc32'"):
-        open_catalog([source], str(tmp_path / "index"), "words-1")
+        find_index([source], str(tmp_path / "index"), "words-1").read()

@@ -11,7 +11,7 @@ import pytest
 from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import ByteSpan
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.index import build_index
 from dataservice.sources.opened import Grant, OpenedSource
@@ -55,7 +55,7 @@ def at(served: Hub, spec: Spec, path: str, format: str = "parquet") -> SourceSpe
 def test_a_data_set_is_indexed_and_read_back(served, spec, measurer, tmp_path, path) -> None:
     source = at(served, spec, path)
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-    catalog = open_catalog([source], str(tmp_path / "index"), measurer.fingerprint)
+    catalog = find_index([source], str(tmp_path / "index"), measurer.fingerprint).read()
     assert catalog.samples == 2 * ROWS
     reader = SourceReader([source])
     for ref, _ in catalog.details(np.arange(catalog.samples)):
@@ -75,7 +75,7 @@ def test_of_a_file_only_the_bytes_that_are_wanted_are_fetched(served, spec) -> N
 def test_files_that_records_name_are_read_beside_them(served, spec, measurer, tmp_path) -> None:
     source = at(served, spec, "lines.jsonl", "jsonl")
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-    catalog = open_catalog([source], str(tmp_path / "index"), measurer.fingerprint)
+    catalog = find_index([source], str(tmp_path / "index"), measurer.fingerprint).read()
     ((ref, _),) = catalog.details(np.array([0]))
     (blob,) = SourceReader([source]).read(ref).media
     assert blob.data == (served.home / "a.png").read_bytes()

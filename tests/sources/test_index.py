@@ -20,7 +20,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
 from dataservice.sources import index, index_files
-from dataservice.sources.catalog import open_catalog
+from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files
@@ -237,7 +237,7 @@ def test_damaged_files_are_left_out_when_that_is_asked_for(
     assert file.name == "0.tar"
     assert "truncated" in file.reason
     assert (summary.rows, summary.files) == (7, 2)
-    catalog = open_catalog([shards], str(tmp_path / "index"), counting.fingerprint)
+    catalog = find_index([shards], str(tmp_path / "index"), counting.fingerprint).read()
     assert catalog.samples == 7  # and 0.tar is not taken for a new file
     manifest = json.loads((tmp_path / "index" / "shards" / "manifest.json").read_text())
     assert [each["name"] for each in manifest["left_out_files"]] == ["0.tar"]
@@ -324,7 +324,7 @@ def test_what_is_known_of_an_item_is_in_the_index_and_in_no_comparison(
     assert row["item_grid"] == [[2, 2, 4, 2]]
     assert (row["item_seconds_per_patch"], row["item_key_frames_s"]) == ([0.5], [[0.0, 1.5]])
     assert row["content"] == sample_checks(SourceReader([source]).read(
-        open_catalog([source], str(tmp_path / "index"), "words-1").details(np.array([0]))[0][0]
+        find_index([source], str(tmp_path / "index"), "words-1").read().details(np.array([0]))[0][0]
     ))[1]  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def test_an_index_inside_its_own_source_is_refused(
 
 def test_an_index_may_lie_at_any_url(shards: SourceSpec, counting: Counting) -> None:
     build_index(shards, out_dir="memory://test-index", make_measurer=lambda: counting)
-    catalog = open_catalog([shards], "memory://test-index", counting.fingerprint)
+    catalog = find_index([shards], "memory://test-index", counting.fingerprint).read()
     assert catalog.samples == 11
 
 
@@ -414,7 +414,7 @@ def indexed_alike(
     assert told[-1] == (one.rows + len(one.skipped), told[-1][2], told[-1][2])
     names = [sorted(path.name for path in (folder / d / "src").iterdir()) for d in ("one", "two")]
     assert names[0] == names[1], "nothing is left behind"
-    catalogs = [open_catalog([source], str(folder / d), "length-1") for d in ("one", "two")]
+    catalogs = [find_index([source], str(folder / d), "length-1").read() for d in ("one", "two")]
     ids = np.arange(one.rows)
     assert catalogs[0].details(ids) == catalogs[1].details(ids)
     return two
@@ -526,7 +526,7 @@ def test_a_file_of_which_much_is_left_out_has_an_index_that_opens(
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
     (part,) = (tmp_path / "index" / "src").glob("part-*")
     assert part.stat().st_size > 10_000_000
-    assert open_catalog([source], str(tmp_path / "index"), "words-1").samples == 1
+    assert find_index([source], str(tmp_path / "index"), "words-1").read().samples == 1
 
 
 @pytest.mark.usefixtures("pool_for_any_size")

@@ -11,7 +11,7 @@ import pytest
 
 from dataservice.core.errors import IndexStaleError, SampleError, SourceError, SpecError
 from dataservice.core.job import ColumnMap, SourceSpec
-from dataservice.sources.catalog import IndexedCatalog, open_catalog
+from dataservice.sources.catalog import IndexedCatalog, find_index
 from dataservice.sources.formats.registry import open_format
 from dataservice.sources.index import build_index
 from dataservice.sources.memory import MemoryCatalog
@@ -47,7 +47,7 @@ def opened(tmp_path: Path, measurer: type) -> Callable[..., IndexedCatalog]:
 
     def make(source: SourceSpec, reader: SourceSpec | None = None) -> IndexedCatalog:
         build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-        return open_catalog([reader or source], str(tmp_path / "index"), "words-1")
+        return find_index([reader or source], str(tmp_path / "index"), "words-1").read()
 
     return make
 
@@ -151,7 +151,7 @@ def test_an_index_without_weights_needs_no_new_one_and_weighs_1(
     (part,) = (tmp_path / "index" / "src").glob("part-*.parquet")
     before = pq.ParquetFile(part).read()
     pq.write_table(before.drop_columns(["loss_weight"]), part)
-    catalog = open_catalog([source], str(tmp_path / "index"), "words-1")
+    catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
     assert catalog.fingerprint == IDENTITY_BEFORE
     assert weights_of(catalog) == [1.0] * 5
 
@@ -179,7 +179,7 @@ def test_other_weights_are_other_data_also_where_columns_keep_them_out_of_the_re
     for own in (OWN, [None, 0.5, 0, 2, 1.0], [1, 1, 1, 1, 1], [None, None, None, None, None]):
         source = spec(write_jsonl(path, records(own)), "jsonl", columns=columns)
         build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
-        found.add(open_catalog([source], str(tmp_path / "index"), "words-1").fingerprint)
+        found.add(find_index([source], str(tmp_path / "index"), "words-1").read().fingerprint)
     assert len(found) == 3  # a weight of 1 is no weight
 
 
@@ -196,4 +196,4 @@ def test_a_part_with_other_weights_than_its_manifest_says_is_refused(
     ):
         pq.write_table(table.set_column(place, "loss_weight", pa.array(weights)), part)
         with pytest.raises(IndexStaleError, match=complaint):
-            open_catalog([lines], str(tmp_path / "index"), "words-1")
+            find_index([lines], str(tmp_path / "index"), "words-1").read()

@@ -43,6 +43,8 @@ _BISECTIONS = 24
 _CLOSE = 2e-4
 # Shares of the even level that are tried for the first waves.
 _LEVELS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 1.9, 2.3, 3.0, 4.0)
+_TRADED_ENOUGH = 1.003  # slowest to mean group of one rank at which trading ends
+_TRADE_ROUNDS = 3
 
 
 class Target(NamedTuple):
@@ -206,10 +208,6 @@ def longest_within(degree: int, level_s: float, setting: Setting) -> int:
     return max(0, int(longest * (1 + 1e-12))) // chunk * chunk
 
 
-_ENOUGH = 1.003  # slowest to mean group of one rank at which trading ends
-_ROUNDS = 3
-
-
 def level_groups(
     sizes: NDArray[np.int64], target: Target, waves: int, setting: Setting
 ) -> Answer | None:
@@ -222,7 +220,7 @@ def level_groups(
     members, begins = list_members(group_of, groups.degree.size)
     members += anchors  # places among all n samples from here on
     single = np.arange(anchors, groups.degree.size)  # int64[G − anchors]
-    trade(sizes, members, begins, single, _ROUNDS, _ENOUGH, groups, setting)
+    trade(sizes, members, begins, single, _TRADE_ROUNDS, _TRADED_ENOUGH, groups, setting)
     listed = list_groups_widest(groups)  # int64[L]
     wave_of = deal(listed, groups, target.slow_waves, waves, WIDE_SHARES[0], setting)  # int64[L]
     if wave_of.size and wave_of.min() < 0:

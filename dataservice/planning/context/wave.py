@@ -44,6 +44,16 @@ NEAR = 1.002  # and beyond this, fixed degrees are tried as another start
 # Choices that the dynamic programme may look at; beyond, the threshold solver finds its makespan.
 _DP_CELLS = 1 << 27
 
+FEW_UNITS = 64  # beyond, short units fill the gaps, and changes are too many to rate
+_MOST_SOLVED = 32  # waves, in one step
+_MOST_TAKEN = 1 - 1e-9  # of what it was before, that a change may take
+
+Wave = tuple[int, ...]
+# Waves that a change takes away, and those that it makes of their units.
+Change = tuple[list[Wave], list[Wave]]
+# The plan of the units of one wave; None where no grouping of them that fits is found.
+SolveWave = Callable[[Wave], ContextPlan | None]
+
 
 def solve_wave(
     units: Units,
@@ -170,17 +180,6 @@ def _search(
     return best.group_of, best.used[0], makespan(best)
 
 
-FEW_UNITS = 64  # beyond, short units fill the gaps, and changes are too many to rate
-_MOST_SOLVED = 32  # waves, in one step
-_ENOUGH = 1 - 1e-9  # of what it was before, that a change may take
-
-Wave = tuple[int, ...]
-# Waves that a change takes away, and those that it makes of their units.
-Change = tuple[list[Wave], list[Wave]]
-# The plan of the units of one wave; None where no grouping of them that fits is found.
-SolveWave = Callable[[Wave], ContextPlan | None]
-
-
 def mend_waves(
     units: Units,
     least: NDArray[np.int64],
@@ -199,7 +198,7 @@ def mend_waves(
         for old, new in _changes(units, alone_s, waves, setting):
             known |= {wave: solve(wave) for wave in new if wave not in known}
             plans = {wave: plan for wave in new if (plan := known[wave]) is not None}
-            if len(plans) == len(new) and _sum_s(plans, new) < _sum_s(waves, old) * _ENOUGH:
+            if len(plans) == len(new) and _sum_s(plans, new) < _sum_s(waves, old) * _MOST_TAKEN:
                 waves = {wave: plan for wave, plan in waves.items() if wave not in old} | plans
                 break
             if len(known) >= most:
@@ -221,7 +220,7 @@ def _changes(
     held = list(waves)
     moved, swapped, joined = _most_gains(units, alone_s, waves, setting)
     gains = np.concatenate([moved.ravel(), swapped.ravel(), joined.ravel()])
-    enough_s = (1 - _ENOUGH) * _sum_s(waves, held)
+    enough_s = (1 - _MOST_TAKEN) * _sum_s(waves, held)
     wave_of = {unit: wave for wave in held for unit in wave}
     for place in argsort_descending(np.maximum(gains, 0.0)).tolist():
         if gains[place] <= enough_s:

@@ -6,6 +6,12 @@ import numpy as np
 
 from dataservice.planning.kernels.compile import leaf
 
+# A de Bruijn sequence: its top six bits differ for each of the 64 places that it is shifted by.
+_SEQUENCE = 0x03F79D71B4CB0A89
+_PLACES = np.zeros(64, np.int64)
+for _place in range(64):
+    _PLACES[(_SEQUENCE << _place & (1 << 64) - 1) >> 58] = _place
+
 
 @leaf
 def padded_length(tokens: int, degree: int) -> int:
@@ -22,13 +28,6 @@ def ring_member(position: int, tokens: int, degree: int) -> int:
         return 0
     chunk = position // (padded_length(tokens, degree) // (2 * degree))
     return chunk if chunk < degree else 2 * degree - 1 - chunk
-
-
-# A de Bruijn sequence: its top six bits differ for each of the 64 places that it is shifted by.
-_SEQUENCE = 0x03F79D71B4CB0A89
-_PLACES = np.zeros(64, np.int64)
-for _place in range(64):
-    _PLACES[(_SEQUENCE << _place & (1 << 64) - 1) >> 58] = _place
 
 
 @leaf

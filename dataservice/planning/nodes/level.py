@@ -29,6 +29,13 @@ from dataservice.planning.loads.problem import ROUNDING
 
 CHOSEN, _PACKED, _TRIED = 0, 1, 2  # rank of each item: in the best filling, if packed, in this one
 FEW_RANKS = 32  # up to this many ranks, the least loaded is found by looking at each
+_FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
+# A phase that ends further above the bound tries caps between the last that it missed and its end.
+_NEAR = 8e-3
+LOWER_CAPS = 3
+_WIDER = 1.5
+_FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
+_MOVED_PER_NODE = 2  # items handed on in all, at most
 
 
 @kernel
@@ -129,15 +136,6 @@ def _spread_rest(
     for rank in range(ranks):
         largest = max(largest, loads[rank])
     return largest
-
-
-_FIRST_SLACK = 5e-3  # of the first cap over the bound; each round has more
-# A phase that ends further above the bound tries caps between the last that it missed and its end.
-_NEAR = 8e-3
-LOWER_CAPS = 3
-_WIDER = 1.5
-_FEW_NODES = 4  # one node in so many may miss the cap and be helped by the others
-_MOVED_PER_NODE = 2  # items handed on in all, at most
 
 
 class _Guests(NamedTuple):

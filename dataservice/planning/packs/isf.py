@@ -27,6 +27,9 @@ from dataservice.planning.packs.bfd import by_falling_need, pack_by_best_fit
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 
 _PAPER_TEXT_SLACK_TOKENS = 128
+_LEVEL_ROUNDS = 3
+_MOST_MEMBERS = 64  # packs of more samples are even enough by the law of large numbers
+_LEVEL_ENOUGH = 0.001  # mean distance from the mean text of a pack at which to stop
 
 
 @kernel
@@ -156,11 +159,6 @@ def pack_isf(
         min_text=least_text,
         min_vision=least_vision,
     )
-
-
-_ROUNDS = 3
-_MOST_MEMBERS = 64  # packs of more samples are even enough by the law of large numbers
-_ENOUGH = 0.001  # mean distance from the mean text of a pack at which to stop
 
 
 @leaf
@@ -318,9 +316,9 @@ def level_text(
     head, next_of = _linked_members(pack_of, eligible.size)
     totals: NDArray[np.float64] = np.zeros(eligible.size)
     np.add.at(totals, pack_of, text)
-    for _ in range(_ROUNDS):
+    for _ in range(_LEVEL_ROUNDS):
         chosen = totals[packs]
-        if np.abs(chosen - chosen.mean()).mean() <= _ENOUGH * chosen.mean():
+        if np.abs(chosen - chosen.mean()).mean() <= _LEVEL_ENOUGH * chosen.mean():
             return
         falling = packs[argsort_descending(chosen)]
         if _trade_mirrored(falling, totals, head, next_of, text, vision, pack_of) == 0:

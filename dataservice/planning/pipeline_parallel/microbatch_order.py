@@ -28,6 +28,17 @@ from dataservice.planning.pipeline_parallel.simulator import (
     operation_offsets,
 )
 
+OrderAlgorithm = Literal["search", "mmscale"]
+# Whether a search goes on from the paper's order.
+ALGORITHMS: dict[OrderAlgorithm, bool] = {"search": True, "mmscale": False}
+# Operations simulated in a search: by microbatch, and at least. Sets its time, not its clock.
+_OPERATIONS_A_MICROBATCH = 24_000
+_LEAST_OPERATIONS = 600_000
+# Up to this many microbatches every order is tried: 40,320 of them in about 6 ms at 4 stages.
+_EXHAUSTIVE_MICROBATCHES = 8
+# Trials that one round of the search takes for each pair of microbatches; what is left starts more.
+_TRIALS_A_PAIR = 4
+
 
 @kernel
 def order_by_intervals(
@@ -139,19 +150,6 @@ def _advance(
                     ends[1, at, s] = clock[s]
                     done[1, s] += 1
                 moved = True
-
-
-OrderAlgorithm = Literal["search", "mmscale"]
-# Whether a search goes on from the paper's order.
-ALGORITHMS: dict[OrderAlgorithm, bool] = {"search": True, "mmscale": False}
-
-# Operations simulated in a search: by microbatch, and at least. Sets its time, not its clock.
-_OPERATIONS_A_MICROBATCH = 24_000
-_LEAST_OPERATIONS = 600_000
-# Up to this many microbatches every order is tried: 40,320 of them in about 6 ms at 4 stages.
-_EXHAUSTIVE_MICROBATCHES = 8
-# Trials that one round of the search takes for each pair of microbatches; what is left starts more.
-_TRIALS_A_PAIR = 4
 
 
 def order_microbatches(

@@ -28,6 +28,8 @@ from dataservice.planning.nodes.excess import move_excess
 from dataservice.planning.standalone.node_rearrange import check_nodes
 
 _WORK_PER_ITEM = 60
+# Part of the tolerance kept for the imbalance that remains inside a node.
+_INSIDE_SHARE = 0.05
 
 
 @kernel
@@ -73,10 +75,6 @@ def partition_segments(
     rank_of = np.empty(costs.size, np.int32)
     _solve_segments(costs, order, begins, int(ranks), float(tolerance), rank_of)
     return rank_of
-
-
-# Part of the tolerance kept for the imbalance that remains inside a node.
-_INSIDE_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
