@@ -21,7 +21,7 @@ import numpy as np
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from benchmarks.harness import hardware, side_by_side
+from benchmarks.harness import hardware, publish, side_by_side
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.image import cut_views
@@ -217,9 +217,7 @@ def main() -> None:
                 results.append(measured(name, data, frames, given.repeats, is_long=bool(is_long)))
                 print(to_markdown(results[-1:]).splitlines()[-1], flush=True)
     text = to_markdown(results)
-    print(text)
-    if given.out:
-        given.out.write_text(text, encoding="utf-8")
+    publish(text, given.out)
 
 
 if __name__ == "__main__":

@@ -246,3 +246,10 @@ def bars(values: ArrayLike, width: int = 28) -> list[str]:
     """Each value as a bar, the largest `width` characters long."""
     heights = np.asarray(values, float)
     return ["█" * max(1, round(width * value / heights.max())) for value in heights]
+
+
+def publish(text: str, out: Path | None) -> None:
+    """Print a table, and write it to a file if one is given."""
+    print(text)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from benchmarks.harness import hardware, side_by_side
+from benchmarks.harness import hardware, publish, side_by_side
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.image import cut_views, decode_image
@@ -84,9 +84,7 @@ def main() -> None:
         lines.append(row(size, shown, given.repeats))
         print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
-    print(text)
-    if given.out:
-        given.out.write_text(text, encoding="utf-8")
+    publish(text, given.out)
 
 
 if __name__ == "__main__":

@@ -46,18 +46,25 @@ def step_of_one_process(size: Size, device: torch.device, dtype: torch.dtype) ->
 
 
 def train(
-    shard: Shard, groups: GroupPool, size: Size, device: torch.device, dtype: torch.dtype
+    shard: Shard,
+    groups: GroupPool,
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    ahead: bool = False,
 ) -> list[Tensor]:
-    """The loss of a new model and its gradients, in fp64 on the host."""
+    """The loss of a new model and its gradients, in fp64 on the host; `ahead`: each microbatch's
+    items are encoded under the decoder of the one before, where there are streams on another."""
     torch.manual_seed(0)
     model = Model(size).to(device=device, dtype=dtype)
-    result = run_step(model, shard, groups)
+    result = run_step(model, shard, groups, features_ahead=ahead)
     grads = [p.grad.double().cpu() for p in model.parameters() if p.grad is not None]
     return [torch.tensor([float(result.loss)], dtype=torch.float64), *grads]
 
 
 def step_in_processes(
-    count: int, size: Size, device: torch.device, dtype: torch.dtype
+    count: int, size: Size, device: torch.device, dtype: torch.dtype, *, ahead: bool
 ) -> list[list[Tensor]]:
     """The same of each of `count` processes. Raises RuntimeError where one ends without."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,7 +72,8 @@ def step_in_processes(
     with TemporaryDirectory() as folder:
         ranks = [
             context.Process(
-                target=run_rank, args=(rank, count, store.port, folder, size, str(device), dtype)
+                target=run_rank,
+                args=(rank, count, store.port, folder, size, str(device), dtype, ahead),
             )
             for rank in range(count)
         ]
@@ -96,7 +104,14 @@ def answer_of(folder: str, rank: int) -> Path:
 
 
 def run_rank(
-    rank: int, count: int, port: int, folder: str, size: Size, device: str, dtype: torch.dtype
+    rank: int,
+    count: int,
+    port: int,
+    folder: str,
+    size: Size,
+    device: str,
+    dtype: torch.dtype,
+    ahead: bool,
 ) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
@@ -107,7 +122,6 @@ def run_rank(
     dataset = SyntheticDataset(job_of(size, count), rank=rank, device=device)
     with dataset, GroupPool(backend="gloo", timeout_s=TIMEOUT_S) as groups:
         for shard in dataset:
-            torch.save(
-                train(shard, groups, size, torch.device(device), dtype), answer_of(folder, rank)
-            )
+            found = train(shard, groups, size, torch.device(device), dtype, ahead=ahead)
+            torch.save(found, answer_of(folder, rank))
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.observability.traces import TracedMetrics, open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.fleet import make_pool
-from dataservice.operate.freed_memory import give_back_now_and_then
+from dataservice.operate.freed_memory import give_back_now_and_then, keep_for_next_step
 from dataservice.operate.ledger_age import archive_now_and_then
 from dataservice.operate.stopping import Ending, StopGuard, in_thread
 from dataservice.operate.tokens_file import TokensFile
@@ -182,6 +182,7 @@ async def start_service(
             link=GrpcWorkerLink(secret, tls=tls, threads=writers),
             read_job=opener.read_job,
             open_job=opener.open_job,
+            read_sources=opener.read_sources,
             ticket_secret=secret,
             attempt_timeout_s=config.attempt_timeout_s,
             idle_release_s=config.idle_release_s,
@@ -255,6 +256,7 @@ async def _serve_until_asked(
     if starting.cancelled():
         return []
     service = starting.result()
+    keep_for_next_step()
     beside = [
         asyncio.create_task(give_back_now_and_then()),
         asyncio.create_task(archive_now_and_then(service.store, config.archive_ledger_after_days)),

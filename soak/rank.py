@@ -85,6 +85,7 @@ def train(options: RankOptions) -> None:
         timeout_s=options.timeout_s,
         stall_timeout_s=options.stall_timeout_s,
         transport=GatedTransport(options.gate, token=options.token),
+        same_node=not options.gate,  # else bytes would pass by the gate
     ) as dataset:
         if options.state is not None:
             dataset.load_state_dict(options.state)

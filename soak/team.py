@@ -132,6 +132,7 @@ class Team:
         # Jobs of a team differ only in the order of samples: each sample is decoded once for all
         # audits.
         dataset = self._dataset = self._dataset or Dataset(job_file)
+        findings = self._masked(job) + audit(training.folder, training.launches, dataset)
         result = JobResult(
             job=job,
             samples=dataset.expected_visits.total(),
@@ -140,10 +141,22 @@ class Team:
             world_sizes=tuple(launch.world_size for launch in training.launches),
             seconds=seconds,
             unasked=tuple(training.unasked),
-            findings=tuple(audit(training.folder, training.launches, dataset)),
+            findings=tuple(findings),
         )
         self.results.append(result)
         self._ask(lambda client: client.delete(job))
+
+    def _masked(self, job: str) -> list[str]:
+        """Findings about samples that the service masked, in any attempt: none of them is bad."""
+        found: list[str] = []
+        self._ask(
+            lambda client: found.extend(
+                f"attempt {each.attempt}, step {each.step}: sample {each.sample_id} was masked: "
+                f"{each.reason}"
+                for each in client.quarantine(job)
+            )
+        )
+        return found
 
     def _ask(self, question: Callable[[CoordinatorClient], object]) -> None:
         """Ask the service, again and again while it is unavailable."""

@@ -5,7 +5,7 @@ message of bytes alone is their field's tag, their length and they themselves, s
 length is viewed instead: the one copy of a byte is into the buffer of its part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -26,14 +26,24 @@ class Stream(Protocol):
     def cancel(self) -> object: ...
 
 
-def open_stream(channel: grpc.Channel, request: worker_pb2.FetchRequest) -> Stream:
+class GrpcStream(Stream, Protocol):
+    """What its answer says beside them, once the first has come."""
+
+    def initial_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+
+def open_stream(
+    channel: grpc.Channel,
+    request: worker_pb2.FetchRequest,
+    metadata: Sequence[tuple[str, str]] = (),
+) -> GrpcStream:
     """Begin to stream a ticket's parts."""
     fetch = channel.unary_stream(
         _FETCH,
         request_serializer=worker_pb2.FetchRequest.SerializeToString,
         response_deserializer=content_of,
     )
-    stream: Stream = fetch(request)
+    stream: GrpcStream = fetch(request, metadata=tuple(metadata))
     return stream
 
 

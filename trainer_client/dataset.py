@@ -66,6 +66,10 @@ class ShardDataset(IterableDataset[Shard]):
     again, from whichever worker has them first. While bytes arrive slowly, this limit grows by
     itself to at most 16 times `stall_timeout_s`.
 
+    From workers on this machine the bytes come through memory that both map, without a setting,
+    where a Unix socket of the worker can be opened from here; `same_node=False`, or
+    DATASERVICE_SAME_NODE=0, has them come over gRPC. `received_bytes` says what came by which.
+
     Ranks train together only with those of their own `launch`, one start of the job. Its name
     comes from torch's process group, torchrun, srun or mpirun. With any other launcher, give it
     here or in DATASERVICE_LAUNCH: the same on all ranks, new for each start. The newest launch
@@ -104,6 +108,7 @@ class ShardDataset(IterableDataset[Shard]):
         transport: Transport | None = None,
         launch: str | None = None,
         rows_multiple: int = 1,
+        same_node: bool | None = None,
     ) -> None:
         self._options = RunOptions(
             address=address,
@@ -119,6 +124,7 @@ class ShardDataset(IterableDataset[Shard]):
             device=None if device is None else torch.device(device),
             launch=launch,
             rows_multiple=rows_multiple,
+            same_node=_same_node(same_node),
         )
         _check(self._options)
         self._transport = transport or GrpcTransport(token=token, token_file=token_file, tls=tls)
@@ -137,6 +143,7 @@ class ShardDataset(IterableDataset[Shard]):
         self._ended = False
         self._peeked_s = 0.0  # seconds waited in `peek` for the next shard
         self._run: Run | None = None
+        self._received = {"grpc": 0, "same_node": 0}  # by passes that have ended
         self._finalizer: weakref.finalize[..., ShardDataset] | None = None
 
     def __iter__(self) -> Iterator[Shard]:
@@ -223,6 +230,13 @@ class ShardDataset(IterableDataset[Shard]):
         """
         self._expects_commits = True
         self._progress.expect_commits()
+
+    @property
+    def received_bytes(self) -> dict[str, int]:
+        """Bytes of parts that all passes have received: over `grpc`, and through memory of this
+        machine, `same_node`."""
+        now = self._run.received_bytes if self._run else {}
+        return {path: count + now.get(path, 0) for path, count in self._received.items()}
 
     def state_dict(self) -> dict[str, str | int]:
         """The position after the last trained step: version, job, step, cursor.
@@ -352,6 +366,7 @@ class ShardDataset(IterableDataset[Shard]):
 
     def _finish(self, run: Run) -> None:
         if self._run is run:
+            self._received = self.received_bytes
             self._run = None
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -372,6 +387,12 @@ def _from_environment(name: str, given: int | None) -> int:
         return int(text)
     except ValueError:
         raise BadArgument(f"{name.upper()}={text!r} is not a whole number.") from None
+
+
+def _same_node(given: bool | None) -> bool:
+    if given is not None:
+        return given
+    return os.environ.get("DATASERVICE_SAME_NODE", "1").lower() not in ("0", "false", "off")
 
 
 def _check(options: RunOptions) -> None:

@@ -2,7 +2,8 @@
 
 A part is a header, then its tensors' bytes in chunks. The header's size allocates one
 buffer, every chunk is copied into it once, and the tensors are views of it. Each worker's
-share of the ticket is one stream; the streams run side by side.
+share of the ticket is one stream; the streams run side by side. From a worker on this machine the
+chunks come through memory instead (see `node_link.py`); what does not, comes over gRPC after all.
 
 Success: `fetch` returns every wanted part.
 Failure: a stream that breaks, stalls or brings wrong bytes ends alone; `fetch` returns the
@@ -13,15 +14,16 @@ Cancellation: closing the channels ends all streams; `fetch` then returns with f
 import hmac
 import threading
 import time
-import zlib
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import grpc
 import torch
 from dataservice_proto.columns import TICKET, VERSION, TicketColumns, columns_of
+from dataservice_proto.crc32 import crc32
+from dataservice_proto.heap_threshold import keep_freed_messages
 from dataservice_proto.v1 import worker_pb2
 
 from trainer_client.chunks import Content, Stream, open_stream
@@ -33,7 +35,9 @@ from trainer_client.errors import (
     ServiceTimeout,
     from_rpc,
 )
+from trainer_client.node_link import NodeLinkError, NodeLinks, NodeRefused, NodeStream
 from trainer_client.patience import Patience
+from trainer_client.recycled_buffers import RecycledBuffers
 from trainer_client.transport import Transport
 
 _DTYPES = {
@@ -85,11 +89,23 @@ class Fetched:
     failures: tuple[TicketFailure, ...]
 
 
+Empty = Callable[[int], torch.Tensor]
+"""A buffer of so many bytes, uint8."""
+
+
+def _unpinned(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def _pinned(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 class PartBuffer:
     """Receives one part's chunks."""
 
     def __init__(
-        self, part_id: PartId, header: worker_pb2.PartHeader, *, pin_memory: bool = False
+        self, part_id: PartId, header: worker_pb2.PartHeader, empty: Empty = _unpinned
     ) -> None:
         self._id = part_id
         self._header = header
@@ -99,7 +115,7 @@ class PartBuffer:
                 f"{part_id}: the header announces {header.size_bytes} bytes, its tensors take "
                 f"{sum(self._sizes)}"
             )
-        self._buffer = torch.empty(header.size_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        self._buffer = empty(header.size_bytes)
         self._bytes = self._buffer.numpy().data
         self._filled = 0
         self._crc32 = 0
@@ -117,7 +133,7 @@ class PartBuffer:
                 f"{self._id}: {end} bytes came, the header announces {self._header.size_bytes}"
             )
         self._bytes[self._filled : end] = chunk
-        self._crc32 = zlib.crc32(chunk, self._crc32)
+        self._crc32 = crc32(chunk, self._crc32)
         self._filled = end
 
     def part(self) -> Part:
@@ -184,8 +200,7 @@ def shares_of(ticket: worker_pb2.Ticket, addresses: Sequence[str]) -> tuple[Shar
 def receive(
     contents: Iterable[Content],
     parts: Sequence[PartId],
-    *,
-    pin_memory: bool = False,
+    empty: Empty = _unpinned,
 ) -> Iterable[Part | None]:
     """Read one worker's stream: a Part when one is whole, None for every other chunk.
 
@@ -199,7 +214,7 @@ def receive(
                     f"the header of part {content.part} came where part {number} of "
                     f"{len(parts)} was due"
                 )
-            buffer = PartBuffer(parts[number], content, pin_memory=pin_memory)
+            buffer = PartBuffer(parts[number], content, empty)
         elif buffer is None:
             raise CorruptPart(f"{len(content)} bytes came before a header")
         else:
@@ -219,6 +234,7 @@ class PartFetcher:
     A stream that brings nothing for `stall_timeout_s` is given up: its worker may still be
     decoding, or be gone. On a slow network the limit is longer: see `patience.py`. With
     `pin_memory` bytes arrive in pinned memory, from which a GPU copies without the host's help.
+    Without `same_node` all bytes come over gRPC. `received` are bytes of parts by their path.
     """
 
     def __init__(
@@ -228,9 +244,14 @@ class PartFetcher:
         streams: int,
         stall_timeout_s: float,
         pin_memory: bool = False,
+        same_node: bool = True,
     ) -> None:
+        keep_freed_messages()
+        self._links = NodeLinks(wanted=same_node)
+        self.received: Counter[str] = Counter(grpc=0, same_node=0)
         self._transport = transport
-        self._pin_memory = pin_memory
+        # Of pinned memory torch keeps what was freed, of other memory nobody does.
+        self._empty = _pinned if pin_memory else RecycledBuffers().empty
         self._streams = streams
         self._patience = Patience(stall_timeout_s)
         self._look_every_s = min(1.0, stall_timeout_s / 8)
@@ -248,7 +269,15 @@ class PartFetcher:
         """Stream from every worker whose share of the ticket has a wanted part; `ticket_key` is the
         key of the session that the ticket was given to."""
         streams = [
-            _Stream(ticket, share, wanted, ticket_key, self._patience, pin_memory=self._pin_memory)
+            _Stream(
+                ticket,
+                share,
+                wanted,
+                ticket_key,
+                self._patience,
+                self._links,
+                self._empty,
+            )
             for share in shares
             if not wanted.isdisjoint(share.parts)
         ]
@@ -265,6 +294,7 @@ class PartFetcher:
             self._watch(streams, done)
         self._patience.fetched(stalled=any(stream.stalled for stream in streams))
         for stream in streams:
+            self.received.update(stream.received)
             if stream.crash is not None:
                 raise stream.crash
         parts = {part.id: part for stream in streams for part in stream.parts}
@@ -279,6 +309,7 @@ class PartFetcher:
             self._closed = True
             channels = list(self._channels.values())
             self._channels.clear()
+        self._links.close()
         for channel in channels:
             channel.close()
 
@@ -318,6 +349,7 @@ class PartFetcher:
         # A restarted worker may have another IP address; a new channel resolves the name again.
         with self._lock:
             channel = self._channels.pop(address, None)
+        self._links.forget(address)
         if channel is not None:
             channel.close()
 
@@ -332,15 +364,17 @@ class _Stream:
         wanted: set[PartId],
         ticket_key: bytes,
         patience: Patience,
-        *,
-        pin_memory: bool,
+        links: NodeLinks,
+        empty: Empty,
     ) -> None:
         self.share = share
+        self.received: Counter[str] = Counter()
+        self._links = links
         self._ticket = ticket
         self._proof = hmac.digest(ticket_key, ticket.signature + share.worker.encode(), "sha256")
         self.stalled = False
         self._patience = patience
-        self._pin_memory = pin_memory
+        self._empty = empty
         self.parts: list[Part] = []
         self.failure: TicketFailure | None = None
         self.crash: BaseException | None = None
@@ -354,7 +388,8 @@ class _Stream:
         try:
             if channel is None:
                 raise MisuseError("the dataset is closed")
-            self._read(channel)
+            if not self._read_near():
+                self._read_far(channel)
         except grpc.RpcError as failed:
             self._fail(from_rpc(failed, self.share.address))
         except ClientError as error:
@@ -369,15 +404,46 @@ class _Stream:
             self.stalled, self._limit_s = True, limit_s
             call.cancel()
 
-    def _read(self, channel: grpc.Channel) -> None:
+    def _read_near(self) -> bool:
+        """Read what is missing through memory of this machine; whether that ends this stream."""
+        address = self.share.address
+        link = self._links.link(address, self._ticket.holder)
+        if link is None:
+            return False
+        stream = NodeStream(link, self._request())
+        try:
+            self._read(stream, "same_node")
+        except NodeRefused:
+            return False  # gRPC says why
+        except (NodeLinkError, CorruptPart) as error:
+            if self.stalled:
+                self._links.drop(address)
+                raise ServiceTimeout(str(error)) from error
+            self._links.broke(address, error)
+            return not self._missing
+        if not stream.done:
+            self._links.drop(address)
+        return True
+
+    def _read_far(self, channel: grpc.Channel) -> None:
+        address, holder = self.share.address, self._ticket.holder
+        wanted = self._links.metadata(address)
+        call = open_stream(channel, self._request(), wanted)
+        self._read(call, "grpc")
+        if wanted:
+            self._links.told(address, holder, call.initial_metadata())
+
+    def _request(self) -> worker_pb2.FetchRequest:
+        return worker_pb2.FetchRequest(ticket=self._ticket, proof=self._proof)
+
+    def _read(self, call: Stream, path: str) -> None:
         last = self.share.parts[-1]
         self._heard_s = time.monotonic()
-        request = worker_pb2.FetchRequest(ticket=self._ticket, proof=self._proof)
-        call = open_stream(channel, request)
         self._call = call
         try:
             within = False  # between parts a worker may be decoding
-            for part in receive(call, self.share.parts, pin_memory=self._pin_memory):
+            for part in receive(call, self.share.parts, self._empty):
+                self.received[path] += part.size_bytes if part is not None else 0
                 before_s, self._heard_s = self._heard_s, time.monotonic()
                 if within:
                     self._patience.paused(self._heard_s - before_s)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from dataservice_proto.whereabouts import node_and_zone
 
 from trainer_client.alignment import aligned
 from trainer_client.device import DeviceCopier
@@ -59,6 +60,7 @@ class RunOptions:
     device: torch.device | None
     launch: str | None = None
     rows_multiple: int = 1
+    same_node: bool = True
 
 
 class Run:
@@ -80,7 +82,9 @@ class Run:
             streams=options.parallel_streams,
             stall_timeout_s=options.stall_timeout_s,
             pin_memory=self._copier.pins,
+            same_node=options.same_node,
         )
+        node, zone = node_and_zone()
         self._session = Session(
             self._channel,
             options.address,
@@ -91,6 +95,8 @@ class Run:
                 cursor=start.cursor,
                 client=f"{socket.gethostname()}:{os.getpid()}",
                 launch=launch_name(options.launch, world_size=options.world_size),
+                node=node,
+                zone=zone,
             ),
             stop=self._stop,
             connect_timeout_s=options.connect_timeout_s,
@@ -106,6 +112,11 @@ class Run:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def received_bytes(self) -> dict[str, int]:
+        """Bytes of parts that have come until now, by their path."""
+        return dict(self._fetcher.received)
 
     def next(self) -> Shard | None:
         """The next step's shard; None after the last."""

@@ -48,7 +48,8 @@ CLAIM_GRACE_S = 5.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """What a rank asks for. `cursor` is where the attempt begins, empty for the beginning.
-    `launch` names the launch that the rank belongs to; see launch.py."""
+    `launch` names the launch that the rank belongs to; see launch.py. `node` and `zone` are where
+    it runs, empty where that is not known."""
 
     job: str
     rank: int
@@ -56,6 +57,8 @@ class Claim:
     cursor: str
     client: str
     launch: str = ""
+    node: str = ""
+    zone: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +215,8 @@ class Session:
             launch=claim.launch,
             loss_weights=True,
             columns=VERSION,
+            node=claim.node,
+            zone=claim.zone,
         )
         try:
             for event in self._stub.OpenSession(request):

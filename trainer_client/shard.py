@@ -280,6 +280,11 @@ class ModalityBatch:
         """Number of items that came to this rank; does not count as reading them."""
         return len(self.__dict__["items"] or ())
 
+    @property
+    def item_numbers(self) -> int:
+        """Pixel values and sound samples of those items; does not count as reading them."""
+        return sum(item.numel() for item in self.__dict__["items"] or ())
+
     def mapped(self, move: Move) -> "ModalityBatch":
         """With `move` applied to items and exchange indices; does not count as reading them."""
         items, exchange = self.__dict__["items"], self.__dict__["exchange"]

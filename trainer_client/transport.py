@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+from grpc.experimental import ChannelOptions
 
 from trainer_client.address import is_loopback, split_address
 from trainer_client.errors import BadArgument, ServiceUnreachable
@@ -39,6 +40,13 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
     # Channels do not share connections: closing a dataset closes its own, at once.
     ("grpc.use_local_subchannel_pool", 1),
+]
+_WORKER_OPTIONS: list[tuple[str, int]] = [
+    # The thread that reads a stream takes its messages itself; else another thread of gRPC's takes
+    # each and wakes it.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+    # A message of 1 MiB in one frame, not in 64.
+    ("grpc.http2.max_frame_size", 2 * 2**20),
 ]
 
 PROBE_S = 2.0
@@ -110,10 +118,10 @@ class GrpcTransport:
     def channel(self, address: str, *, authorised: bool) -> grpc.Channel:
         """A new channel; nothing is sent until it is used. Raises BadArgument where a file cannot
         be read, or the token would be sent to another machine unencrypted."""
+        options: list[tuple[str, int | str]] = [*_OPTIONS, *(() if authorised else _WORKER_OPTIONS)]
         if self._tls is None:
-            channel = grpc.insecure_channel(address, options=_OPTIONS)
+            channel = grpc.insecure_channel(address, options=options)
         else:
-            options: list[tuple[str, int | str]] = [*_OPTIONS]
             if self._tls.server_name:
                 options.append(("grpc.ssl_target_name_override", self._tls.server_name))
             channel = grpc.secure_channel(address, self._tls.credentials(), options=options)

@@ -23,14 +23,17 @@ NAMES = {
     "pillow": "bare Pillow: decode, resize",
     "kernel": "bare, with this service's code",
     "grpc": "bare gRPC of the same bytes, 1 MiB messages",
+    "mapping": "the same bytes through a bare mapping",
     "webdataset": "torch DataLoader(2) + webdataset",
     "streaming": "MosaicML Streaming, DataLoader(2)",
     "ray_data": "Ray Data, 2 CPUs",
     "service": "this service, 2 workers × 1 slot, over gRPC",
+    "same_node": "the same, through memory of the machine",
 }
 PACKAGES = {"streaming": ("mosaicml-streaming==0.13.0", "torch==2.13.0", "pillow", "tokenizers")}
 PEERS = ("webdataset", "streaming", "ray_data")
 STREAMING = Path(__file__).parent / "peer_streaming.py"
+OURS = ("service", "same_node")
 PARTS = ("decoders", "workers", "coordinator", "client", "others")
 
 
@@ -67,7 +70,7 @@ def run(
 
 def _measured_once(name: str, command: list[str], home: Path, given: argparse.Namespace) -> Span:
     size = {"warm": given.warm, "pictures": given.pictures}
-    if name == "service":
+    if name in OURS:
         with service_over(home, pool=given.pool, workers=2):
             return measured(home, command, **size)
     try:
@@ -103,20 +106,21 @@ def to_markdown(spans: dict[str, list[Span]], given: argparse.Namespace) -> str:
         quickest = max(each.pictures_per_s for each in spans[name])
         ratio = f"{span.cpu_ms / pillow:.2f}"
         lines.append(f"| {NAMES[name]} | {span.cpu_ms:.1f} | {ratio} | {quickest:.0f} |")
-    if "service" in best:
-        lines += ["", *_service_lines(best)]
+    for name, wire in (("service", "grpc"), ("same_node", "mapping")):
+        if name in best:
+            lines += ["", *_service_lines(best, name, wire)]
     return "\n".join(lines) + "\n"
 
 
-def _service_lines(best: dict[str, Span]) -> list[str]:
+def _service_lines(best: dict[str, Span], name: str, wire: str) -> list[str]:
     """Where the service's time goes, and its bars."""
-    ours = best["service"]
+    ours = best[name]
     parts = ", ".join(f"{part} {ours.role_ms(part):.1f}" for part in PARTS)
-    lines = [f"Of the service's {ours.cpu_ms:.1f} ms: {parts}."]
-    if {"kernel", "grpc"} <= best.keys():
-        floor = best["kernel"].cpu_ms + best["grpc"].cpu_ms
+    lines = [f"Of the {ours.cpu_ms:.1f} ms of {NAMES[name]}: {parts}."]
+    if {"kernel", wire} <= best.keys():
+        floor = best["kernel"].cpu_ms + best[wire].cpu_ms
         lines.append(
-            f"Over bare decode and resize with the same code and bare gRPC ({floor:.1f} ms): "
+            f"Over bare decode and resize with the same code and {NAMES[wire]} ({floor:.1f} ms): "
             f"{ours.cpu_ms / floor:.2f}; the bar is 1.15."
         )
     peers = [best[name].cpu_ms for name in PEERS if name in best]

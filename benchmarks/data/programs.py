@@ -6,6 +6,7 @@ filter has other weights than torch's; both are bicubic.
 """
 
 import io
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -76,12 +77,12 @@ def webdataset(home: Path) -> Iterator[int]:
         yield len(batch)
 
 
-def service(home: Path) -> Iterator[int]:
+def service(home: Path, *, same_node: bool = False) -> Iterator[int]:
     """This service's client of the job in `HOME/job`, at the address in `HOME/address`."""
     from trainer_client import ShardDataset
 
     address, job = (home / "address").read_text(), (home / "job").read_text()
-    with ShardDataset(address, job=job, rank=0, world_size=1) as dataset:
+    with ShardDataset(address, job=job, rank=0, world_size=1, same_node=same_node) as dataset:
         for shard in dataset:
             yield sum(each.vision.item_count for each in shard.microbatches if each.vision)
             dataset.commit(shard.step)
@@ -104,6 +105,17 @@ def grpc_alone(home: Path) -> Iterator[int]:
         buffer[at : at + len(message)] = message
         received += len(message)
         yield 1 if received % len(data) == 0 else 0
+
+
+def mapping(home: Path) -> Iterator[int]:
+    """The bytes of a picture's pixels into memory that two could map, and out of it."""
+    pixels = by_service_code(_first(home)).reshape(-1)
+    shared = np.frombuffer(mmap.mmap(-1, pixels.nbytes), np.uint8)
+    buffer = np.zeros_like(pixels)
+    while True:
+        np.copyto(shared, pixels)
+        np.copyto(buffer, shared)
+        yield 1
 
 
 def grpc_server(size_bytes: int) -> None:
@@ -159,6 +171,8 @@ PROGRAMS: dict[str, Callable[[Path], Iterable[int]]] = {
     "webdataset": webdataset,
     "ray_data": ray_data,
     "service": service,
+    "same_node": lambda home: service(home, same_node=True),
+    "mapping": mapping,
 }
 
 

@@ -53,14 +53,15 @@ class Stage:
         return used
 
     def settle(self) -> None:
-        """Wait until the coordinator has nothing left to do."""
+        """Wait until the coordinator has nothing left to do. One that is quiet may be waiting for
+        its workers, and what it does for the next steps would then be counted as of empty calls."""
         busy_s = self.used().cpu_s
         while True:
             time.sleep(QUIET_S)
-            now_s = self.used().cpu_s
-            if now_s - busy_s < IDLE_SHARE * QUIET_S:
+            now = self.used()
+            if now.ahead and now.cpu_s - busy_s < IDLE_SHARE * QUIET_S:
                 return
-            busy_s = now_s
+            busy_s = now.cpu_s
 
     def steps(self, count: int, *, settle_s: float = SETTLE_S) -> Cost:
         """The cost of so many steps, with what was planned and ordered meanwhile."""

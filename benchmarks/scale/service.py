@@ -17,7 +17,7 @@ from dataservice.core.ports import WorkerInfo
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.observability.metrics import PrometheusMetrics
-from dataservice.operate.freed_memory import give_back_now_and_then
+from dataservice.operate.freed_memory import give_back_now_and_then, keep_for_next_step
 from dataservice.planning.warm import warm_up
 from dataservice.serving.server import serve_coordinator
 from dataservice.serving.worker_link import GrpcWorkerLink
@@ -39,10 +39,12 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
-    """Processor seconds of the coordinator's process so far, and its resident memory now."""
+    """Processor seconds of the coordinator's process so far, its resident memory now, and whether
+    the steps that it may plan ahead are all planned and decoded."""
 
     cpu_s: float
     rss_bytes: int
+    ahead: bool
 
 
 class FixedPool:
@@ -107,16 +109,28 @@ async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -
     await coordinator.start()
     await coordinator.submit(JOB, "")
     server = await serve_coordinator(coordinator, "127.0.0.1:0")
-    gc.freeze()  # as app.py does
+    keep_for_next_step()  # as app.py does, and what follows
+    gc.freeze()
     gc.set_threshold(100_000, 50, 50)
     giving = asyncio.create_task(give_back_now_and_then())
     line.send(server.address)
     process, loop = psutil.Process(), asyncio.get_running_loop()
     while await loop.run_in_executor(None, line.recv) is not None:
-        line.send(Used(cpu_s=time.process_time(), rss_bytes=process.memory_info().rss))
+        used = Used(
+            cpu_s=time.process_time(),
+            rss_bytes=process.memory_info().rss,
+            ahead=await _is_ahead(coordinator),
+        )
+        line.send(used)
     giving.cancel()
     await server.stop(0.0)
     with contextlib.suppress(Exception):
         await coordinator.stop()
     writers.close()
     store.close()
+
+
+async def _is_ahead(coordinator: Coordinator) -> bool:
+    (job,) = (await coordinator.health([JOB], team=None)).jobs
+    health = job.health
+    return health.ready_steps == health.decoded_steps == health.window_steps

@@ -11,10 +11,11 @@ from benchmarks.scale.made_job import JOB, made_setup
 from benchmarks.scale.play import WORKERS
 from benchmarks.scale.service import Size
 from dataservice.core.cursor import Cursor
-from dataservice.core.orders import PackOrder
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.topology import Topology
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.planner import plan_step
+from dataservice.engine.ready_bytes import planned_bytes
 from dataservice.engine.shards import StepParts, columns_of, cut_step
 from dataservice.serving import wire_packs
 
@@ -32,16 +33,14 @@ def stages(size: Size) -> list[Row]:
     assert planned is not None, "the job is endless"
     plan, digest = planned.plan, planned.plan.digest
     notes = setup.catalog.item_notes(plan.sample_ids)
-    looking_up = partial(packed_samples, plan, setup.catalog)
-    ordering = partial(pack_orders, plan, looking_up(), job=JOB, digest=digest, pipeline="{}")
-    orders, parts = ordering(), cut_step(plan, notes)
+    orders = pack_orders(plan, setup.catalog, job=JOB, digest=digest, pipeline="{}")
+    parts = cut_step(plan, notes)
     works: dict[str, Callable[[], object]] = {
         "draw to plan": partial(plan_step, setup, Cursor(), topology),
         "columns of all ranks": partial(cut_step, plan, notes),
         "what models know of items": partial(setup.catalog.item_notes, plan.sample_ids),
-        "what workers are told of samples": looking_up,
-        "pack orders": ordering,
-        f"their wire form, for {WORKERS} workers": partial(_written, orders),
+        "decoded bytes": partial(planned_bytes, plan, setup.catalog),
+        f"orders as they are sent to {WORKERS} workers": partial(_written, orders),
         "rows of all ranks": partial(_rows, parts, size.ranks),
     }
     about = f"{batch:,} samples, {size.ranks:,} ranks, {plan.packs:,} packs"
@@ -57,8 +56,8 @@ def stages(size: Size) -> list[Row]:
     ]
 
 
-def _written(orders: list[PackOrder]) -> int:
-    shares = [orders[k::WORKERS] for k in range(WORKERS)]
+def _written(orders: PackOrders) -> int:
+    shares = orders.shared_out(range(k, len(orders), WORKERS) for k in range(WORKERS))
     sizes = [len(wire_packs.pack_orders_to_proto(of).SerializeToString()) for of in shares if of]
     return int(np.sum(sizes))
 

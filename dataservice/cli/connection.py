@@ -76,17 +76,35 @@ def connect(
     return CoordinatorClient(service, access=access)
 
 
+Connect = Callable[[], CoordinatorClient]
+
+
 def connected(command: Command) -> Command:
     """A command with the options of a connection, given its client as `client`."""
+
+    def run(connecting: Connect, **given: object) -> None:
+        with connecting() as client:
+            command(client=client, **given)
+
+    return _with_options(command, "client", run)
+
+
+def may_connect(command: Command) -> Command:
+    """A command with the options of a connection, given what makes its client as `connecting`: it
+    need not be made."""
+    return _with_options(command, "connecting", command)
+
+
+def _with_options(command: Command, own_name: str, connecting_to: Command) -> Command:
+    """The command as typer sees it: with the options of a connection in place of `own_name`."""
     options = inspect.signature(connect).parameters
     own = inspect.signature(command)
-    kept = [each for name, each in own.parameters.items() if name != "client"]
+    kept = [each for name, each in own.parameters.items() if name != own_name]
 
     @functools.wraps(command)
     def run(**given: object) -> None:
         wanted = {name: given.pop(name) for name in options}
-        with connect(**wanted) as client:  # type: ignore[arg-type]  # typer has checked them
-            command(client=client, **given)
+        connecting_to(connecting=functools.partial(connect, **wanted), **given)  # type: ignore[arg-type]
 
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options.values()]
     run.__signature__ = own.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]

@@ -5,15 +5,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
 
 from dataservice.cli import show, show_index, show_records
-from dataservice.cli.connection import JobName, connected
+from dataservice.cli.connection import Connect, JobName, connected, may_connect
 from dataservice.cli.explain import explain
 from dataservice.cli.layout import lay_out
 from dataservice.cli.preview import preview
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dataservice.jobs.job_file import JobFile
     from dataservice.operate.config import ServiceConfig
     from dataservice.sources.index import IndexSummary
+    from dataservice.sources.shared_indexing import Elsewhere
 
 app = typer.Typer(
     help="A balanced data-loading service for multimodal LLM training.\n\n"
@@ -62,16 +64,34 @@ app.add_typer(workers_commands, name="workers")
 
 console = Terminal()
 DRY_ROWS = 20
+PROCESSES = 2
 
+Where = Literal["here", "service"]
 JobFilePath = Annotated[Path, typer.Argument(help="The job file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The service's config (YAML).")]
 
 
 @app.command()
+@may_connect
 def index(
+    connecting: Connect,
     job_file: JobFilePath,
-    processes: Annotated[int, typer.Option(help="Number of files measured at once.", min=1)] = 2,
+    on: Annotated[
+        Where,
+        typer.Option(
+            help="Who reads and measures the files: this machine, or the workers of the service. "
+            "The index is written by this command."
+        ),
+    ] = "here",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of files measured at once; by default 2 here, and with --on service as "
+            "many as the service lets the team.",
+            min=1,
+        ),
+    ] = None,
     leave_out_damaged: Annotated[
         bool,
         typer.Option("--leave-out-damaged", help="Leave damaged files out of the index."),
@@ -95,6 +115,10 @@ def index(
     of them are named at the end, and the command fails unless --leave-out-damaged is given. With
     --dry-run, the first samples of each file are measured and summarised, and no index is written.
 
+    With --on service, workers of the service measure, beside training and at the lowest priority.
+    They read what the service may read for the job's team, as when the job is submitted; a worker
+    that dies costs the part of a file that it was at.
+
     Example: `dataservice index job.yaml --processes 8`
     """
     from dataservice.jobs.mixture import mixture_of_summaries
@@ -104,20 +128,26 @@ def index(
     spec = _read_job_file(job_file)
     settings = read_config(config, {})
     if dry_run:
-        _dry_run(spec, settings, rows or DRY_ROWS, processes, as_json)
+        if on == "service":
+            raise SpecError("--dry-run measures on this machine. Leave --on service out.")
+        _dry_run(spec, settings, rows or DRY_ROWS, processes or PROCESSES, as_json)
         return
     if rows is not None:
         raise SpecError("--rows is for --dry-run: an index has every sample. Add --dry-run.")
     try:
-        with index_progress(Terminal(stderr=True)) as progress:
+        with (
+            _elsewhere(on, connecting, job_file, processes) as elsewhere,
+            index_progress(Terminal(stderr=True)) as progress,
+        ):
             summaries = index_job(
                 spec,
                 custom_processors=settings.custom_processors,
-                processes=processes,
+                processes=processes or PROCESSES,
                 progress=progress,
                 limits=settings.limits,
                 storage_profiles=settings.storage_profiles,
                 leave_out_damaged=leave_out_damaged,
+                elsewhere=elsewhere,
             )
     except IndexIncompleteError as error:
         _print_indexed(error.made, spec.index, as_json)
@@ -126,6 +156,21 @@ def index(
     if not as_json:
         for job in spec.jobs:
             _print_mixture(job.job, mixture_of_summaries(job, summaries))
+
+
+@contextmanager
+def _elsewhere(
+    on: Where, connecting: Connect, job_file: Path, processes: int | None
+) -> Iterator["Callable[[str], Elsewhere] | None"]:
+    """Who indexes a source of this name in place of this process."""
+    if on == "here":
+        yield None
+        return
+    from dataservice.cli.service_indexing import ServiceIndexing
+
+    text, base = read_text(job_file, "job file"), str(job_file.parent.absolute())
+    with connecting() as client:
+        yield lambda source: ServiceIndexing(client, text, base, source, processes)
 
 
 def _dry_run(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import RenderableType
+from rich.filesize import decimal
 from rich.text import Text
 
 from dataservice.cli.listing import Listing
@@ -63,9 +64,13 @@ def health_view(health: ServiceHealth, *, detailed: bool) -> Iterator[Renderable
 
 def _fleet_line(fleet: FleetHealth) -> Text:
     lost = fleet.workers < fleet.wanted_workers
+    sent_bytes, sent = fleet.grpc_bytes + fleet.same_node_bytes, ""
+    if sent_bytes:
+        near = fleet.same_node_bytes / sent_bytes
+        sent = f", {decimal(sent_bytes)} sent, {near:.0%} through memory"
     return Text(
         f"{fleet.workers} of {fleet.wanted_workers} workers, {fleet.busy_slots:.1f} of "
-        f"{fleet.slots} slots busy",
+        f"{fleet.slots} slots busy{sent}",
         style="yellow" if lost else "",
     )
 

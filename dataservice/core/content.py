@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.split_mix import GOLDEN, split_mix
+
 SAMPLE_DIGEST = np.dtype("<u8")
 PRIME = 2**61 - 1
 VERSION = 1  # of the digests and sums; others are not compared
@@ -53,12 +55,14 @@ def content_of(
 ) -> StepContent:
     """The content of samples in draw order, `sample_ids` int64[n] and `digests` uint64[n], without
     the ids that are `masked`. O(n), exact for n below 2^27."""
-    left_out = np.array(sorted(masked), dtype=np.int64)
-    dropped = np.isin(sample_ids, left_out)
-    limbs = _limbs(np.where(dropped, np.uint64(0), digests & np.uint64(PRIME)))
+    kept, left_out = digests & np.uint64(PRIME), sample_ids[:0]
+    if masked:
+        dropped = np.isin(sample_ids, np.array(sorted(masked), dtype=np.int64))
+        kept, left_out = np.where(dropped, np.uint64(0), kept), np.unique(sample_ids[dropped])
+    limbs = _limbs(kept)
     products = [_joined(limbs @ weight) for weight in _limbs(_weights(len(sample_ids)))]
     return StepContent(
-        which=_checksum(sample_ids, np.unique(sample_ids[dropped])),
+        which=_checksum(sample_ids, left_out),
         total=_joined(limbs.sum(axis=1)),
         weighted=_joined(products),
     )
@@ -82,10 +86,7 @@ def _checksum(sample_ids: NDArray[np.int64], left_out: NDArray[np.int64]) -> int
 
 def _weights(samples: int) -> NDArray[np.uint64]:
     """SplitMix64 of each place, below 2^61: uint64[samples]."""
-    mixed = np.arange(1, samples + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) & np.uint64(PRIME)
+    return split_mix(np.arange(samples, dtype=np.uint64) * GOLDEN) & np.uint64(PRIME)
 
 
 def _limbs(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

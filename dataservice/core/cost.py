@@ -334,5 +334,6 @@ def _checked(
 
 
 def _digest(kind: str, values: Mapping[str, float]) -> str:
-    text = json.dumps([kind, sorted((k, float(v).hex()) for k, v in values.items())])
+    # 0.0 and -0.0 are equal, and so are what has them: it has one name.
+    text = json.dumps([kind, sorted((k, (float(v) + 0.0).hex()) for k, v in values.items())])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -3,12 +3,14 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 
 from dataservice.core.errors import CursorMismatchError
 
 # Version 2 added the window and the digest, version 3 the changes of the mixture.
 CURSOR_VERSION = 3
 DIGEST_BYTES = 8
+_encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make one for each text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +41,7 @@ class Cursor:
     def to_json(self) -> str:
         """The form stored in checkpoints and the ledger, with a digest of its fields. The digest
         has no key: it detects accidents and edits, not forgery."""
-        plain = {"version": CURSOR_VERSION, **asdict(self)}
-        return json.dumps({**plain, "digest": _digest(plain)}, sort_keys=True)
+        return _written(self)
 
     @staticmethod
     def from_json(text: str) -> "Cursor":
@@ -68,6 +69,13 @@ class Cursor:
             ) from error
 
 
+@lru_cache(maxsize=1024)
+def _written(cursor: Cursor) -> str:
+    # Of each step it is asked for thrice: behind the step, in the ledger, and with its successor.
+    plain = {"version": CURSOR_VERSION, **asdict(cursor)}
+    return _encode({**plain, "digest": _digest(plain)})
+
+
 def _checked(plain: dict[str, object]) -> Cursor:
     """Raises KeyError, TypeError or ValueError where `to_json` never writes this, and
     CursorMismatchError where only the digest is wrong."""
@@ -89,5 +97,5 @@ def _checked(plain: dict[str, object]) -> Cursor:
 
 
 def _digest(plain: dict[str, object]) -> str:
-    text = json.dumps(plain, sort_keys=True)
+    text = _encode(plain)
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()

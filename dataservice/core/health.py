@@ -142,7 +142,8 @@ class JobHealth:
 class FleetHealth:
     """The workers of the service. `busy_slots` is the mean number of slots that were decoding over
     the last seconds; `waiting_teams` have packs that are not decoded. A team that must not be named
-    is OTHERS. `shortfall` tells admins why workers are missing."""
+    is OTHERS. `shortfall` tells admins why workers are missing, `grpc_bytes` and `same_node_bytes`
+    what these workers have sent to ranks, over gRPC and through memory, as they last said."""
 
     workers: int
     wanted_workers: int
@@ -151,6 +152,8 @@ class FleetHealth:
     busy_slots: float
     waiting_teams: tuple[str, ...] = ()
     shortfall: str = ""
+    grpc_bytes: int = 0
+    same_node_bytes: int = 0
 
 
 OTHERS = "*"

@@ -18,6 +18,8 @@ from dataservice.core.sample import IntArray
 
 def padded_tokens(tokens: IntArray, degree: int | IntArray) -> NDArray[np.int64]:
     """Length of each sample once padded for its group: int64[n], of `tokens` int[n]."""
+    if isinstance(degree, int) and degree <= 1:
+        return np.array(tokens, dtype=np.int64)
     unit = np.where(np.asarray(degree) > 1, 2 * np.asarray(degree), 1)
     return -(-np.asarray(tokens, dtype=np.int64) // unit) * unit
 
@@ -25,14 +27,21 @@ def padded_tokens(tokens: IntArray, degree: int | IntArray) -> NDArray[np.int64]
 def sample_starts(padded: IntArray) -> NDArray[np.int64]:
     """Offsets of the samples in their pack, the end included: int64[n+1] (`cu_seqlens`)."""
     starts = np.zeros(len(padded) + 1, dtype=np.int64)
-    np.cumsum(padded, out=starts[1:])
+    np.add.accumulate(padded, out=starts[1:])
     return starts
+
+
+def counts_between(starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The reverse: what lies between each offset and the next, int64[n] of int64[n+1]. In a step of
+    few samples `np.diff` would take most of the time for which it is asked so often."""
+    return starts[1:] - starts[:-1]
 
 
 def expanded(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Runs (first, rows) as single row numbers: int64[sum(rows)]."""
-    before = np.cumsum(rows) - rows
-    return np.repeat(first - before, rows) + np.arange(int(rows.sum()))
+    ends = rows.cumsum()
+    shifts: NDArray[np.int64] = (first - ends + rows).repeat(rows)
+    return shifts + np.arange(len(shifts))
 
 
 def member_rows(padded: IntArray, degree: int, cp_rank: int) -> NDArray[np.int64]:

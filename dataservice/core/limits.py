@@ -122,6 +122,9 @@ class OpeningLimits:
     timeout_s: float = 600.0
     """Until the job is open, its index read. Where files have other times than when they were
     indexed, their samples are read and compared within it."""
+    late_index_samples: int = 1_000_000
+    """Of an index of more samples, the lengths are read before the job is open, and locations and
+    shapes while it runs already; a step that is planned before that has its own read."""
     memory_bytes: int = 8 * 2**30
     """Memory of its own: of an index some row groups are in it while it is read."""
     pipeline_cpu_s: float = 30.0
@@ -132,6 +135,11 @@ class OpeningLimits:
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.pipeline_cpu_s) <= 0:
             raise SpecError("job_opening: timeout_s and pipeline_cpu_s must be above 0.")
+        if self.late_index_samples < 0:
+            raise SpecError(
+                f"job_opening: late_index_samples is {self.late_index_samples:,}; it must be at "
+                "least 0, of which every index's locations are read late."
+            )
         if not 2**29 <= self.pipeline_memory_bytes <= self.memory_bytes:
             raise SpecError(
                 f"job_opening: pipeline_memory_bytes is {self.pipeline_memory_bytes:,}; it must be "

@@ -5,9 +5,9 @@ assembles it once and holds it until it is released. A *rank shard* is one rank'
 step plan, with the tickets that fetch its bytes.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, overload
 
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
@@ -26,6 +26,67 @@ class PackKey:
     step: int
     plan_digest: str
     pack: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackKeys(Sequence[PackKey]):
+    """The names of packs of one plan, of which a large step has many."""
+
+    job: str
+    step: int
+    plan_digest: str
+    packs: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @overload
+    def __getitem__(self, place: int) -> PackKey: ...
+    @overload
+    def __getitem__(self, place: slice) -> "PackKeys": ...
+    def __getitem__(self, place: int | slice) -> "PackKey | PackKeys":
+        if isinstance(place, slice):
+            return replace(self, packs=self.packs[place])
+        return PackKey(
+            job=self.job, step=self.step, plan_digest=self.plan_digest, pack=self.packs[place]
+        )
+
+
+class PackSet(Set[PackKey]):
+    """The names of packs of any plans, kept by plan."""
+
+    __slots__ = ("_of_plan",)
+
+    def __init__(self, keys: Iterable[PackKeys] = ()) -> None:
+        self._of_plan: dict[tuple[str, int, str], set[int]] = {}
+        for of in keys:
+            plan = of.job, of.step, of.plan_digest
+            self._of_plan.setdefault(plan, set()).update(of.packs)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> frozenset[Any]:  # of what Set derives
+        return frozenset(it)
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, PackKey):
+            return False
+        return key.pack in self._of_plan.get((key.job, key.step, key.plan_digest), ())
+
+    def __iter__(self) -> Iterator[PackKey]:
+        for (job, step, plan_digest), packs in self._of_plan.items():
+            yield from PackKeys(job=job, step=step, plan_digest=plan_digest, packs=[*packs])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_plan.values()))
+
+    def __sub__(self, other: Set[Any]) -> Set[PackKey]:
+        if not isinstance(other, PackSet):
+            return super().__sub__(other)
+        left = PackSet()  # mostly empty, and then no key is made
+        for plan, packs in self._of_plan.items():
+            if more := packs - other._of_plan.get(plan, set()):
+                left._of_plan[plan] = more
+        return left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +152,13 @@ class StorageOutage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """The packs that were ordered from a worker and not released, and the storage that it waits
-    for."""
+    """The packs that were ordered from a worker and not released, the storage that it waits for,
+    and the bytes that it has sent to ranks so far, over gRPC and through memory."""
 
-    packs: frozenset[PackKey] = frozenset()
+    packs: Set[PackKey] = frozenset()
     outages: tuple[StorageOutage, ...] = ()
+    grpc_bytes: int = 0
+    same_node_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +233,8 @@ class Ticket:
     Each worker checks it alone, and finds its own parts in the `columns`, which have rows for so
     many `sequences` and `parts` of items; `addresses` are the workers'.
 
-    Of a sequence the `tensors` named are streamed, all of them when none is named.
+    Of a sequence the `tensors` named are streamed, all of them when none is named. `written` are
+    the columns as fields of a message, where they are at hand.
     """
 
     job: str
@@ -186,17 +250,20 @@ class Ticket:
     parts: int
     columns: Mapping[str, bytes]
     signature: bytes = b""
+    written: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardColumns:
     """One replica's rows of a step, as `dataservice_proto.columns` has them; `replicas` are all of
-    the step, `rings` its packs that several replicas share."""
+    the step, `rings` its packs that several replicas share. `written` are the same columns as
+    fields of a message, where they are at hand."""
 
     waves: int
     replicas: int
     rings: int
     columns: Mapping[str, bytes]
+    written: tuple[bytes, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
+from dataservice_proto.columns import least_and_most
 from numpy.typing import NDArray
 
-from dataservice.core.layout import padded_tokens, sample_starts
+from dataservice.core.layout import counts_between, padded_tokens, sample_starts
 
 JSON_AT_ONCE = 16_384
 PHASES = ("vision", "audio", "exchange", "llm", "gradients", "waiting")
@@ -157,27 +158,30 @@ class StepPlan:
     @property
     def pack_degree(self) -> NDArray[np.int64]:
         """CP degree of each pack's group: int64[P]."""
-        return np.diff(self.replica_offsets)
+        return counts_between(self.replica_offsets)
 
     @property
     def pack_of_sample(self) -> NDArray[np.int32]:
         """The pack of each sample: int32[n]."""
         pack_of = np.empty(len(self.sample_ids), dtype=np.int32)
         pack_of[self.pack_samples] = np.repeat(
-            np.arange(self.packs, dtype=np.int32), np.diff(self.pack_offsets)
+            np.arange(self.packs, dtype=np.int32), counts_between(self.pack_offsets)
         )
         return pack_of
 
     @property
     def padded_sample_tokens(self) -> NDArray[np.int64]:
         """Each sample's length padded for its group's degree, in pack order: int64[n]."""
-        degree = np.repeat(self.pack_degree, np.diff(self.pack_offsets))
-        return padded_tokens(self.sample_tokens[self.pack_samples], degree)
+        tokens = self.sample_tokens[self.pack_samples]
+        if len(self.pack_replicas) == self.packs:  # none is shared
+            return padded_tokens(tokens, 1)
+        degree = np.repeat(self.pack_degree, counts_between(self.pack_offsets))
+        return padded_tokens(tokens, degree)
 
     @property
     def pack_tokens(self) -> NDArray[np.int64]:
         """Padded tokens of each pack: int64[P]."""
-        return np.diff(sample_starts(self.padded_sample_tokens)[self.pack_offsets])
+        return counts_between(sample_starts(self.padded_sample_tokens)[self.pack_offsets])
 
     def samples_of(self, pack: int) -> NDArray[np.int32]:
         """Positions of a pack's samples, in sequence order: int32[k]."""
@@ -213,17 +217,15 @@ class StepPlan:
         Numbers are hashed in as few bytes as hold them all: hashing is a good part of planning.
         """
         hasher = hashlib.blake2b(digest_size=16)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("stages", "time") or value is None:
-                continue
-            hasher.update(field.name.encode())
+        for name in _DECIDED:
+            value = getattr(self, name)
             if isinstance(value, np.ndarray):
                 narrow = _narrowed(value)
-                hasher.update(f"{value.dtype.str}{narrow.dtype.str}{value.shape}".encode())
+                types = f"{value.dtype.str}{narrow.dtype.str}"
+                hasher.update(f"{name}{types}{value.shape}".encode())
                 hasher.update(np.ascontiguousarray(narrow).data)
-            else:
-                hasher.update(repr(value).encode())
+            elif value is not None:
+                hasher.update(f"{name}{value!r}".encode())
         return hasher.hexdigest()
 
     def to_json(self) -> str:
@@ -258,6 +260,7 @@ class StepPlan:
         return StepPlan(**plain)
 
 
+_DECIDED = tuple(f.name for f in fields(StepPlan) if f.name not in ("stages", "time"))
 ITEM_COLUMNS = tuple(field.name for field in fields(StepPlan) if field.name.startswith("item_"))
 
 
@@ -270,6 +273,7 @@ def _values(values: NDArray[Any]) -> str:
 
 def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     """Whole numbers ≥ 0 in as few bytes each as hold them all; anything else as it is."""
-    if values.dtype.kind != "i" or values.size == 0 or values.min() < 0:
+    if values.dtype.kind != "i" or values.size == 0:
         return values
-    return values.astype(np.min_scalar_type(values.max()))
+    least, most = least_and_most(values)
+    return values if least < 0 else values.astype(np.min_scalar_type(most))

@@ -6,6 +6,7 @@ is in a table of the stage it belongs to; a test holds names and tables together
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import ClassVar, Literal, Self, TypeVar, get_args
 
 import numpy as np
@@ -96,8 +97,7 @@ class CostModel:
     @property
     def version(self) -> str:
         """Names these coefficients in the ledger."""
-        versions = (getattr(self, phase.name).version for phase in fields(self))
-        return "-".join(version for version in versions if version)
+        return _version_of(self)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Every coefficient, by phase."""
@@ -118,6 +118,13 @@ class CostModel:
             audio=PhaseCost.from_dict(given["audio"]),
             step=StepCost.from_dict(given["step"]),
         )
+
+
+@lru_cache(maxsize=64)
+def _version_of(cost: CostModel) -> str:
+    # Every plan has it, and small steps are planned in less time than it takes.
+    versions = (getattr(cost, phase.name).version for phase in fields(cost))
+    return "-".join(version for version in versions if version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """What the rooms ask of each other. Each port has a real and an in-memory implementation."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.index_orders import IndexAnswer, IndexOrder
 from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.orders import (
     Holdings,
@@ -21,6 +23,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.sample import (
     DecodedSample,
+    HeldItems,
     IntArray,
     ItemNotes,
     LengthTable,
@@ -29,6 +32,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import SampleColumns
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 
 # ---- sources ------------------------------------------------------------------------------
 
@@ -131,6 +135,16 @@ class Catalog(Protocol):
         """The lengths of these samples, in the order given."""
         ...
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether what the methods below give is at hand for all samples. Until then a call may
+        take seconds, unless its samples were just fetched."""
+        ...
+
+    def fetch(self, sample_ids: IntArray) -> None:
+        """Have what the methods below give of these samples at hand. May take seconds."""
+        ...
+
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths (shapes included) of these samples, in the order given. An
         implementation may make each only when it is read."""
@@ -144,9 +158,19 @@ class Catalog(Protocol):
         """The paths of the files that hold these samples, in the order given."""
         ...
 
+    def row_keys(self, sample_ids: IntArray) -> NDArray[np.uint32]:
+        """A number for the file and row of each of these samples, whichever job names them:
+        uint32[n], in the order given. Two rows seldom have the same."""
+        ...
+
     def item_notes(self, sample_ids: IntArray) -> ItemNotes:
         """What models need to know of these samples' encoder items, by sample, then in its
         order."""
+        ...
+
+    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+        """The modality of these samples' encoder items, and how many numbers each is decoded to:
+        int8[m] and int64[m], by sample, then in its order."""
         ...
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
@@ -198,6 +222,28 @@ class SampleMeasurer(Protocol):
         ...
 
 
+class RangeCache(Protocol):
+    """Bytes that a team read from other machines, kept on this one. `about` says all that decides
+    what they are. Safe for several threads."""
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether this thread reads `anew`."""
+        ...
+
+    def find(self, about: str, size_bytes: int) -> bytes | None:
+        """The bytes that were kept, if they are there."""
+        ...
+
+    def keep(self, about: str, data: bytes) -> None:
+        """Keep these bytes, if there is room."""
+        ...
+
+    def anew(self) -> AbstractContextManager[None]:
+        """Within this, this thread finds nothing, and keeps what it reads instead."""
+        ...
+
+
 class SampleDecoder(Protocol):
     """Decodes one sample to the shape that was planned for it."""
 
@@ -231,13 +277,14 @@ one takes no orders, and serves what it holds until that is released."""
 class WorkerInfo:
     """A live worker: its name and its gRPC address. Its `slots` are the samples that it decodes at
     once; `descriptors` the files and sockets that its process may have open, None where it shares
-    the coordinator's process."""
+    the coordinator's process; `where` the worker is, as it says."""
 
     worker: str
     address: str
     slots: int
     state: WorkerState = "serving"
     descriptors: int | None = None
+    where: Whereabouts = ANYWHERE
 
 
 class ServedWorker(Protocol):
@@ -246,6 +293,11 @@ class ServedWorker(Protocol):
     @property
     def address(self) -> str:
         """host:port where trainers and the coordinator reach it."""
+        ...
+
+    @property
+    def where(self) -> Whereabouts:
+        """Its node and zone, and its cache."""
         ...
 
     async def stop(self) -> None:
@@ -312,6 +364,11 @@ class WorkerLink(Protocol):
         gone."""
         ...
 
+    def index(self, worker: WorkerInfo, order: IndexOrder) -> AsyncGenerator[IndexAnswer, None]:
+        """Have an errand for an index carried out. Raises WorkerLostError where the worker is gone
+        before its end, and what the errand raises. To close it ends the errand."""
+        ...
+
 
 class PackHost(Protocol):
     """The worker's side: packs being decoded, and the parts of those that are ready."""
@@ -327,7 +384,7 @@ class PackHost(Protocol):
 
     async def items(
         self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
-    ) -> list[NDArray[np.uint8] | NDArray[np.float32]]:
+    ) -> HeldItems:
         """The decoded encoder items at these places of the pack's item list, and of each the frames
         of its range where there are some. Raises NotFoundError where there are none such."""
         ...
@@ -343,6 +400,15 @@ class PackHost(Protocol):
     def outages(self) -> Sequence[StorageOutage]:
         """The sources whose storage does not answer, and whose samples wait for it."""
         return ()
+
+
+class IndexHost(Protocol):
+    """The worker's side of indexing."""
+
+    def index(self, order: IndexOrder) -> AsyncGenerator[IndexAnswer, None]:
+        """Carry out an errand, at the lowest priority. Raises what it raises. To close it ends the
+        errand."""
+        ...
 
 
 # ---- observability ------------------------------------------------------------------------
@@ -417,6 +483,13 @@ class Metrics(Protocol):
         """A pack was ordered from a worker that held it already, for a former coordinator."""
         ...
 
+    def packs_placed(
+        self, job: str, *, work: float, cached: float, same_node: float, same_zone: float
+    ) -> None:
+        """Packs of this decode work were ordered, in tokens. As much of it is thought to be kept at
+        the workers chosen, and goes to ranks on their nodes and in their zones."""
+        ...
+
     def delivered_otherwise(self, job: str) -> None:
         """A pack or a step was decoded again, to other bytes than before."""
         ...
@@ -454,6 +527,9 @@ class NoMetrics(Metrics):
     def work_outstanding(self, worker: str, tokens: float) -> None: ...
     def pack_hedged(self, job: str) -> None: ...
     def pack_found(self, job: str) -> None: ...
+    def packs_placed(
+        self, job: str, *, work: float, cached: float, same_node: float, same_zone: float
+    ) -> None: ...
     def delivered_otherwise(self, job: str) -> None: ...
     def worker_lost(self, worker: str) -> None: ...
     def worker_retired(self, worker: str) -> None: ...
@@ -464,6 +540,7 @@ __all__ = [
     "Catalog",
     "Draw",
     "Drawn",
+    "IndexHost",
     "Metrics",
     "NoMetrics",
     "PackHost",

@@ -242,6 +242,15 @@ class DecodedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldItems:
+    """Encoder items as a worker holds them: each one's array, and the CRC-32 of its bytes where
+    that is known since the item was decoded. Of an item's frames it is not."""
+
+    arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]]
+    crc32s: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LengthTable:
     """The lengths of n samples as columns; the items of sample i are rows
     `item_offsets[i]:item_offsets[i+1]` of the item columns.

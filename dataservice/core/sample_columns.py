@@ -2,10 +2,11 @@
 any of them. Workers make the objects, each of its own packs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class SampleColumns:
     def take(self, rows: Array) -> "SampleColumns":
         """These samples, in this order. O(rows)."""
         spans, items = self._rows_of("spans", rows), self._rows_of("items", rows)
-        numbers, file = np.unique(self.file[rows], return_inverse=True)
+        numbers, file = numbered(self.file[rows])
         taken: dict[str, Any] = {
             name: getattr(self, name)[at]
             for names, at in ((OF_SAMPLES, rows), (OF_SPANS, spans), (OF_ITEMS, items))
@@ -88,12 +89,46 @@ class SampleColumns:
             }
         )
 
-    def _rows_of(self, counted: str, chosen: Array) -> Array:
-        """The rows that this column counts, of those chosen. O(n) once, then O(rows)."""
-        counts = getattr(self, counted)
+    def cut(self, start: int, stop: int) -> "SampleColumns":
+        """The samples from `start` to `stop` - 1, of whose numbers nothing is copied."""
+        if start == 0 and stop == len(self):
+            return self
+        spans, items = self._cut_of("spans", start, stop), self._cut_of("items", start, stop)
+        numbers, file = numbered(self.file[start:stop])
+        own = slice(start, stop)
+        cut: dict[str, Any] = {
+            name: getattr(self, name)[at]
+            for names, at in ((OF_SAMPLES, own), (OF_SPANS, spans), (OF_ITEMS, items))
+            for name in names
+        }
+        return SampleColumns(
+            **{
+                **cut,
+                "files": [self.files[number] for number in numbers.tolist()],
+                "file": file,
+                "keys": self.keys[self._cut_of("key_bytes", start, stop)],
+                "names": self.names[self._cut_of("span_name_bytes", spans.start, spans.stop)],
+                "side": self.side[self._cut_of("sides", items.start, items.stop)],
+            }
+        )
+
+    def _cut_of(self, counted: str, start: int, stop: int) -> slice:
+        """The rows that this column counts, of those from `start` to `stop` - 1."""
+        counts, starts = getattr(self, counted), self._starts_of(counted)
+        if start == stop:
+            return slice(0, 0)
+        return slice(int(starts[start]), int(starts[stop - 1] + counts[stop - 1]))
+
+    def _starts_of(self, counted: str) -> Array:
         starts = self._starts.get(counted)
         if starts is None:
+            counts = getattr(self, counted)
             starts = self._starts[counted] = np.cumsum(counts, dtype=np.int64) - counts
+        return starts
+
+    def _rows_of(self, counted: str, chosen: Array) -> Array:
+        """The rows that this column counts, of those chosen. O(n) once, then O(rows)."""
+        starts, counts = self._starts_of(counted), getattr(self, counted)
         return expanded(starts[chosen], counts[chosen].astype(np.int64))
 
     def _text_of(self, text: bytes, sizes: str, chosen: Array) -> bytes:
@@ -196,16 +231,70 @@ class SampleColumns:
         )
 
 
-class PackedSamples(Sequence[PackSample]):
-    """The samples of one pack: `rows` of the columns of its step, made into objects each time that
-    they are read. If they were kept, they would be most of what the coordinator holds."""
+class Samples(Protocol):
+    """Samples that are there as columns, or are looked up."""
 
-    def __init__(self, columns: SampleColumns, rows: range) -> None:
-        self.columns = columns
+    def take(self, rows: Array) -> SampleColumns:
+        """These samples, in this order."""
+        ...
+
+    def cut(self, start: int, stop: int) -> SampleColumns:
+        """The samples from `start` to `stop` - 1."""
+        ...
+
+
+class FoundSamples(Samples):
+    """Samples that are looked up each time that they are asked for: if those of whole steps were
+    kept, they would be most of what the coordinator holds."""
+
+    def __init__(self, find: Callable[[Array], SampleColumns]) -> None:
+        """`find` gives the samples at these rows."""
+        self._find = find
+
+    def take(self, rows: Array) -> SampleColumns:
+        """These samples, in this order."""
+        return self._find(rows)
+
+    def cut(self, start: int, stop: int) -> SampleColumns:
+        """The samples from `start` to `stop` - 1."""
+        return self._find(np.arange(start, stop))
+
+
+class SamplesFoundOnce(Samples):
+    """Some of other samples, which are looked up together once any are asked for, and kept. Several
+    threads may ask."""
+
+    def __init__(self, of: Samples, rows: Array) -> None:
+        """Those at `rows` of these."""
+        self._of = of
+        self._rows = rows
+        self._found: SampleColumns | None = None
+        self._finding = threading.Lock()
+
+    def take(self, rows: Array) -> SampleColumns:
+        """These samples, in this order."""
+        return self._columns().take(rows)
+
+    def cut(self, start: int, stop: int) -> SampleColumns:
+        """The samples from `start` to `stop` - 1."""
+        return self._columns().cut(start, stop)
+
+    def _columns(self) -> SampleColumns:
+        with self._finding:
+            if self._found is None:
+                self._found = self._of.take(self._rows)
+            return self._found
+
+
+class PackedSamples(Sequence[PackSample]):
+    """The samples of one pack: `rows` of others, made into objects each time that they are read."""
+
+    def __init__(self, of: Samples, rows: range) -> None:
+        self.of = of
         self.rows = rows
 
     def __iter__(self) -> Iterator[PackSample]:
-        return iter(self.columns.take(np.arange(self.rows.start, self.rows.stop)).samples())
+        return iter(self.of.cut(self.rows.start, self.rows.stop).samples())
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -216,8 +305,8 @@ class PackedSamples(Sequence[PackSample]):
     def __getitem__(self, place: slice) -> Sequence[PackSample]: ...
     def __getitem__(self, place: int | slice) -> PackSample | Sequence[PackSample]:
         if isinstance(place, slice):
-            return self.columns.take(np.array(self.rows[place], dtype=np.int64)).samples()
-        return self.columns.take(np.array([self.rows[place]])).samples()[0]
+            return self.of.take(np.array(self.rows[place], dtype=np.int64)).samples()
+        return self.of.take(np.array([self.rows[place]])).samples()[0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -226,15 +315,23 @@ class PackedSamples(Sequence[PackSample]):
         return hash(tuple(self))
 
 
-def columns_of_packs(packs: Sequence[Sequence[PackSample]]) -> SampleColumns:
-    """The samples of some packs, end to end."""
-    first = packs[0] if packs else ()
-    if isinstance(first, PackedSamples) and all(
-        isinstance(pack, PackedSamples) and pack.columns is first.columns for pack in packs
-    ):
-        starts = np.array([pack.rows.start for pack in packs if isinstance(pack, PackedSamples)])
-        return first.columns.take(expanded(starts, np.array(list(map(len, packs)))))
-    return SampleColumns.of([sample for pack in packs for sample in pack])
+def numbered(values: Array) -> tuple[Array, Array]:
+    """The numbers among these, ascending, and the place of each value among them. O(values + the
+    largest), which must not be large."""
+    seen = np.bincount(values) > 0
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
+
+
+def joined(files: Sequence[tuple[str, str]], parts: Sequence[SampleColumns]) -> SampleColumns:
+    """Samples end to end, whose `file` are places in these."""
+    if len(parts) == 1:
+        return replace(parts[0], files=files)
+    return SampleColumns(
+        files=files,
+        keys=b"".join(part.keys for part in parts),
+        names=b"".join(part.names for part in parts),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in NUMBERS},
+    )
 
 
 OF_SAMPLES = (

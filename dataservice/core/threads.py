@@ -54,8 +54,11 @@ class CallThreads:
         self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         """The function's result, from one of the threads."""
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._tracked, call)
+        return await self.begin(functools.partial(function, *args, **kwargs))
+
+    def begin(self, call: Callable[[], Result]) -> "asyncio.Future[Result]":
+        """The call in one of the threads, without a task that waits for it."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, self._tracked, call)
 
     def close(self) -> None:
         """Begin no more calls. Those that have begun go on."""
@@ -75,9 +78,10 @@ class CallThreads:
         youngest_s = time.monotonic() - running[-1].began_s
         return youngest_s if youngest_s > limit_s else None
 
-    def _tracked(self, call: "functools.partial[Result]") -> Result:
+    def _tracked(self, call: Callable[[], Result]) -> Result:
         thread = threading.get_ident()
-        name = getattr(call.func, "__qualname__", repr(call.func))
+        function = getattr(call, "func", call)
+        name = getattr(function, "__qualname__", repr(function))
         with self._lock:
             self._running[thread] = Call(name=name, thread_id=thread, began_s=time.monotonic())
         try:

@@ -148,10 +148,14 @@ def _keyed(secret: bytes) -> hmac.HMAC:
 
 
 def _message(ticket: Ticket) -> bytes:
+    rows = [ticket.columns[name] for name in _COLUMNS]
     head = (
         *(ticket.job, ticket.step, ticket.plan_digest, ticket.rank, ticket.holder),
         *(ticket.expires_unix_s, ticket.workers, ticket.tensors),
         *(ticket.sequences, ticket.parts),
-        *(len(ticket.columns[column.name]) for column in TICKET),
+        *map(len, rows),
     )
-    return b"".join([repr(head).encode(), *(ticket.columns[column.name] for column in TICKET)])
+    return b"".join([repr(head).encode(), *rows])
+
+
+_COLUMNS = tuple(column.name for column in TICKET)

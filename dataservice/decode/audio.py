@@ -140,13 +140,18 @@ def _frames(
     # In FLAC, a damaged frame is dropped before it reaches the decoder; the numbers of the frames
     # after it reveal the gap. Other formats have no such numbers.
     numbered, expected = container.format.name == "flac", None
+    signal = None
     try:
         for frame in container.decode(stream):
             if frame.is_corrupt or (expected is not None and frame.pts != expected):
                 return
             if numbered and frame.pts is not None:
                 expected = frame.pts + frame.samples
-            _check_signal(blob, frame.sample_rate, frame.layout.nb_channels, limits)
+            if signal is None:
+                signal = frame.sample_rate, frame.layout.nb_channels
+                _check_signal(blob, *signal, limits)
+            if (frame.sample_rate, frame.layout.nb_channels) != signal:
+                return  # joined with the others, it would be read as if it had their channels
             frame.pts = None  # samples are joined in order; gaps in time are not filled
             yield frame
     except FFmpegError:

@@ -148,7 +148,8 @@ class MediaPipeline:
             pixels = self._decoded_image(blob, media.plan)
         else:
             pixels = decode_video(blob, media.clip, media.plan, self.limits)
-        return tuple(np.split(pixels, media.plan.runs))
+        runs = media.plan.runs
+        return (pixels,) if runs == 1 else tuple(np.split(pixels, runs))
 
     def _decoded_image(self, blob: MediaBlob, plan: VisionPlan) -> NDArray[np.uint8]:
         """A picture's tiles: by the plan's views, or by the processor itself."""

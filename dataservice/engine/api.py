@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.health import RankReport, ServiceHealth
+from dataservice.core.index_orders import IndexAnswer
 from dataservice.core.job import (
     CostRecord,
     JobRecord,
@@ -22,6 +23,7 @@ from dataservice.core.ports import WorkerInfo
 from dataservice.core.sample import SampleRef
 from dataservice.core.team import NO_TEAM
 from dataservice.core.topology import Topology
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 
 Fate = Literal["planned", "committed", "skipped"]
 
@@ -285,6 +287,14 @@ class CoordinatorApi(Protocol):
         ConflictError while others are being replaced."""
         ...
 
+    def index(
+        self, spec_yaml: str, base_directory: str, *, team: str, source: str, errand: str
+    ) -> AsyncGenerator[IndexAnswer, None]:
+        """Have a worker do something for an index of a source of a team's job file, when there is a
+        place. Raises SpecError where the file is not valid, WorkerLostError where another try may
+        succeed, and what the errand raises. To close it ends the errand."""
+        ...
+
     async def open_session(
         self,
         *,
@@ -296,10 +306,11 @@ class CoordinatorApi(Protocol):
         rejoin_attempt: int,
         launch: str = "",
         reads_loss_weights: bool = True,
+        where: Whereabouts = ANYWHERE,
     ) -> SessionOpened:
-        """Claim a rank. Returns once all ranks of the attempt, which are of one launch, have
-        claimed theirs. Cancelling gives the claim up. Raises ConflictError where the job weighs its
-        loss and the client does not read weights."""
+        """Claim a rank, which is `where` it says. Returns once all ranks of the attempt, which are
+        of one launch, have claimed theirs. Cancelling gives the claim up. Raises ConflictError
+        where the job weighs its loss and the client does not read weights."""
         ...
 
     async def session_ended(self, session: str) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,20 +22,28 @@ from dataservice.core.errors import (
     ServiceError,
     WorldSizeError,
 )
+from dataservice.core.tickets import holder_of
 from dataservice.core.topology import Topology
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 from dataservice.engine.tasks import retrieve_error
 
 
 @dataclass(kw_only=True, slots=True)
 class Claim:
-    """A rank held by a client, for as long as it is `live`. The two steps only grow."""
+    """A rank held by a client, for as long as it is `live`; `where` it is, as it says. The two
+    steps only grow. Tickets name it as their `holder`."""
 
     session: str
     rank: int
     client: str
     received_step: int
     committed_step: int
+    where: Whereabouts = ANYWHERE
     live: bool = True
+    holder: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holder = holder_of(self.session)
 
 
 class Attempt:
@@ -71,7 +79,15 @@ class Attempt:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over.add_done_callback(retrieve_error)
 
-    def join(self, rank: int, client: str, *, world_size: int, cursor: Cursor) -> Claim:
+    def join(
+        self,
+        rank: int,
+        client: str,
+        *,
+        world_size: int,
+        cursor: Cursor,
+        where: Whereabouts = ANYWHERE,
+    ) -> Claim:
         """Claim a rank of a forming attempt. A contradiction ends the attempt for all."""
         if world_size != self.topology.world_size:
             raise self.end(
@@ -92,9 +108,9 @@ class Attempt:
                 )
             )
         self.refuse_if_claimed(rank, client)
-        return self.claim(rank, client)
+        return self.claim(rank, client, where)
 
-    def claim(self, rank: int, client: str) -> Claim:
+    def claim(self, rank: int, client: str, where: Whereabouts = ANYWHERE) -> Claim:
         """Hand the rank to this client, whoever held it."""
         before = self.trained_step
         held = self.claims.get(rank)
@@ -104,6 +120,7 @@ class Attempt:
             client=client,
             received_step=held.received_step if held else before,
             committed_step=held.committed_step if held else before,
+            where=where,
         )
         self.claims[rank] = claim
         return claim
@@ -127,6 +144,13 @@ class Attempt:
     def full(self) -> bool:
         """Every rank has a claim."""
         return len(self.claims) == self.topology.world_size
+
+    @property
+    def replicas_at(self) -> list[Whereabouts]:
+        """Where each replica is: its first rank, as a node nearly always has all of them."""
+        ranks = range(0, self.topology.world_size, self.topology.ranks_per_replica)
+        claims = map(self.claims.get, ranks)
+        return [ANYWHERE if claim is None else claim.where for claim in claims]
 
     @property
     def clients(self) -> list[str]:
@@ -223,21 +247,21 @@ class Attempt:
 
 
 class _Least:
-    """The least of a step that claims have, which only grows. It is looked for anew once the claim
-    that it was found at has moved on: so a call of each of n ranks costs O(n log n) in all."""
+    """The least of a step that claims have, which only grows. It is looked for anew once every
+    claim that it was found at has moved on: so a call of each of n ranks costs O(n) in all."""
 
     def __init__(self, step_of: Callable[[Claim], int]) -> None:
         self._step_of = step_of
-        self._found: tuple[Claim, int] | None = None
+        self._step = 0
+        self._behind: list[Claim] = []
 
     def among(self, claims: Mapping[int, Claim]) -> int:
         """The least step."""
-        if self._found is not None:
-            claim, step = self._found
-            if claims.get(claim.rank) is claim and self._step_of(claim) == step:
-                return step
-        step = min(map(self._step_of, claims.values()))
-        behind = [claim for claim in claims.values() if self._step_of(claim) == step]
-        # One of the middle: ranks move on in any order, the order of the claims among them.
-        self._found = behind[len(behind) // 2], step
-        return step
+        while self._behind:
+            claim = self._behind[-1]
+            if claims.get(claim.rank) is claim and self._step_of(claim) == self._step:
+                return self._step
+            self._behind.pop()
+        self._step = min(map(self._step_of, claims.values()))
+        self._behind = [claim for claim in claims.values() if self._step_of(claim) == self._step]
+        return self._step

@@ -23,6 +23,7 @@ from dataservice.core.errors import ConflictError, FencedError, ServiceError
 from dataservice.core.job import AttemptRecord, SkipRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
+from dataservice.core.whereabouts import Whereabouts
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.loop import AttemptLoop, LoopPorts
@@ -183,7 +184,14 @@ class Attempts:
         )
 
     def rejoin(
-        self, job: RunningJob, rank: int, world_size: int, client: str, number: int, launch: str
+        self,
+        job: RunningJob,
+        rank: int,
+        world_size: int,
+        client: str,
+        number: int,
+        launch: str,
+        where: Whereabouts,
     ) -> tuple[Attempt, Claim]:
         """A rank is back in the attempt that it was in. Raises FencedError where that attempt is
         over or of another launch, ConflictError where the world size is another, WorldSizeError
@@ -212,7 +220,7 @@ class Attempts:
             attempt.refuse_if_claimed(rank, client)
         assert job.loop is not None, "an attempt that is complete has its loop"
         job.loop.wake()
-        return attempt, attempt.claim(rank, client)
+        return attempt, attempt.claim(rank, client, where)
 
 
 def _require_newest(job: RunningJob, launch: str, who: str) -> None:

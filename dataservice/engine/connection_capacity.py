@@ -20,6 +20,9 @@ A_WORKER = 8
 shares the coordinator's process, its port and its decoders' nursery."""
 A_RANK = 1
 """Connections of a rank to one process."""
+A_NEAR_RANK, NEAR_RANKS = 2, 64
+"""What a rank takes besides at a worker on its own machine, a socket and the memory that both map;
+and how many ranks a worker serves so at once."""
 
 
 class ConnectionCapacity:
@@ -52,8 +55,10 @@ class ConnectionCapacity:
         inside = sum(info.descriptors is None for info in workers)
         ranks = sum(map(ranks_of, self._jobs()))
         at_rest = AT_REST + A_WORKER * len(workers)
-        needs = [("the coordinator", self._limit, at_rest + ranks * A_RANK * (1 + inside))]
-        needs += [(w.worker, w.descriptors, AT_REST + ranks * A_RANK) for w in workers]
+        at_worker = ranks * A_RANK + min(ranks, NEAR_RANKS) * A_NEAR_RANK
+        need = at_rest + ranks * A_RANK + inside * at_worker
+        needs = [("the coordinator", self._limit, need)]
+        needs += [(each.worker, each.descriptors, AT_REST + at_worker) for each in workers]
         short = [each for each in needs if each[1] is not None and each[2] > each[1]]
         if ranks == 0 or not short:
             return ""

@@ -14,8 +14,10 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
     ConflictError,
     NotFoundError,
+    SpecError,
 )
 from dataservice.core.health import RankReport, ServiceHealth
+from dataservice.core.index_orders import IndexAnswer
 from dataservice.core.job import (
     AttemptRecord,
     CostRecord,
@@ -31,6 +33,7 @@ from dataservice.core.state_store import StateStore
 from dataservice.core.team import NO_TEAM, TeamSpec
 from dataservice.core.tickets import holder_key, holder_of
 from dataservice.core.topology import Topology
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 from dataservice.engine.api import (
     EndOfData,
     FoundSample,
@@ -47,6 +50,7 @@ from dataservice.engine.connection_capacity import ConnectionCapacity
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.health import Diagnose, HealthView, report_every_s
+from dataservice.engine.index_desk import IndexDesk, ReadSources
 from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.jobs import JobTable, ReadJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
@@ -61,6 +65,12 @@ from dataservice.engine.shares import Shares
 from dataservice.engine.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
+
+FETCHING_THREADS = 4  # of which each waits for a process that reads an index
+
+
+def _none_indexed(spec_yaml: str, base_directory: str, team: str) -> Mapping[str, str]:
+    raise SpecError("this service does not index.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,7 @@ class Coordinator:
         link: WorkerLink,
         read_job: ReadJob,
         open_job: OpenJob,
+        read_sources: ReadSources = _none_indexed,
         ticket_secret: bytes,
         attempt_timeout_s: float = 300.0,
         idle_release_s: float = 60.0,
@@ -105,6 +116,10 @@ class Coordinator:
         self._statistics = JobStatistics(fan_out(shown))
         self._metrics = fan_out(self._statistics, shown)
         self._planners = FairThreads("planning", threads=planning_threads, teams=teams)
+        # They wait for storage, which may be a team's own.
+        self._fetchers = FairThreads(
+            "fetching", threads=FETCHING_THREADS, teams=teams, for_all=False
+        )
         self._table = JobTable(
             store=store,
             read_job=read_job,
@@ -123,6 +138,7 @@ class Coordinator:
             ready_bytes=ReadyBytes(teams),
             shares=Shares(teams=teams, pool=pool),
             planners=self._planners,
+            fetchers=self._fetchers,
             idle_release_s=idle_release_s,
             ticket_secret=ticket_secret,
         )
@@ -143,6 +159,9 @@ class Coordinator:
             connections=self._connections,
         )
         self._progress = ProgressView(store)
+        self._index_desk = IndexDesk(
+            pool=pool, link=link, read_sources=read_sources, shares=self._ports.shares
+        )
         self._worker_admin = WorkerAdmin(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
 
@@ -159,6 +178,7 @@ class Coordinator:
         """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
         hold: they end with us, or serve it until a successor takes them over."""
         await self._worker_admin.stop()
+        self._index_desk.close()
         await self._progress.stop()
         await self._table.stop()
         self._dispatcher.let_be()
@@ -167,6 +187,7 @@ class Coordinator:
                 await job.loop.stop()
         await self._dispatcher.stop()
         self._planners.close()
+        self._fetchers.close()
 
     # ---- workers --------------------------------------------------------------------------
 
@@ -177,6 +198,14 @@ class Coordinator:
     async def restart_workers(self, workers: Sequence[str]) -> list[str]:
         """Begin to replace these workers, all by default."""
         return self._worker_admin.restart(workers)
+
+    def index(
+        self, spec_yaml: str, base_directory: str, *, team: str, source: str, errand: str
+    ) -> AsyncGenerator[IndexAnswer, None]:
+        """Have a worker do something for an index."""
+        return self._index_desk.index(
+            spec_yaml, base_directory, team=team, source=source, errand=errand
+        )
 
     # ---- jobs: the table answers ----------------------------------------------------------
 
@@ -265,6 +294,7 @@ class Coordinator:
         rejoin_attempt: int,
         launch: str = "",
         reads_loss_weights: bool = True,
+        where: Whereabouts = ANYWHERE,
     ) -> SessionOpened:
         """Claim a rank. Returns once every rank of the attempt has opened. Raises ConflictError
         where the job weighs its loss and the client does not read weights."""
@@ -278,12 +308,14 @@ class Coordinator:
                 joined.reads_loss_weights &= reads_loss_weights
             return self._remember(
                 running,
-                *self._attempts.rejoin(running, rank, world_size, client, rejoin_attempt, launch),
+                *self._attempts.rejoin(
+                    running, rank, world_size, client, rejoin_attempt, launch, where
+                ),
             )
         setup, topology, cursor = await self._checked(running, rank, world_size, cursor, launch)
         _require_weights_read(setup, rank, client, reads_loss_weights)
         attempt = self._attempts.forming(running, rank, client, setup, topology, cursor, launch)
-        claim = attempt.join(rank, client, world_size=world_size, cursor=cursor)
+        claim = attempt.join(rank, client, world_size=world_size, cursor=cursor, where=where)
         attempt.reads_loss_weights &= reads_loss_weights
         session = self._remember(running, attempt, claim)
         try:

@@ -20,6 +20,7 @@ import numpy as np
 
 from dataservice.core.content import SAMPLE_DIGEST, StepContent, content_of, differing_place
 from dataservice.core.layout import expanded
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.receipts import PackReceipts
@@ -51,13 +52,13 @@ class Delivered:
     that two copies delivered differently. `noted` is set once the content is taken to the
     ledger."""
 
-    def __init__(self, plan: StepPlan, orders: Iterable[PackOrder]) -> None:
+    def __init__(self, plan: StepPlan, orders: Sequence[PackOrder]) -> None:
         self.plan = plan
         self.masked: dict[int, str] = {}
         self.otherwise: dict[int, list[str]] = {}
         self.noted = False
-        self._orders = {order.key.pack: order for order in orders}
-        self.missing: set[int] = set(self._orders)
+        self._orders = PackOrders.of(orders)
+        self.missing: set[int] = set(self._orders.pack.tolist())
         self._size_of = np.diff(plan.pack_offsets)
         self._digests = np.zeros(len(plan.sample_ids), SAMPLE_DIGEST)
         self._good = np.zeros(len(plan.sample_ids), bool)
@@ -125,24 +126,27 @@ class Delivered:
             packs = self._named([self._pack_of(place)])
             note = f"sample {self._name(place)} of pack {packs[0].pack} was delivered otherwise"
         else:
-            packs = self._named(self._orders)
+            packs = self._named(self._orders.pack.tolist())
             note = f"more than one of its {len(self.plan.sample_ids)} samples are other than those "
             note += "that were delivered"
         return Comparison(verdict="differs", note=note, packs=packs)
 
     def _named(self, packs: Iterable[int]) -> tuple[NamedPack, ...]:
         return tuple(
-            NamedPack(pack=pack, samples=tuple(_names(self._orders[pack])))
+            NamedPack(pack=pack, samples=tuple(_names(self._order(pack))))
             for pack in sorted(packs)[:NAMED_PACKS]
         )
 
     def _pack_of(self, place: int) -> int:
         return int(self.plan.pack_of_sample[place])
 
+    def _order(self, pack: int) -> PackOrder:
+        return self._orders[int(np.flatnonzero(self._orders.pack == pack)[0])]
+
     def _name(self, place: int) -> str:
         pack = self._pack_of(place)
         (within,) = np.flatnonzero(self.plan.samples_of(pack) == place).tolist()
-        ref = self._orders[pack].samples[within].ref
+        ref = self._order(pack).samples[within].ref
         return f"{ref.source}/{ref.key}"
 
 

@@ -24,7 +24,6 @@ found by asking them: it is used when it is ordered again, and released after a 
 
 import asyncio
 import contextlib
-import heapq
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -33,9 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import WorkerLostError
-from dataservice.core.orders import PackKey, PackOrder, StorageOutage
+from dataservice.core.order_columns import PackOrders
+from dataservice.core.orders import PackKeys, PackOrder, PackSet, StorageOutage
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Metrics, WorkerInfo, WorkerLink, WorkerPool
+from dataservice.engine.affinity import NO_WISHES, Affinity, PackWishes
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.hedging import SOONEST_S, HedgeBudget, OrderDeadlines
 from dataservice.engine.load_balancer import LoadBalancer
@@ -81,6 +82,7 @@ class Dispatcher:
             link, self._balancer, self._deadlines, on_receipts=on_receipts, wake=self._wake
         )
         self._orphans = OrphanedPacks(pool, link)
+        self._affinity = Affinity()
         self._releases = True
         self._steps: dict[DispatchedStep, None] = {}
         self._watcher: asyncio.Task[None] | None = None
@@ -115,13 +117,13 @@ class Dispatcher:
             await asyncio.sleep(ASK_EVERY_S)
             self._see_workers()
 
-    def _claimed(self) -> dict[str, set[PackKey]]:
+    def _claimed(self) -> dict[str, PackSet]:
         """The packs that steps have at each worker."""
-        claimed: dict[str, set[PackKey]] = {}
+        claimed: dict[str, list[PackKeys]] = {}
         for step in self._steps:
-            for placement, copy in step.copies():
-                claimed.setdefault(copy.worker.worker, set()).add(placement.order.key)
-        return claimed
+            for worker, packs in step.packs_by_worker().items():
+                claimed.setdefault(worker, []).append(step.orders.keys(packs))
+        return {worker: PackSet(keys) for worker, keys in claimed.items()}
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -132,23 +134,24 @@ class Dispatcher:
         *,
         reachability: Reachability | None = None,
         delivered: Delivered | None = None,
+        wishes: PackWishes = NO_WISHES,
     ) -> DispatchedStep:
-        """Choose a worker for each pack ordered, the least loaded first, and start decoding.
+        """Choose a worker for each pack ordered, by these `wishes` and by load, and start decoding.
         Waits for as long as no worker is there. `reachability` is what the ranks found out at
         earlier steps; `delivered` takes what workers tell, of this order alone by default."""
         await self._until_a_worker_is_there()
         await self._until_workers_were_asked()
-        work_of, packs = decode_work(plan), [order.key.pack for order in orders]
-        placements = [
-            PackPlacement(order=order, work=work)
-            for order, work in zip(orders, work_of[packs].tolist(), strict=True)
-        ]
+        ordered = PackOrders.of(orders)
+        work = decode_work(plan)[ordered.pack].tolist()
+        placements = [PackPlacement(work=each) for each in work]
         step = DispatchedStep(
             plan=plan,
+            orders=ordered,
             placements=placements,
             pending=set(range(len(placements))),
             reachability=reachability or Reachability(),
-            delivered=delivered or Delivered(plan, orders),
+            delivered=delivered or Delivered(plan, ordered),
+            wishes=wishes,
         )
         step.reachability.know(frozenset(self._balancer.workers))
         if not placements:
@@ -177,18 +180,18 @@ class Dispatcher:
         step.note_change()
         if received:
             await step.receipts(RECEIPT_WAIT_S)
-        packs: dict[str, tuple[WorkerInfo, list[PackKey]]] = {}
-        calls: set[asyncio.Task[None] | None] = set()
-        for placement, copy in step.copies():
-            keys_there = packs.setdefault(copy.worker.worker, (copy.worker, []))[1]
-            keys_there.append(placement.order.key)
-            calls.add(copy.task)
-        await cancel_all(*calls)
+        held = step.packs_by_worker()
+        await cancel_all(*step.calls)
         if not any(other.job == step.job for other in self._steps):
             self._deadlines.forget(step.job)
         if self._releases:
             await asyncio.gather(
-                *(self._link.release(worker, step.job, keys) for worker, keys in packs.values())
+                *(
+                    self._link.release(
+                        step.workers[step.numbers[name]], step.job, step.orders.keys(packs)
+                    )
+                    for name, packs in held.items()
+                )
             )
 
     async def drained(self, worker: str) -> None:
@@ -207,6 +210,11 @@ class Dispatcher:
     def outages(self, job: str) -> tuple[StorageOutage, ...]:
         """The storage that workers wait for with samples of this job, as they last said."""
         return tuple(outage for outage in self._orphans.outages if outage.job == job)
+
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """What the workers have sent to ranks, over gRPC and through memory, as they last said."""
+        return self._orphans.sent_bytes
 
     def waiting_jobs(self) -> set[str]:
         """The jobs with packs that no worker holds yet."""
@@ -261,8 +269,10 @@ class Dispatcher:
 
     async def _order_all(self, step: DispatchedStep) -> None:
         """One call for each worker, or some where it gets much."""
-        for worker, packs in self._shared_out(step, range(len(step.placements))):
-            self._orders.make_all(step, packs, worker)
+        shares = self._shared_out(step, range(len(step.placements)))
+        orders = step.orders.shared_out(packs for _, packs in shares)
+        for (worker, packs), own in zip(shares, orders, strict=True):
+            self._orders.make_all(step, packs, worker, own)
             await asyncio.sleep(0)
             if step.released:
                 return
@@ -271,25 +281,37 @@ class Dispatcher:
     def _shared_out(
         self, step: DispatchedStep, packs: Iterable[int]
     ) -> list[tuple[WorkerInfo, list[int]]]:
-        """Who is to decode these packs: whoever holds one already, else the least loaded.
-        O(packs · log workers)."""
-        workers = {worker.worker: worker for worker in self._candidates(step)}
+        """Who is to decode these packs: whoever holds one already; else one where its samples are
+        kept, or near its ranks, unless that takes too long: see planning/place_packs.py."""
+        workers = sorted(self._candidates(step), key=lambda worker: worker.worker)
         if not workers:
             return []  # the watch sees to it
-        queues = [(self._balancer.queued_per_slot(each), name) for name, each in workers.items()]
-        heapq.heapify(queues)
-        shares: dict[str, list[int]] = {}
+        number = {worker.worker: k for k, worker in enumerate(workers)}
+        shares: dict[int, list[int]] = {}
+        nowhere = []
         for pack in packs:
-            placement = step.placements[pack]
-            holder = self._orphans.take(placement.order.key)
-            if holder is not None and holder in workers:
+            holder = self._orphans.take(step.orders, pack)
+            if holder is not None and holder in number:
                 self._metrics.pack_found(step.job)
+                shares.setdefault(number[holder], []).append(pack)
             else:
-                queued, holder = queues[0]
-                more = placement.work / workers[holder].slots
-                heapq.heapreplace(queues, (queued + more, holder))
-            shares.setdefault(holder, []).append(pack)
-        return [(workers[name], shared) for name, shared in shares.items()]
+                nowhere.append(pack)
+        if nowhere:
+            work = np.array([step.placements[pack].work for pack in nowhere], np.int64)
+            queued = [self._balancer.queued_per_slot(worker) for worker in workers]
+            placed = self._affinity.place(
+                step.plan, step.orders.only(nowhere), work, step.wishes, workers, queued
+            )
+            for pack, worker in zip(nowhere, placed.worker.tolist(), strict=True):
+                shares.setdefault(worker, []).append(pack)
+            self._metrics.packs_placed(
+                step.job,
+                work=placed.work,
+                cached=placed.cached,
+                same_node=placed.same_node,
+                same_zone=placed.same_zone,
+            )
+        return [(workers[k], sorted(shared)) for k, shared in shares.items()]
 
     # ---- what a rank gets -----------------------------------------------------------------
 
@@ -386,22 +408,22 @@ class Dispatcher:
         for step in [step for step in self._steps if not step.ordering]:
             # No order is overdue sooner, and what cannot be hedged need not be looked at.
             late = now_s - step.ordered_s >= SOONEST_S and self._hedges.left
-            may_hedge = step.asked and (silent or late)
-            nowhere = []
-            overdue = partial(self._is_overdue, step.job, now_s)
-            for pack in range(len(step.placements)) if silent else sorted(step.pending):
-                placement = step.placements[pack]
-                if not placement.copies:
-                    if placement.may_be_tried:
-                        nowhere.append(pack)
-                elif (
-                    may_hedge
-                    and (silent or self._hedges.left)
-                    and (silent or all(map(overdue, placement.copies.values())))
-                ):
-                    self._hedge_if_due(step, pack, now_s)
+            if step.asked and (silent or late):
+                self._hedge_those_due(step, now_s, silent=silent)
+            nowhere = np.flatnonzero(step.holder < 0).tolist()
+            nowhere = [pack for pack in nowhere if step.placements[pack].may_be_tried]
             for worker, packs in self._shared_out(step, nowhere) if nowhere else ():
                 self._orders.make_all(step, packs, worker)
+
+    def _hedge_those_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> None:
+        """`silent`: some worker does not answer, with which packs that it holds are too."""
+        overdue = partial(self._is_overdue, step.job, now_s)
+        for pack in range(len(step.placements)) if silent else sorted(step.pending):
+            if not (silent or self._hedges.left):
+                return
+            copies = step.placements[pack].copies.values()
+            if copies and (silent or all(map(overdue, copies))):
+                self._hedge_if_due(step, pack, now_s)
 
     def _hedge_if_due(self, step: DispatchedStep, pack: int, now_s: float) -> None:
         placement = step.placements[pack]

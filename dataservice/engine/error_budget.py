@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import ErrorBudgetError
 from dataservice.core.job import ErrorBudget
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import BadSample, PackOrder
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Catalog
@@ -110,7 +111,7 @@ class SourceWindow:
 
 @dataclass(kw_only=True, slots=True)
 class _Step:
-    orders: Sequence[PackOrder]
+    orders: PackOrders
     samples: TrainedSamples
     missing: set[int]
     bad: dict[int, BadSample] = field(default_factory=dict)
@@ -145,14 +146,15 @@ class BudgetTally:
 
     def expect(self, step: int, orders: Sequence[PackOrder], samples: TrainedSamples) -> None:
         """The next step's packs were ordered; they hold these samples."""
-        packs = {order.key.pack for order in orders}
-        self._steps[step] = _Step(orders=orders, samples=samples, missing=packs)
+        ordered = PackOrders.of(orders)
+        missing = set(ordered.pack.tolist())
+        self._steps[step] = _Step(orders=ordered, samples=samples, missing=missing)
 
     def take(self, receipts: PackReceipts) -> ErrorBudgetError | None:
         """Take workers' receipts of packs. Returns the verdict, once a source has passed its
         budget. A second receipt of a pack, or one that was not expected, is not counted."""
         step = self._steps.get(receipts.step)
-        if step is not None and step.orders and receipts.is_of(step.orders[0].key):
+        if step is not None and step.orders and receipts.is_of(step.orders.key(0)):
             packs = step.missing.intersection(receipts.pack.tolist())
             step.missing -= packs
             for pack, bad in zip(receipts.bad_pack.tolist(), receipts.bad, strict=True):
@@ -184,9 +186,11 @@ class BudgetTally:
         ids, source_of = step.samples.sample_ids, step.samples.source_of
         windows = [self.windows.get(name) for name in step.samples.sources]
         before = [window.samples if window is not None else 0 for window in windows]
-        bad = np.flatnonzero(np.isin(ids, np.fromiter(step.bad, dtype=np.int64)))
+        bad = np.zeros(0, dtype=np.int64)
+        if step.bad:
+            bad = np.flatnonzero(np.isin(ids, np.fromiter(step.bad, dtype=np.int64)))
         rank = np.zeros(len(bad), dtype=np.int64)  # how many of its source came up to each
-        for source in np.unique(source_of[bad]).tolist():
+        for source in np.unique(source_of[bad]).tolist() if step.bad else ():
             mine = source_of == source
             chosen = mine[bad]
             rank[chosen] = np.cumsum(mine)[bad[chosen]]

@@ -44,9 +44,10 @@ class FairThreads:
         *,
         threads: int,
         teams: Callable[[], Mapping[str, TeamSpec]] = dict,
+        for_all: bool = True,
     ) -> None:
-        """`teams` is asked each time: weights may change."""
-        self._calls = CallThreads(name, threads, for_all=True)
+        """`teams` is asked each time: weights may change. `for_all` is as of `CallThreads`."""
+        self._calls = CallThreads(name, threads, for_all=for_all)
         self._threads = self._free = threads
         self._specs = teams
         self._shares: FairShare[str] = FairShare()
@@ -103,7 +104,7 @@ class FairThreads:
         team.jobs.begin(job, run)
         self._free -= 1
         team.running += 1
-        running = asyncio.ensure_future(self._calls(work))
+        running = self._calls.begin(work)
         running.add_done_callback(partial(self._ended, name, job, run, future))
 
     def _ended(

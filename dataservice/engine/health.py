@@ -72,7 +72,13 @@ class HealthView:
         if team is not None:
             names = {name if name == team else OTHERS for name in fleet.waiting_teams}
             # Why a worker does not start may quote its host.
-            fleet = replace(fleet, waiting_teams=tuple(sorted(names)), shortfall="")
+            fleet = replace(
+                fleet,
+                waiting_teams=tuple(sorted(names)),
+                shortfall="",
+                grpc_bytes=0,
+                same_node_bytes=0,
+            )
         found = []
         for job in jobs:
             health = self._job(job, fleet.slots, competing)
@@ -86,6 +92,7 @@ class HealthView:
     def _fleet(self) -> FleetHealth:
         infos = [info for info in self.pool.workers() if info.state == "serving"]
         slots = sum(info.slots for info in infos)
+        grpc_bytes, same_node_bytes = self.dispatcher.sent_bytes
         return FleetHealth(
             workers=len(infos),
             wanted_workers=max(self.wanted_workers, len(infos)),
@@ -94,6 +101,8 @@ class HealthView:
             busy_slots=min(float(slots), self.statistics.busy_slots()),
             waiting_teams=tuple(sorted({team_of(job) for job in self.dispatcher.waiting_jobs()})),
             shortfall=self.pool.shortfall(),
+            grpc_bytes=grpc_bytes,
+            same_node_bytes=same_node_bytes,
         )
 
     def _job(self, job: RunningJob, slots: int, competing: Sequence[str]) -> JobHealth:

@@ -6,6 +6,8 @@ What packs took is what workers tell of reading and decoding, without the time t
 If the whole service decodes more slowly, the deadlines grow with it.
 """
 
+from collections.abc import Iterable
+
 # Beyond this multiple of what is expected, an order is overdue.
 OVERDUE_FACTOR = 4.0
 # No order is overdue sooner, however little work it is.
@@ -25,12 +27,15 @@ class OrderDeadlines:
     def __init__(self) -> None:
         self._s_per_work: dict[str, float] = {}
 
-    def note(self, job: str, *, work: float, decode_s: float) -> None:
-        """A pack of this work was read and decoded in `decode_s` seconds of one slot."""
-        if work > 0:
-            newest = decode_s / work
-            before = self._s_per_work.get(job, newest)
-            self._s_per_work[job] = before + WEIGHT * (newest - before)
+    def note(self, job: str, packs: Iterable[tuple[float, float]]) -> None:
+        """Packs were read and decoded: of each its work, and the seconds of one slot."""
+        usual = self._s_per_work.get(job)
+        for work, decode_s in packs:
+            if work > 0:
+                newest = decode_s / work
+                usual = newest if usual is None else usual + WEIGHT * (newest - usual)
+        if usual is not None:
+            self._s_per_work[job] = usual
 
     def limit_s(self, job: str, *, queued_work: float) -> float:
         """Seconds after which an order is overdue. `queued_work` is what its slot has before it,

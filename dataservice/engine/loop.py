@@ -16,14 +16,15 @@ the same plan, by construction, and checked by digest.
 A planning or state error, or a source that passes its error budget, ends the attempt with that
 error; ranks that wait are told, and the workers let go of its packs.
 Plans are made in `planners`, whose threads the teams share; the ledger is written in other threads,
-so that a slow disk holds none of them.
+so that a slow disk holds none of them, and what an index that is still being read must be asked for
+is fetched in others again.
 New steps are planned inside `planning`, the job's own lock: its holder knows that no step is being
 planned, and may change the coefficients of those to come.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -50,14 +51,14 @@ from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.error_budget import BudgetTally
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.placement import DispatchedStep
-from dataservice.engine.planner import pass_over
+from dataservice.engine.planner import drawn_ids, pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.ready_step import ReadyStep, rank_shard, signed_ticket
 from dataservice.engine.records import AttemptRecords, MadeStep, two_versions
 from dataservice.engine.shards import columns_of, packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
-from dataservice.engine.tasks import cancel_all, detach
+from dataservice.engine.tasks import cancel_all, detach, retrieve_error
 from dataservice.engine.threads import in_store
 from dataservice.engine.window import ReadyWindow, WindowNow
 
@@ -81,6 +82,7 @@ class LoopPorts:
     ready_bytes: ReadyBytes
     shares: Shares
     planners: FairThreads
+    fetchers: FairThreads
     ticket_secret: bytes
     idle_release_s: float
 
@@ -116,7 +118,7 @@ class AttemptLoop:
         self._tally = BudgetTally(attempt.job, setup.budgets, files_of=setup.catalog.files)
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._summaries: dict[int, StepSummary] = {}
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._releasing = 0
         self._next_step = attempt.start.step
         self._recorded = attempt.start.step - 1
@@ -198,10 +200,10 @@ class AttemptLoop:
             about = {**self._attempt.about, "step": step, "rank": rank}
             log.warning("the rank cannot fetch from %s", ", ".join(failed_workers), extra=about)
         replica = self._attempt.topology.replica_of(rank)
-        own = packs_of(ready.parts, replica, wanted)
-        holders = await self._holders(ready, rank, own.packs, failed_workers, slow_workers)
+        packs = packs_of(ready.parts, replica, wanted)
+        holders = await self._holders(ready, rank, packs, failed_workers, slow_workers)
         job, secret = self._attempt.job, self._ports.ticket_secret
-        ticket = signed_ticket(ready, replica, wanted, holders, own.sequences, claim, job, secret)
+        ticket = signed_ticket(ready, replica, wanted, holders, claim, job, secret)
         columns = columns_of(ready.parts, replica, wanted)
         return rank_shard(ready, self._attempt, rank, columns, ticket, self._setup.positions)
 
@@ -261,9 +263,8 @@ class AttemptLoop:
         if self._attempt.over or not delivered.complete or delivered.noted:
             return
         delivered.noted = True
-        noting = detach(in_store(self._records.delivered, delivered))
         try:
-            verdict = await asyncio.shield(self._background(noting))
+            verdict = await self._written(partial(self._records.delivered, delivered))
         except NotFoundError:
             return  # the job was deleted meanwhile
         except ServiceError as error:
@@ -344,13 +345,15 @@ class AttemptLoop:
         return made
 
     async def _made(self, cursor: Cursor) -> MadeStep | None:
-        job = self._attempt.job
+        job, catalog = self._attempt.job, self._setup.catalog
+        if not catalog.at_hand:  # planning must not wait for it: its threads are for all teams
+            ids = await self._planners.run(job, partial(drawn_ids, self._setup, cursor))
+            await self._ports.fetchers.run(job, partial(catalog.fetch, ids))
         planning = partial(self._records.plan, self._setup, cursor, self._ports.shares(job))
         made = await self._planners.run(job, planning)
         if made is not None:
             self._keep_summary(made)
-            recording = detach(in_store(self._records.record, made))
-            await asyncio.shield(self._background(recording))
+            await self._written(partial(self._records.record, made))
         return made
 
     def _keep_summary(self, made: MadeStep) -> None:
@@ -377,6 +380,8 @@ class AttemptLoop:
     async def _note_received(self, claim: Claim, received_step: int) -> None:
         # A client may claim anything; the window moves only by steps that were planned.
         claim.received_step = max(claim.received_step, min(received_step, self._recorded))
+        if not self._window.has_received:
+            return  # as nearly every call of a rank finds
         for ready in await self._window.take_received():
             self._releasing += 1
             self._background(asyncio.create_task(self._release(ready)))
@@ -460,11 +465,17 @@ class AttemptLoop:
         self._stop_once()
         return error
 
-    def _background(self, task: asyncio.Task[Result]) -> asyncio.Task[Result]:
+    def _background(self, work: asyncio.Future[Result]) -> asyncio.Future[Result]:
         """Work that `stop` waits for."""
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        return work
+
+    async def _written(self, writing: Callable[[], Result]) -> Result:
+        """What a thread of the store writes; it goes on when its caller is cancelled."""
+        work = in_store.begin(writing)
+        work.add_done_callback(retrieve_error)
+        return await asyncio.shield(self._background(work))
 
     def _stop_once(self) -> asyncio.Task[None]:
         if self._stopping is None:

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from dataservice.core.errors import ServiceError, WorkerLostError
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.ports import WorkerInfo, WorkerLink
 from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.engine.hedging import OrderDeadlines
@@ -29,8 +30,8 @@ ORDER_TRIES = 8
 RETRY_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
 
-# Samples ordered in one call: of 2 KB each, they fill a message.
-MOST_SAMPLES = 2048
+# Samples ordered in one call. They nearly always fit into a message; else they are sent in some.
+MOST_SAMPLES = 8192
 
 OnReceipts = Callable[[DispatchedStep, PackReceipts], Awaitable[None]]
 
@@ -65,36 +66,41 @@ class OpenOrders:
         step: DispatchedStep,
         packs: Sequence[int],
         worker: WorkerInfo,
+        orders: PackOrders | None = None,
         *,
         hedge: bool = False,
     ) -> None:
-        """Order packs from a worker, in as few calls as their samples fit into."""
+        """Order packs from a worker, in as few calls as their samples fit into. `orders` are theirs
+        where they are at hand."""
         now_s = asyncio.get_running_loop().time()
         queued, number = self._balancer.queued_per_slot(worker), step.number_of(worker)
         made: dict[int, Copy] = {}
+        alone, work = [], 0
         for pack in packs:
             placement = step.placements[pack]
-            queued += placement.work / worker.slots
+            work += placement.work
             made[pack] = copy = Copy(
                 worker=worker,
                 ordered_s=now_s,
-                queued_work=queued,
+                queued_work=queued + work / worker.slots,
                 hedge=hedge,
             )
             if (again := placement.copies.pop(worker.worker, None)) is not None:
                 self._leave(placement, again)
-            placement.copies[worker.worker] = copy
-            if not placement.ready:
-                step.pending.add(pack)
-            if len(placement.copies) == 1:
-                step.holder[pack] = number
-            else:
+            if placement.copies:
+                placement.copies[worker.worker] = copy
                 step.note_holder(pack)
-        self._balancer.add(worker.worker, sum(step.placements[pack].work for pack in packs))
-        for some in _split(step, made):
-            task = asyncio.create_task(self._have_prepared(step, worker, some))
-            for copy in some.values():
-                copy.task = task
+                if not placement.ready:
+                    step.pending.add(pack)
+            else:
+                placement.copies[worker.worker] = copy
+                alone.append(pack)
+        step.pending.update(alone)
+        step.holder[alone] = number
+        self._balancer.add(worker.worker, work)
+        for some, own in _split(made, step.orders.only(packs) if orders is None else orders):
+            task = asyncio.create_task(self._have_prepared(step, worker, some, own))
+            step.calls.add(task)
             # Not in the task: one that is cancelled before its first turn runs no line of its own.
             task.add_done_callback(partial(self._ended, step, worker, some))
         step.note_change()
@@ -111,18 +117,16 @@ class OpenOrders:
 
     async def stop(self, steps: Iterable[DispatchedStep]) -> None:
         """Cancel the orders of these steps, and the releases that are under way."""
-        orders = {copy.task for step in steps for _, copy in step.copies()}
-        await cancel_all(*orders, *self._releases)
+        await cancel_all(*(call for step in steps for call in step.calls), *self._releases)
 
     async def _have_prepared(
-        self, step: DispatchedStep, worker: WorkerInfo, copies: dict[int, Copy]
+        self, step: DispatchedStep, worker: WorkerInfo, copies: dict[int, Copy], orders: PackOrders
     ) -> None:
         """See packs through; those that are answered leave `copies`."""
         name = worker.worker
         try:
-            orders = [step.placements[pack].order for pack in copies]
             # A step that is decoded again to be compared has only some of its plan's packs.
-            place_of = {order.key.pack: place for order, place in zip(orders, copies, strict=True)}
+            place_of = dict(zip(orders.pack.tolist(), copies, strict=True))
             async with aclosing(self._link.order(worker, orders)) as call:
                 async for answers in call:
                     await self._take(step, name, copies, answers, place_of)
@@ -159,6 +163,7 @@ class OpenOrders:
                 self._balancer.replace(name)
         job, now_s = step.job, asyncio.get_running_loop().time()
         taken: list[Copy] = []
+        decoded: list[tuple[float, float]] = []
         kept, done = np.ones(len(answers.receipts), bool), 0
         told = zip(answers.receipts.pack.tolist(), answers.receipts.decode_s.tolist(), strict=True)
         for k, (number, decode_s) in enumerate(told):
@@ -168,12 +173,17 @@ class OpenOrders:
                 kept[k] = False
                 continue
             taken.append(copy)
-            self._deadlines.note(job, work=placement.work, decode_s=decode_s)
+            decoded.append((placement.work, decode_s))
             if copy.queued:
                 copy.queued, done = False, done + placement.work
-            self._note_ready(step, pack, copy, now_s)
+            copy.ready_s = now_s
+            placement.tries, placement.failure = 0, None
+            step.pending.discard(pack)
+            if len(placement.copies) > 1:
+                self._give_up_others(step, pack, copy)
         if not taken:
             return
+        self._deadlines.note(job, decoded)
         self._balancer.add(name, -done)
         receipts = answers.receipts.only(kept)
         step.delivered.take(receipts)
@@ -184,7 +194,7 @@ class OpenOrders:
             log.error("receipts were not noted: %s", error, extra=step.about)
         finally:
             for copy in taken:
-                copy.noted, copy.task = True, None
+                copy.noted = True
             step.note_change()
 
     def _fail(self, step: DispatchedStep, copies: dict[int, Copy], error: ServiceError) -> None:
@@ -197,11 +207,11 @@ class OpenOrders:
         step: DispatchedStep,
         worker: WorkerInfo,
         copies: dict[int, Copy],
-        _call: "asyncio.Task[None]",
+        call: "asyncio.Task[None]",
     ) -> None:
         """The call is over: what it did not answer is ordered again."""
+        step.calls.discard(call)  # cancelled, its traceback would keep the step, and the step it
         for pack, copy in copies.items():
-            copy.task = None  # cancelled, its traceback would keep the step, and the step it
             self._leave(step.placements[pack], copy)
             if step.placements[pack].copies.get(worker.worker) is copy:
                 self.forget(step, pack, worker.worker)
@@ -212,37 +222,32 @@ class OpenOrders:
             copy.queued = False
             self._balancer.add(copy.worker.worker, -placement.work)
 
-    def _note_ready(self, step: DispatchedStep, pack: int, copy: Copy, now_s: float) -> None:
+    def _give_up_others(self, step: DispatchedStep, pack: int, copy: Copy) -> None:
+        """A copy is ready: hedges of it, or what it was the hedge of, are not waited for."""
         placement = step.placements[pack]
-        copy.ready_s = now_s
-        placement.tries, placement.failure = 0, None
-        step.pending.discard(pack)
-        if len(placement.copies) == 1:
-            return
         others = [each for each in placement.copies.values() if not each.ready]
         for loser in [each for each in others if each.hedge or copy.hedge]:
             del placement.copies[loser.worker.worker]
             self._leave(placement, loser)
             # Ranks that wait there are told that it is not held, and come for another ticket.
-            release = self._link.release(loser.worker, step.job, [placement.order.key])
+            release = self._link.release(loser.worker, step.job, [step.orders.key(pack)])
             task = asyncio.create_task(release)
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
         step.note_holder(pack)
 
 
-def _split(step: DispatchedStep, made: dict[int, Copy]) -> Iterator[dict[int, Copy]]:
-    """The packs of each call."""
-    some: dict[int, Copy] = {}
-    samples = 0
-    for pack, copy in made.items():
-        samples += len(step.placements[pack].order.samples)
-        if some and samples > MOST_SAMPLES:
-            yield some
-            some, samples = {}, len(step.placements[pack].order.samples)
-        some[pack] = copy
-    if some:
-        yield some
+def _split(
+    made: dict[int, Copy], orders: PackOrders
+) -> Iterator[tuple[dict[int, Copy], PackOrders]]:
+    """The packs of each call, and their orders."""
+    copies, start, samples = list(made.items()), 0, 0
+    for place, count in enumerate(orders.counts.tolist()):
+        samples += count
+        if place > start and samples > MOST_SAMPLES:
+            yield dict(copies[start:place]), orders[start:place]
+            start, samples = place, count
+    yield dict(copies[start:]), orders[start:]
 
 
 def _note_failure(placement: PackPlacement, error: ServiceError) -> None:

@@ -6,10 +6,11 @@ arrive. The same question tells workers that a coordinator still commands them.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 
 from dataservice.core.errors import ServiceError
-from dataservice.core.orders import Holdings, PackKey, StorageOutage
+from dataservice.core.order_columns import PackOrders
+from dataservice.core.orders import Holdings, PackKey, PackSet, StorageOutage
 from dataservice.core.ports import WorkerInfo, WorkerLink, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,15 @@ class OrphanedPacks:
         self._asked = False
         self.outages: tuple[StorageOutage, ...] = ()
         """The storage that workers wait for."""
+        self.sent_bytes = 0, 0
+        """What workers have sent to ranks, over gRPC and through memory."""
 
-    def take(self, pack: PackKey) -> str | None:
-        """Claim an orphaned pack. Returns the worker that holds it, None where none does."""
-        return self._worker_of.pop(pack, None) if self._worker_of else None
+    def take(self, orders: PackOrders, place: int) -> str | None:
+        """Claim an orphaned pack, one of those ordered. Returns the worker that holds it, None
+        where none does."""
+        return self._worker_of.pop(orders.key(place), None) if self._worker_of else None
 
-    async def ask(self, claimed: Callable[[], Mapping[str, Set[PackKey]]]) -> None:
+    async def ask(self, claimed: Callable[[], Mapping[str, PackSet]]) -> None:
         """Ask every worker what it holds, and release the packs that were not among those
         `claimed`, by worker, for too long."""
         workers = self._pool.workers()
@@ -48,6 +52,10 @@ class OrphanedPacks:
 
         holdings = await asyncio.gather(*map(held_by, workers))
         self.outages = tuple(outage for each in holdings for outage in each.outages)
+        self.sent_bytes = (
+            sum(each.grpc_bytes for each in holdings),
+            sum(each.same_node_bytes for each in holdings),
+        )
         self._asked = True
         # Only now, since what was ordered while they answered is claimed.
         taken = claimed()
@@ -56,7 +64,7 @@ class OrphanedPacks:
         releases = []
         for worker, held in zip(workers, holdings, strict=True):
             stale = []
-            for key in held.packs - taken.get(worker.worker, set()):
+            for key in held.packs - taken.get(worker.worker, PackSet()):
                 first_s = since_s.get((worker.worker, key), now_s)
                 if now_s - first_s < GRACE_S:
                     self._since_s[worker.worker, key] = first_s

@@ -5,43 +5,46 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.orders import PackKey, PackOrder
+from dataservice.core.layout import counts_between
+from dataservice.core.order_columns import FEW_SAMPLES, PackOrders
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import Catalog
-from dataservice.core.sample_columns import PackedSamples, SampleColumns
+from dataservice.core.sample_columns import FoundSamples, SampleColumns
 from dataservice.core.team import TeamShare
+from dataservice.planning.place_packs import ENCODER_TOKEN_WORK
 
 WHOLE = TeamShare()
 
 
-def packed_samples(plan: StepPlan, catalog: Catalog) -> SampleColumns:
-    """The samples of all packs end to end, in sequence order."""
-    columns = catalog.columns(plan.sample_ids[plan.pack_samples])
-    return replace(columns, epoch=plan.sample_epoch[plan.pack_samples])
-
-
 def pack_orders(
     plan: StepPlan,
-    columns: SampleColumns,
+    catalog: Catalog,
     *,
     job: str,
     digest: str,
     pipeline: str,
     share: TeamShare = WHOLE,
-) -> list[PackOrder]:
+) -> PackOrders:
     """One order for each pack: its samples in sequence order, with locations and planned shapes,
-    and the share of the job's team. The samples stay `columns`, of the whole step."""
-    offsets = plan.pack_offsets.tolist()
-    return [
-        PackOrder(
-            key=PackKey(job=job, step=plan.step, plan_digest=digest, pack=pack),
-            degree=degree,
-            pipeline=pipeline,
-            share=share,
-            samples=PackedSamples(columns, range(offsets[pack], offsets[pack + 1])),
-        )
-        for pack, degree in enumerate(plan.pack_degree.tolist())
-    ]
+    and the share of the job's team. Samples are looked up once they are sent, few at once."""
+
+    def find(rows: NDArray[np.int64]) -> SampleColumns:
+        of = plan.pack_samples[rows]
+        return replace(catalog.columns(plan.sample_ids[of]), epoch=plan.sample_epoch[of])
+
+    few = len(plan.sample_ids) <= FEW_SAMPLES
+    return PackOrders(
+        job=job,
+        step=plan.step,
+        plan_digest=digest,
+        pipeline=pipeline,
+        share=share,
+        pack=np.arange(plan.packs),
+        degree=plan.pack_degree,
+        starts=plan.pack_offsets[:-1].astype(np.int64),
+        counts=counts_between(plan.pack_offsets).astype(np.int64),
+        samples=find(np.arange(len(plan.pack_samples))) if few else FoundSamples(find),
+    )
 
 
 def decode_work(plan: StepPlan) -> NDArray[np.int64]:
@@ -52,6 +55,6 @@ def decode_work(plan: StepPlan) -> NDArray[np.int64]:
     encoded = np.bincount(
         plan.item_sample, weights=plan.item_encoder_tokens, minlength=len(plan.sample_ids)
     )
-    sample_work = plan.sample_tokens + 4 * encoded
+    sample_work = plan.sample_tokens + ENCODER_TOKEN_WORK * encoded
     work = np.bincount(plan.pack_of_sample, weights=sample_work, minlength=plan.packs)
     return work.astype(np.int64)

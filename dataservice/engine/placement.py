@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.errors import ServiceError
-from dataservice.core.orders import PackOrder
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerInfo
+from dataservice.engine.affinity import NO_WISHES, PackWishes
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.reachability import Reachability
 
@@ -23,14 +24,12 @@ STREAM_PATIENCE_S = 3.0
 class Copy:
     """One order of a pack, at one worker. `queued_work` is what each of the worker's slots had
     before it when it was made, and its own, in tokens; it is `queued` there until it is answered,
-    and its receipt is `noted` once whoever records it has done so. The `task` is the call in which
-    it was ordered with others, until it is answered."""
+    and its receipt is `noted` once whoever records it has done so."""
 
     worker: WorkerInfo
     ordered_s: float
     queued_work: float
     hedge: bool
-    task: asyncio.Task[None] | None = None
     ready_s: float | None = None
     queued: bool = True
     noted: bool = False
@@ -47,7 +46,6 @@ class PackPlacement:
     orders in a row have failed, `error` why the last one did, `failure` the same once they are too
     many."""
 
-    order: PackOrder
     work: int
     copies: dict[str, Copy] = field(default_factory=dict)
     tries: int = 0
@@ -68,27 +66,33 @@ class PackPlacement:
 
 def _is_due(placement: PackPlacement) -> bool:
     """A receipt of the pack is on its way, or in the hands of whoever records it."""
-    copies = placement.copies.values()
-    return bool(copies) and not any(copy.noted for copy in copies)
+    for copy in placement.copies.values():
+        if copy.noted:
+            return False
+    return bool(placement.copies)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedStep:
-    """The packs of one step, or some of them, where each is, and what workers deliver for it.
+    """The packs of one step, or some of them, as they are ordered, where each is, and what workers
+    deliver for it.
 
     `ordering` lasts until every pack is ordered once, at `ordered_s`;
     `asked` is set once a rank has asked for the step; `pending` are the packs that no worker is
-    known to hold. `doubted` are (rank, worker): who could not fetch from whom once;
-    `reachability` knows who is sent there no more.
+    known to hold, and `wishes` say where they had best be. `doubted` are (rank, worker): who could
+    not fetch from whom once; `reachability` knows who is sent there no more.
     `holder` int32[P] is the place in `workers` of whoever has a pack's best copy, for ranks that
     can reach all of them, and -1 where there is no copy; `numbers` are those places by name.
+    `calls` are those in which packs were ordered and that have not ended.
     """
 
     plan: StepPlan
+    orders: PackOrders
     placements: list[PackPlacement]
     pending: set[int]
     reachability: Reachability
     delivered: Delivered
+    wishes: PackWishes = NO_WISHES
     ordering: bool = True
     ordered_s: float = 0.0
     asked: bool = False
@@ -98,6 +102,7 @@ class DispatchedStep:
     numbers: dict[str, int] = field(default_factory=dict)
     doubted: set[tuple[int, str]] = field(default_factory=set)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.holder = np.full(len(self.placements), -1, dtype=np.int32)
@@ -121,26 +126,28 @@ class DispatchedStep:
     @property
     def job(self) -> str:
         """The job whose step it is."""
-        return self.placements[0].order.key.job
+        return self.orders.job
 
     @property
     def about(self) -> dict[str, str | int]:
         """What log records of this step carry."""
-        digest = self.placements[0].order.key.plan_digest
-        return {"job": self.job, "step": self.plan.step, "trace_id": digest}
+        of = self.orders
+        return {"job": of.job, "step": of.step, "trace_id": of.plan_digest}
 
-    def copies(self) -> Iterator[tuple[PackPlacement, Copy]]:
-        """Every copy of every pack."""
-        for placement in self.placements:
-            for copy in placement.copies.values():
-                yield placement, copy
+    def packs_by_worker(self) -> dict[str, list[int]]:
+        """The places of the packs that each worker has a copy of."""
+        packs: dict[str, list[int]] = {}
+        for pack, placement in enumerate(self.placements):
+            for worker in placement.copies:
+                packs.setdefault(worker, []).append(pack)
+        return packs
 
     async def receipts(self, timeout_s: float) -> None:
         """Wait for the receipts that are still to come, one for each pack."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                # Looked for only once the one found before has come: changes are many.
                 while due := next(filter(_is_due, self.placements), None):
+                    # Looked for again only once this one has come: changes are many.
                     while _is_due(due):
                         await self.next_change()
 

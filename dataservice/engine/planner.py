@@ -85,15 +85,23 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
         options=setup.options,
         limits=setup.limits_at(cursor.begun),
     )
-    mine = np.flatnonzero(step_of == cursor.step_in_window)
+    if len(draws) > 1:  # else all are of this step
+        mine = np.flatnonzero(step_of == cursor.step_in_window)
+        ids, epoch, lengths = ids[mine], epoch[mine], lengths.take(mine)
     samples = StepSamples(
-        sample_ids=ids[mine],
-        epoch=epoch[mine],
-        lengths=lengths.take(mine),
-        loss_weights=_loss_weights(setup, ids[mine]),
+        sample_ids=ids,
+        epoch=epoch,
+        lengths=lengths,
+        loss_weights=_loss_weights(setup, ids),
         unit_frames=setup.unit_frames,
     )
     return samples, _behind(setup, cursor, draws, 1)
+
+
+def drawn_ids(setup: JobSetup, cursor: Cursor) -> NDArray[np.int64]:
+    """The samples of the window of the step at `cursor`: int64[n]. O(samples drawn)."""
+    ids = [draw.sample_ids for draw in _draw_window(setup, cursor)]
+    return np.concatenate([np.zeros(0, np.int64), *ids])
 
 
 def _loss_weights(setup: JobSetup, sample_ids: NDArray[np.int64]) -> NDArray[np.float64] | None:
@@ -184,11 +192,12 @@ def _require_room(setup: JobSetup, topology: Topology) -> None:
     ref, sample = setup.catalog.details(np.array([found]))[0]
     lengths = setup.catalog.lengths(np.array([found]))
     units = lengths.item_units(setup.unit_frames)
-    sizes = step_room(lengths, units, topology, setup.options, room).item_bytes
+    step = step_room(lengths, units, topology, setup.options, room)
+    sizes = step.units * step.unit_bytes
     raise PlanningError(
         f"sample {ref.source}/{ref.key} has {len(sample.items)} images, clips or recordings "
-        f"of {sizes.sum():,} bytes in their encoders, the largest {sizes.max():,} (of one that "
-        f"may be cut, a piece), and {sample.llm_tokens} tokens. A replica may keep "
+        f"of {sizes.sum():,} bytes in their encoders, the largest {step.unit_bytes.max():,} (of "
+        f"one that may be cut, a unit), and {sample.llm_tokens} tokens. A replica may keep "
         f"{room.microbatch_bytes:,} bytes of a microbatch, its tokens included; "
         f"{topology.replicas} have no room for these. Start more ranks, raise "
         "plan.memory.budget_bytes, recompute in the encoders, or have pipeline.vision and "

@@ -9,26 +9,24 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from dataservice.core.plan import StepPlan
+from dataservice.core.ports import Catalog
 from dataservice.core.sample import Modality
-from dataservice.core.sample_columns import SampleColumns
 from dataservice.core.team import TeamSpec, team_of
 
 TOKEN_BYTES = 12  # input_ids, position_ids, labels
 ITEM_BYTES = {Modality.VISION: 1, Modality.AUDIO: 4}  # of one value
 
 
-def planned_bytes(plan: StepPlan, samples: SampleColumns) -> int:
+def planned_bytes(plan: StepPlan, catalog: Catalog) -> int:
     """Size of a step's packs once decoded. It is exact, since shapes are planned."""
-    starts = np.cumsum(samples.sides, dtype=np.int64) - samples.sides
-    sides = samples.side.astype(np.int64)
-    values = np.multiply.reduceat(sides, starts) if len(starts) else sides
-    items = sum(
-        size_bytes * int(values[samples.item_modality == kind].sum())
-        for kind, size_bytes in ITEM_BYTES.items()
-    )
+    items = 0
+    if len(plan.item_sample):
+        modality, values = catalog.item_values(plan.sample_ids)
+        items = sum(
+            size_bytes * int(values[modality == kind].sum())
+            for kind, size_bytes in ITEM_BYTES.items()
+        )
     return TOKEN_BYTES * int(plan.padded_sample_tokens.sum()) + items
 
 

@@ -17,11 +17,12 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
-from dataservice.core.tickets import holder_of, sign_ticket
+from dataservice.core.tickets import sign_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
-from dataservice.engine.shards import StepParts, ticket_columns
+from dataservice.engine.shards import StepParts
+from dataservice.engine.ticket_rows import StepTickets
 
 # Streams wait for one another on slow links, and the clocks of hosts differ. Only its holder can
 # use a ticket meanwhile.
@@ -60,6 +61,7 @@ class ReadyStep:
     parts: StepParts
     common: CommonPart
     dispatched: DispatchedStep
+    tickets: StepTickets
     size_bytes: int
 
 
@@ -121,37 +123,29 @@ def signed_ticket(
     replica: int,
     wanted: WantedParts,
     holders: NDArray[np.int32],
-    sequences: int,
     claim: Claim,
     job: str,
     secret: bytes,
 ) -> Ticket | None:
     """The ticket for what a rank wants of its replica's part, of which `holders` int32[k] has the
-    packs: those of `packs_of`, first of its `sequences`, as places in the dispatched step's
-    workers. None where there is nothing."""
+    packs: those of `packs_of`, as places in the dispatched step's workers. None where there is
+    nothing."""
     if not len(holders):
         return None
-    held_by = holders.tolist()
-    numbers = sorted(set(held_by))
-    place_of = {number: place for place, number in enumerate(numbers)}
-    places = [place_of[number] for number in held_by]
-    workers = [ready.dispatched.workers[number] for number in numbers]
-    columns = ticket_columns(ready.parts, replica, wanted)
-    columns["sequence_worker"] = packed(places[:sequences])
-    columns["part_worker"] = packed(places[sequences:])
-    tensors = () if wanted.tokens and wanted.labels else wanted.sequence
+    rows = ready.tickets.of(replica, wanted, holders)
     ticket = Ticket(
         job=job,
         step=ready.planned.plan.step,
         plan_digest=ready.digest,
         rank=claim.rank,
-        holder=holder_of(claim.session),
+        holder=claim.holder,
         expires_unix_s=int(time.time()) + TICKET_LIFE_S,
-        workers=tuple(worker.worker for worker in workers),
-        addresses=tuple(worker.address for worker in workers),
-        tensors=tensors,
-        sequences=sequences,
-        parts=len(holders) - sequences,
-        columns=columns,
+        workers=rows.workers,
+        addresses=rows.addresses,
+        tensors=() if wanted.tokens and wanted.labels else wanted.sequence,
+        sequences=rows.sequences,
+        parts=rows.parts,
+        columns=rows.columns,
+        written=rows.written,
     )
     return sign_ticket(ticket, secret)

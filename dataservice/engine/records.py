@@ -9,22 +9,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataservice.core.content import StepContent
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import PackOrder, StepSummary
+from dataservice.core.order_columns import PackOrders
+from dataservice.core.orders import StepSummary
 from dataservice.core.plan import StepPlan, StepTime
-from dataservice.core.ports import Metrics
+from dataservice.core.ports import Catalog, Metrics
 from dataservice.core.receipts import PackReceipts
+from dataservice.core.sample import ItemNotes
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.delivered import Comparison, Delivered
 from dataservice.engine.error_budget import TrainedSamples
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep, plan_step
 from dataservice.engine.ready_bytes import planned_bytes
@@ -38,15 +43,17 @@ NAMED_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeStep:
-    """A plan, and what is to be done for it once it is in the ledger. `size_bytes` is the size of
-    its packs once decoded, `plan_s` the time that planning took."""
+    """A plan, and what is to be done for it once it is in the ledger. `keys` uint32[n] are those of
+    its samples' rows, `size_bytes` is the size of its packs once decoded, `plan_s` the time that
+    planning took."""
 
     planned: PlannedStep
     digest: str
     parts: StepParts
-    orders: list[PackOrder]
+    orders: PackOrders
     samples: TrainedSamples
     common: CommonPart
+    keys: NDArray[np.uint32]
     size_bytes: int
     plan_s: float
 
@@ -77,12 +84,11 @@ class AttemptRecords:
         if planned is None:
             return None
         plan, digest = planned.plan, planned.plan.digest
-        samples = packed_samples(plan, setup.catalog)
-        size_bytes = planned_bytes(plan, samples)
+        size_bytes = planned_bytes(plan, setup.catalog)
         _require_bytes(setup.job_limits, plan, size_bytes)
         orders = pack_orders(
             plan,
-            samples,
+            setup.catalog,
             job=attempt.job,
             digest=digest,
             pipeline=setup.pipeline,
@@ -91,10 +97,11 @@ class AttemptRecords:
         return MadeStep(
             planned=planned,
             digest=digest,
-            parts=cut_step(plan, setup.catalog.item_notes(plan.sample_ids)),
+            parts=cut_step(plan, _item_notes(plan, setup.catalog)),
             orders=orders,
             samples=TrainedSamples.of(plan, setup.catalog),
             common=CommonPart.of(planned, digest),
+            keys=setup.catalog.row_keys(plan.sample_ids),
             size_bytes=size_bytes,
             plan_s=plan_s,
         )
@@ -130,9 +137,12 @@ class AttemptRecords:
         predicted = self._predicted.pop(step, None)
         if measured_s is None:
             return predicted
-        entry = self._store.ledger_entry(job, step, attempt)
-        if entry is not None and entry.predicted_s is not None:
-            self._metrics.step_measured(job, predicted_s=entry.predicted_s, measured_s=measured_s)
+        predicted_s = None if predicted is None else predicted.total_s
+        if predicted_s is None:
+            entry = self._store.ledger_entry(job, step, attempt)
+            predicted_s = None if entry is None else entry.predicted_s
+        if predicted_s is not None:
+            self._metrics.step_measured(job, predicted_s=predicted_s, measured_s=measured_s)
         return predicted
 
     def delivered(self, delivered: Delivered) -> StateError | None:
@@ -200,6 +210,12 @@ class AttemptRecords:
             plan_s,
             extra={**self._attempt.about, "step": plan.step, "trace_id": digest},
         )
+
+
+def _item_notes(plan: StepPlan, catalog: Catalog) -> ItemNotes:
+    if not len(plan.item_sample):
+        return ItemNotes.unknown(0)
+    return catalog.item_notes(plan.sample_ids)
 
 
 LIKELY_CAUSES = (

@@ -11,19 +11,18 @@ decoded at once, and those of one step of a job at a time. However it ends, work
 """
 
 import asyncio
-import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
 
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.orders import PackOrder
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import WorkerPool
+from dataservice.engine.affinity import PackWishes
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.shares import Shares
 
@@ -46,17 +45,20 @@ class Redecoder:
         job = setup.record.name
         orders = pack_orders(
             plan,
-            packed_samples(plan, setup.catalog),
+            setup.catalog,
             job=f"{job} (replay)",
             digest=f"replay-{uuid.uuid4().hex}",
             pipeline=setup.pipeline,
             share=self._shares(job),
         )
         delivered = Delivered(plan, orders)
+        wishes = PackWishes(keys=setup.catalog.row_keys(plan.sample_ids), replicas=())
         async with self._turn[job]:
-            left = iter(orders)
-            while some := list(itertools.islice(left, self._at_once)):
-                await self._decode_some(plan, some, delivered)
+            begun = 0
+            while begun < len(orders):
+                some = orders[begun : begun + self._at_once]
+                await self._decode_some(plan, some, delivered, wishes)
+                begun += len(some)
         return delivered
 
     @property
@@ -64,11 +66,11 @@ class Redecoder:
         return max(1, sum(worker.slots for worker in self._pool.workers()))
 
     async def _decode_some(
-        self, plan: StepPlan, orders: Sequence[PackOrder], delivered: Delivered
+        self, plan: StepPlan, orders: PackOrders, delivered: Delivered, wishes: PackWishes
     ) -> None:
-        step = await self._dispatcher.dispatch(plan, orders, delivered=delivered)
+        step = await self._dispatcher.dispatch(plan, orders, delivered=delivered, wishes=wishes)
         try:
-            while delivered.missing.intersection(order.key.pack for order in orders):
+            while delivered.missing.intersection(orders.pack.tolist()):
                 if error := _refusal(step):
                     raise error
                 await step.next_change()

@@ -7,15 +7,16 @@ bytes between two offsets of each column, see `dataservice_proto.columns`. Ranks
 the same microbatches; what differs is which of their bytes each may fetch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from dataservice_proto.columns import SHARD, packed
+from dataservice_proto.columns import SHARD, SHARD_FIELDS, TICKET, packed
 from numpy.typing import NDArray
 
-from dataservice.core.layout import expanded, sample_starts
+from dataservice.core.field_bytes import BYTES, cut_fields, fields, head_of
+from dataservice.core.layout import counts_between, expanded, sample_starts
 from dataservice.core.orders import EVERYTHING, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
@@ -33,27 +34,83 @@ _OF_PHASES = tuple(
     for column in SHARD
     if column.name.startswith(("phase_", "part_", "place", "send_", "receive_"))
 )
+# The columns of a ticket but for who holds what.
+_TICKET_COLUMNS = tuple(column.name for column in TICKET if not column.name.endswith("_worker"))
+_RINGS_HEAD = {"ring_pack": head_of(SHARD_FIELDS["ring_pack"], BYTES)}
+_OF_WAVES = tuple(name for name in _SHARD_COLUMNS if name not in _OF_PHASES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
     """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows
-    of each replica begin: `begins` int64[N+1, columns], in bytes; column `name` is at `at[name]`.
+    of each replica begin, in bytes: `begins[r][k]` in the k-th column. Lists, since thousands of
+    ranks each read a few numbers. `written` are the columns as fields of a message: of each replica
+    those of what it has of each wave, and those of what is encoded and exchanged, and once the
+    packs with rings. `ticket` are the columns of tickets but for who holds what, and
+    `ticket_begins` int64[N+1] where in each the rows of each replica begin, in bytes.
 
-    `fetched` are the packs that replicas fetch sequences of, and `fetched_parts` those that they
-    encode parts of, int32 by replica, from `fetched_begins` and `part_begins` int64[N+1] on.
+    `fetched` int32 are the packs that each replica fetches: of replica r, those of its sequences
+    from `fetched_begins[2 * r]` on, and those that it encodes parts of from
+    `fetched_begins[2 * r + 1]` on.
     """
 
     plan: StepPlan
     rings: int
     ring_pack: bytes
-    columns: Mapping[str, bytes]
-    at: Mapping[str, int]
-    begins: NDArray[np.int64]
+    shard: "_Cuts"
+    written: "_Written"
+    ticket: Mapping[str, bytes]
+    ticket_begins: Mapping[str, NDArray[np.int64]]
     fetched: NDArray[np.int32]
-    fetched_begins: NDArray[np.int64]
-    fetched_parts: NDArray[np.int32]
-    part_begins: NDArray[np.int64]
+    fetched_begins: list[int]
+
+
+class _Cuts(NamedTuple):
+    """Columns of all replicas by name, to be cut together."""
+
+    names: tuple[str, ...]
+    columns: tuple[bytes, ...]
+    begins: list[list[int]]
+
+    def of(self, replica: int) -> dict[str, bytes]:
+        """The rows of one replica."""
+        ends = zip(self.columns, self.begins[replica], self.begins[replica + 1], strict=True)
+        return dict(zip(self.names, [rows[start:stop] for rows, start, stop in ends], strict=True))
+
+
+class _Written(NamedTuple):
+    """Columns as fields: of each replica those of its waves and of its phases, and once the packs
+    with rings."""
+
+    waves: list[bytes]
+    phases: list[bytes]
+    rings: bytes
+
+
+class _Rows(Mapping[str, bytes]):
+    """The columns of one replica by name, cut when one is asked for: most ranks are sent them as
+    they were written for all at once."""
+
+    __slots__ = ("_cut", "_left_out", "_parts", "_replica")
+
+    def __init__(self, parts: StepParts, replica: int, left_out: Sequence[str]) -> None:
+        self._parts, self._replica, self._left_out = parts, replica, left_out
+        self._cut: dict[str, bytes] | None = None
+
+    def _all(self) -> dict[str, bytes]:
+        if self._cut is None:
+            cut = self._parts.shard.of(self._replica) | dict.fromkeys(self._left_out, b"")
+            self._cut = cut | {"ring_pack": self._parts.ring_pack}
+        return self._cut
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
 
 
 def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
@@ -62,81 +119,90 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
     places = item_places(plan)
     drawn = _drawn_items(plan, places)
     notes = notes if notes is not None else ItemNotes.unknown(len(drawn.rows))
-    encoded = _encoded(plan, places, drawn, notes)
-    sequences = _sequences(plan)
-    groups = [
-        *_waves(plan, drawn, notes, places),
-        *encoded,
-        *_exchanged(plan, places),
-        sequences,
-    ]
+    encoded, sequences = _encoded(plan, places, drawn, notes), _sequences(plan)
     columns: dict[str, bytes] = {}
-    begins = []
+    begins: dict[str, NDArray[np.int64]] = {}
+    groups = [*_waves(plan, drawn, notes, places), *encoded, *_exchanged(plan, places), sequences]
     for group in groups:
         for name, values in group.columns.items():
             column = columns[name] = b"" if values is None else packed(values)
             rows = group.begins[-1]
-            begins.append(group.begins * (len(column) // rows) if rows else 0 * group.begins)
+            begins[name] = group.begins * (len(column) // rows if rows else 0)
     rings = np.flatnonzero(plan.pack_degree > 1)
+    ring_pack = packed(rings)
+    fetched, fetched_begins = _in_turn(sequences, encoded[1])
     return StepParts(
         plan=plan,
         rings=len(rings),
-        ring_pack=packed(rings),
-        columns=columns,
-        at={name: k for k, name in enumerate(columns)},
-        begins=np.stack(begins, axis=1),
-        fetched=_known(sequences, "sequence_pack"),
-        fetched_begins=sequences.begins,
-        fetched_parts=_known(encoded[1], "part_pack"),
-        part_begins=encoded[1].begins,
+        ring_pack=ring_pack,
+        shard=_cuts(_SHARD_COLUMNS, columns, begins),
+        written=_Written(
+            waves=_fields(_OF_WAVES, columns, begins),
+            phases=_fields(_OF_PHASES, columns, begins),
+            rings=b"".join(fields(_RINGS_HEAD, {"ring_pack": ring_pack})),
+        ),
+        ticket={name: columns[name] for name in _TICKET_COLUMNS},
+        ticket_begins={name: begins[name] for name in _TICKET_COLUMNS},
+        fetched=fetched,
+        fetched_begins=fetched_begins,
     )
+
+
+def _cuts(
+    names: tuple[str, ...],
+    columns: Mapping[str, bytes],
+    begins: Mapping[str, NDArray[np.int64]],
+) -> _Cuts:
+    at = np.array([begins[name] for name in names]).T.tolist()
+    return _Cuts(names, tuple(columns[name] for name in names), at)
+
+
+def _fields(
+    names: tuple[str, ...], columns: Mapping[str, bytes], begins: Mapping[str, NDArray[np.int64]]
+) -> list[bytes]:
+    return cut_fields(
+        [SHARD_FIELDS[name] for name in names],
+        [columns[name] for name in names],
+        [begins[name] for name in names],
+    )
+
+
+def _in_turn(sequences: "_Columns", parts: "_Columns") -> tuple[NDArray[np.int32], list[int]]:
+    """The packs of each replica's sequences, behind them those of its parts, int32, and where each
+    replica's begin of either: [2N+1]."""
+    packs = _known(sequences, "sequence_pack"), _known(parts, "part_pack")
+    counts = np.stack(
+        [counts_between(sequences.begins), counts_between(parts.begins)], axis=1
+    ).ravel()
+    firsts = np.stack([sequences.begins, len(packs[0]) + parts.begins], axis=1)[:-1].ravel()
+    values = np.concatenate(packs)[expanded(firsts, counts)]
+    return values, sample_starts(counts).tolist()
 
 
 def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> ShardColumns:
     """One replica's rows. A rank that wants neither tokens nor media has no part in the encoders
     and their exchange: its columns leave them out."""
-    cut = _cut(parts, replica, _SHARD_COLUMNS)
-    if not (wanted.tokens or wanted.media):
-        cut |= dict.fromkeys(_OF_PHASES, b"")
-    cut["ring_pack"] = parts.ring_pack
-    plan = parts.plan
-    return ShardColumns(waves=plan.waves, replicas=plan.replicas, rings=parts.rings, columns=cut)
+    plan, written = parts.plan, parts.written
+    encodes = wanted.tokens or wanted.media
+    return ShardColumns(
+        waves=plan.waves,
+        replicas=plan.replicas,
+        rings=parts.rings,
+        columns=_Rows(parts, replica, () if encodes else _OF_PHASES),
+        written=(
+            written.waves[replica],
+            written.phases[replica] if encodes else b"",
+            written.rings,
+        ),
+    )
 
 
-def _cut(parts: StepParts, replica: int, names: Sequence[str]) -> dict[str, bytes]:
-    first, stop = parts.begins[replica : replica + 2].tolist()
-    columns, at = parts.columns, parts.at
-    return {name: columns[name][first[at[name]] : stop[at[name]]] for name in names}
-
-
-class Fetched(NamedTuple):
-    """What a rank fetches: its packs int32[k], first those of its `sequences`, then of each part of
-    items."""
-
-    packs: NDArray[np.int32]
-    sequences: int
-
-
-def packs_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> Fetched:
-    """The packs of which a rank of this replica wants something, one for each piece."""
-    first, stop = parts.fetched_begins[replica : replica + 2] if wanted.sequence else (0, 0)
-    begin, end = parts.part_begins[replica : replica + 2] if wanted.media else (0, 0)
-    packs = np.concatenate([parts.fetched[first:stop], parts.fetched_parts[begin:end]])
-    return Fetched(packs, int(stop - first))
-
-
-def ticket_columns(
-    parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING
-) -> dict[str, bytes]:
-    """The columns of a rank's ticket but for who holds what: see `packs_of`."""
-    sequences = _SEQUENCE_COLUMNS if wanted.sequence else ()
-    of_items = _ITEM_COLUMNS if wanted.media else ()
-    nothing = dict.fromkeys((*_SEQUENCE_COLUMNS, *_ITEM_COLUMNS), b"")
-    return nothing | _cut(parts, replica, (*sequences, *of_items))
-
-
-_SEQUENCE_COLUMNS = ("sequence_pack", "sequence_member")
-_ITEM_COLUMNS = ("part_pack", "part_items", "place", "place_first", "place_stop", "place_of")
+def packs_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> NDArray[np.int32]:
+    """The packs of which a rank of this replica wants something, one for each piece: int32[k],
+    first those of its sequences, then of each part of items."""
+    first, second, end = parts.fetched_begins[2 * replica : 2 * replica + 3]
+    begin, stop = first if wanted.sequence else second, end if wanted.media else second
+    return parts.fetched[begin:stop]
 
 
 class _Columns(NamedTuple):
@@ -175,7 +241,7 @@ def _waves(
     replica = np.repeat(np.arange(plan.replicas), plan.waves)
     pack_items = np.bincount(places.pack[drawn.rows], minlength=plan.packs)
     degree = np.where(idle, 1, plan.pack_degree[pack])
-    samples = np.where(idle, 0, np.diff(plan.pack_offsets)[pack])
+    samples = np.where(idle, 0, counts_between(plan.pack_offsets)[pack])
     items = np.where(idle, 0, pack_items[pack])
     # An idle replica is alone in its group: its own number stands behind the groups of the plan.
     pool = np.concatenate([plan.pack_replicas, np.arange(plan.replicas)])
@@ -326,7 +392,8 @@ def _encoded(
     order, begins = group_stable(phase, places.order, phases)
     pack = places.pack[order]
     new = np.ones(len(order), dtype=bool)
-    new[1:] = (np.diff(pack) != 0) | (np.diff(phase[order]) != 0)
+    ordered = phase[order]
+    new[1:] = (pack[1:] != pack[:-1]) | (ordered[1:] != ordered[:-1])
     heads = np.flatnonzero(new)
     parts = np.bincount(phase[order[heads]], minlength=phases)
     seen = np.zeros((plan.waves, _PHASES), dtype=bool)
@@ -399,6 +466,8 @@ def _runs(
     row, other = (runs.source_row, runs.target) if sends else (runs.target_row, runs.source)
     values = (row[order], runs.rows[order], other[order])
     return [
-        _Columns(np.arange(plan.replicas + 1) * plan.waves * _PHASES, {counted: np.diff(begins)}),
+        _Columns(
+            np.arange(plan.replicas + 1) * plan.waves * _PHASES, {counted: counts_between(begins)}
+        ),
         _Columns(_of_replicas(plan, begins), dict(zip(names, values, strict=True))),
     ]

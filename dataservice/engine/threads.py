@@ -3,7 +3,7 @@
 await in_store(store.jobs)          the state store, whose calls take turns
 await in_opening(open_job, ...)     jobs, each in a process that is bounded
 await in_counting(drawn, ...)       how much of each source is drawn, for whoever looks
-FairThreads                         planning: see fair_threads.py
+FairThreads                         planning, and fetching what it needs: see fair_threads.py
 """
 
 from dataservice.core.threads import CallThreads

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dataservice.core.ports import Metrics
+from dataservice.engine.affinity import PackWishes
 from dataservice.engine.api import EndOfData
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.dispatch import Dispatcher
@@ -22,6 +23,7 @@ from dataservice.engine.reachability import Reachability
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.ready_step import ReadyStep
 from dataservice.engine.records import MadeStep
+from dataservice.engine.ticket_rows import StepTickets
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,10 @@ class ReadyWindow:
         plan = made.planned.plan
         try:
             dispatched = await self._dispatcher.dispatch(
-                plan, made.orders, reachability=self._reachability
+                plan,
+                made.orders,
+                reachability=self._reachability,
+                wishes=PackWishes(keys=made.keys, replicas=self._attempt.replicas_at),
             )
         except BaseException:
             await self._ready_bytes.drop(self._attempt.job, made.size_bytes)
@@ -89,6 +94,7 @@ class ReadyWindow:
             parts=made.parts,
             common=made.common,
             dispatched=dispatched,
+            tickets=StepTickets(made.parts, dispatched),
             size_bytes=made.size_bytes,
         )
         self._wake_ranks()
@@ -133,11 +139,16 @@ class ReadyWindow:
 
     # ---- out --------------------------------------------------------------------------------
 
+    @property
+    def has_received(self) -> bool:
+        """Whether every rank has received more than when `take_received` was called last, or a step
+        that is here."""
+        received = self._attempt.received_by_all
+        return received != self._received or min(self._steps, default=received + 1) <= received
+
     async def take_received(self) -> list[ReadyStep]:
         """Take out the steps that every rank has received."""
-        before, self._received = self._received, self._attempt.received_by_all
-        if self._received == before and all(step > before for step in self._steps):
-            return []  # as nearly every call of a rank finds
+        self._received = self._attempt.received_by_all
         await self._ready_bytes.look_again()
         return await self.take(self._received)
 

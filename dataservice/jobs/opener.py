@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dataservice.core.credentials import credentials_of
 from dataservice.core.errors import SpecError
 from dataservice.core.job import JobRecord
@@ -34,12 +36,15 @@ from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DecodeLimits, OpeningLimits
 from dataservice.core.team import team_of
+from dataservice.jobs.late_index import LateIndexes
 from dataservice.jobs.setup import (
     BuiltPipeline,
     OpenedJob,
     build_files,
     check_files,
     find_files,
+    find_rows_again,
+    index_pipelines,
     job_records,
     job_setup,
 )
@@ -53,6 +58,7 @@ from dataservice.sources.catalog_handover import (
     take_over_head,
 )
 from dataservice.sources.index_cache import NO_CACHE, IndexCache
+from dataservice.sources.index_rows import IndexRows
 from dataservice.workers.decoder_messages import (
     ANSWER_LIMIT_BYTES,
     Answer,
@@ -61,16 +67,22 @@ from dataservice.workers.decoder_messages import (
     ProtocolError,
     plain_bytes,
     read_plain,
-    refusal,
     refused,
+    refusing,
     send_answer,
 )
 from dataservice.workers.nursery import Nursery
+from dataservice.workers.nursery_program import LOWEST_PRIORITY
 
 Result = TypeVar("Result")
 
-NICENESS = 19  # lowest priority: training goes first
-OPENS_STORAGE = ("open", "check")  # the orders for which nothing of a team's is run
+TIMES_AS_LONG = 10  # as a job may take to be opened: what is read of its index while it runs
+OPENS_STORAGE = (
+    "open",
+    "details",
+    "rows",
+    "check",
+)  # the orders for which nothing of a team's is run
 _TOO_LARGE = (
     "the job needs more memory to open than job_opening allows. Look at its tokenizer, chat "
     "template and index; the operator may raise pipeline_memory_bytes or memory_bytes."
@@ -91,20 +103,15 @@ class OpenerProgram:
 
     def __call__(self, orders: socket.socket) -> None:
         """Carry out the one order that comes."""
-        os.nice(NICENESS)
         order = read_plain(orders)
+        if order["what"] != "rows":  # which a step waits for
+            os.nice(LOWEST_PRIORITY)
         hold_credentials(order["credentials"])
         if order["what"] not in OPENS_STORAGE:
             self._limit()
-        try:
+        with refusing(orders, _TOO_LARGE):
             for answer in getattr(self, f"_{order['what']}")(*order["of"]):
                 send_answer(orders, answer)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except MemoryError:
-            send_answer(orders, refusal(SpecError(_TOO_LARGE)))
-        except BaseException as error:  # a panic in a library may not be an Exception
-            send_answer(orders, refusal(error))
 
     def _read(self, spec_yaml: str, base_directory: str, team: str) -> Iterator[Answer]:
         records = job_records(
@@ -150,11 +157,37 @@ class OpenerProgram:
             storage_profiles=self.storage_profiles,
         )
         yield Answer(kind=Kind.MEMORY, descriptor=hand_over_head(found.head))
-        if found.head.rows_name not in kept:
+        if found.head.rows_name in kept:
+            return
+        if len(found.rows) > self.opening.late_index_samples:
+            yield Answer(kind=Kind.MEMORY, descriptor=found.rows.lengths(folder))
+        else:
             catalog = found.read(folder)
             files = hand_over(catalog, folder)
             yield Answer(kind=Kind.MEMORY, descriptor=files.lengths)
             yield Answer(kind=Kind.MEMORY, descriptor=files.details)
+
+    def _details(
+        self, record: dict[str, Any], identity: list[str], rows_name: str, folder: str | None
+    ) -> Iterator[Answer]:
+        details = self._rows_again(record, identity, rows_name).details(folder)
+        yield Answer(kind=Kind.MEMORY, descriptor=details.descriptor)
+
+    def _rows(
+        self, record: dict[str, Any], identity: list[str], rows_name: str, rows: list[int]
+    ) -> Iterator[Answer]:
+        some = np.array(rows, dtype=np.int64)
+        details = self._rows_again(record, identity, rows_name).some(some)
+        yield Answer(kind=Kind.MEMORY, descriptor=details.descriptor)
+
+    def _rows_again(self, record: dict[str, Any], identity: list[str], rows_name: str) -> IndexRows:
+        return find_rows_again(
+            JobRecord(**record),
+            identity=IndexIdentity(*identity),
+            rows_name=rows_name,
+            limits=self.limits,
+            allowed_roots=self.allowed_roots,
+        )
 
     def _check(
         self,
@@ -211,6 +244,9 @@ class JobOpener:
         )
         self._program = program
         self._cache = cache
+        self._late = LateIndexes(
+            fetch=self._fetch, read=self._read_late, cache=cache, limits=limits
+        )
         self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)
 
     def start(self) -> None:
@@ -235,6 +271,12 @@ class JobOpener:
         payload = self._asked("read", [spec_yaml, base_directory, team], answered)
         return tuple(JobRecord(**record) for record in json.loads(payload))
 
+    def read_sources(self, spec_yaml: str, base_directory: str, team: str) -> dict[str, str]:
+        """Validate a team's job file, and give what a worker needs of it to index each source, by
+        the source's name. Raises SpecError, QuotaError."""
+        records = self.read_job(spec_yaml, base_directory, team)
+        return index_pipelines(records, team, allowed_roots=self._program.allowed_roots)
+
     def open_job(self, record: JobRecord) -> JobSetup:
         """Open a job. Raises IndexStaleError, SourceError, SpecError, StateError, QuotaError."""
         program, built = self._program, self._built(record)
@@ -251,8 +293,8 @@ class JobOpener:
         return replace(setup, require_current=check)
 
     def _catalog(self, record: JobRecord, built: BuiltPipeline) -> IndexedCatalog:
-        """The job's index, whose rows are read where they are not kept. Raises ValueError where
-        they contradict each other."""
+        """The job's index, whose rows are read where they are not kept: of a large one, its lengths
+        alone for now. Raises ValueError where they contradict each other."""
         limits, team = self._program.limits, team_of(record.name)
         head, files = self._found(record, built, self._cache.names(team))
         if files is None:
@@ -261,6 +303,8 @@ class JobOpener:
                 return kept
             head, files = self._found(record, built, [])
             assert files is not None, "rows that are not kept are read"
+        if isinstance(files, int):
+            return self._late.catalog(record, head, files)
         copies = files.copied()
         try:
             catalog = take_over(head, files, limits)
@@ -272,14 +316,17 @@ class JobOpener:
 
     def _found(
         self, record: JobRecord, built: BuiltPipeline, kept: list[str]
-    ) -> tuple[CatalogHead, RowFiles | None]:
-        """What a fresh process found of the job's index, and its rows unless they are `kept`."""
+    ) -> tuple[CatalogHead, RowFiles | int | None]:
+        """What a fresh process found of the job's index, and its rows unless they are `kept`: of
+        many, the descriptor of their lengths alone."""
 
-        def answered(answers: AnswerReader) -> tuple[CatalogHead, RowFiles | None]:
+        def answered(answers: AnswerReader) -> tuple[CatalogHead, RowFiles | int | None]:
             head = take_over_head(_next(answers, Kind.MEMORY).descriptor)
             if head.rows_name in kept:
                 return head, None
             lengths = _next(answers, Kind.MEMORY).descriptor
+            if sum(head.sources.sizes) > self._program.opening.late_index_samples:
+                return head, lengths
             try:
                 details = _next(answers, Kind.MEMORY).descriptor
             except BaseException:
@@ -289,6 +336,13 @@ class JobOpener:
 
         of = [asdict(record), asdict(built), kept, self._cache.folder]
         return self._asked("open", of, answered)
+
+    def _fetch(self, of: Sequence[object]) -> int:
+        return self._asked("rows", of, _one_file)
+
+    def _read_late(self, of: Sequence[object]) -> int:
+        left_s = TIMES_AS_LONG * self._program.opening.timeout_s
+        return self._asked("details", [*of, self._cache.folder], _one_file, left_s)
 
     def _built(self, record: JobRecord) -> BuiltPipeline:
         """What the job's pipeline is known by, as it is now."""
@@ -316,11 +370,15 @@ class JobOpener:
         verified[:] = self._asked("check", of, answered)
 
     def _asked(
-        self, what: str, of: Sequence[object], answered: Callable[[AnswerReader], Result]
+        self,
+        what: str,
+        of: Sequence[object],
+        answered: Callable[[AnswerReader], Result],
+        limit_s: float | None = None,
     ) -> Result:
         """The answer of a fresh process, which has ended when this returns."""
         process = self._nursery.fork()
-        timeout_s = self._program.opening.timeout_s
+        timeout_s = limit_s or self._program.opening.timeout_s
         answers = AnswerReader(sock=process.orders, left_s=timeout_s)
         failure: Exception | None = None
         try:
@@ -356,6 +414,10 @@ class JobOpener:
             f"the process that opened the job {ending}: {failure}. Look at the job's tokenizer, "
             "chat template and index; the service's log says more."
         )
+
+
+def _one_file(answers: AnswerReader) -> int:
+    return _next(answers, Kind.MEMORY).descriptor
 
 
 def _next(answers: AnswerReader, kind: Kind) -> Answer:

@@ -5,15 +5,17 @@ Separate from setup.py because the decoding processes load this module, and neit
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.ports import RangeCache
 from dataservice.core.team import NO_TEAM
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
 from dataservice.jobs.own_code import OwnClasses
@@ -85,15 +87,48 @@ def reader_of(
     *,
     limits: DecodeLimits = DEFAULT_LIMITS,
     storage_profiles: StorageProfiles = NO_PROFILES,
+    ranges_of: Callable[[str], RangeCache] | None = None,
 ) -> SourceReader:
-    """The reader of the job's samples, which holds the secrets of the profiles that they name.
-    Raises SpecError."""
+    """The reader of the job's samples, which holds the secrets of the profiles that they name, and
+    looks among the bytes that this machine keeps for their team. Raises SpecError."""
     with _understood():
         plain = json.loads(worker_pipeline)
         sources = _SOURCES.validate_python(plain["sources"])
-        given = plain["roots"]
-        roots = Roots(**{kind: tuple(places) for kind, places in given.items()}) if given else None
-    return SourceReader(opened_sources(sources, storage_profiles), limits=limits, roots=roots)
+        roots = _roots(plain)
+        ranges = ranges_of(plain.get("team", NO_TEAM)) if ranges_of is not None else None
+    opened = opened_sources(sources, storage_profiles)
+    return SourceReader(opened, limits=limits, roots=roots, ranges=ranges)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedJob:
+    """What a process that indexes needs of a job: one source, its pipeline as JSON, what it may
+    read, for which team, and whether it runs code of the users' own."""
+
+    source: SourceSpec
+    pipeline: str
+    roots: Roots | None
+    team: str
+    runs_code: bool
+
+
+def indexed_job(worker_pipeline: str) -> IndexedJob:
+    """Read `worker_pipeline`'s form of a job with one source. Raises SpecError."""
+    with _understood():
+        plain = json.loads(worker_pipeline)
+        (source,) = _SOURCES.validate_python(plain["sources"])
+        return IndexedJob(
+            source=source,
+            pipeline=json.dumps(plain["pipeline"]),
+            roots=_roots(plain),
+            team=plain["team"],
+            runs_code="code_of" in plain,
+        )
+
+
+def _roots(plain: Mapping[str, Any]) -> Roots | None:
+    given = plain["roots"]
+    return Roots(**{kind: tuple(places) for kind, places in given.items()}) if given else None
 
 
 def decoder_of(

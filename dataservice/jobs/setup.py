@@ -41,11 +41,14 @@ from dataservice.sources.catalog import (
     IndexedCatalog,
     IndexIdentity,
     find_index,
+    find_rows,
     require_same_index,
 )
 from dataservice.sources.index import IndexSummary, build_index
+from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.roots import Roots
+from dataservice.sources.shared_indexing import Elsewhere
 
 Progress = Callable[[str, int, int, int], None]
 """Called with (source, rows done, bytes done, bytes in all)."""
@@ -70,9 +73,11 @@ def index_job(
     leave_out_damaged: bool = False,
     samples_per_file: int | None = None,
     storage_profiles: StorageProfiles = NO_PROFILES,
+    elsewhere: Callable[[str], Elsewhere] | None = None,
 ) -> list[IndexSummary]:
     """Index every source of a job. Files whose index is current are kept. An error in one source
-    or file stops no other. `samples_per_file` is for `dry_run`.
+    or file stops no other. `samples_per_file` is for `dry_run`; `elsewhere` gives who indexes the
+    source of this name in place of this process, which then needs neither its storage nor its code.
 
     Raises:
         IndexIncompleteError: some sources have no index, or one with longer samples than the job's
@@ -80,9 +85,12 @@ def index_job(
         SpecError: the pipeline cannot be built, or a storage profile is not known.
     """
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
-    codes = format_codes(spec.all_sources, custom_processors)
+    sources: Sequence[SourceSpec] = spec.all_sources
+    if elsewhere is None:
+        codes = format_codes(sources, custom_processors)
+        sources = opened_sources(sources, storage_profiles, codes=codes)
     made, problems = [], []
-    for source in opened_sources(spec.all_sources, storage_profiles, codes=codes):
+    for source in sources:
         try:
             summary = build_index(
                 source,
@@ -93,6 +101,7 @@ def index_job(
                 limits=limits,
                 leave_out_damaged=leave_out_damaged,
                 samples_per_file=samples_per_file,
+                elsewhere=elsewhere(source.name) if elsewhere is not None else None,
             )
         except SourceError as error:
             problems.append(str(error))
@@ -137,6 +146,20 @@ def job_records(
         )
         for spec in file.jobs
     )
+
+
+def index_pipelines(
+    records: Sequence[JobRecord], team: str, *, allowed_roots: Sequence[str] | None = None
+) -> dict[str, str]:
+    """What a worker needs to index each source of a job file, by the source's name; `records` are
+    the file's."""
+    specs = [job_from_json(record.spec_json) for record in records]
+    roots, pipeline = _roots(allowed_roots, team), specs[0].pipeline
+    return {
+        source.name: worker_pipeline([source], pipeline, {}, roots, team)
+        for spec in specs
+        for source in spec.sources
+    }
 
 
 def _roots(allowed: Sequence[str] | None, team: str) -> Roots | None:
@@ -209,6 +232,21 @@ def find_files(
         roots=roots,
         require_rows=partial(_require_rows, spec, job_limits),
     )
+
+
+def find_rows_again(
+    record: JobRecord,
+    *,
+    identity: IndexIdentity,
+    rows_name: str,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    allowed_roots: Sequence[str] | None = None,
+) -> IndexRows:
+    """The rows of a job's index, which was found with this identity and name. Runs nothing of the
+    team's. Raises IndexStaleError, SourceError."""
+    spec, roots = _read_back(record, allowed_roots)
+    names = [source.name for source in spec.sources]
+    return find_rows(names, spec.index, identity, rows_name, limits=limits, roots=roots)
 
 
 def _opened(

@@ -6,8 +6,9 @@ its least, mean and most; the number of the rank that waits longest is a value, 
 series of a deleted job and of a lost worker are dropped.
 """
 
+import threading
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -37,6 +38,8 @@ class PrometheusMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._of_jobs: list[Counter | Gauge | Histogram] = []
+        self._made: dict[tuple[Any, tuple[str | int, ...]], Any] = {}
+        self._making = threading.Lock()
         job = self._of_job
         self._planned_steps = job(Counter, "planned_steps", "Steps planned.")
         self._planned_samples = job(Counter, "planned_samples", "Samples of the steps planned.")
@@ -137,6 +140,13 @@ class PrometheusMetrics:
             "found_packs",
             "Packs that a worker held already when they were ordered, and so did not decode.",
         )
+        self._placed = job(
+            Counter,
+            "placed_tokens",
+            "Decode work of the packs ordered, in tokens: all; of samples thought to be kept where "
+            "they go; of what goes to ranks on the worker's node, and in its zone.",
+            "where",
+        )
         self._otherwise = job(
             Counter,
             "differing_packs",
@@ -203,7 +213,7 @@ class PrometheusMetrics:
     def team_weights(self, weights: Mapping[str, float]) -> None:
         """Set the weights that the operator gave the teams."""
         for team, weight in weights.items():
-            self._team_weight.labels(team).set(weight)
+            self._series(self._team_weight, team).set(weight)
 
     def wanted_workers(self, workers: int) -> None:
         """Set the number of workers that the operator asks for."""
@@ -213,37 +223,37 @@ class PrometheusMetrics:
 
     def step_planned(self, job: str, plan: StepPlan, *, plan_s: float) -> None:
         """Count the step, and set what its plan predicts. O(samples + packs)."""
-        self._committed_steps.labels(job)  # 0, not missing, until the first commit
-        self._planned_steps.labels(job).inc()
-        self._planned_samples.labels(job).inc(len(plan.sample_ids))
-        self._plan_s.labels(job).observe(plan_s)
-        self._predicted_s.labels(job).set(plan.predicted_s)
+        self._series(self._committed_steps, job)  # 0, not missing, until the first commit
+        self._series(self._planned_steps, job).inc()
+        self._series(self._planned_samples, job).inc(len(plan.sample_ids))
+        self._series(self._plan_s, job).observe(plan_s)
+        self._series(self._predicted_s, job).set(plan.predicted_s)
         for report in plan.stages:
-            self._plan_gap.labels(job, report.stage).set(report.gap)
+            self._series(self._plan_gap, job, report.stage).set(report.gap)
         for phase, seconds in ({} if plan.time is None else plan.time.phase_s).items():
-            self._predicted_phase_s.labels(job, phase).set(seconds)
+            self._series(self._predicted_phase_s, job, phase).set(seconds)
         for name, seconds in _replica_seconds(plan).items():
-            self._predicted_replica_s.labels(job, name).set(seconds)
-        self._pad.labels(job).set(_pad_ratio(plan))
-        self._dist.labels(job).set(_dist_ratio(plan))
+            self._series(self._predicted_replica_s, job, name).set(seconds)
+        self._series(self._pad, job).set(_pad_ratio(plan))
+        self._series(self._dist, job).set(_dist_ratio(plan))
         for degree, groups in enumerate(np.bincount(plan.pack_degree).tolist()):
             if groups:
-                self._groups.labels(job, degree).inc(groups)
+                self._series(self._groups, job, degree).inc(groups)
 
     def ready_steps(self, job: str, steps: int) -> None:
         """Set the size of the ready window."""
-        self._ready_steps.labels(job).set(steps)
+        self._series(self._ready_steps, job).set(steps)
 
     def step_committed(self, job: str) -> None:
         """Count the step."""
-        self._committed_steps.labels(job).inc()
+        self._series(self._committed_steps, job).inc()
 
     def step_measured(self, job: str, *, predicted_s: float, measured_s: float) -> None:
         """Set the time, and move the average of the ratio, which the first step sets."""
-        self._measured_s.labels(job).set(measured_s)
+        self._series(self._measured_s, job).set(measured_s)
         if predicted_s <= 0:
             return
-        self._drift.labels(job).set(self._drifted(job, "", measured_s / predicted_s))
+        self._series(self._drift, job).set(self._drifted(job, "", measured_s / predicted_s))
 
     def step_phases(
         self, job: str, *, predicted_s: Mapping[str, float], measured_s: Mapping[str, float]
@@ -251,10 +261,10 @@ class PrometheusMetrics:
         """Set the times of the last step, and move the averages of those that were predicted. The
         caller bounds the phases: each is a series."""
         for phase, seconds in measured_s.items():
-            self._phase_s.labels(job, phase).set(seconds)
+            self._series(self._phase_s, job, phase).set(seconds)
             if predicted_s.get(phase, 0.0) > 0:
                 drift = self._drifted(job, phase, seconds / predicted_s[phase])
-                self._phase_drift.labels(job, phase).set(drift)
+                self._series(self._phase_drift, job, phase).set(drift)
 
     def _drifted(self, job: str, phase: str, ratio: float) -> float:
         """The moving average of a phase, or of the step where none is named."""
@@ -264,20 +274,20 @@ class PrometheusMetrics:
 
     def rank_measured(self, job: str, measured_s: float) -> None:
         """Observe one rank's time of one step."""
-        self._measured_rank_s.labels(job).observe(measured_s)
+        self._series(self._measured_rank_s, job).observe(measured_s)
 
     def waited_most(self, job: str, rank: int, step_s: float) -> None:
         """Set the rank and its seconds."""
-        self._worst_wait_s.labels(job).set(step_s)
-        self._worst_rank.labels(job).set(rank)
+        self._series(self._worst_wait_s, job).set(step_s)
+        self._series(self._worst_rank, job).set(rank)
 
     def data_waited(self, job: str, step_s: float) -> None:
         """Observe one rank's wait."""
-        self._waited_s.labels(job).observe(step_s)
+        self._series(self._waited_s, job).observe(step_s)
 
     def waiting_ranks(self, job: str, ranks: int) -> None:
         """Set the number of ranks."""
-        self._waiting_ranks.labels(job).set(ranks)
+        self._series(self._waiting_ranks, job).set(ranks)
 
     def workers_serving(self, workers: int, *, slots: int) -> None:
         """Set the size of the fleet."""
@@ -287,58 +297,83 @@ class PrometheusMetrics:
     def packs_prepared(self, receipts: PackReceipts) -> None:
         """Count the packs. One that is decoded again, because its worker was lost, counts again."""
         job, decode_s = receipts.job, float(receipts.decode_s.sum())
-        self._packs.labels(job).inc(len(receipts))
-        self._decode_s.labels(job).inc(decode_s)
-        self._bytes.labels(job).inc(int(receipts.size_bytes.sum()))
-        self._team_decode_s.labels(team_of(job)).inc(decode_s)
+        self._series(self._packs, job).inc(len(receipts))
+        self._series(self._decode_s, job).inc(decode_s)
+        self._series(self._bytes, job).inc(int(receipts.size_bytes.sum()))
+        self._series(self._team_decode_s, team_of(job)).inc(decode_s)
         for work in receipts.sources:
             self._note_work(job, work)
         for bad in receipts.bad:
-            self._quarantined.labels(job, bad.source).inc()
+            self._series(self._quarantined, job, bad.source).inc()
 
     def _note_work(self, job: str, work: SourceWork) -> None:
-        self._read_samples.labels(job, work.source).inc(work.samples)
-        self._read_bytes.labels(job, work.source).inc(work.read_bytes)
-        self._source_read_s.labels(job, work.source).inc(work.read_s)
-        self._source_decode_s.labels(job, work.source).inc(work.decode_s)
-        self._source_cpu_s.labels(job, work.source).inc(work.read_cpu_s + work.decode_cpu_s)
+        self._series(self._read_samples, job, work.source).inc(work.samples)
+        self._series(self._read_bytes, job, work.source).inc(work.read_bytes)
+        self._series(self._source_read_s, job, work.source).inc(work.read_s)
+        self._series(self._source_decode_s, job, work.source).inc(work.decode_s)
+        self._series(self._source_cpu_s, job, work.source).inc(work.read_cpu_s + work.decode_cpu_s)
 
     def pack_hedged(self, job: str) -> None:
         """Count the hedge."""
-        self._hedged.labels(job).inc()
+        self._series(self._hedged, job).inc()
 
     def pack_found(self, job: str) -> None:
         """Count the pack that need not be decoded."""
-        self._found.labels(job).inc()
+        self._series(self._found, job).inc()
+
+    def packs_placed(
+        self, job: str, *, work: float, cached: float, same_node: float, same_zone: float
+    ) -> None:
+        """Count the work."""
+        for where, placed in (
+            ("anywhere", work),
+            ("cached", cached),
+            ("same_node", same_node),
+            ("same_zone", same_zone),
+        ):
+            self._series(self._placed, job, where).inc(placed)
 
     def delivered_otherwise(self, job: str) -> None:
         """Count the second version of a pack or step."""
-        self._otherwise.labels(job).inc()
+        self._series(self._otherwise, job).inc()
 
     def error_budget_used(self, job: str, source: str, share: float) -> None:
         """Set the share of the budget that is used."""
-        self._budget_used.labels(job, source).set(share)
+        self._series(self._budget_used, job, source).set(share)
 
     def work_outstanding(self, worker: str, tokens: float) -> None:
         """Set the work queued at a worker."""
-        self._outstanding.labels(worker).set(tokens)
+        self._series(self._outstanding, worker).set(tokens)
 
     def worker_lost(self, worker: str) -> None:
         """Count the loss; drop the worker's series."""
         self._lost_workers.inc()
-        self._outstanding.remove(worker)
+        self.worker_retired(worker)
 
     def worker_retired(self, worker: str) -> None:
         """Drop the worker's series; nothing was lost."""
-        self._outstanding.remove(worker)
+        with self._making:
+            self._outstanding.remove(worker)
+            self._made.clear()
 
     def job_deleted(self, job: str) -> None:
         """Drop the job's series."""
         self._drift_of = {of: drift for of, drift in self._drift_of.items() if of[0] != job}
-        for metric in self._of_jobs:
-            metric.remove_by_labels({"job": job})
+        with self._making:
+            for metric in self._of_jobs:
+                metric.remove_by_labels({"job": job})
+            self._made.clear()
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _series(self, metric: Metric, *labels: str | int) -> Metric:
+        """The series of a metric with these labels. Found by `labels` it would take several times
+        as long, some fifty times a step."""
+        made = self._made.get((metric, labels))
+        if made is None:
+            with self._making:  # else one that is removed meanwhile would be kept
+                made = self._made[metric, labels] = metric.labels(*labels)
+        return cast(Metric, made)
 
     def _of_job(
         self, kind: type[Metric], name: str, text: str, *labels: str, **more: Any

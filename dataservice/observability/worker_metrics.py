@@ -16,6 +16,7 @@ from dataservice.core.errors import TICKET_FAULTS
 from dataservice.observability.metrics import NAMESPACE
 
 Family = GaugeMetricFamily | CounterMetricFamily
+PATHS = ("grpc", "same_node")
 
 
 class TeamCounts(Protocol):
@@ -66,6 +67,12 @@ class WorkerCounts(Protocol):
     @property
     def samples_read_ahead(self) -> int: ...
     @property
+    def ranges_found(self) -> int: ...
+    @property
+    def ranges_missed(self) -> int: ...
+    @property
+    def range_bytes_found(self) -> int: ...
+    @property
     def outages(self) -> Sequence[Outage]: ...
     @property
     def teams(self) -> Sequence[TeamCounts]: ...
@@ -77,11 +84,12 @@ def worker_registry(
     slots: int,
     read: Callable[[], WorkerCounts],
     refused: Mapping[str, int] = MappingProxyType({}),
+    sent: Mapping[str, int] = MappingProxyType({}),
 ) -> CollectorRegistry:
     """The series of this worker. The thread of each scrape calls `read`, and looks into `refused`,
-    which counts tickets by their fault."""
+    which counts tickets by their fault, and `sent`, which counts bytes by their path."""
     registry = CollectorRegistry()
-    registry.register(_WorkerSeries(worker, slots, read, refused))
+    registry.register(_WorkerSeries(worker, slots, read, refused, sent))
     return registry
 
 
@@ -92,11 +100,13 @@ class _WorkerSeries(Collector):
         slots: int,
         read: Callable[[], WorkerCounts],
         refused: Mapping[str, int],
+        sent: Mapping[str, int],
     ) -> None:
         self._worker = worker
         self._slots = slots
         self._read = read
         self._refused = refused
+        self._sent = sent
 
     def describe(self) -> Iterable[Family]:
         """The series without their values."""
@@ -122,6 +132,9 @@ class _WorkerSeries(Collector):
             ("reads", now.reads),
             ("read_ahead_bytes", now.read_ahead_bytes),
             ("read_ahead_samples", now.samples_read_ahead),
+            ("cached_reads", now.ranges_found),
+            ("uncached_reads", now.ranges_missed),
+            ("cached_bytes", now.range_bytes_found),
         ):
             found[name].add_metric([worker], value)
         for outage in now.outages:
@@ -133,6 +146,8 @@ class _WorkerSeries(Collector):
             found["team_decode_seconds"].add_metric([worker, load.team], load.decode_s)
         for fault in TICKET_FAULTS:
             found["refused_tickets"].add_metric([worker, fault], self._refused.get(fault, 0))
+        for path in PATHS:
+            found["sent_bytes"].add_metric([worker, path], self._sent.get(path, 0))
         return found.values()
 
 
@@ -160,6 +175,13 @@ def _families() -> dict[str, Family]:
         "read_ahead_samples": counter(
             "read_ahead_samples", "Samples that were read before they had a slot."
         ),
+        "cached_reads": counter(
+            "cached_reads", "Reads from other machines that were found on this one's disk."
+        ),
+        "uncached_reads": counter(
+            "uncached_reads", "Reads from other machines that were looked for and not found."
+        ),
+        "cached_bytes": counter("cached_bytes", "Size of the reads that were found."),
         "storage_away_seconds": gauge(
             "storage_away_seconds",
             "Time for which a source's storage has not answered; its samples wait.",
@@ -174,5 +196,10 @@ def _families() -> dict[str, Family]:
         ),
         "refused_tickets": counter(
             "refused_tickets", "Tickets of ranks that were refused.", "fault"
+        ),
+        "sent_bytes": counter(
+            "sent_bytes",
+            "Size of the parts sent to ranks: by gRPC, or by memory to ranks of the same machine.",
+            "path",
         ),
     }

@@ -80,6 +80,19 @@ class ServiceConfig(Strict):
     decoded_cache_bytes: Annotated[int, Field(ge=2**20)] = 64 * 2**30
     """About how many bytes `decoded_cache` may take; what was used least recently goes first. An
     epoch that does not fit finds little of the one before."""
+    byte_cache: str | None = None
+    """Folder on a disk of each worker's machine where what was read from storage on other machines
+    is kept, for all its workers: the next epoch, another job of the same team and a replayed step
+    read it there. A file is asked for its entity tag or time when a worker first reads it, and then
+    once a minute; without either, and of Parquet, nothing is kept. By default nothing is."""
+    byte_cache_bytes: Annotated[int, Field(ge=2**20)] = 64 * 2**30
+    """About how many bytes `byte_cache` may take; what was used least recently goes first. An epoch
+    that does not fit finds little of the one before."""
+    same_node: Annotated[str, Field(pattern=r"^(auto|off|/.+)$")] = "auto"
+    """How ranks on the machine of a worker get its bytes: `auto` through memory that both map,
+    where both are in one network namespace, and else over gRPC; the path of a folder that workers
+    and trainers have both mounted, for the socket by which they find each other where they are in
+    pods of one node; `off` always over gRPC."""
     worker_host: str = "127.0.0.1"
     """Host name or IP address at which trainers reach workers on this host; `node` stands for the
     address of each worker's own node in the Ray cluster."""

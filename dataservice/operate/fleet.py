@@ -13,14 +13,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+from dataservice_proto.whereabouts import node_and_zone
+
 from dataservice.core import distribution
 from dataservice.core.address import join_address
 from dataservice.core.authority import derived_name
 from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.core.ports import PackHost, ServedWorker, WorkerPool
+from dataservice.core.ports import IndexHost, PackHost, ServedWorker, WorkerPool
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
+from dataservice.core.whereabouts import Whereabouts
+from dataservice.jobs.index_program import IndexProgram
 from dataservice.jobs.sample_pipeline import (
     code_owner,
     content_identity,
@@ -33,8 +37,9 @@ from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
-from dataservice.workers.decoded_cache import CacheSpec
 from dataservice.workers.host import DecodingHost
+from dataservice.workers.index_processes import IndexProcesses
+from dataservice.workers.kept_files import CacheSpec, name_of_folder
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.process_decoders import ProcessDecoders
@@ -61,6 +66,9 @@ class WorkerSettings:
     read_ahead_bytes: int
     decoded_cache: str | None = None
     decoded_cache_bytes: int = 0
+    byte_cache: str | None = None
+    byte_cache_bytes: int = 0
+    same_node: str = "auto"
     limits: DecodeLimits = DEFAULT_LIMITS
     storage_profiles: Mapping[str, StorageProfile] = field(default_factory=dict)
     tls: TlsSpec | None = None
@@ -73,8 +81,10 @@ class WorkerSettings:
 
 
 class ServeHost(Protocol):
-    """Serves a host's packs to clients that connect to `listen`, as `serving.server.serve_worker`
-    does. `on_stopped` runs after the port is closed; tickets that are refused are counted."""
+    """Serves a host's packs to clients that connect to `listen`, and the coordinator's errands for
+    indexes, as `serving.server.serve_worker` does. `on_stopped` runs after the port is closed;
+    tickets that are refused are counted, and bytes that are sent. `where` it is, the worker tells
+    its pool."""
 
     async def __call__(
         self,
@@ -85,8 +95,12 @@ class ServeHost(Protocol):
         secret: bytes,
         tls: TlsSpec | None,
         reflect: bool,
+        indexing: IndexHost,
         on_stopped: Callable[[], None],
         refused: Counter[str],
+        sent: Counter[str],
+        same_node: str,
+        where: Whereabouts,
     ) -> ServedWorker: ...
 
 
@@ -113,33 +127,47 @@ async def serve_worker_process(
         reads=settings.reads,
         timeout_s=settings.decode_timeout_s,
         memory_bytes=settings.decode_memory_bytes,
-        cache=_cache_of(settings),
+        cache=_cache_of(
+            settings, "decoded samples", settings.decoded_cache, settings.decoded_cache_bytes
+        ),
+        ranges=_cache_of(settings, "read bytes", settings.byte_cache, settings.byte_cache_bytes),
     )
     host = DecodingHost(
         decoders, held_bytes=settings.held_bytes, read_ahead_bytes=settings.read_ahead_bytes
     )
+    indexing = IndexProcesses(
+        IndexProgram(
+            custom_processors=settings.custom_processors,
+            limits=settings.limits,
+            storage_profiles=settings.storage_profiles,
+        ),
+        slots=settings.slots,
+        code_owner=code_owner,
+        memory_bytes=settings.decode_memory_bytes,
+    )
     opened = contextlib.ExitStack()
     opened.callback(host.close)
+    opened.callback(indexing.close)
     try:
         await host.start()
-        return await _served(host, settings, serve_host, worker, opened)
+        return await _served(host, indexing, settings, serve_host, worker, opened)
     except BaseException:
         opened.close()
         raise
 
 
-def _cache_of(settings: WorkerSettings) -> CacheSpec | None:
-    if settings.decoded_cache is None:
+def _cache_of(
+    settings: WorkerSettings, what: str, folder: str | None, limit_bytes: int
+) -> CacheSpec | None:
+    if folder is None:
         return None
-    return CacheSpec(
-        folder=settings.decoded_cache,
-        limit_bytes=settings.decoded_cache_bytes,
-        key=hmac.digest(settings.secret, b"dataservice decoded samples", "sha256").hex(),
-    )
+    key = hmac.digest(settings.secret, f"dataservice {what}".encode(), "sha256").hex()
+    return CacheSpec(folder=folder, limit_bytes=limit_bytes, key=key)
 
 
 async def _served(
     host: DecodingHost,
+    indexing: IndexProcesses,
     settings: WorkerSettings,
     serve_host: ServeHost,
     worker: str,
@@ -153,10 +181,13 @@ async def _served(
         # Not on the event loop: a collector that does not answer would block it.
         opened.callback(threading.Thread(target=tracer.close, daemon=True).start)
     refused: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
     if settings.metrics_ports is not None:
         listen = join_address(address, settings.metrics_ports)
         opened.callback(
-            serve_host_metrics(host, listen, slots=settings.slots, worker=worker, refused=refused)
+            serve_host_metrics(
+                host, listen, slots=settings.slots, worker=worker, refused=refused, sent=sent
+            )
         )
     return await serve_host(
         WatchedHost(host, worker=worker, tracer=tracer),
@@ -165,9 +196,20 @@ async def _served(
         secret=settings.secret,
         tls=settings.tls,
         reflect=settings.reflect,
+        indexing=indexing,
         on_stopped=opened.close,
         refused=refused,
+        sent=sent,
+        same_node=settings.same_node,
+        where=_whereabouts(settings),
     )
+
+
+def _whereabouts(settings: WorkerSettings) -> Whereabouts:
+    """Where this process is, and the name of what it keeps: of samples if it keeps any."""
+    node, zone = node_and_zone()
+    kept = settings.decoded_cache or settings.byte_cache
+    return Whereabouts(node=node, zone=zone, cache=name_of_folder(kept) if kept else "")
 
 
 def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> WorkerPool:
@@ -184,6 +226,9 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
         read_ahead_bytes=config.read_ahead_bytes_per_worker,
         decoded_cache=config.decoded_cache,
         decoded_cache_bytes=config.decoded_cache_bytes,
+        byte_cache=config.byte_cache,
+        byte_cache_bytes=config.byte_cache_bytes,
+        same_node=config.same_node,
         limits=config.limits,
         storage_profiles=config.storage_profiles,
         tls=config.tls,

@@ -31,7 +31,9 @@ from dataservice.core.threads import every_purpose
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S, LOOKS_WITHIN_LIMIT = 1.0, 5
+"""Signs are looked for so many times within their limit, and no sooner than each second: a look at
+our own port makes a connection, which takes milliseconds of a processor."""
 JUDGE_EVERY_S = 0.5
 STUCK_LIMITS = 3.0
 """Limit for threads of a purpose, as a multiple of the limit for other signs."""
@@ -53,12 +55,18 @@ class Sign:
     """One sign that the service works, which a thread of its own checks again and again."""
 
     def __init__(
-        self, what: str, look: Callable[[], None], *, threads: Callable[[], tuple[int, ...]] = tuple
+        self,
+        what: str,
+        look: Callable[[], None],
+        *,
+        every_s: float = LOOK_EVERY_S,
+        threads: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         """`look` returns once it has seen the sign, and raises the reason where it cannot.
         `threads` gives the threads whose stacks are logged when `look` does neither."""
         self._what = what
         self._look = look
+        self._every_s = every_s
         self._threads = threads
         self._seen_s = time.monotonic()
         self._error: Exception | None = None
@@ -95,7 +103,7 @@ class Sign:
             else:
                 self._error = None
                 self._seen_s = time.monotonic()
-            self._closed.wait(LOOK_EVERY_S)
+            self._closed.wait(self._every_s)
 
 
 Tell = Callable[[bool, bool], None]
@@ -122,7 +130,8 @@ class Watchdog:
         self, what: str, look: Callable[[], None], *, threads: Callable[[], tuple[int, ...]] = tuple
     ) -> None:
         """Check this sign from now on; see Sign."""
-        self._signs.append(Sign(what, look, threads=threads))
+        every_s = max(LOOK_EVERY_S, self._limit_s / LOOKS_WITHIN_LIMIT)
+        self._signs.append(Sign(what, look, every_s=every_s, threads=threads))
 
     def watch_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check from now on that the event loop of this thread runs callbacks."""

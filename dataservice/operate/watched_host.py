@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dataservice.core.orders import PackKey, PackOrder, PackReceipt, StorageOutage, UnitRange
 from dataservice.core.ports import PackHost
+from dataservice.core.sample import HeldItems
 from dataservice.observability.endpoint import serve_metrics
 from dataservice.observability.traces import StepTracer
 from dataservice.observability.worker_metrics import worker_registry
 from dataservice.workers.host import DecodingHost, HostStats
-from dataservice.workers.pack import ItemArray, SequencePart
+from dataservice.workers.pack import SequencePart
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class WatchedHost(PackHost):
 
     async def items(
         self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
-    ) -> list[ItemArray]:
+    ) -> HeldItems:
         """The encoder items at these places, and of each its range where there are some."""
         return await self._host.items(key, items, ranges)
 
@@ -90,11 +91,17 @@ class WatchedHost(PackHost):
 
 
 def serve_host_metrics(
-    host: DecodingHost, listen: str, *, slots: int, worker: str, refused: Mapping[str, int]
+    host: DecodingHost,
+    listen: str,
+    *,
+    slots: int,
+    worker: str,
+    refused: Mapping[str, int],
+    sent: Mapping[str, int],
 ) -> Callable[[], None]:
-    """Serve a host's metrics, and the number of tickets that its server has `refused`. Call it on
-    the host's event loop. Returns a function that starts closing the port and does not wait.
-    Raises SpecError."""
+    """Serve a host's metrics, the number of tickets that its server has `refused`, and the bytes
+    that it has `sent` by path. Call it on the host's event loop. Returns a function that starts
+    closing the port and does not wait. Raises SpecError."""
     loop = asyncio.get_running_loop()
 
     async def stats() -> HostStats:
@@ -103,7 +110,7 @@ def serve_host_metrics(
     def read() -> HostStats:  # called in the endpoint's thread; the host belongs to the event loop
         return asyncio.run_coroutine_threadsafe(stats(), loop).result(SCRAPE_LIMIT_S)
 
-    registry = worker_registry(worker, slots=slots, read=read, refused=refused)
+    registry = worker_registry(worker, slots=slots, read=read, refused=refused, sent=sent)
     endpoint = serve_metrics(registry, listen)
     log.info("%s: metrics at http://%s/metrics", worker, endpoint.address)
     # In a thread: a scrape may be waiting for this event loop, so the loop must not wait for it.

@@ -41,10 +41,10 @@ from dataservice.planning.stages.group import (
     LEAST_S,
     SHARE,
     PackedStep,
+    StaticBounds,
     full_attention,
     group_packs,
     group_report,
-    static_bound,
 )
 from dataservice.planning.stages.order import order_waves
 from dataservice.planning.stages.pack import isf_packs, pack_report, pack_samples
@@ -60,8 +60,8 @@ from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
 
-# A plan this close to the bound of the whole step is not compared with others; of so many samples
-# that the baselines would take longer than the plan may (60 ms for 153,600), one within `_FAIR`.
+# A plan this close to the bound of the whole step is not compared with others; where encoders share
+# the memory, of so many samples that each of the others takes as long as the plan itself, `_FAIR`.
 NEAR, _FAIR = 1.001, 1.03
 _COMPARED_SAMPLES = 32_768
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
@@ -129,12 +129,16 @@ def compose_step(
         found = replace(found, lower_bound_s=waves_s)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    near = NEAR if len(lengths) <= _COMPARED_SAMPLES else _FAIR
+    static = StaticBounds(lengths, packed.full_attention, topology)
+    apart = EncoderRoom.of(options.memory, topology) is None or len(lengths.item_modality) == 0
+    near = NEAR if apart or len(lengths) <= _COMPARED_SAMPLES else _FAIR
     planned = 1
-    for rival in _rivals(lengths, topology, options, whole):
+    done = best.time.total_s <= bound_s * near  # as most small steps are
+    for rival in () if done else _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * near:
             break
-        if bound.given(_least_waves_s(lengths, topology, rival)) >= best.time.total_s:
+        least_s = _least_waves_s(lengths, topology, rival, static, apart=apart)
+        if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
             continue
         if rival.in_bytes:
             planned += 1
@@ -325,17 +329,30 @@ def _rivals(
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
-        seats = replace(plain, assign=stages.assign, order=stages.order, dispatch=stages.dispatch)
-        yield _Rival(options=(seats, plain), unpadded=True)
+        # By itself it would leave room for encoders at its own degree.
+        own = beside_encoders(lengths, topology, replace(plain, memory_tokens=whole.memory_tokens))
+        for each in (own,) if own == plain else (own, plain):
+            seats = replace(
+                each, assign=stages.assign, order=stages.order, dispatch=stages.dispatch
+            )
+            yield _Rival(options=(seats, each), unpadded=True, in_bytes=each != own)
+        if own.stages.pack.startswith("padded") and EncoderRoom.of(whole.memory, topology):
+            yield _Rival(options=(own,))  # other packs leave its waves where padding is paid for
 
 
-def _least_waves_s(lengths: LengthTable, topology: Topology, rival: _Rival) -> float:
-    """What the waves of a rival take at least, before they are made; 0 where nothing is known."""
+def _least_waves_s(
+    lengths: LengthTable, topology: Topology, rival: _Rival, static: StaticBounds, *, apart: bool
+) -> Iterator[float]:
+    """What a rival's waves take at least, before they are made: what is quick to tell first.
+    `apart`: encoders take none of the decoder's memory, for which packs may leave their waves."""
     options = rival.options[0]
     if options.stages.context != "static":
-        return 0.0
+        return
     degree = static_degree(lengths, topology.replicas, options)
-    return static_bound(lengths, degree, topology, options)
+    least = static.of_any(degree, options)
+    yield max(least)
+    if rival.unpadded and apart:
+        yield static.of_packs(degree, options, least.spread_s)
 
 
 def _grouped_plan(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.plan import StepPlan
-from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.kernels.compile import kernel, leaf
 
 # Of a replica's share of a phase: above what an item is too long to be spread whole.
 LONG_SHARE = 0.3
@@ -44,14 +44,12 @@ class Cut(NamedTuple):
             return self
         return Cut(self.row[chosen], self.first[chosen], self.held[chosen])
 
-    def beside(self, rows: NDArray[np.int64], units: NDArray[np.int32]) -> "Cut":
-        """These pieces, and behind them `rows` that stay whole, each of `units` [m]."""
-        if rows.size == 0:
-            return self
+    def beside(self, other: "Cut") -> "Cut":
+        """These pieces, and behind them others."""
         return Cut(
-            np.append(self.row, rows),
-            np.append(self.first, np.zeros(rows.size, np.int32)),
-            np.append(self.held, units[rows]),
+            np.append(self.row, other.row),
+            np.append(self.first, other.first),
+            np.append(self.held, other.held),
         )
 
 
@@ -74,11 +72,12 @@ def long_items(
     phase: NDArray[np.int64],
     seconds: NDArray[np.float64],
     units: NDArray[np.int32],
-    phases: int,
+    large: NDArray[np.bool_],
     replicas: int,
 ) -> Long:
-    """What takes a replica long of rows [m] of a plan."""
-    return Long(*_long_items(phase, seconds, units, phases, replicas, LONG_SHARE))
+    """What takes a replica long of rows [m] of a plan; all of it in `large` bool[phases], where
+    some would keep too much as well."""
+    return Long(*_long_items(phase, seconds, units, large, replicas, LONG_SHARE))
 
 
 def cut_evenly(units: NDArray[np.int32], pieces: NDArray[np.int64]) -> Cut:
@@ -147,17 +146,17 @@ def _long_items(
     phase: NDArray[np.int64],
     seconds: NDArray[np.float64],
     units: NDArray[np.int32],
-    phases: int,
+    large: NDArray[np.bool_],
     replicas: int,
     long_share: float,
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    mean = np.zeros(phases)  # seconds of a replica, float64[phases]
-    longest = np.zeros(phases)  # of what may be cut
+    mean = np.zeros(large.size)  # seconds of a replica, float64[phases]
+    longest = np.zeros(large.size)  # of what may be cut
     for item in range(phase.size):
         mean[phase[item]] += seconds[item] / replicas
         if units[item] > 1:
             longest[phase[item]] = max(longest[phase[item]], seconds[item])
-    long = longest > mean * long_share
+    long = large | (longest > mean * long_share)
     pieces = np.ones(phase.size, np.int64)
     for item in range(phase.size):
         if long[phase[item]] and units[item] > 1:
@@ -192,15 +191,21 @@ def _cut_evenly(
     to_held = np.empty(count, np.int32)
     at = 0
     for row in range(units.size):
-        first = np.int64(0)
+        first = 0
         for place in range(1, pieces[row] + 1):
-            behind = np.int64(units[row])
+            behind = int(units[row])
             if place < pieces[row]:
-                behind = behind * place // pieces[row]
+                behind = first_of_piece(behind, int(pieces[row]), place)
             to_row[at], to_first[at], to_held[at] = row, first, behind - first
             first = behind
             at += 1
     return to_row, to_first, to_held
+
+
+@leaf
+def first_of_piece(units: int, pieces: int, place: int) -> int:
+    """The first unit of an even piece; of the one behind the last, all of them."""
+    return units * place // pieces
 
 
 @kernel

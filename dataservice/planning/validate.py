@@ -105,7 +105,7 @@ def _all_continued(
 def _check_room(plan: StepPlan, item_replica: NDArray[np.int32], room: EncoderRoom) -> None:
     left = rooms_left(
         plan.pack_wave[item_packs(plan)],
-        room.item_bytes(plan.item_modality, plan.item_encoder_tokens),
+        room.row_bytes(plan),
         item_replica,
         room.rooms(plan),
     )

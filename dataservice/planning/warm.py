@@ -9,6 +9,7 @@ import numpy as np
 
 from dataservice.core.cost import ContextCost
 from dataservice.core.memory import MemoryModel
+from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -24,6 +25,7 @@ from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
 from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
+from dataservice.planning.place_packs import Pull, WorkerSites, place_packs
 from dataservice.planning.standalone.conv_loads import balance_conv
 from dataservice.planning.standalone.node_balance import balance_nodewise
 from dataservice.planning.standalone.node_exchange import compose_exchange
@@ -59,6 +61,18 @@ def warm_up() -> None:
         ):
             plan = compose_step(samples, step=0, topology=topology, options=options)
             validate_plan(plan, memory_tokens=MEMORY_TOKENS, sample_count=SAMPLES)
+    _warm_placement(plan)
+
+
+def _warm_placement(plan: StepPlan) -> None:
+    """Place the plan's packs on two workers."""
+    two = np.arange(2)
+    workers = WorkerSites(
+        queued=np.zeros(2), slots=np.ones(2, np.int64), site=two, cache=two, node=two, zone=two
+    )
+    at = np.zeros(plan.replicas, np.int64)
+    pull = Pull(cache=np.zeros(len(plan.sample_ids), np.int64), node=at, zone=at)
+    place_packs(plan, np.arange(plan.packs), np.ones(plan.packs, np.int64), workers, pull)
 
 
 def _samples() -> StepSamples:

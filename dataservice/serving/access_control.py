@@ -52,6 +52,7 @@ RULES: dict[str, Rule] = {
     "SkipSteps": Rule(role="team", audited=True),
     "ListWorkers": Rule(role="admin"),
     "RestartWorkers": Rule(role="admin", audited=True),
+    "Index": Rule(role="team"),
     "OpenSession": Rule(role="team"),
     "GetShard": Rule(role="team"),
     "GetShards": Rule(role="team"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,9 +10,10 @@ import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from dataservice.core.health import ServiceHealth
+from dataservice.core.index_orders import IndexAnswer
 from dataservice.core.job import QuarantineEntry, SkipAction, SkipRecord
 from dataservice.engine.api import FoundSample, JobStatus, ReplayedStep, WorkerStatus
-from dataservice.serving import wire_health, wire_jobs
+from dataservice.serving import wire_health, wire_index, wire_jobs
 from dataservice.serving.client_access import Access
 from dataservice.serving.status_codes import ServiceUnreachableError, error_of, is_unreachable
 from dataservice.serving.wire_jobs import ExplainedStep
@@ -23,6 +24,26 @@ ANSWER_LIMIT_BYTES = 512 * 2**20
 
 # Longest time for a step that is decoded again: training goes first.
 REDECODED_S = 3600.0
+
+
+class IndexCall:
+    """The answers to an errand, as they come. Raises as the methods of the client do."""
+
+    def __init__(
+        self, call: Any, translated: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._call = call
+        self._translated = translated
+
+    def __iter__(self) -> Iterator[IndexAnswer]:
+        with self._translated():
+            for answer in self._call:
+                yield wire_index.index_answer_from_proto(answer)
+
+    def cancel(self) -> None:
+        """End the errand, from any thread: whoever takes its answers is told by
+        ServiceUnreachableError."""
+        self._call.cancel()
 
 
 class CoordinatorClient:
@@ -168,6 +189,14 @@ class CoordinatorClient:
         with self._translated():
             answer = self._stub.SkipSteps(request, timeout=self._timeout_s)
         return [wire_jobs.skip_record_from_proto(each, name) for each in answer.skips]
+
+    def index(self, spec_yaml: str, base_directory: str, source: str, errand: str) -> IndexCall:
+        """Have a worker do something for an index of one source of a job file; see
+        sources/index_errands.py. Waits for a place, so there is no limit of time."""
+        request = coordinator_pb2.IndexRequest(
+            spec_yaml=spec_yaml, base_directory=base_directory, source=source, errand=errand
+        )
+        return IndexCall(self._stub.Index(request), self._translated)
 
     def workers(self) -> list[WorkerStatus]:
         """The workers as they are now."""

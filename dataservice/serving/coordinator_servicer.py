@@ -17,8 +17,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import grpc.aio
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
+from dataservice_proto.whereabouts import NAME_CHARACTERS
 from google.protobuf.message import DecodeError
 
 from dataservice.core.cursor import Cursor
@@ -26,6 +28,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.health import ServiceHealth
 from dataservice.core.orders import EVERYTHING
 from dataservice.core.visible import visible
+from dataservice.core.whereabouts import Whereabouts
 from dataservice.engine.api import (
     CoordinatorApi,
     EndOfData,
@@ -33,7 +36,7 @@ from dataservice.engine.api import (
     SessionOpened,
     SkippedSteps,
 )
-from dataservice.serving import wire_health, wire_jobs, wire_shards
+from dataservice.serving import wire_health, wire_index, wire_jobs, wire_shards
 from dataservice.serving.access_control import AccessControl, Context, Visit
 from dataservice.serving.status_codes import ServiceUnreachableError
 
@@ -223,6 +226,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             health = await self._api.health(jobs, team=None if who.role == "admin" else who.team)
         return wire_health.health_to_proto(_named_plainly(visit, health))
 
+    async def Index(  # type: ignore[override]  # gRPC allows writing in place of yielding
+        self, request: coordinator_pb2.IndexRequest, context: Context
+    ) -> None:
+        """Have a worker do something for an index."""
+        async with self._access.call(context, "Index", request) as visit:
+            answers = self._api.index(
+                request.spec_yaml,
+                request.base_directory,
+                team=visit.caller.identity.team,
+                source=request.source,
+                errand=request.errand,
+            )
+            async with aclosing(answers):  # the client may leave before the end
+                async for answer in answers:
+                    await context.write(wire_index.index_answer_to_proto(answer))
+
     # ---- sessions ----------------------------------------------------------------------
 
     async def OpenSession(  # type: ignore[override]  # gRPC allows writing in place of yielding
@@ -243,6 +262,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 rejoin_attempt=request.rejoin_attempt,
                 launch=visible(request.launch, CLIENT_CHARS),
                 reads_loss_weights=request.loss_weights,
+                where=Whereabouts(
+                    node=request.node[:NAME_CHARACTERS], zone=request.zone[:NAME_CHARACTERS]
+                ),
             )
             about = visit.job, request.rank, client
             self._job_of_session[opened.session] = visit.job
@@ -257,9 +279,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 log.info("%s rank %d: session of %s closed", *about)
                 self._access.note(visit, "closed", f"rank {request.rank}, {client}")
 
-    async def GetShard(
+    async def GetShard(  # type: ignore[override]  # answered in bytes, see add_to_server
         self, request: coordinator_pb2.GetShardRequest, context: Context
-    ) -> coordinator_pb2.GetShardResponse:
+    ) -> bytes:
         """One rank's part of a step; waits until it is planned."""
         async with self._access.call(context, "GetShard", request) as visit:
             return await self._shard(visit, request)
@@ -302,9 +324,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._listening.discard(task)
         return None if request is grpc.aio.EOF else request
 
-    async def _shard(
-        self, visit: Visit, request: coordinator_pb2.GetShardRequest
-    ) -> coordinator_pb2.GetShardResponse:
+    async def _shard(self, visit: Visit, request: coordinator_pb2.GetShardRequest) -> bytes:
         session = self._own_session(visit, request.session)
         for trained in request.trained:
             await self._commit(session, trained)
@@ -323,13 +343,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if isinstance(answer, EndOfData):
             return coordinator_pb2.GetShardResponse(
                 end_of_data=coordinator_pb2.EndOfData(steps=answer.steps)
-            )
+            ).SerializeToString()
         if isinstance(answer, SkippedSteps):
             return coordinator_pb2.GetShardResponse(
                 skipped=coordinator_pb2.SkippedSteps(next_step=answer.next_step)
-            )
-        shard: Any = wire_shards.rank_shard_fields(answer) | {"job": visit.caller.plain(answer.job)}
-        return coordinator_pb2.GetShardResponse(shard=shard)
+            ).SerializeToString()
+        return wire_shards.shard_answer(answer, visit.caller.plain(answer.job))
 
     async def GetStepSummary(
         self, request: coordinator_pb2.GetStepSummaryRequest, context: Context
@@ -383,12 +402,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         ended = asyncio.ensure_future(self._api.session_ended(session))
         closing = asyncio.ensure_future(self._closing.wait())
         either = {ended, closing}
+        # Without tokens none can expire, and thousands of sessions would be woken for nothing.
+        check_s = None if self._access.open else TOKEN_CHECK_S
         try:
             while not any(end.done() for end in either):
                 self._access.require_still(visit, context)
-                await asyncio.wait(
-                    either, timeout=TOKEN_CHECK_S, return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait(either, timeout=check_s, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 raise _stopping()
             await ended
@@ -396,6 +415,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             ended.cancel()
             closing.cancel()
             await asyncio.gather(ended, closing, return_exceptions=True)
+
+
+def add_to_server(servicer: CoordinatorServicer, server: grpc.aio.Server) -> None:
+    """Serve all methods; of those that give a rank its shard the answers are bytes already."""
+    question = coordinator_pb2.GetShardRequest.FromString
+    one: Any = grpc.unary_unary_rpc_method_handler(servicer.GetShard, request_deserializer=question)
+    many: Any = grpc.stream_stream_rpc_method_handler(
+        servicer.GetShards, request_deserializer=question
+    )
+    name = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
+    # Handlers are asked in turn: this one knows these methods alone.
+    known = grpc.method_handlers_generic_handler(name, {"GetShard": one, "GetShards": many})
+    server.add_generic_rpc_handlers((known,))
+    coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
 
 
 def _stopping() -> ServiceUnreachableError:

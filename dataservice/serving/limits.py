@@ -26,6 +26,7 @@ class Limits:
             "cost_json": 64 * KIB,
             "base_directory": 4 * KIB,
             "cursor": 4 * KIB,
+            "errand": 2 * MIB,
         }
     )
     """Longest text by name of the field."""

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+from dataservice_proto.heap_threshold import keep_freed_messages
 from dataservice_proto.v1 import (
     coordinator_pb2,
-    coordinator_pb2_grpc,
     worker_pb2,
-    worker_pb2_grpc,
 )
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from dataservice.core.address import EVERY_HOST, join_address, split_address
-from dataservice.core.ports import PackHost
+from dataservice.core.errors import SpecError
+from dataservice.core.ports import IndexHost, PackHost
 from dataservice.core.tls import TlsSpec
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 from dataservice.engine.api import CoordinatorApi
 from dataservice.serving.access_control import AccessControl
 from dataservice.serving.binding import bind
@@ -36,10 +37,13 @@ from dataservice.serving.channels import (
     server_options,
 )
 from dataservice.serving.coordinator_servicer import CoordinatorServicer
+from dataservice.serving.coordinator_servicer import add_to_server as add_coordinator_to_server
 from dataservice.serving.health_ports import status_of
+from dataservice.serving.node_door import NodeDoor
 from dataservice.serving.parts import MESSAGE_LIMIT_BYTES
 from dataservice.serving.tls import server_credentials
 from dataservice.serving.worker_servicer import WorkerServicer
+from dataservice.serving.worker_servicer import add_to_server as add_worker_to_server
 
 # When a stream is over for its sender, its last bytes may still be on their way; closing the
 # connection at that moment would lose them.
@@ -76,8 +80,10 @@ class GrpcWorker:
 
     handle: ServerHandle
     servicer: WorkerServicer
+    door: NodeDoor | None
     grace_s: float
     on_stopped: Callable[[], None]
+    where: Whereabouts = ANYWHERE
 
     @property
     def address(self) -> str:
@@ -91,6 +97,8 @@ class GrpcWorker:
             async with asyncio.timeout(self.grace_s):
                 await self.servicer.quiet()
                 await asyncio.sleep(FLUSH_S)
+        if self.door is not None:
+            await self.door.close()
         await self.handle.stop(0.0)
         self.on_stopped()
 
@@ -111,7 +119,7 @@ async def serve_coordinator(
     access = access or AccessControl()
     server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive, admission))
     servicer = CoordinatorServicer(api, access)
-    coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
+    add_coordinator_to_server(servicer, server)
     service = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
     if access.open:  # reflection has no check of tokens
         _reflect(server, service)
@@ -124,6 +132,7 @@ async def serve_worker(
     worker: str,
     listen: str,
     secret: bytes,
+    indexing: IndexHost | None = None,
     advertise_host: str | None = None,
     tls: TlsSpec | None = None,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
@@ -132,18 +141,39 @@ async def serve_worker(
     on_stopped: Callable[[], None] = lambda: None,
     reflect: bool = True,
     refused: Counter[str] | None = None,
+    sent: Counter[str] | None = None,
+    same_node: str = "auto",
+    where: Whereabouts = ANYWHERE,
 ) -> GrpcWorker:
-    """Serve a host's packs at `listen`; `on_stopped` runs after the port is closed, and tickets
-    that are refused are counted in `refused`. Raises SpecError where `listen` cannot be listened
-    on."""
+    """Serve a host's packs at `listen`, and to ranks on this machine through `same_node`: see
+    NodeDoor; `off` for none. Errands for indexes go to `indexing`. `on_stopped` runs after the port
+    is closed. Tickets that are refused are counted in `refused`, and bytes of parts in `sent` by
+    path, `grpc` or `same_node`. `where` it is, the worker tells its pool. Raises SpecError where
+    `listen` cannot be listened on."""
+    keep_freed_messages()
     server = grpc.aio.server(options=server_options(MESSAGE_LIMIT_BYTES, keepalive, admission))
-    servicer = WorkerServicer(host, worker=worker, secret=secret, refused=refused)
-    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    servicer = WorkerServicer(
+        host, worker=worker, secret=secret, indexing=indexing, refused=refused, sent=sent
+    )
+    add_worker_to_server(servicer, server)
     service = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
     if reflect:
         _reflect(server, service)
     handle = await _started(server, service, listen, advertise_host, tls, on_stop=lambda: None)
-    return GrpcWorker(handle=handle, servicer=servicer, grace_s=grace_s, on_stopped=on_stopped)
+    try:
+        door = None if same_node == "off" else NodeDoor(servicer.parts_near, same_node)
+    except SpecError:
+        await handle.stop(0.0)
+        raise
+    servicer.door = door
+    return GrpcWorker(
+        handle=handle,
+        servicer=servicer,
+        door=door,
+        grace_s=grace_s,
+        on_stopped=on_stopped,
+        where=where,
+    )
 
 
 async def _started(

@@ -103,6 +103,8 @@ def health_from_proto(message: coordinator_pb2.GetHealthResponse) -> ServiceHeal
             busy_slots=fleet.busy_slots,
             waiting_teams=tuple(fleet.waiting_teams),
             shortfall=fleet.shortfall,
+            grpc_bytes=fleet.grpc_bytes,
+            same_node_bytes=fleet.same_node_bytes,
         ),
         troubles=tuple(message.troubles),
     )

@@ -6,8 +6,8 @@ wire_jobs.py and wire_health.py; nowhere else are protobuf messages and core dat
 into each other.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 from dataservice_proto.columns import (
@@ -24,9 +24,12 @@ from dataservice_proto.v1 import worker_pb2
 
 from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.errors import SpecError
+from dataservice.core.field_bytes import BYTES, NUMBER, fields, heads_of, numbers, texts
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import (
     BadSample,
     PackKey,
+    PackKeys,
     PackOrder,
     SourceWork,
     StorageOutage,
@@ -37,7 +40,6 @@ from dataservice.core.sample import ByteSpan, SampleLocation
 from dataservice.core.sample_columns import (
     NUMBERS,
     SampleColumns,
-    columns_of_packs,
     numbers_of,
 )
 from dataservice.core.team import TeamShare
@@ -46,6 +48,11 @@ from dataservice.serving.status_codes import error_named
 
 def pack_keys_to_proto(keys: Iterable[PackKey]) -> list[worker_pb2.PackKeys]:
     """Packs' names, those of one plan together."""
+    if isinstance(keys, PackKeys):
+        of_plan = worker_pb2.PackKeys(
+            job=keys.job, step=keys.step, plan_digest=keys.plan_digest, packs=keys.packs
+        )
+        return [of_plan] if keys else []
     by_plan: dict[tuple[str, int, str], list[int]] = {}
     for key in keys:
         by_plan.setdefault((key.job, key.step, key.plan_digest), []).append(key.pack)
@@ -57,10 +64,14 @@ def pack_keys_to_proto(keys: Iterable[PackKey]) -> list[worker_pb2.PackKeys]:
 
 def pack_keys_from_proto(messages: Iterable[worker_pb2.PackKeys]) -> list[PackKey]:
     """Packs' names."""
+    return [key for keys in keys_of_plans_from_proto(messages) for key in keys]
+
+
+def keys_of_plans_from_proto(messages: Iterable[worker_pb2.PackKeys]) -> list[PackKeys]:
+    """Packs' names, those of each message together."""
     return [
-        PackKey(job=of.job, step=of.step, plan_digest=of.plan_digest, pack=pack)
+        PackKeys(job=of.job, step=of.step, plan_digest=of.plan_digest, packs=tuple(of.packs))
         for of in messages
-        for pack in of.packs
     ]
 
 
@@ -78,26 +89,25 @@ def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutag
     )
 
 
-def pack_orders_to_proto(orders: Sequence[PackOrder]) -> worker_pb2.PackOrders:
+def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
     """What a worker is to decode and assemble: packs of one step, of one job."""
-    first = orders[0]
-    samples = columns_of_packs([order.samples for order in orders])
+    samples = orders.columns()
     return worker_pb2.PackOrders(
         version=VERSION,
-        job=first.key.job,
-        step=first.key.step,
-        plan_digest=first.key.plan_digest,
-        pipeline=first.pipeline,
-        team_weight=first.share.weight,
-        team_limit=first.share.limit,
+        job=orders.job,
+        step=orders.step,
+        plan_digest=orders.plan_digest,
+        pipeline=orders.pipeline,
+        team_weight=orders.share.weight,
+        team_limit=orders.share.limit,
         packs=len(orders),
         sources=[source for source, _ in samples.files],
         files=[path for _, path in samples.files],
         keys=samples.keys,
         names=samples.names,
-        pack=packed([order.key.pack for order in orders]),
-        degree=packed([order.degree for order in orders]),
-        samples=packed([len(order.samples) for order in orders]),
+        pack=packed(orders.pack),
+        degree=packed(orders.degree),
+        samples=packed(orders.counts),
         **{name: packed(numbers) for name, numbers in numbers_of(samples).items()},
     )
 
@@ -266,26 +276,36 @@ def _receipts_from_proto(message: worker_pb2.PackReceipts, step: PackKey) -> Pac
 
 def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
     """The right to stream some parts, without the workers' addresses."""
-    return worker_pb2.Ticket(**ticket_fields(ticket))
+    return worker_pb2.Ticket.FromString(b"".join(ticket_parts(ticket)))
 
 
-def ticket_fields(ticket: Ticket) -> dict[str, Any]:
-    """The fields of `ticket_to_proto`'s message, for one that holds it."""
-    return {
-        "version": VERSION,
-        "job": ticket.job,
-        "step": ticket.step,
-        "plan_digest": ticket.plan_digest,
-        "rank": ticket.rank,
-        "holder": ticket.holder,
-        "expires_unix_s": ticket.expires_unix_s,
-        "workers": ticket.workers,
-        "tensors": ticket.tensors,
-        "sequences": ticket.sequences,
-        "parts": ticket.parts,
-        "signature": ticket.signature,
-        **ticket.columns,
-    }
+def ticket_parts(ticket: Ticket) -> list[bytes]:
+    """The bytes of `ticket_to_proto`'s message, to be joined."""
+    return [
+        _of_step(ticket.job, ticket.step, ticket.plan_digest, ticket.tensors),
+        *numbers(
+            _TICKET_NUMBERS,
+            rank=ticket.rank,
+            expires_unix_s=ticket.expires_unix_s,
+            sequences=ticket.sequences,
+            parts=ticket.parts,
+        ),
+        *texts(_TICKET["workers"], ticket.workers),
+        *fields(_TICKET, {"holder": ticket.holder.encode(), "signature": ticket.signature}),
+        *([ticket.written] if ticket.written else fields(_TICKET, ticket.columns)),
+    ]
+
+
+_TICKET = heads_of(worker_pb2.Ticket, BYTES)
+_TICKET_NUMBERS = heads_of(worker_pb2.Ticket, NUMBER)
+
+
+@lru_cache(maxsize=64)
+def _of_step(job: str, step: int, plan_digest: str, tensors: tuple[str, ...]) -> bytes:
+    """The fields that the tickets of a step have in common."""
+    return worker_pb2.Ticket(
+        version=VERSION, job=job, step=step, plan_digest=plan_digest, tensors=tensors
+    ).SerializeToString()
 
 
 def ticket_from_proto(message: worker_pb2.Ticket, addresses: tuple[str, ...] = ()) -> Ticket:

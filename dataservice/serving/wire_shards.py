@@ -1,18 +1,20 @@
 """A rank's part of a step, to and from protobuf; see wire_packs.py.
 
-Columns are bytes at both ends: nothing is converted here by sample or by item.
+Columns are bytes at both ends: nothing is converted here by sample or by item. All ranks ask for
+their shards at once, so the answers are written field by field, without messages.
 """
 
-from typing import Any
+from functools import lru_cache
 
 from dataservice_proto import columns
 from dataservice_proto.v1 import coordinator_pb2
 
 from dataservice.core.errors import ConflictError
+from dataservice.core.field_bytes import BYTES, NUMBER, fields, heads_of, numbers, texts, within
 from dataservice.core.orders import RankShard, ShardColumns, StepSummary, WantedParts
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import PositionRule
-from dataservice.serving.wire_packs import ticket_fields, ticket_from_proto
+from dataservice.serving.wire_packs import ticket_from_proto, ticket_parts
 
 
 def require_columns_read(request: coordinator_pb2.OpenSessionRequest, client: str) -> None:
@@ -40,41 +42,85 @@ def wanted_parts_from_proto(message: coordinator_pb2.WantedParts) -> WantedParts
 
 def rank_shard_to_proto(shard: RankShard) -> coordinator_pb2.RankShard:
     """One rank's part of a step."""
-    return coordinator_pb2.RankShard(**rank_shard_fields(shard))
+    return coordinator_pb2.GetShardResponse.FromString(shard_answer(shard, shard.job)).shard
 
 
-def rank_shard_fields(shard: RankShard) -> dict[str, Any]:
-    """The fields of `rank_shard_to_proto`'s message, for one that holds it: a message that is given
-    another copies it, fields are written once."""
-    of = shard.columns
-    return {
-        "job": shard.job,
-        "attempt": shard.attempt,
-        "step": shard.step,
-        "rank": shard.rank,
-        "replica": shard.replica,
-        "plan_digest": shard.plan_digest,
-        "cursor_after": shard.cursor_after,
-        "loss_tokens": shard.loss_tokens,
-        "weighted_loss_tokens": shard.weighted_loss_tokens,
-        "samples": shard.samples,
-        "predicted_s": shard.predicted_s,
-        "columns": {
-            "version": columns.VERSION,
-            "waves": of.waves,
-            "replicas": of.replicas,
-            "rings": of.rings,
-            **of.columns,
-        },
-        "ticket": None if shard.ticket is None else ticket_fields(shard.ticket),
-        "addresses": () if shard.ticket is None else shard.ticket.addresses,
-        "summary": None if shard.summary is None else step_summary_to_proto(shard.summary),
-        "positions": {
-            "scheme": shard.positions.scheme,
-            "tokens_per_second": shard.positions.tokens_per_second,
-            "past_time": shard.positions.past_time,
-        },
-    }
+def shard_answer(shard: RankShard, job: str) -> bytes:
+    """A GetShardResponse, as it is sent, with one rank's part of a step; the rank knows its job as
+    `job`."""
+    parts = [
+        _common(
+            job,
+            shard.attempt,
+            shard.step,
+            shard.plan_digest,
+            shard.cursor_after,
+            shard.loss_tokens,
+            shard.weighted_loss_tokens,
+            shard.samples,
+            shard.predicted_s,
+            shard.positions,
+        ),
+        *numbers(_SHARD_NUMBERS, rank=shard.rank, replica=shard.replica),
+        *within(_SHARD["columns"], _columns(shard.columns)),
+    ]
+    if shard.ticket is not None:
+        parts += within(_SHARD["ticket"], ticket_parts(shard.ticket))
+        parts += texts(_SHARD["addresses"], shard.ticket.addresses)
+    if shard.summary is not None:
+        summary = step_summary_to_proto(shard.summary).SerializeToString()
+        parts += within(_SHARD["summary"], [summary])
+    return b"".join(within(_RESPONSE["shard"], parts))
+
+
+_RESPONSE = heads_of(coordinator_pb2.GetShardResponse, BYTES)
+_SHARD = heads_of(coordinator_pb2.RankShard, BYTES)
+_SHARD_NUMBERS = heads_of(coordinator_pb2.RankShard, NUMBER)
+_COLUMNS = heads_of(coordinator_pb2.ShardColumns, BYTES)
+
+
+@lru_cache(maxsize=64)
+def _common(
+    job: str,
+    attempt: int,
+    step: int,
+    plan_digest: str,
+    cursor_after: str,
+    loss_tokens: int,
+    weighted_loss_tokens: float | None,
+    samples: int,
+    predicted_s: float,
+    positions: PositionRule,
+) -> bytes:
+    """The fields that are the same for all ranks."""
+    return coordinator_pb2.RankShard(
+        job=job,
+        attempt=attempt,
+        step=step,
+        plan_digest=plan_digest,
+        cursor_after=cursor_after,
+        loss_tokens=loss_tokens,
+        weighted_loss_tokens=weighted_loss_tokens,
+        samples=samples,
+        predicted_s=predicted_s,
+        positions=coordinator_pb2.PositionRule(
+            scheme=positions.scheme,
+            tokens_per_second=positions.tokens_per_second,
+            past_time=positions.past_time,
+        ),
+    ).SerializeToString()
+
+
+def _columns(of: ShardColumns) -> list[bytes]:
+    written = of.written or fields(_COLUMNS, of.columns)
+    return [_counts(of.waves, of.replicas, of.rings), *written]
+
+
+@lru_cache(maxsize=64)
+def _counts(waves: int, replicas: int, rings: int) -> bytes:
+    return coordinator_pb2.ShardColumns(
+        version=columns.VERSION, waves=waves, replicas=replicas, rings=rings
+    ).SerializeToString()
 
 
 def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:

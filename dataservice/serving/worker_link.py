@@ -10,7 +10,7 @@ a call cancels it at the worker too, which goes on decoding (see workers/host.py
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -20,12 +20,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
-from dataservice.core.orders import Holdings, PackKey, PackOrder, StorageOutage
+from dataservice.core.index_orders import IndexAnswer, IndexOrder
+from dataservice.core.order_columns import PackOrders
+from dataservice.core.orders import Holdings, PackKey, PackKeys, PackOrder, PackSet, StorageOutage
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.receipts import PackAnswers
 from dataservice.core.tls import ClientTls
 from dataservice.engine.fair_threads import FairThreads
-from dataservice.serving import wire_packs
+from dataservice.serving import wire_index, wire_packs
 from dataservice.serving.channels import DEFAULT_KEEPALIVE, Keepalive, channel_options
 from dataservice.serving.parts import MESSAGE_LIMIT_BYTES
 from dataservice.serving.status_codes import error_of, is_unreachable
@@ -38,9 +40,15 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Line:
+    """A channel and what calls along it, made once."""
+
     channel: grpc.aio.Channel
     calls: int = 0
     lost: bool = False
+    stub: "worker_pb2_grpc.WorkerAsyncStub" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
 
 
 class GrpcWorkerLink:
@@ -57,7 +65,8 @@ class GrpcWorkerLink:
         threads: FairThreads | None = None,
     ) -> None:
         """`answer_timeout_s` is the deadline of calls that need no decoding. Orders are written in
-        `threads` if given, because an order may have thousands of samples."""
+        `threads` if given, because an order may have thousands of samples; few are written at
+        once."""
         self._metadata = ((COMMAND_METADATA, command_token(secret)),)
         self._answer_timeout_s = answer_timeout_s
         self._release_timeout_s = release_timeout_s
@@ -71,11 +80,13 @@ class GrpcWorkerLink:
     ) -> AsyncGenerator[PackAnswers, None]:
         """Have packs of one step decoded; there is no deadline. Raises WorkerLostError, the
         worker's own error, or SpecError where the samples of one pack do not fit into a message."""
-        left = {order.key.pack: order for order in orders}
+        asked = PackOrders.of(orders)
+        left = {pack: place for place, pack in enumerate(asked.pack.tolist())}
         repeated = False
         while left:
             try:
-                async with contextlib.aclosing(self._prepare(worker, list(left.values()))) as call:
+                now = asked if not repeated else asked.only(list(left.values()))
+                async with contextlib.aclosing(self._prepare(worker, now)) as call:
                     async for answers in call:
                         for pack in (*answers.receipts.pack.tolist(), *answers.failures):
                             left.pop(pack, None)
@@ -93,11 +104,13 @@ class GrpcWorkerLink:
             repeated = True
 
     async def _prepare(
-        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+        self, worker: WorkerInfo, orders: PackOrders
     ) -> AsyncGenerator[PackAnswers, None]:
-        writing = partial(_requests, orders)
-        key = orders[0].key
-        requests = writing() if self._threads is None else await self._threads.run(key.job, writing)
+        key = orders.key(0)
+        if self._threads is None or orders.written_soon:
+            requests = _requests(orders)
+        else:
+            requests = await self._threads.run(key.job, partial(_requests, orders))
         for request in requests:
             async with self._stub(worker) as stub:
                 call = stub.Prepare(request, metadata=self._metadata)
@@ -123,16 +136,37 @@ class GrpcWorkerLink:
     async def ask_held(self, worker: WorkerInfo) -> Holdings:
         """What a worker holds or decodes, and what it waits for. Raises WorkerLostError, or the
         worker's own error."""
-        keys: set[PackKey] = set()
+        keys: list[PackKeys] = []
         outages: list[StorageOutage] = []
+        grpc_bytes = same_node_bytes = 0
         async with self._stub(worker) as stub:
             call = stub.Held(
                 worker_pb2.HeldRequest(), timeout=self._answer_timeout_s, metadata=self._metadata
             )
             async for message in call:
-                keys.update(wire_packs.pack_keys_from_proto(message.packs))
+                keys += wire_packs.keys_of_plans_from_proto(message.packs)
                 outages += map(wire_packs.storage_outage_from_proto, message.outages)
-        return Holdings(packs=frozenset(keys), outages=tuple(outages))
+                grpc_bytes += message.grpc_bytes
+                same_node_bytes += message.same_node_bytes
+        return Holdings(
+            packs=PackSet(keys),
+            outages=tuple(outages),
+            grpc_bytes=grpc_bytes,
+            same_node_bytes=same_node_bytes,
+        )
+
+    async def index(
+        self, worker: WorkerInfo, order: IndexOrder
+    ) -> AsyncGenerator[IndexAnswer, None]:
+        """Have an errand for an index carried out; there is no deadline. Raises WorkerLostError, or
+        the errand's own error."""
+        async with self._stub(worker) as stub:
+            call = stub.Index(wire_index.index_order_to_proto(order), metadata=self._metadata)
+            try:
+                async for message in call:
+                    yield wire_index.index_answer_from_proto(message)
+            finally:
+                call.cancel()  # of one that has ended it does nothing
 
     async def close(self) -> None:
         """Close all channels; calls in flight are cancelled."""
@@ -157,7 +191,7 @@ class GrpcWorkerLink:
         line = self._line(worker.address)
         line.calls += 1
         try:
-            yield worker_pb2_grpc.WorkerStub(line.channel)
+            yield line.stub
         except grpc.aio.AioRpcError as error:
             if not is_unreachable(error):
                 raise error_of(error) from error
@@ -190,7 +224,7 @@ class GrpcWorkerLink:
         return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
 
 
-def _requests(orders: Sequence[PackOrder]) -> list[worker_pb2.PackOrders]:
+def _requests(orders: PackOrders) -> list[worker_pb2.PackOrders]:
     """The orders in one message, or in some where they do not fit. Raises SpecError where those of
     one pack do not."""
     request = wire_packs.pack_orders_to_proto(orders)
@@ -198,9 +232,8 @@ def _requests(orders: Sequence[PackOrder]) -> list[worker_pb2.PackOrders]:
     if size_bytes <= MESSAGE_LIMIT_BYTES:
         return [request]
     if len(orders) == 1:
-        (order,) = orders
         raise SpecError(
-            f"pack {order.key.pack} of step {order.key.step} has {len(order.samples):,} samples, "
+            f"pack {orders.pack[0]} of step {orders.step} has {orders.counts[0]:,} samples, "
             f"whose keys and places take {size_bytes:,} bytes; a worker takes at most "
             f"{MESSAGE_LIMIT_BYTES:,}. Lower memory_tokens, or index samples under shorter keys."
         )

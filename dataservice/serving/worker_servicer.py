@@ -9,17 +9,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import grpc.aio
+from dataservice_proto import same_node
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
 from dataservice.core.authority import check_command
-from dataservice.core.errors import ServiceError, TicketError
+from dataservice.core.errors import ServiceError, SpecError, TicketError
 from dataservice.core.orders import PackOrder, PackReceipt, PartSpec, Ticket
-from dataservice.core.ports import PackHost
+from dataservice.core.ports import IndexHost, PackHost
 from dataservice.core.receipts import PackAnswers, PackReceipts
 from dataservice.core.tickets import check_ticket, parts_at
 from dataservice.engine.tasks import cancel_all
-from dataservice.serving import wire_packs
+from dataservice.serving import wire_index, wire_packs
+from dataservice.serving.node_door import NodeDoor, Parts
 from dataservice.serving.parts import (
     CHUNK_BYTES,
     MESSAGE_LIMIT_BYTES,
@@ -47,13 +50,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Checks the caller, converts, and maps errors; the host does the work."""
 
     def __init__(
-        self, host: PackHost, *, worker: str, secret: bytes, refused: Counter[str] | None = None
+        self,
+        host: PackHost,
+        *,
+        worker: str,
+        secret: bytes,
+        indexing: IndexHost | None = None,
+        refused: Counter[str] | None = None,
+        sent: Counter[str] | None = None,
     ) -> None:
-        """Tickets that are refused are counted in `refused`, by the reason."""
+        """Tickets that are refused are counted in `refused`, by the reason; bytes of parts in
+        `sent`, by their path. `door` is where ranks on this machine may ask."""
         self._host = host
+        self._indexing = indexing
         self._worker = worker
         self._secret = secret
         self._refused = Counter() if refused is None else refused
+        self._sent = Counter() if sent is None else sent
+        self.door: NodeDoor | None = None
         self._streams = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -106,44 +120,81 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Held(
         self, request: worker_pb2.HeldRequest, context: Context
     ) -> AsyncIterator[worker_pb2.HeldPacks]:
-        """Name every pack that was ordered here and is not yet released, and the storage that is
-        waited for."""
+        """Name every pack that was ordered here and is not yet released, the storage that is waited
+        for, and the bytes that were sent."""
         async with answered(context, "Held"):
             check_command(context.invocation_metadata() or (), self._secret)
             held, outages = self._host.held(), self._host.outages()
-            if outages:
-                told = map(wire_packs.storage_outage_to_proto, outages)
-                yield worker_pb2.HeldPacks(outages=told)
+            yield worker_pb2.HeldPacks(
+                outages=map(wire_packs.storage_outage_to_proto, outages),
+                grpc_bytes=self._sent["grpc"],
+                same_node_bytes=self._sent["same_node"],
+            )
             for start in range(0, len(held), NAMES_IN_A_MESSAGE):
                 keys = held[start : start + NAMES_IN_A_MESSAGE]
                 yield worker_pb2.HeldPacks(packs=wire_packs.pack_keys_to_proto(keys))
 
-    async def Fetch(
-        self, request: worker_pb2.FetchRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.FetchChunk]:
-        """Stream the parts of a ticket, in its order; waits for parts that are not ready."""
-        async with answered(context, "Fetch"), self._stream_open():
-            ticket = self._granted(request, context)
-            for part, spec in enumerate(parts_at(ticket, self._worker)):
-                tensors = await self._tensors(spec)
-                # The checksum reads every byte: in a thread, so that other streams go on.
-                header = await asyncio.to_thread(part_header, part, tensors)
-                yield worker_pb2.FetchChunk(header=header)
-                for data in part_chunks(tensors, CHUNK_BYTES):
-                    yield worker_pb2.FetchChunk(data=data)
+    async def Index(
+        self, request: worker_pb2.IndexOrder, context: Context
+    ) -> AsyncIterator[worker_pb2.IndexAnswer]:
+        """Do something for an index."""
+        async with answered(context, "Index"):
+            check_command(context.invocation_metadata() or (), self._secret)
+            if self._indexing is None:
+                raise SpecError(f"{self._worker} does not index.")
+            order = wire_index.index_order_from_proto(request)
+            async with contextlib.aclosing(self._indexing.index(order)) as answers:
+                async for answer in answers:
+                    yield wire_index.index_answer_to_proto(answer)
 
-    @contextlib.asynccontextmanager
-    async def _stream_open(self) -> AsyncIterator[None]:
+    async def Fetch(  # type: ignore[override]  # registered with no serialiser, see add_to_server
+        self, request: worker_pb2.FetchRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Stream the parts of a ticket, in its order, as serialised FetchChunks; waits for parts
+        that are not ready."""
+        async with answered(context, "Fetch"):
+            parts = self._parts(request, context.peer(), "grpc")
+            async with contextlib.aclosing(parts):
+                first = True
+                async for header, tensors in parts:
+                    if first:  # it is granted
+                        await self._announce(request, context)
+                        first = False
+                    yield worker_pb2.FetchChunk(header=header).SerializeToString()
+                    for data in part_chunks(tensors, CHUNK_BYTES):
+                        yield data
+
+    def parts_near(self, request: worker_pb2.FetchRequest, peer: str) -> Parts:
+        """The parts of a ticket for a rank on this machine."""
+        return self._parts(request, peer, "same_node")
+
+    async def _announce(self, request: worker_pb2.FetchRequest, context: Context) -> None:
+        """Say where the door is to a rank that would use it."""
+        wanted = (same_node.WANTED, same_node.VERSION)
+        if self.door is not None and wanted in (context.invocation_metadata() or ()):
+            holder = request.ticket.holder
+            await context.send_initial_metadata(self.door.announced(holder))
+
+    async def _parts(self, request: worker_pb2.FetchRequest, peer: str, path: str) -> Parts:
+        """Header and tensors of each part of a ticket. Raises what refuses it."""
         self._streams += 1
         self._quiet.clear()
         try:
-            yield
+            ticket = self._granted(request, peer)
+            for part, spec in enumerate(parts_at(ticket, self._worker)):
+                tensors, crc32s = await self._tensors(spec)
+                if crc32s is not None:
+                    header = part_header(part, tensors, crc32s)
+                else:  # it reads every byte: in a thread, so that other streams go on
+                    header = await asyncio.to_thread(part_header, part, tensors)
+                yield header, tensors
+                self._sent[path] += header.size_bytes
         finally:
             self._streams -= 1
             if self._streams == 0:
                 self._quiet.set()
 
-    def _granted(self, request: worker_pb2.FetchRequest, context: Context) -> Ticket:
+    def _granted(self, request: worker_pb2.FetchRequest, peer: str) -> Ticket:
         ticket = wire_packs.ticket_from_proto(request.ticket)
         try:
             check_ticket(
@@ -157,23 +208,38 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 "job": ticket.job,
                 "step": ticket.step,
             }
-            log.warning("a ticket from %s is refused: %s", context.peer(), error, extra=about)
+            log.warning("a ticket from %s is refused: %s", peer, error, extra=about)
             raise
         if not ticket.sequences and not ticket.parts:
             raise TicketError("the ticket names no parts. Ask the coordinator for the shard again.")
         return ticket
 
-    async def _tensors(self, spec: PartSpec) -> Sequence[tuple[str, Tensor]]:
+    async def _tensors(
+        self, spec: PartSpec
+    ) -> tuple[Sequence[tuple[str, Tensor]], Sequence[int] | None]:
+        """A part's tensors, and the CRC-32 of each where it is known."""
         if spec.items:
             items = await self._host.items(spec.key, spec.items, spec.ranges)
-            return [("item", item) for item in items]
+            return [("item", item) for item in items.arrays], items.crc32s
         held = await self._host.sequence(spec.key, spec.cp_rank)
         if unknown := set(spec.tensors) - held.keys():
             raise TicketError(
                 f"the ticket names {', '.join(sorted(unknown))}; a sequence has "
                 f"{', '.join(held)}. Run one release of coordinator and workers."
             )
-        return [(name, held[name]) for name in held if not spec.tensors or name in spec.tensors]
+        named = [(name, held[name]) for name in held if not spec.tensors or name in spec.tensors]
+        return named, None
+
+
+def add_to_server(servicer: WorkerServicer, server: grpc.aio.Server) -> None:
+    """Serve all methods; of Fetch the answers are bytes already."""
+    fetch: Any = grpc.unary_stream_rpc_method_handler(
+        servicer.Fetch, request_deserializer=worker_pb2.FetchRequest.FromString
+    )
+    name = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+    # Handlers are asked in turn: this one knows Fetch alone.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Fetch": fetch}),))
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
 
 
 def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> Iterator[worker_pb2.PackAnswers]:

@@ -7,8 +7,8 @@ the next opening, see `index_cache.py`.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -26,16 +26,18 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import SampleColumns
-from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailWriter
+from dataservice.core.split_mix import split_mix
+from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailTable
 from dataservice.sources.freshness import require_current
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
-from dataservice.sources.length_spool import COLUMNS, LengthSpool
+from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
+from dataservice.sources.lengths_file import COLUMNS, map_lengths
 from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecord
 from dataservice.sources.part_reader import read_tokens
-from dataservice.sources.parts_in_order import rows_in_order
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
+from dataservice.sources.soundness import require_sound_lengths
 
 _ROWS_VERSION = 1  # of the files of checked rows: another one finds none of those that are kept
 
@@ -90,10 +92,10 @@ class CatalogParts(CatalogHead):
     """The contents of a catalog: its head and its rows."""
 
     lengths: LengthTable
-    details: DetailFile
+    details: DetailTable
 
     @staticmethod
-    def of(head: CatalogHead, lengths: LengthTable, details: DetailFile) -> "CatalogParts":
+    def of(head: CatalogHead, lengths: LengthTable, details: DetailTable) -> "CatalogParts":
         """The head's samples, whose rows these are."""
         told = {each.name: getattr(head, each.name) for each in fields(CatalogHead)}
         return CatalogParts(**told, lengths=lengths, details=details)
@@ -102,8 +104,10 @@ class CatalogParts(CatalogHead):
 class IndexedCatalog(LengthsById):
     """The port Catalog over indexes on disk. Safe for use from several threads."""
 
-    def __init__(self, parts: CatalogParts) -> None:
+    def __init__(self, parts: CatalogParts, check_drawn: DecodeLimits | None = None) -> None:
+        """`check_drawn`: lengths have not all been checked, and are whenever they are asked for."""
         self.parts = parts
+        self._check_drawn = check_drawn
         self.sources = parts.sources
         self._lengths = parts.lengths
         self._file_starts = np.cumsum([0, *parts.file_rows], dtype=np.int64)
@@ -134,6 +138,31 @@ class IndexedCatalog(LengthsById):
             )
         )
 
+    def lengths(self, sample_ids: IntArray) -> LengthTable:
+        """Lengths of these samples, in this order. Raises NotFoundError when an id is unknown,
+        IndexStaleError where its index is damaged."""
+        lengths = super().lengths(sample_ids)
+        if self._check_drawn is not None:
+            try:
+                require_sound_lengths(lengths, self._check_drawn)
+            except ValueError as error:
+                raise IndexStaleError(
+                    f"the index cannot be used: {error}. Write it again: {AGAIN}; the same files "
+                    "give the same index, and checkpoints fit it."
+                ) from error
+        return lengths
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the details of all samples are, so that none need be fetched."""
+        return self.parts.details.at_hand
+
+    def fetch(self, sample_ids: IntArray) -> None:
+        """Have the details of these samples at hand. May take seconds. Raises NotFoundError when
+        an id is unknown, and what reading an index does."""
+        self.sources.require(sample_ids)
+        self.parts.details.fetch(sample_ids)
+
     def details(self, sample_ids: IntArray) -> Sequence[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths of these samples, in this order; each object is made when it
         is first read. Raises NotFoundError when an id is unknown."""
@@ -154,6 +183,19 @@ class IndexedCatalog(LengthsById):
         id is unknown."""
         return [self.parts.files[number][1] for number in self._file_numbers(sample_ids).tolist()]
 
+    def row_keys(self, sample_ids: IntArray) -> NDArray[np.uint32]:
+        """A number for the file and row of each of these samples: uint32[n]. Raises NotFoundError
+        when an id is unknown."""
+        files = self._file_numbers(sample_ids)
+        rows = (np.asarray(sample_ids, np.int64) - self._file_starts[files]).astype(np.uint64)
+        return (split_mix(self._file_salts[files] ^ rows) >> np.uint64(32)).astype(np.uint32)
+
+    @cached_property
+    def _file_salts(self) -> NDArray[np.uint64]:
+        paths = [path.encode() for _, path in self.parts.files]
+        digests = (hashlib.blake2b(path, digest_size=8).digest() for path in paths)
+        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+
     def _file_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
         self.sources.require(sample_ids)
         return np.searchsorted(self._file_starts, sample_ids, side="right") - 1
@@ -163,6 +205,12 @@ class IndexedCatalog(LengthsById):
         Raises NotFoundError when an id is unknown."""
         self.sources.require(sample_ids)
         return self.parts.details.item_notes(sample_ids)
+
+    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+        """The modality of these samples' encoder items, and how many numbers each is decoded to, by
+        sample, then in its order. Raises NotFoundError when an id is unknown."""
+        self.sources.require(sample_ids)
+        return self.parts.details.item_values(sample_ids)
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an
@@ -176,19 +224,18 @@ class FoundIndex:
     """The indexes of a job's sources, known to describe them; their rows are not read yet."""
 
     head: CatalogHead
-    parts: tuple[tuple[IndexFolder, PartRecord], ...]
-    limits: DecodeLimits
+    rows: IndexRows
 
     def read(self, folder: str | None = None) -> IndexedCatalog:
-        """Read and check all rows, several parts at once. Memory is a few row groups of each. The
-        locations lie in `folder`, see `unnamed_file`. Raises IndexStaleError where a part is
-        missing, damaged or not the manifest's."""
-        rows = rows_in_order(self.parts, self.limits)
-        with closing(rows), DetailWriter(folder) as details, LengthSpool() as spool:
-            for table, lengths in rows:
-                spool.write(lengths)
-                details.write(table)
-            return IndexedCatalog(CatalogParts.of(self.head, spool.finish(), details.finish()))
+        """Read and check all rows, several parts at once. Memory is a few row groups of each. They
+        lie in `folder`, see `unnamed_file`. Raises IndexStaleError where a part is missing, damaged
+        or not the manifest's."""
+        descriptor, details = self.rows.read(folder)
+        try:
+            lengths, _ = map_lengths(descriptor)
+        finally:
+            os.close(descriptor)
+        return IndexedCatalog(CatalogParts.of(self.head, lengths, details))
 
 
 def find_index(
@@ -214,7 +261,7 @@ def find_index(
     files, known = [], []
     parts: list[tuple[IndexFolder, PartRecord]] = []
     folders = [IndexFolder(index_dir, spec.name, roots) for spec in specs]
-    manifests = [_manifest(spec, folder) for spec, folder in zip(specs, folders, strict=True)]
+    manifests = [_manifest(folder) for folder in folders]
     require_rows([manifest.rows for manifest in manifests])
     for spec, folder, manifest in zip(specs, folders, manifests, strict=True):
         present, token = require_current(
@@ -234,7 +281,33 @@ def find_index(
         long={m.source: m.long for m in manifests},
         rows_name=_rows_name(folders, manifests, limits),
     )
-    return FoundIndex(head=head, parts=tuple(parts), limits=limits)
+    return FoundIndex(head=head, rows=IndexRows(parts=tuple(parts), limits=limits))
+
+
+def find_rows(
+    sources: Sequence[str],
+    index_dir: str,
+    identity: IndexIdentity,
+    rows_name: str,
+    *,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    roots: Roots | None = None,
+) -> IndexRows:
+    """The rows of an index that was found before, with this identity and this name of its rows.
+    Sources are not looked at. Raises IndexStaleError where it was written again since."""
+    folders = [IndexFolder(index_dir, source, roots) for source in sources]
+    manifests = [_manifest(folder) for folder in folders]
+    now = IndexIdentity.of(manifests), _rows_name(folders, manifests, limits)
+    if now != (identity, rows_name):
+        raise IndexStaleError(
+            f"the index in {index_dir} was written again while its job was being opened, or is "
+            "being written. Start the trainers again once it is whole: where the index is of the "
+            "same samples, checkpoints fit."
+        )
+    parts = [
+        (folder, part) for folder, m in zip(folders, manifests, strict=True) for part in m.parts
+    ]
+    return IndexRows(parts=tuple(parts), limits=limits)
 
 
 def _rows_name(
@@ -267,7 +340,7 @@ def read_totals(
     totals = []
     for spec in specs:
         folder = IndexFolder(index_dir, spec.name, roots)
-        manifest = _manifest(spec, folder)
+        manifest = _manifest(folder)
         groups = (group for part in manifest.parts for group in read_tokens(folder, part))
         totals.append(
             SourceTotals(
@@ -298,7 +371,7 @@ def require_same_index(
     manifests, known = [], []
     for spec in specs:
         folder = IndexFolder(index_dir, spec.name, roots)
-        manifest = _manifest(spec, folder)
+        manifest = _manifest(folder)
         _, token = require_current(
             spec, manifest, folder, measurer_fingerprint,
             limits=limits, roots=roots, verified=verified,
@@ -331,11 +404,11 @@ def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256(repr(list(parts)).encode()).hexdigest()
 
 
-def _manifest(spec: SourceSpec, folder: IndexFolder) -> Manifest:
+def _manifest(folder: IndexFolder) -> Manifest:
     text = folder.read(MANIFEST)
     if text is None:
         raise IndexStaleError(
-            f"source {spec.name!r} has no complete index at {folder.path}. Write it: {AGAIN} "
+            f"source {folder.source!r} has no complete index at {folder.path}. Write it: {AGAIN} "
             "(an interrupted run is taken up where it ended; the same files give the same index, "
             "and checkpoints fit it)."
         )

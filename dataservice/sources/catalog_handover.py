@@ -1,8 +1,8 @@
 """Hands an opened index from the process that read it to the process that plans with it.
 
-    head (JSON)                                           what manifests and the listing say
-    size │ counts (JSON) │ llm_tokens │ samples │ items   the rows' lengths
-    locations, keys, shapes                               the DetailFile
+    head (JSON)                 what manifests and the listing say
+    lengths                     of all rows, see lengths_file.py
+    locations, keys, shapes     the DetailFile; of a large index later, see late_details.py
 
 An index is a user's file, so it is parsed in a process that can crash without harm. The receiving
 process parses no Parquet: it maps numbers of known types and checks that they agree. The process
@@ -19,33 +19,23 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import LengthTable
+from dataservice.core.sample import IntArray, LengthTable
 from dataservice.sources.catalog import CatalogHead, CatalogParts, IndexedCatalog, IndexIdentity
-from dataservice.sources.detail_file import BATCH_ROWS, DetailFile
-from dataservice.sources.length_spool import COLUMNS
+from dataservice.sources.detail_file import BATCH_ROWS, DetailFile, DetailTable
+from dataservice.sources.late_details import LateDetails
+from dataservice.sources.lengths_file import BLOCK_ROWS, blocks_of, map_lengths, write_lengths
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.soundness import require_sound_lengths
 from dataservice.sources.unnamed_file import unnamed_file
 
-# What a draw reads of a sample lies together, and of an item: each page that it reads for the first
-# time is a fault of some microseconds.
-_OF_SAMPLES = np.dtype([(name, COLUMNS[name]) for name in ("item_offsets", "loss_tokens")])
-_OF_ITEMS = np.dtype(
-    [(n, kind) for n, kind in COLUMNS.items() if n.startswith("item_") and n != "item_offsets"]
-)
-_SECTIONS = (COLUMNS["llm_tokens"], _OF_SAMPLES, _OF_ITEMS)
-_SIZE = struct.Struct("<Q")
-_ALIGNMENT_BYTES = 64
-ROWS_CHECKED_AT_ONCE = 100_000
 PLACES_LOOKED_AT = 16  # of rows that were checked before
 
 
@@ -88,29 +78,11 @@ def hand_over(catalog: IndexedCatalog, folder: str | None = None) -> RowFiles:
     """The files of a catalog's rows: of the lengths in `folder`, see `unnamed_file`, which the
     caller closes; of the details, which the catalog keeps. Raises OSError when the file cannot be
     written."""
-    lengths = catalog.parts.lengths
-    counts = (len(lengths), len(lengths) + 1, len(lengths.item_modality))
-    text = json.dumps(counts).encode()
-    with os.fdopen(unnamed_file(folder), "w+b") as stream:
-        stream.write(_SIZE.pack(len(text)) + text)
-        for section, count in zip(_SECTIONS, counts, strict=True):
-            stream.write(bytes(-stream.tell() % _ALIGNMENT_BYTES))
-            for first in range(0, count, ROWS_CHECKED_AT_ONCE):
-                stream.write(_rows(lengths, section, first).data)
-        stream.flush()
-        return RowFiles(lengths=os.dup(stream.fileno()), details=catalog.parts.details.descriptor)
-
-
-def _rows(lengths: LengthTable, section: np.dtype[Any], first: int) -> NDArray[Any]:
-    """The next rows of a section of the file; behind the last sample is the end of its items."""
-    some = slice(first, first + ROWS_CHECKED_AT_ONCE)
-    if section.names is None:
-        return np.ascontiguousarray(lengths.llm_tokens[some], dtype=section)
-    columns = {name: getattr(lengths, name)[some] for name in section.names}
-    rows = np.zeros(max(map(len, columns.values())), dtype=section)
-    for name, column in columns.items():
-        rows[name][: len(column)] = column
-    return rows
+    details = catalog.parts.details
+    assert isinstance(details, DetailFile), "the process that reads an index reads all of it"
+    return RowFiles(
+        lengths=write_lengths(catalog.parts.lengths, folder), details=details.descriptor
+    )
 
 
 def take_over_head(descriptor: int) -> CatalogHead:
@@ -142,61 +114,76 @@ def take_over(
     Raises:
         ValueError: they hold no catalog, or one whose numbers contradict each other.
     """
-    try:
+    with _in_words():
         with open(files.lengths, "rb") as stream:
             details = DetailFile(files.details)
             batches = -(-len(details) // BATCH_ROWS)
             details.require_whole(max(1, batches // PLACES_LOOKED_AT) if checked else 1)
-            mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
-        lengths = LengthTable(**_read(memoryview(mapped)))
-        parts = CatalogParts.of(head, lengths, details)
-    except (OSError, pa.ArrowException, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    _require_agreeing(parts)
-    blocks = -(-len(lengths) // ROWS_CHECKED_AT_ONCE)
-    every = max(1, blocks // PLACES_LOOKED_AT) if checked else 1
-    for block in range(0, blocks, every):
-        require_sound_lengths(_some(lengths, block * ROWS_CHECKED_AT_ONCE), limits)
-    mapped.madvise(mmap.MADV_DONTNEED)  # mapped in to be checked; a step reads a few of them again
-    mapped.madvise(mmap.MADV_RANDOM)  # of which no neighbours are wanted
+            lengths, mapped = map_lengths(stream.fileno())
+        parts = _agreeing(head, lengths, details)
+    every = max(1, -(-len(lengths) // BLOCK_ROWS) // PLACES_LOOKED_AT) if checked else 1
+    for block in blocks_of(lengths, every):  # what checking needs is many times a block
+        require_sound_lengths(block, limits)
+    _let_go(mapped)
     return IndexedCatalog(parts)
 
 
-def _some(lengths: LengthTable, first: int) -> LengthTable:
-    """The next lengths to be checked: what checking needs for each sample is many times these.
-    Raises ValueError where their items are not one behind the other."""
-    rows = slice(first, first + ROWS_CHECKED_AT_ONCE)
-    offsets = lengths.item_offsets[first : first + ROWS_CHECKED_AT_ONCE + 1]
-    start, end = offsets[[0, -1]].tolist()
-    if not (0 <= start <= end <= len(lengths.item_modality) and np.all(np.diff(offsets) >= 0)):
-        raise ValueError("its columns speak of different items")
-    columns = {
-        name: getattr(lengths, name)[slice(start, end) if name.startswith("item_") else rows]
-        for name in COLUMNS
-    }
-    return LengthTable(**{**columns, "item_offsets": offsets - start})
+def take_over_lengths(
+    head: CatalogHead, descriptor: int, limits: DecodeLimits, fetch: Callable[[IntArray], int]
+) -> IndexedCatalog:
+    """The catalog of these lengths, whose descriptor stays the caller's; their details come late.
+    What a draw adds up over all samples is checked here; lengths are checked whenever they are
+    asked for.
+
+    Args:
+        fetch: gives a descriptor of the DetailFile of these samples, in this order.
+
+    Raises:
+        ValueError: they hold no lengths of this head, or such as contradict each other.
+    """
+    with _in_words():
+        lengths, mapped = map_lengths(descriptor)
+        parts = _agreeing(head, lengths, LateDetails(lengths, fetch))
+    for block in blocks_of(lengths):
+        tokens = block.llm_tokens
+        if not 1 <= int(tokens.min()) <= int(tokens.max()) <= limits.max_llm_tokens:
+            raise ValueError("it has llm_tokens out of range")
+    _let_go(mapped)
+    return IndexedCatalog(parts, check_drawn=limits)
 
 
-def _read(memory: memoryview) -> dict[str, NDArray[Any]]:
-    (size_bytes,) = _SIZE.unpack_from(memory)
-    at = _SIZE.size + size_bytes
-    sections = []
-    for kind, count in zip(_SECTIONS, json.loads(bytes(memory[_SIZE.size : at])), strict=True):
-        at += -at % _ALIGNMENT_BYTES
-        sections.append(np.frombuffer(memory, dtype=kind, count=int(count), offset=at))
-        at += sections[-1].nbytes
-    llm_tokens, samples, items = sections
-    return {
-        "llm_tokens": llm_tokens,
-        "item_offsets": samples["item_offsets"],
-        "loss_tokens": samples["loss_tokens"][:-1],
-        **{name: items[name] for name in _OF_ITEMS.names or ()},
-    }
+def take_over_details(catalog: IndexedCatalog, descriptor: int, limits: DecodeLimits) -> None:
+    """Give a catalog, whose details come late, those of all its samples; this function closes the
+    descriptor. Raises ValueError where they are not whole, or lengths are not sound."""
+    late = catalog.parts.details
+    assert isinstance(late, LateDetails), "the details of others do not come late"
+    with _in_words():
+        details = DetailFile(descriptor)
+        if len(details) != len(late):
+            raise ValueError("its columns speak of different samples")
+        details.require_whole()
+    for block in blocks_of(catalog.parts.lengths):
+        require_sound_lengths(block, limits)
+    late.complete(details)
 
 
-def _require_agreeing(parts: CatalogParts) -> None:
-    """Raises ValueError unless all parts describe as many samples and items. O(1) of them."""
-    lengths, samples = parts.lengths, len(parts.lengths)
+@contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _let_go(mapped: mmap.mmap) -> None:
+    mapped.madvise(mmap.MADV_DONTNEED)  # mapped in to be checked; a step reads a few of them again
+    mapped.madvise(mmap.MADV_RANDOM)  # of which no neighbours are wanted
+
+
+def _agreeing(head: CatalogHead, lengths: LengthTable, details: DetailTable) -> CatalogParts:
+    """The parts of a catalog. Raises ValueError unless all describe as many samples and items.
+    O(1) of them."""
+    parts, samples = CatalogParts.of(head, lengths, details), len(lengths)
     offsets = lengths.item_offsets
     agreeing = (
         len(lengths.loss_tokens) == samples
@@ -210,3 +197,4 @@ def _require_agreeing(parts: CatalogParts) -> None:
     )
     if not agreeing:
         raise ValueError("its columns speak of different samples")
+    return parts

@@ -8,9 +8,9 @@ it. The digest tells whether two samples are the same; a job's identity depends 
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator
 
+from dataservice.core.crc32 import crc32
 from dataservice.core.sample import RawSample
 
 CONTENT_BYTES = 16
@@ -21,7 +21,7 @@ def sample_crc32(raw: RawSample) -> int:
     O(bytes)."""
     crc = 0
     for piece in _pieces(raw):
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc
 
 
@@ -29,7 +29,7 @@ def sample_checks(raw: RawSample) -> tuple[int, bytes]:
     """(CRC-32, BLAKE2b of 128 bits) over the same bytes, in one pass. O(bytes)."""
     crc, digest = 0, hashlib.blake2b(digest_size=CONTENT_BYTES)
     for piece in _pieces(raw):
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
         digest.update(piece)
     return crc, digest.digest()
 

@@ -3,16 +3,19 @@ not loaded."""
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dataservice.core.layout import expanded
 from dataservice.core.sample import (
     MAX_LOSS_WEIGHT,
     ByteSpan,
@@ -24,7 +27,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns
+from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns, joined, numbered
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 from dataservice.sources.rows_digest import LOSS_WEIGHT
 from dataservice.sources.unnamed_file import unnamed_file
@@ -45,7 +48,113 @@ SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
 ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 
 
-class DetailFile:
+class OfBatch(NamedTuple):
+    """Some `rows` of a batch, as it numbers them, and their `places` among those asked for."""
+
+    batch: pa.RecordBatch
+    rows: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
+class DetailTable(ABC):
+    """Rows by number: what is asked of them, wherever they lie."""
+
+    at_hand = True
+    """Whether all rows can be read at once."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fetch(self, sample_ids: IntArray) -> None:
+        """Have these rows at hand. May take seconds."""
+
+    @abstractmethod
+    def by_batch(self, rows: NDArray[np.int64]) -> list[OfBatch]:
+        """Each batch that has some of these rows, with them."""
+
+    @abstractmethod
+    def find_key(self, key: str) -> int | None:
+        """The row of the first sample with this key, or None."""
+
+    def rows(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        """These columns of these rows, in this order; repeats are allowed."""
+        schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
+        by_batch = self.by_batch(rows)
+        taken = [batch.select(columns).take(own) for batch, own, _ in by_batch]
+        if not taken:
+            return schema.empty_table()
+        table = pa.Table.from_batches(taken, schema)
+        if len(taken) < 2:
+            return table
+        return table.combine_chunks().take(_places_of(by_batch, len(rows)))
+
+    def take(
+        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
+    ) -> "Details":
+        """These samples, whose ids are rows, in this order; repeats are allowed.
+        `files[file_of[i]]` is the (source, path) of the i-th."""
+        rows = np.asarray(sample_ids, dtype=np.int64)
+        taken = self.rows(rows, _ROW_COLUMNS)
+        return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
+
+    def columns(
+        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
+    ) -> SampleColumns:
+        """The same as `take` as columns, of epoch 0, with those of the files that hold them."""
+        rows = np.asarray(sample_ids, dtype=np.int64)
+        if not len(rows):
+            return SampleColumns.of([])
+        numbers, file = numbered(np.asarray(file_of, dtype=np.int64))
+        by_batch = self.by_batch(rows)
+        taken = [
+            _columns_of(batch, own, sample_id=rows[places], file=file[places])
+            for batch, own, places in by_batch
+        ]
+        columns = joined([files[number] for number in numbers.tolist()], [of for of, *_ in taken])
+        keys, names = (_concatenated([each[k] for each in taken]) for k in (1, 2))
+        if len(taken) > 1:
+            place = _places_of(by_batch, len(rows))
+            keys, names = keys.take(place), names.take(_in_order(by_batch, columns.spans))
+            columns = columns.take(place)
+        text, key_bytes = _text(keys)
+        name_text, name_bytes = _text(names)
+        return replace(
+            columns, keys=text, key_bytes=key_bytes, names=name_text, span_name_bytes=name_bytes
+        )
+
+    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
+        """What is known of the items of these samples, by sample, then in its order."""
+        by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
+        taken = [_notes_of(batch, rows) for batch, rows, _ in by_batch]
+        if len(taken) < 2:
+            return taken[0][1] if taken else ItemNotes.unknown(0)
+        counts = np.concatenate([each for each, _ in taken])
+        together = ItemNotes(
+            kind=np.concatenate([each.kind for _, each in taken]),
+            grid=np.concatenate([each.grid for _, each in taken]),
+            seconds_per_patch=np.concatenate([each.seconds_per_patch for _, each in taken]),
+        )
+        return together.take(_in_order(by_batch, counts))
+
+    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+        """The modality of these samples' items, int8[m], and the product of each one's shape,
+        int64[m], by sample, then in its order."""
+        by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
+        taken = [_item_values(batch, rows) for batch, rows, _ in by_batch]
+        if len(taken) < 2:
+            return taken[0][1:] if taken else (np.zeros(0, np.int8), np.zeros(0, np.int64))
+        counts, modality, values = (np.concatenate(each) for each in zip(*taken, strict=True))
+        at = _in_order(by_batch, counts)
+        return modality[at], values[at]
+
+    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
+        """The own loss weight of each of these samples: float64[n]."""
+        taken = self.rows(np.asarray(sample_ids, dtype=np.int64), [LOSS_WEIGHT])
+        return np.asarray(taken.column(LOSS_WEIGHT).to_numpy(), dtype=np.float64)
+
+
+class DetailFile(DetailTable):
     """Rows by number. Rows are fetched batch by batch: fetching from a whole Arrow table at once
     would first copy its string columns into one piece."""
 
@@ -59,6 +168,9 @@ class DetailFile:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def fetch(self, sample_ids: IntArray) -> None:
+        """All rows are at hand."""
 
     def require_whole(self, every: int = 1) -> None:
         """Raises pa.ArrowException when a list or a string reaches beyond its column, a modality is
@@ -81,93 +193,36 @@ class DetailFile:
                 return int(start + place)
         return None
 
-    def take(
-        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
-    ) -> "Details":
-        """These samples, whose ids are rows, in this order; repeats are allowed.
-        `files[file_of[i]]` is the (source, path) of the i-th."""
-        rows = np.asarray(sample_ids, dtype=np.int64)
-        taken = self._take(rows, _ROW_COLUMNS)
-        return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
-
-    def columns(
-        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
-    ) -> SampleColumns:
-        """The same as `take` as columns, of epoch 0."""
-        rows = np.asarray(sample_ids, dtype=np.int64)
-        table = self._take(rows, _ROW_COLUMNS).combine_chunks()
-        batches = table.to_batches()
-        if not batches:
-            return SampleColumns.of([])
-        (batch,) = batches
-        keys, key_bytes = _text(batch.column("key"))
-        names, name_bytes = _text(pc.list_flatten(batch.column("span_name")))
-        shapes = pc.list_flatten(batch.column("item_shape"))
-        numbers = {
-            name: pc.list_flatten(batch.column(name)).to_numpy(zero_copy_only=False)
-            for name in (*SPAN_COLUMNS[1:], *ITEM_COLUMNS)
-        }
-        plain = {
-            name: batch.column(name).to_numpy(zero_copy_only=False)
-            for name in PLAIN_COLUMNS
-            if name not in ("key", "crc32")
-        }
-        checksums = batch.column("crc32").cast(pa.int64()).fill_null(NO_CHECKSUM)
-        return SampleColumns(
-            files=files,
-            keys=keys,
-            names=names,
-            sample_id=rows,
-            file=np.asarray(file_of, dtype=np.int64),
-            key_bytes=key_bytes,
-            epoch=np.zeros(len(rows), dtype=np.int64),
-            crc32=checksums.to_numpy(zero_copy_only=False),
-            spans=_counts(batch.column("span_name")),
-            span_name_bytes=name_bytes,
-            items=_counts(batch.column("item_shape")),
-            sides=_counts(shapes),
-            side=pc.list_flatten(shapes).to_numpy(zero_copy_only=False),
-            **plain,
-            **numbers,
-        )
-
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What is known of the items of these samples, by sample, then in its order."""
-        taken = self._take(np.asarray(sample_ids, dtype=np.int64), NOTE_COLUMNS)
-        kinds, grids, spans = (
-            pc.list_flatten(taken.column(name).combine_chunks()) for name in NOTE_COLUMNS
-        )
-        notes = ItemNotes.unknown(len(kinds))
-        notes.kind[:] = kinds.fill_null(-1).to_numpy(zero_copy_only=False)
-        given = grids.is_valid().to_numpy(zero_copy_only=False)
-        notes.grid[given] = pc.list_flatten(grids).to_numpy(zero_copy_only=False).reshape(-1, 4)
-        notes.seconds_per_patch[:] = spans.to_numpy(zero_copy_only=False)  # nan where it is null
-        return notes
-
-    def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
-        """The own loss weight of each of these samples: float64[n]."""
-        taken = self._take(np.asarray(sample_ids, dtype=np.int64), [LOSS_WEIGHT])
-        return np.asarray(taken.column(LOSS_WEIGHT).to_numpy(), dtype=np.float64)
-
-    def _take(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
-        schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
+    def by_batch(self, rows: NDArray[np.int64]) -> list[OfBatch]:
+        """Each batch that has some of these rows, with them."""
         if not len(rows):
-            return schema.empty_table()
+            return []
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
-        by_batch = np.argsort(batch_of, kind="stable")
-        numbers, firsts = np.unique(batch_of[by_batch], return_index=True)
-        taken = [
-            self._batches[number]
-            .select(columns)
-            .take(pa.array(rows[places] - self._starts[number]))
-            for number, places in zip(numbers, np.split(by_batch, firsts[1:]), strict=True)
+        # Two bytes are sorted in one pass each.
+        narrow = batch_of.astype(np.uint16) if len(self._batches) <= 2**16 else batch_of
+        order = np.argsort(narrow, kind="stable")
+        ends = np.cumsum(np.bincount(batch_of, minlength=len(self._batches))).tolist()
+        return [
+            OfBatch(batch, rows[order[begin:end]] - start, order[begin:end])
+            for batch, start, begin, end in zip(
+                self._batches, self._starts.tolist(), [0, *ends], ends, strict=False
+            )
+            if end > begin
         ]
-        table = pa.Table.from_batches(taken, schema)
-        if len(taken) < 2:
-            return table
-        place = np.empty_like(by_batch)
-        place[by_batch] = np.arange(len(rows))
-        return table.combine_chunks().take(place)
+
+
+def _places_of(by_batch: list[OfBatch], rows: int) -> NDArray[np.int64]:
+    """Where each of these rows has come to once they lie batch by batch."""
+    place = np.empty(rows, np.int64)
+    place[np.concatenate([of.places for of in by_batch])] = np.arange(rows)
+    return place
+
+
+def _in_order(by_batch: list[OfBatch], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places of the rows' elements, row by row as they were asked for, where they lie batch by
+    batch and each row there has so many."""
+    places = _places_of(by_batch, len(counts))
+    return expanded((np.cumsum(counts) - counts)[places], counts[places])
 
 
 def _batches(descriptor: int) -> Iterator[pa.RecordBatch]:
@@ -241,6 +296,7 @@ class DetailWriter:
         self._descriptor = unnamed_file(self._folder)
         self._writer = pa.ipc.new_file(f"/proc/self/fd/{self._descriptor}", DETAIL_SCHEMA)
         self._waiting: list[pa.Table] = []
+        self._rows = self._bytes = 0  # that wait
         return self
 
     def __exit__(
@@ -255,14 +311,16 @@ class DetailWriter:
     def write(self, table: pa.Table) -> None:
         """Append the rows of one part, or of some of its groups."""
         self._waiting.append(table.select(DETAIL_SCHEMA.names))
-        rows = sum(map(len, self._waiting))
-        if rows >= BATCH_ROWS or sum(each.nbytes for each in self._waiting) >= _BATCH_BYTES:
+        self._rows += len(table)
+        self._bytes += self._waiting[-1].nbytes
+        if self._rows >= BATCH_ROWS or self._bytes >= _BATCH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._waiting:
             joined = pa.concat_tables(self._waiting).combine_chunks()
             self._waiting.clear()
+            self._rows = self._bytes = 0
             self._writer.write_table(joined, max_chunksize=BATCH_ROWS)
 
     def finish(self) -> DetailFile:
@@ -313,16 +371,99 @@ def rows_of(
         )
 
 
-def _counts(lists: "pa.Array[Any]") -> NDArray[np.int64]:
-    counts: NDArray[np.int64] = pc.list_value_length(lists).to_numpy().astype(np.int64)
-    return counts
+def _columns_of(
+    batch: pa.RecordBatch,
+    rows: NDArray[np.int64],
+    *,
+    sample_id: NDArray[np.int64],
+    file: NDArray[np.int64],
+) -> tuple[SampleColumns, Any, Any]:
+    """These rows of a batch, of files that are yet to be named, and apart from them their keys and
+    their spans' names, which Arrow puts in order more quickly than numpy. Where the elements of
+    lists lie is found once for all columns of the same lists; Arrow would take each list by
+    itself."""
+    shapes = batch.column("item_shape")
+    spans, of_spans = _elements(batch.column("span_name"), rows)
+    items, of_items = _elements(shapes, rows)
+    sides, of_sides = _elements(_values(shapes), of_items)
+    of_rows = [(name, rows) for name in PLAIN_COLUMNS if name not in ("key", "crc32")]
+    of_lists = [(name, of_spans) for name in SPAN_COLUMNS[1:]]
+    of_lists += [(name, of_items) for name in ITEM_COLUMNS]
+    checksums = batch.column("crc32").take(rows).cast(pa.int64())
+    columns = SampleColumns(
+        files=(),
+        keys=b"",
+        names=b"",
+        sample_id=sample_id,
+        file=file,
+        key_bytes=np.zeros(len(rows), np.int64),
+        epoch=np.zeros(len(rows), dtype=np.int64),
+        crc32=checksums.fill_null(NO_CHECKSUM).to_numpy(zero_copy_only=False),
+        spans=spans,
+        span_name_bytes=np.zeros(len(of_spans), np.int64),
+        items=items,
+        sides=sides,
+        side=_values(_values(shapes)).to_numpy()[of_sides],
+        **{name: batch.column(name).to_numpy()[at] for name, at in of_rows},
+        **{name: _values(batch.column(name)).to_numpy()[at] for name, at in of_lists},
+    )
+    names = _values(batch.column("span_name")).take(of_spans)
+    return columns, batch.column("key").take(rows), names
 
 
-def _text(column: "pa.Array[Any]") -> tuple[bytes, NDArray[np.int64]]:
+def _notes_of(
+    batch: pa.RecordBatch, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], ItemNotes]:
+    """How many items each of these rows of a batch has, and what is known of them."""
+    kinds, grids, spans = (_values(batch.column(name)) for name in NOTE_COLUMNS)
+    counts, of_items = _elements(batch.column("item_kind"), rows)
+    chosen, notes = pa.array(of_items), ItemNotes.unknown(len(of_items))
+    sides, of_grids = _elements(grids, of_items)  # of a grid that is not known, none
+    notes.kind[:] = kinds.take(chosen).fill_null(-1).to_numpy(zero_copy_only=False)
+    notes.grid[sides > 0] = _values(grids).to_numpy()[of_grids].reshape(-1, 4)
+    known_s = spans.take(chosen).to_numpy(zero_copy_only=False)  # nan where it is null
+    notes.seconds_per_patch[:] = known_s
+    return counts, notes
+
+
+def _item_values(
+    batch: pa.RecordBatch, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int64]]:
+    """How many items each of these rows of a batch has, their modality, and the product of their
+    shapes."""
+    shapes = batch.column("item_shape")
+    counts, of_items = _elements(shapes, rows)
+    sides, of_sides = _elements(_values(shapes), of_items)
+    side = _values(_values(shapes)).to_numpy()[of_sides].astype(np.int64)
+    values = np.multiply.reduceat(side, np.cumsum(sides) - sides) if len(side) else side
+    return counts, _values(batch.column("item_modality")).to_numpy()[of_items], values
+
+
+def _values(lists: Any) -> Any:
+    """The elements of a column of lists end to end, from those of its first list on."""
+    return lists.values.slice(lists.offsets[0].as_py()) if len(lists) else lists.values
+
+
+def _elements(lists: Any, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many elements each of these lists of a column has, int64[rows], and the places of all of
+    them among its `_values`."""
+    offsets = lists.offsets.to_numpy()
+    if not len(rows):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    first = offsets[rows].astype(np.int64)
+    counts = offsets[rows + 1] - first
+    return counts, expanded(first - offsets[0], counts)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+
+def _text(taken: Any) -> tuple[bytes, NDArray[np.int64]]:
     """Strings end to end, and how many bytes each has."""
-    _, places, text = column.buffers()
+    _, places, text = taken.buffers()
     assert places is not None, "a column of strings has their offsets"
-    offsets = np.frombuffer(memoryview(places), np.int32)[column.offset :][: len(column) + 1]
+    offsets = np.frombuffer(memoryview(places), np.int32)[taken.offset :][: len(taken) + 1]
     joined = b"" if text is None else memoryview(text)[offsets[0] : offsets[-1]].tobytes()
     return joined, np.diff(offsets).astype(np.int64)
 

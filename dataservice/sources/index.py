@@ -18,14 +18,9 @@ import numpy as np
 from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.sources.file_indexer import DamagedFilesError, IndexTask, MakeMeasurer
 from dataservice.sources.formats.registry import list_files
-from dataservice.sources.index_files import (
-    DamagedFilesError,
-    IndexTask,
-    MakeMeasurer,
-    Progress,
-    index_files,
-)
+from dataservice.sources.index_files import index_files
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import (
@@ -40,6 +35,7 @@ from dataservice.sources.manifest import (
 )
 from dataservice.sources.part_reader import read_part, read_tokens
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
+from dataservice.sources.shared_indexing import Elsewhere, Progress, index_elsewhere, unheard
 from dataservice.sources.storage import SourceFile
 
 
@@ -84,6 +80,7 @@ def build_index(
     limits: DecodeLimits = DEFAULT_LIMITS,
     leave_out_damaged: bool = False,
     samples_per_file: int | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> IndexSummary:
     """Index `spec` into `out_dir/<source name>/`; parts that are current already are kept.
 
@@ -98,17 +95,20 @@ def build_index(
         leave_out_damaged: list damaged files in the manifest and make the index without them.
         samples_per_file: measure only so many samples at the beginning of each file. Such an index
             is not of its source: only for looking at the summary.
+        elsewhere: lists and measures the source in place of this process, which makes no measurer.
 
     Raises:
         SourceError: a file is missing, files are damaged (all of them are named), the index
             cannot be written, or not one sample could be measured.
     """
     started_s = time.monotonic()
-    files = list_files(spec)
+    if elsewhere is not None:
+        files, recipe = elsewhere.listed()
+    else:
+        files, recipe = list_files(spec), Recipe.of(spec, make_measurer().fingerprint)
     folder = IndexFolder(out_dir, spec.name)
     _require_apart(spec, folder, files)
     folder.create()
-    recipe = Recipe.of(spec, make_measurer().fingerprint)
     records = dict(_current_parts(folder, files, recipe, limits))
     reused = len(records)
     task = IndexTask(
@@ -121,7 +121,13 @@ def build_index(
     )
     damaged: list[LeftOutFile] = []
     todo = [file for file in files if file.name not in records]
-    for result in index_files(task, todo, workers, progress):
+    report = progress or unheard
+    report(0, 0, sum(file.size_bytes for file in todo))
+    if elsewhere is not None:
+        results = index_elsewhere(elsewhere, folder, todo, report)
+    else:
+        results = index_files(task, todo, workers, report)
+    for result in results:
         if isinstance(result, LeftOutFile):
             damaged.append(result)
         else:

@@ -13,8 +13,8 @@ from typing import IO
 
 from dataservice.core.errors import SourceError
 from dataservice.sources.filesystem import open_filesystem, open_to_read, translate
+from dataservice.sources.kept_ranges import version_of
 from dataservice.sources.roots import Roots
-from dataservice.sources.storage import version_of
 
 MANIFEST = "manifest.json"
 
@@ -26,6 +26,7 @@ class IndexFolder:
         """Reads only under `roots`, if given. Raises SourceError when `index_dir` is neither a path
         nor a URL that fsspec opens."""
         self._roots = roots
+        self.source = source
         self.owner = f"index of source {source!r}"
         self._fs, root = open_filesystem(index_dir, {}, self.owner)
         self.path = f"{root.rstrip('/')}/{source}"

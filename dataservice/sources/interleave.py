@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
-from dataservice.sources.shuffle import hashed, split_mix
+from dataservice.core.split_mix import split_mix
+from dataservice.sources.shuffle import hashed
 
 BLOCK = 1024
 """Places of a block: few enough that a step of a few hundred samples has its share of each source,

@@ -14,12 +14,11 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def lengths_of(table: pa.Table) -> LengthTable:
-    """The length columns of one part."""
-    counts = _numpy((pc.list_value_length(c) for c in table["item_modality"].chunks), np.int64)
+    """The length columns of one part. Columns of one chunk are not copied."""
     return LengthTable(
         llm_tokens=_numpy(table["llm_tokens"].chunks, np.int32),
         loss_tokens=_numpy(table["loss_tokens"].chunks, np.int32),
-        item_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        item_offsets=_offsets(table["item_modality"].chunks),
         item_modality=_items(table, "item_modality", np.int8),
         item_encoder_tokens=_items(table, "item_encoder_tokens", np.int32),
         item_llm_tokens=_items(table, "item_llm_tokens", np.int32),
@@ -45,12 +44,35 @@ def concatenate(tables: Sequence[LengthTable]) -> LengthTable:
     return joined
 
 
+def _offsets(lists: "Sequence[pa.Array[Any]]") -> NDArray[np.int64]:
+    """Where each list begins among the elements of all, and where the last ends."""
+    ends, behind = [np.zeros(1, np.int64)], 0
+    for chunk in lists:
+        own = _ends(chunk)
+        ends.append(own[1:].astype(np.int64) + (behind - int(own[0])))
+        behind = int(ends[-1][-1]) if len(own) > 1 else behind
+    return np.concatenate(ends)
+
+
+def _ends(lists: Any) -> NDArray[np.int32]:
+    return np.asarray(lists.offsets.to_numpy())
+
+
 def _frames(table: pa.Table) -> NDArray[np.int32]:
-    """The first side of each shape, which is a picture's or clip's number of frames."""
-    shapes = [pc.list_flatten(chunk) for chunk in table["item_shape"].chunks]
-    first = _numpy((pc.list_element(shape, 0) for shape in shapes), np.int32)
+    """The first side of each shape, which is a picture's or clip's number of frames. Raises
+    ValueError where a shape has no side."""
+    first = _join([_first(pc.list_flatten(c)) for c in table["item_shape"].chunks], np.int32)
     is_vision = _items(table, "item_modality", np.int8) == Modality.VISION
-    return np.where(is_vision, first, 1).astype(np.int32)
+    if len(first) != len(is_vision):
+        raise ValueError("it has lists that differ in length: item_modality, item_shape")
+    return first if is_vision.all() else np.where(is_vision, first, np.int32(1))
+
+
+def _first(lists: Any) -> NDArray[np.int32]:
+    ends = _ends(lists)
+    if np.any(ends[1:] <= ends[:-1]):
+        raise ValueError("it has shapes of another rank")
+    return np.asarray(lists.values.to_numpy())[ends[:-1]].astype(np.int32, copy=False)
 
 
 def _known(frames: NDArray[np.int32] | None) -> NDArray[np.int32]:
@@ -67,4 +89,6 @@ def _numpy(chunks: "Iterable[pa.Array[Any]]", kind: type[_Scalar]) -> NDArray[_S
 
 
 def _join(arrays: Sequence[NDArray[_Scalar]], kind: type[_Scalar]) -> NDArray[_Scalar]:
+    if len(arrays) == 1:
+        return arrays[0].astype(kind, copy=False)
     return np.concatenate([np.zeros(0, dtype=kind), *arrays]).astype(kind, copy=False)

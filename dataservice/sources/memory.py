@@ -1,6 +1,7 @@
 """A catalog of samples given in memory, for tests and simulations."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import SampleColumns
+from dataservice.core.split_mix import split_mix
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.ranges import SourceRanges
 
@@ -46,6 +48,12 @@ class MemoryCatalog(LengthsById):
         """Changes when any sample changes."""
         return self._fingerprint
 
+    at_hand = True
+
+    def fetch(self, sample_ids: IntArray) -> None:
+        """All samples are at hand. Raises NotFoundError when an id is unknown."""
+        self.sources.require(sample_ids)
+
     def details(self, sample_ids: IntArray) -> list[tuple[SampleRef, SampleLengths]]:
         """Locations and full lengths of these samples, in this order. Raises NotFoundError when an
         id is unknown."""
@@ -62,11 +70,24 @@ class MemoryCatalog(LengthsById):
         id is unknown."""
         return [ref.location.file for ref, _ in self.details(sample_ids)]
 
+    def row_keys(self, sample_ids: IntArray) -> NDArray[np.uint32]:
+        """A number for each of these samples: uint32[n]. Raises NotFoundError when an id is
+        unknown."""
+        self.sources.require(sample_ids)
+        return (split_mix(np.asarray(sample_ids, np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
     def item_notes(self, sample_ids: IntArray) -> ItemNotes:
         """What models need to know of these samples' encoder items, by sample, then in its order.
         Raises NotFoundError when an id is unknown."""
         details = self.details(sample_ids)
         return ItemNotes.of([item for _, lengths in details for item in lengths.items])
+
+    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+        """The modality of these samples' encoder items, and how many numbers each is decoded to, by
+        sample, then in its order. Raises NotFoundError when an id is unknown."""
+        items = [item for _, lengths in self.details(sample_ids) for item in lengths.items]
+        values = [math.prod(item.shape) for item in items]
+        return np.array([i.modality for i in items], np.int8), np.array(values, np.int64)
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an

@@ -48,6 +48,8 @@ _WINDOW = 3  # hash domain: in which order an epoch gives what it takes of a rin
 # When a batch is counted in tokens, its number of samples is unknown: they are drawn in chunks of
 # doubling size.
 _FIRST_PIECE = 256
+# Samples that are drawn at once where fewer are wanted, by a quarter at most: see `_ids_ahead`.
+_AHEAD = 1024
 # Part of the name of a job's order: another order of the same sources has another.
 ORDER_VERSION = 2
 # Steps follow each other in one stretch; those of attempts and replays lie in a few others.
@@ -166,6 +168,7 @@ class Mixture:
         self.largest_epoch = self._largest_epoch(now)
         self._stages: dict[str, _Stage] = {}
         self._stretches: dict[tuple[int, str], _Stretch] = {}
+        self._ahead: tuple[_Stretch, int, int, NDArray[np.int64]] | None = None
 
     def changed(self, more: Mapping[str, MixtureChange]) -> "Mixture":
         """The same with further changes. Raises SpecError where they name other sources."""
@@ -292,7 +295,7 @@ class Mixture:
         unit)."""
         if batch.samples is not None:
             end = min(position + left, stretch.end)
-            return self._ids(stretch, position, end), end - position
+            return self._ids_ahead(stretch, position, end), end - position
         return self._fitting_tokens(stretch, position, left, first=first)
 
     def _fitting_tokens(
@@ -320,6 +323,17 @@ class Mixture:
             position += count
             piece *= 2
         return np.concatenate(taken), cost
+
+    def _ids_ahead(self, stretch: _Stretch, start: int, end: int) -> NDArray[np.int64]:
+        """As `_ids`. Of few samples most of the time would go to what many take too, so more are
+        drawn, and kept for whoever draws on from here."""
+        if end - start > _AHEAD // 4:
+            return self._ids(stretch, start, end)
+        ahead = self._ahead  # one assignment: other threads draw too
+        if ahead is None or ahead[0] is not stretch or not ahead[1] <= start <= end <= ahead[2]:
+            far = min(start + _AHEAD, stretch.end)
+            ahead = self._ahead = stretch, start, far, self._ids(stretch, start, far)
+        return ahead[3][start - ahead[1] : end - ahead[1]]
 
     def _ids(self, stretch: _Stretch, start: int, end: int) -> NDArray[np.int64]:
         """Sample ids at these positions of a stretch's epoch: int64[end - start]."""

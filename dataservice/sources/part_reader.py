@@ -1,7 +1,8 @@
 """Reads a part of an index: it is a user's file, so it is checked before it is used."""
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +19,24 @@ from dataservice.sources.index_part import (
     DETAIL_COLUMNS,
     ITEM_NOTES,
     LENGTH_COLUMNS,
+    ROWS_PER_GROUP,
     SCHEMA,
 )
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.manifest import AGAIN, PartRecord
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
-from dataservice.sources.soundness import require_bounded, require_schema, require_sound
+from dataservice.sources.soundness import (
+    require_bounded,
+    require_listed_alike,
+    require_schema,
+    require_sound,
+    require_sound_lengths,
+)
 
-_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT, "content"]
+_ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
+_COLUMNS = [*_ROW_COLUMNS, "content"]
+GROUPS_AT_ONCE = 4  # whose lengths are read together
+_LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
 def read_part(
@@ -40,26 +51,88 @@ def read_part(
     """
     name = part_name(record.file.name)
     found, digest = 0, RowsDigest()
-    try:
-        with folder.open(name) as stream:
-            require_bounded(stream, limits)
-            part = pq.ParquetFile(stream)
-            require_schema(part.schema_arrow)
-            for group in range(part.num_row_groups):
-                table = _filled(part.read_row_group(group, columns=_COLUMNS))
-                lengths = lengths_of(table)
-                require_sound(table, lengths, limits)
-                digest.add(table)
-                found += table.num_rows
-                yield table, lengths
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise IndexStaleError(_damaged(folder, name, f"is missing or damaged ({error})")) from error
+    with _in_words(folder, name), folder.open(name) as stream:
+        require_bounded(stream, limits)
+        part = pq.ParquetFile(stream)
+        require_schema(part.schema_arrow)
+        for group in range(part.num_row_groups):
+            table = _filled(part.read_row_group(group, columns=_COLUMNS))
+            lengths = lengths_of(table)
+            require_sound(table, lengths, limits)
+            digest.add(table)
+            found += table.num_rows
+            yield table, lengths
     if found != record.rows:
-        raise IndexStaleError(
-            _damaged(folder, name, f"has {found} rows, its manifest says {record.rows}")
-        )
+        raise IndexStaleError(_other_rows(folder, name, found, record))
     if (digest.identity, digest.places) != (record.identity, record.places):
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
+
+
+def read_part_lengths(
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+) -> Iterator[LengthTable]:
+    """The lengths of a part, some row groups at a time. Their values are checked, and the part's
+    rows and columns; neither its headers before Arrow reads them, nor its digests: read it in a
+    process that may die, and by `read_part` before anything of it is kept.
+
+    Raises IndexStaleError when the part is missing or damaged, or has other rows than the
+    manifest's `record` says.
+    """
+    name = part_name(record.file.name)
+    with _in_words(folder, name), folder.open(name) as stream:
+        part = _with_rows(pq.ParquetFile(_arrow_file(stream)), folder, name, record)
+        for first in range(0, part.num_row_groups, GROUPS_AT_ONCE):
+            groups = range(first, min(first + GROUPS_AT_ONCE, part.num_row_groups))
+            table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
+            require_listed_alike(table)
+            lengths = lengths_of(table)
+            require_sound_lengths(lengths, limits)
+            yield lengths
+
+
+def read_part_rows(
+    folder: IndexFolder, record: PartRecord, rows: NDArray[np.int64], limits: DecodeLimits
+) -> Iterator[pa.Table]:
+    """These rows of a part, which rise, by row group: `read_part`'s columns but for the digests of
+    contents. They are checked, and nothing else of the part: see `read_part_lengths`, also for what
+    it raises."""
+    name = part_name(record.file.name)
+    with _in_words(folder, name), folder.open(name) as stream:
+        part = _with_rows(pq.ParquetFile(_arrow_file(stream)), folder, name, record)
+        sizes = [part.metadata.row_group(k).num_rows for k in range(part.num_row_groups)]
+        starts = np.cumsum([0, *sizes])
+        cuts = np.searchsorted(rows, starts)
+        for group in np.flatnonzero(np.diff(cuts)).tolist():
+            own = rows[cuts[group] : cuts[group + 1]] - starts[group]
+            table = _filled(
+                part.read_row_group(group, columns=_ROW_COLUMNS, use_threads=False).take(
+                    pa.array(own)
+                )
+            )
+            require_sound(table, lengths_of(table), limits)
+            yield table
+
+
+def _arrow_file(stream: IO[bytes]) -> "pa.NativeFile | IO[bytes]":
+    """A local file as Arrow itself reads it, several at once; any other as it is."""
+    try:
+        return pa.OSFile(f"/proc/self/fd/{stream.fileno()}", "r")
+    except (OSError, AttributeError):  # of another machine, or in memory
+        return stream
+
+
+def _with_rows(
+    part: pq.ParquetFile, folder: IndexFolder, name: str, record: PartRecord
+) -> pq.ParquetFile:
+    """The part, if it has the columns of an index and as many rows as its manifest says."""
+    require_schema(part.schema_arrow)
+    if part.metadata.num_rows != record.rows:
+        raise IndexStaleError(_other_rows(folder, name, part.metadata.num_rows, record))
+    for number in range(part.num_row_groups):
+        rows = part.metadata.row_group(number).num_rows
+        if rows > ROWS_PER_GROUP:
+            raise ValueError(f"row group {number} has {rows:,} rows")
+    return part
 
 
 def _filled(table: pa.Table) -> pa.Table:
@@ -79,13 +152,22 @@ def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.
     """LLM tokens of a part's samples, one row group at a time. The part is not checked. Raises
     IndexStaleError where it cannot be read."""
     name = part_name(record.file.name)
+    with _in_words(folder, name), folder.open(name) as stream:
+        part = pq.ParquetFile(stream)
+        for group in range(part.num_row_groups):
+            yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+
+
+@contextmanager
+def _in_words(folder: IndexFolder, name: str) -> Iterator[None]:
     try:
-        with folder.open(name) as stream:
-            part = pq.ParquetFile(stream)
-            for group in range(part.num_row_groups):
-                yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+        yield
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise IndexStaleError(_damaged(folder, name, f"is missing or damaged ({error})")) from error
+
+
+def _other_rows(folder: IndexFolder, name: str, found: int, record: PartRecord) -> str:
+    return _damaged(folder, name, f"has {found} rows, its manifest says {record.rows}")
 
 
 def _damaged(folder: IndexFolder, name: str, what: str) -> str:

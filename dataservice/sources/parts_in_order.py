@@ -10,71 +10,63 @@ Contract.
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import islice
-
-import pyarrow as pa
-
-from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import LengthTable
-from dataservice.sources.index_folder import IndexFolder
-from dataservice.sources.manifest import PartRecord
-from dataservice.sources.part_reader import read_part
+from typing import Generic, TypeVar
 
 READERS = 4
 GROUPS_AHEAD = 2
 
-Rows = tuple[pa.Table, LengthTable]
+Group = TypeVar("Group")
 
 
-def rows_in_order(
-    parts: Sequence[tuple[IndexFolder, PartRecord]], limits: DecodeLimits
-) -> Generator[Rows, None, None]:
-    """The checked rows of these parts, one row group at a time, as `read_part` gives them. Raises
-    what it raises."""
+def in_order(
+    parts: Sequence[Callable[[], Iterable[Group]]],
+) -> Generator[Group, None, None]:
+    """What these give, one part behind the other. Raises what they raise."""
     waiting = iter(parts)
-    begun = deque(_Reader(*part, limits) for part in islice(waiting, READERS))
+    begun = deque(_Reader(read) for read in islice(waiting, READERS))
     try:
         while begun:
-            yield from begun[0].rows()
+            yield from begun[0].groups()
             begun.popleft()
-            begun.extend(_Reader(*part, limits) for part in islice(waiting, 1))
+            begun.extend(_Reader(read) for read in islice(waiting, 1))
     finally:
         for reader in begun:
             reader.close()
 
 
-class _Reader:
+class _Reader(Generic[Group]):
     """Reads one part in a thread."""
 
-    def __init__(self, folder: IndexFolder, record: PartRecord, limits: DecodeLimits) -> None:
-        self._rows: queue.Queue[Rows | Exception | None] = queue.Queue(GROUPS_AHEAD)
-        self._of = (folder, record, limits)
+    def __init__(self, read: Callable[[], Iterable[Group]]) -> None:
+        self._groups: queue.Queue[Group | Exception | None] = queue.Queue(GROUPS_AHEAD)
+        self._read_part = read
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="index part", daemon=True)
         self._thread.start()
 
-    def rows(self) -> Iterator[Rows]:
-        while (rows := self._rows.get()) is not None:
-            if isinstance(rows, Exception):
-                raise rows
-            yield rows
+    def groups(self) -> Iterator[Group]:
+        while (group := self._groups.get()) is not None:
+            if isinstance(group, Exception):
+                raise group
+            yield group
 
     def close(self) -> None:
         self._closed = True
         while self._thread.is_alive():
             try:  # it may wait for room
-                self._rows.get(timeout=0.01)
+                self._groups.get(timeout=0.01)
             except queue.Empty:
                 continue
 
     def _read(self) -> None:
         try:
-            for rows in read_part(*self._of):
+            for group in self._read_part():
                 if self._closed:
                     return
-                self._rows.put(rows)
+                self._groups.put(group)
         except Exception as error:
-            self._rows.put(error)
+            self._groups.put(error)
         else:
-            self._rows.put(None)
+            self._groups.put(None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from dataservice.core.errors import RESTORE, SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import RangeCache, SampleReader
 from dataservice.core.sample import RawSample, SampleRef
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.protocol import Format
@@ -25,8 +25,10 @@ class SourceReader(SampleReader):
         *,
         limits: DecodeLimits = DEFAULT_LIMITS,
         roots: Roots | None = None,
+        ranges: RangeCache | None = None,
     ) -> None:
-        """Reads only under `roots`, if given."""
+        """Reads only under `roots`, if given; what lies on other machines is kept in `ranges`."""
+        self._ranges = ranges
         self._specs = {spec.name: spec for spec in specs}
         self._limits = limits
         self._roots = roots
@@ -37,6 +39,16 @@ class SourceReader(SampleReader):
         """One sample's bytes; of a piece of a document those of the whole. Raises SampleError when
         this sample is unreadable or its bytes are no longer those that were indexed, SourceError
         when its source is unreadable."""
+        try:
+            return self._read(ref)
+        except SampleError:
+            # A file that was exchanged while it was read may be kept under its earlier version.
+            if self._ranges is None:
+                raise
+            with self._ranges.anew():
+                return self._read(ref)
+
+    def _read(self, ref: SampleRef) -> RawSample:
         raw = self._format(ref.source).read(ref.key_in_source, ref.location)
         if ref.crc32 is not None and (found := sample_crc32(raw)) != ref.crc32:
             raise SampleError(
@@ -65,5 +77,7 @@ class SourceReader(SampleReader):
                         f"sample of source {source!r}, but this reader has only "
                         f"{', '.join(map(repr, self._specs))}. Use the reader of the same job."
                     )
-                self._formats[source] = open_format(self._specs[source], self._limits, self._roots)
+                self._formats[source] = open_format(
+                    self._specs[source], self._limits, self._roots, self._ranges
+                )
             return self._formats[source]

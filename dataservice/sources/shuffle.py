@@ -10,10 +10,9 @@ again until they are ("cycle walking").
 
 Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, §4 and §5.
 
-The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014): add the golden ratio, then two rounds of xor-shift and multiply. Nothing depends on
-a library's generator, so an order is the same on every machine and with every version of numpy.
-Changing anything here changes the order of every job.
+The hash is SplitMix64 (core/split_mix.py). Nothing depends on a library's generator, so an order is
+the same on every machine and with every version of numpy. Changing anything here changes the order
+of every job.
 """
 
 import math
@@ -24,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
+from dataservice.core.split_mix import split_mix
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _HALF = np.uint64(32)
 # Even, so that both sides end where they began. With 8 rounds, some orders of 5 samples are 15 %
@@ -108,11 +105,3 @@ def _state(names: tuple[int, ...]) -> NDArray[np.uint64]:
 def hashed(names: tuple[int, ...]) -> int:
     """A number below 2^64 from all of these and their order."""
     return int(split_mix(_state(names))[0])
-
-
-def split_mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output for each of these states: uint64[n]."""
-    state = state + _GOLDEN
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))

@@ -57,13 +57,7 @@ def require_schema(found: pa.Schema) -> None:
 def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:
     """Raises ValueError when a row could not be in an index of ours. O(rows + items),
     vectorised."""
-    for name in table.schema.names:
-        if table[name].null_count and name not in ADDED_COLUMNS:
-            raise ValueError(f"column {name!r} has empty cells")
-    for lists in ((*_ITEM_LISTS, "item_shape", *ITEM_NOTES), _SPAN_LISTS):
-        counts = [_counts(table[name]) for name in lists]
-        alike = all(np.array_equal(counts[0], each) for each in counts)
-        _require(alike, f"lists that differ in length: {', '.join(lists)}")
+    require_listed_alike(table)
     require_sound_lengths(lengths, limits)
     _require_shapes(table, lengths, limits)
     _require_notes(table, lengths, limits)
@@ -73,6 +67,19 @@ def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -
     _require((weights >= 0) & (weights <= MAX_LOSS_WEIGHT), "loss_weight out of range")
     for name in ("span_offset_bytes", "span_size_bytes"):
         _require(_flat(table[name]) >= 0, f"{name} below 0")
+
+
+def require_listed_alike(table: pa.Table) -> None:
+    """Raises ValueError where cells are empty that may not be, or lists of the items or the spans
+    of a sample differ in length, as far as the table has these columns."""
+    for name in table.schema.names:
+        if table[name].null_count and name not in ADDED_COLUMNS:
+            raise ValueError(f"column {name!r} has empty cells")
+    for all_lists in ((*_ITEM_LISTS, "item_shape", *ITEM_NOTES), _SPAN_LISTS):
+        lists = [name for name in all_lists if name in table.schema.names]
+        counts = [_counts(table[name]) for name in lists]
+        alike = all(np.array_equal(counts[0], each) for each in counts)
+        _require(alike, f"lists that differ in length: {', '.join(lists)}")
 
 
 def require_sound_lengths(lengths: LengthTable, limits: DecodeLimits) -> None:

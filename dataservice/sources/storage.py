@@ -17,6 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.ports import RangeCache
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.filesystem import (
     NO_SECRET,
@@ -31,6 +32,7 @@ from dataservice.sources.filesystem import (
     require_storage,
     translate,
 )
+from dataservice.sources.kept_ranges import KeptRanges, version_of
 from dataservice.sources.opened import OpenedSource
 from dataservice.sources.patterns import expand
 from dataservice.sources.roots import Roots
@@ -38,9 +40,6 @@ from dataservice.sources.roots import Roots
 # Reading a gap of this size costs less than another request to an object store.
 BRIDGED_GAP_BYTES = 64 * 1024
 _PATTERN = re.compile(r"[*?\[{]")
-_VERSION_KEYS = (
-    "ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +65,12 @@ class _Unfit(Exception):
 class Storage:
     """The file system of one source. Safe for use from several threads."""
 
-    def __init__(self, spec: SourceSpec, roots: Roots | None = None) -> None:
-        """Reads only under `roots`, if given, or instead where its profile grants it. Raises
-        SourceError when the URL's protocol is unknown or its package is not installed."""
+    def __init__(
+        self, spec: SourceSpec, roots: Roots | None = None, ranges: RangeCache | None = None
+    ) -> None:
+        """Reads only under `roots`, if given, or instead where its profile grants it; what lies on
+        other machines is kept in `ranges`. Raises SourceError when the URL's protocol is unknown or
+        its package is not installed."""
         self._spec = spec
         options, self._secret, self._roots = _opened_with(spec, roots)
         patterns = _expand_braces(spec)
@@ -86,6 +88,9 @@ class Storage:
                     f"url {spec.url!r}. Keep both in one."
                 )
             self._media_root = root.rstrip("/")
+        self._kept = None
+        if ranges is not None and not self._local:
+            self._kept = KeptRanges(self._fs, options, ranges)
         self._fetched = threading.local()
         self._patterns = [cast(str, self._fs._strip_protocol(pattern)) for pattern in patterns]
 
@@ -192,11 +197,27 @@ class Storage:
             SourceError: the file cannot be read, or is shorter than the index says.
         """
         fetched: Fetched | None = getattr(self._fetched, "ranges", None)
-        if fetched and path in fetched and all(map(fetched[path].__contains__, spans)):
+        anew = self._kept is not None and self._kept.passed_over
+        if fetched and not anew and path in fetched and all(map(fetched[path].__contains__, spans)):
             return [fetched[path][span] for span in spans]
+        found = self._found(path, spans)
+        if found is not None:
+            return found
         runs = _runs([span for span in spans if span.size_bytes])
         blobs = self._local_runs(path, runs) if self._local else self._remote_runs(path, runs)
-        return self._cut(path, spans, runs, blobs)
+        return self._keep(path, spans, self._cut(path, spans, runs, blobs))
+
+    def _found(self, path: str, spans: Sequence[ByteSpan]) -> list[bytes] | None:
+        """The bytes of these spans, if this machine keeps them."""
+        if self._kept is None:
+            return None
+        require_allowed(self._roots, self._fs, path, f"source {self._spec.name!r}")
+        return self._kept.find(path, spans)
+
+    def _keep(self, path: str, spans: Sequence[ByteSpan], blobs: list[bytes]) -> list[bytes]:
+        if self._kept is not None:
+            self._kept.keep(path, spans, blobs)
+        return blobs
 
     @contextmanager
     def fetching(self, wanted: Sequence[tuple[str, Sequence[ByteSpan]]]) -> Iterator[None]:
@@ -212,21 +233,29 @@ class Storage:
             self._fetched.ranges = None
 
     def _fetch(self, wanted: Sequence[tuple[str, Sequence[ByteSpan]]]) -> "Fetched":
+        fetched: dict[str, dict[ByteSpan, bytes]] = {path: {} for path, _ in wanted}
+        missing: list[tuple[str, Sequence[ByteSpan]]] = []
         spans: dict[str, list[ByteSpan]] = {}
-        for path, own in wanted:
-            spans.setdefault(path, []).extend(own)
-        runs = {path: _runs([s for s in own if s.size_bytes]) for path, own in spans.items()}
-        asked = [(path, *run) for path, each in runs.items() for run in each]
         try:
+            for path, own in wanted:
+                if (found := self._found(path, own)) is not None:
+                    fetched[path].update(zip(own, found, strict=True))
+                else:
+                    missing.append((path, own))
+                    spans.setdefault(path, []).extend(own)
+            runs = {path: _runs([s for s in own if s.size_bytes]) for path, own in spans.items()}
+            asked = [(path, *run) for path, each in runs.items() for run in each]
             blobs = iter(self._ask(asked))
-            return {
-                path: self._by_span(path, own, runs[path], [next(blobs) for _ in runs[path]])
-                for path, own in spans.items()
-            }
+            for path, own in spans.items():
+                of_runs = [next(blobs) for _ in runs[path]]
+                fetched[path].update(self._by_span(path, own, runs[path], of_runs))
         except StorageAwayError:
             raise
         except SourceError as error:
             raise _Unfit from error
+        for path, own in missing:
+            self._keep(path, own, [fetched[path][span] for span in own])
+        return fetched
 
     def _by_span(
         self,
@@ -308,6 +337,10 @@ class Storage:
             with self.translate(full, "be read", pass_on=(FileNotFoundError, IsADirectoryError)):
                 if self._local:
                     return _read_local(full, folder, relative, limits, self._roots)
+                kept = self._kept.find_whole(full) if self._kept is not None else None
+                if kept is not None:
+                    limits.check("max_media_bytes", len(kept), f"file {relative!r}: bytes")
+                    return kept
                 ask = partial(self._fs.cat_file, full, **exactly(self._fs))
                 data = cast(bytes, patiently(lambda: ask(start=0, end=limits.max_media_bytes + 1)))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -315,6 +348,8 @@ class Storage:
                 f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."
             ) from error
         limits.check("max_media_bytes", len(data), f"file {relative!r}: bytes")
+        if self._kept is not None:
+            self._kept.keep_whole(full, data)
         return data
 
     @contextmanager
@@ -405,11 +440,6 @@ def static_prefix(url: str) -> str:
     no pattern."""
     pattern = _PATTERN.search(url)
     return url.rstrip("/") if pattern is None else url[: pattern.start()].rpartition("/")[0]
-
-
-def version_of(info: Mapping[str, object]) -> str:
-    """The entity tag or time in what a file system tells of a file, or "" where it tells none."""
-    return next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
 
 
 def _source_file(info: dict[str, object], name: str) -> SourceFile:

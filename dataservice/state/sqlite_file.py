@@ -42,6 +42,11 @@ Record = TypeVar(
     SkipRecord,
     SpecRecord,
 )
+_NAMES: dict[Any, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind)) for kind in Record.__constraints__
+}
+# The names of a record's fields, and the same as columns of a query.
+_COLUMNS = {kind: (names, ", ".join(f'"{n}"' for n in names)) for kind, names in _NAMES.items()}
 
 
 class SqliteFile:
@@ -96,11 +101,10 @@ class SqliteFile:
 
     def _select(self, kind: type[Record], rest: str, *values: object) -> list[Record]:
         """Rows as records: the columns of the tables are named after the records' fields."""
-        columns = ", ".join(f'"{f.name}"' for f in fields(kind))
+        names, columns = _COLUMNS[kind]
         with self._turn, self._translated():
-            cursor = self._connection.execute(f"SELECT {columns} {rest}", values)
-            names = [column[0] for column in cursor.description]
-            return [kind(**dict(zip(names, row, strict=True))) for row in cursor]
+            rows = self._connection.execute(f"SELECT {columns} {rest}", values).fetchall()
+        return [kind(**dict(zip(names, row, strict=True))) for row in rows]
 
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._turn, self._translated():

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import pairwise, takewhile
+from operator import attrgetter
 from pathlib import Path
 
 from dataservice.core.errors import NotFoundError
@@ -26,6 +27,7 @@ MOST_ROWS = 8192
 # Steps behind an attempt's newest commit that stay in the table while it may still train.
 KEPT_STEPS = 1000
 _NEVER = 2**62  # a step that none reaches
+_row_of = attrgetter(*(field.name for field in fields(LedgerEntry)))
 _INSERT = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -50,13 +52,16 @@ class SqliteLedger(SqliteFile):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._files = LedgerFiles(directory)
+        # Whether a job may have archives, once it was asked: most have none, and every step is
+        # looked for.
+        self._archived_jobs: dict[str, bool] = {}
 
     def put_ledger(self, entry: LedgerEntry) -> None:
         """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
         there is no such job."""
         with self._transaction() as db:
             self._require_job(db, entry.job)
-            db.execute(_INSERT, astuple(entry))
+            db.execute(_INSERT, _row_of(entry))
 
     def commit_step(
         self,
@@ -93,7 +98,7 @@ class SqliteLedger(SqliteFile):
         with self._turn:
             rest = "FROM ledger WHERE job = ? AND step = ?"
             entries = {e.attempt: e for e in self._select(LedgerEntry, rest, job, step)}
-            for run in self._runs("job = ? AND ? BETWEEN first_step AND last_step", job, step):
+            for run in self._runs(job, "? BETWEEN first_step AND last_step", step):
                 if run.attempt not in entries:
                     entries[run.attempt] = self._read(run, step)
         return [entries[attempt] for attempt in sorted(entries)]
@@ -168,6 +173,7 @@ class SqliteLedger(SqliteFile):
     def _archive(self, entries: Sequence[LedgerEntry]) -> None:
         job, file = entries[0].job, secrets.token_hex(8)
         self._files.write(file, entries)
+        self._archived_jobs[job] = True
         with self._transaction() as db:
             (number,) = db.execute(
                 "SELECT COALESCE(MAX(number), 0) + 1 FROM archives WHERE job = ?", (job,)
@@ -190,21 +196,24 @@ class SqliteLedger(SqliteFile):
             entry = self._archived(*place)
             if entry is None:
                 raise NotFoundError(never_planned(*place))
-            db.execute(_INSERT, astuple(entry))
+            db.execute(_INSERT, _row_of(entry))
             db.execute(query, (*values, *place))
 
     def _archived(self, job: str, attempt: int, step: int) -> LedgerEntry | None:
-        covers = "job = ? AND attempt = ? AND ? BETWEEN first_step AND last_step"
-        runs = self._runs(covers, job, attempt, step)
+        covers = "attempt = ? AND ? BETWEEN first_step AND last_step"
+        runs = self._runs(job, covers, attempt, step)
         return self._read(runs[0], step) if runs else None
 
-    def _runs(self, where: str, *values: object) -> list[_Run]:
-        """The runs of which this is true, the newest first."""
+    def _runs(self, job: str, where: str, *values: object) -> list[_Run]:
+        """The runs of a job of which this is true, the newest first."""
+        if job not in self._archived_jobs:
+            any_of_it = "SELECT EXISTS (SELECT 1 FROM archives WHERE job = ?)"
+            self._archived_jobs[job] = bool(self._number(any_of_it, job))
+        if not self._archived_jobs[job]:
+            return []
         columns = ", ".join(field.name for field in fields(_Run))
-        found = [
-            _Run(*row)
-            for row in self._rows(f"SELECT {columns} FROM archives WHERE {where}", *values)
-        ]
+        query = f"SELECT {columns} FROM archives WHERE job = ? AND {where}"
+        found = [_Run(*row) for row in self._rows(query, job, *values)]
         return sorted(found, key=lambda run: -run.number)
 
     def _read(self, run: _Run, step: int) -> LedgerEntry:

@@ -13,7 +13,8 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -29,11 +30,12 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.workers.decoded_cache import CacheSpec
+from dataservice.workers.byte_cache import NOTHING_KEPT, KeptReads
+from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.read_sample import RawBytes
 
 _LENGTH = struct.Struct("<I")
-_HEADER = struct.Struct("<BIddddQ?")
+_HEADER = struct.Struct("<BIddddQ?QQQ")
 ANSWER_LIMIT_BYTES = 2**20
 MESSAGE_LIMIT = 4000  # characters of an error message, which may quote a user's text
 TICK_S = 1.0
@@ -49,12 +51,13 @@ class Kind(IntEnum):
 
     BUILT = 0  # the order's pipeline was built: its pad token, or JSON of its digests
     REFUSED = 1  # the pipeline cannot be built: JSON [error, message]
-    INLINE = 2  # a sample, or a job's record: its bytes
-    MEMORY = 3  # a sample, or half a catalog: empty, and a descriptor
-    BAD = 4  # no sample: the reason as text
+    INLINE = 2  # a sample, or a job's record: its bytes; or how far indexing is: JSON
+    MEMORY = 3  # a sample, or half a catalog, or part of an index: JSON or empty, and a descriptor
+    BAD = 4  # no sample: the reason as text; or no part of an index: JSON
     FILLED = 5  # a sample in memory that the worker has: its number
     NEW = 6  # a sample in memory that is filled again later: its number, and a descriptor
     AWAY = 7  # no sample for now, its storage does not answer: the reason as text
+    DONE = 8  # nothing follows: empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,7 @@ class Answer:
     read_cpu_s: float = 0.0
     read_bytes: int = 0
     reused: bool = False
+    kept: KeptReads = NOTHING_KEPT
     payload: bytes = b""
     descriptor: int = -1
 
@@ -130,13 +134,19 @@ def send_hello(
     reads: bool = False,
     ahead: int = 0,
     cache: CacheSpec | None = None,
+    ranges: CacheSpec | None = None,
 ) -> None:
     """The first message to a decoder: with which variables of the environment it opens storage,
     None where it opens none; its end of the link between a process that `reads` and the one that
     it reads for, where there are two; and in how many threads it reads ahead, where it decodes
-    nothing; and where it keeps what it has decoded."""
-    kept = None if cache is None else asdict(cache)
-    plain = {"credentials": credentials, "reads": reads, "ahead": ahead, "cache": kept}
+    nothing; and where it keeps what it has decoded, and ranges that it has read."""
+    plain = {
+        "credentials": credentials,
+        "reads": reads,
+        "ahead": ahead,
+        "cache": None if cache is None else asdict(cache),
+        "ranges": None if ranges is None else asdict(ranges),
+    }
     data = plain_bytes(plain)
     descriptors = [] if link is None else [link.fileno()]
     sent = socket.send_fds(sock, [data], descriptors)
@@ -272,7 +282,7 @@ def send_answer(sock: socket.socket, answer: Answer) -> None:
     listens."""
     times = answer.seconds, answer.read_s, answer.cpu_s, answer.read_cpu_s
     header = _HEADER.pack(
-        answer.kind, len(answer.payload), *times, answer.read_bytes, answer.reused
+        answer.kind, len(answer.payload), *times, answer.read_bytes, answer.reused, *answer.kept
     )
     data = header + answer.payload
     if answer.descriptor < 0:
@@ -288,6 +298,19 @@ def refusal(error: BaseException) -> Answer:
     kind = type(error).__name__ if isinstance(error, ServiceError) else ""
     text = str(error) if kind else f"{type(error).__name__}: {error}"
     return Answer(kind=Kind.REFUSED, payload=json.dumps([kind, text[:MESSAGE_LIMIT]]).encode())
+
+
+@contextmanager
+def refusing(sock: socket.socket, too_large: str) -> Iterator[None]:
+    """Answers with a refusal where the body fails; `too_large` says so for want of memory."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except MemoryError:
+        send_answer(sock, refusal(SpecError(too_large)))
+    except BaseException as error:  # a panic in a library may not be an Exception
+        send_answer(sock, refusal(error))
 
 
 def refused(answer: Answer, what: str) -> ServiceError:
@@ -319,8 +342,8 @@ class AnswerReader:
     def read(self, kinds: Collection[Kind] = tuple(Kind)) -> Answer:
         """The next answer, of one of these kinds. Its descriptor is the caller's to close; those
         that no answer should have come with are closed with the socket."""
-        code, length, *times, read_bytes, reused = _HEADER.unpack(self._bytes(_HEADER.size))
-        seconds, read_s, cpu_s, read_cpu_s = times
+        code, length, *numbers = _HEADER.unpack(self._bytes(_HEADER.size))
+        seconds, read_s, cpu_s, read_cpu_s, read_bytes, reused, *kept = numbers
         if code not in kinds or length > ANSWER_LIMIT_BYTES:
             raise ProtocolError(f"an answer of kind {code} with {length} bytes")
         payload = self._bytes(length)
@@ -339,6 +362,7 @@ class AnswerReader:
             read_cpu_s=read_cpu_s,
             read_bytes=read_bytes,
             reused=reused,
+            kept=KeptReads(*kept),
             payload=payload,
             descriptor=descriptor,
         )

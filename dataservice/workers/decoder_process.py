@@ -9,11 +9,13 @@ its memory exceeds the nursery's `memory_bytes`, an allocation fails and only th
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dataservice.core.orders import PackSample
-from dataservice.workers.decoded_cache import CachedDecoder, CacheSpec, DecodedCache
+from dataservice.workers.byte_cache import ByteCache, KeptReads
+from dataservice.workers.decoded_cache import CachedDecoder, DecodedCache
 from dataservice.workers.decoder_messages import (
     Answer,
     Kind,
@@ -23,6 +25,7 @@ from dataservice.workers.decoder_messages import (
     send_answer,
 )
 from dataservice.workers.decoders import SampleOutcome, read_and_decode
+from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.read_sample import RawBytes, close_all
 from dataservice.workers.reading_process import ReaderAway, serve_reads, serve_reads_ahead
 from dataservice.workers.recycled_memory import FilledMemory, Handed, Returned
@@ -45,25 +48,32 @@ class DecoderProgram:
         """Serve orders until the worker closes the socket."""
         hello, link = read_hello(orders)
         self.factory.hold_credentials(hello["credentials"])
+        factory, ranges = self.factory, None
+        if hello["ranges"] is not None:
+            ranges = ByteCache(CacheSpec(**hello["ranges"]))
+            factory = replace(factory, reader_for=partial(factory.reader_for, ranges_of=ranges.of))
+        reads = ranges.reads if ranges is not None else KeptReads
         if hello["ahead"]:
-            serve_reads_ahead(orders, self.factory.reader_for, hello["ahead"])
+            serve_reads_ahead(orders, factory.reader_for, hello["ahead"], reads)
         elif link is None:
-            factory = self.factory
+            memory = FilledMemory()
             if hello["cache"] is not None:
-                factory = _cached(factory, DecodedCache(CacheSpec(**hello["cache"])))
-            _Decoder(orders, factory).serve()
+                factory = _cached(factory, DecodedCache(CacheSpec(**hello["cache"])), memory)
+            _Decoder(orders, factory, memory, reads).serve()
         elif hello["reads"]:
-            serve_reads(orders, link, self.factory.reader_for)
+            serve_reads(orders, link, factory.reader_for)
         else:
             away = ReaderAway(link)
-            _Decoder(orders, replace(self.factory, reader_for=lambda _: away)).serve()
+            factory = replace(self.factory, reader_for=lambda _: away)
+            _Decoder(orders, factory, FilledMemory(), reads).serve()
 
 
-def _cached(factory: PipelineFactory, cache: DecodedCache) -> PipelineFactory:
-    """The same, whose decoders find what was decoded before."""
+def _cached(factory: PipelineFactory, cache: DecodedCache, memory: FilledMemory) -> PipelineFactory:
+    """The same, whose decoders find what was decoded before, in the memory of samples."""
 
     def decoder_for(pipeline: str) -> CachedDecoder:
-        return CachedDecoder(factory.decoder_for(pipeline), cache, factory.identity(pipeline))
+        decoder, identity = factory.decoder_for(pipeline), factory.identity(pipeline)
+        return CachedDecoder(decoder, cache, identity, memory.lend)
 
     return replace(factory, decoder_for=decoder_for)
 
@@ -73,10 +83,17 @@ def _reused(pipeline: Pipeline) -> int:
 
 
 class _Decoder:
-    def __init__(self, orders: socket.socket, factory: PipelineFactory) -> None:
+    def __init__(
+        self,
+        orders: socket.socket,
+        factory: PipelineFactory,
+        memory: FilledMemory,
+        reads: Callable[[], KeptReads],
+    ) -> None:
         self._orders = orders
         self._pipelines = PipelineCache(factory)
-        self._memory = FilledMemory()
+        self._memory = memory
+        self._reads = reads
 
     def serve(self) -> None:
         """Serve orders until the worker closes the socket."""
@@ -86,6 +103,7 @@ class _Decoder:
             if pipeline is not None:
                 for sample, read in zip(order.samples, order.reads, strict=True):
                     self._decode(pipeline, sample, read)
+                    self._memory.settle()
             else:
                 close_all(order.reads)
 
@@ -109,7 +127,7 @@ class _Decoder:
         # The process works for this one slot, libraries' threads included.
         before = _reused(pipeline)
         outcome = read_and_decode(pipeline, sample, read, cpu_clock=time.process_time)
-        outcome = replace(outcome, reused=_reused(pipeline) > before)
+        outcome = replace(outcome, reused=_reused(pipeline) > before, kept=self._reads())
         if outcome.sample is None:
             kind = Kind.AWAY if outcome.away else Kind.BAD
             self._send(kind, outcome, outcome.reason.encode(errors="replace"))
@@ -156,6 +174,7 @@ class _Decoder:
             read_cpu_s=outcome.read_cpu_s if outcome else 0.0,
             read_bytes=outcome.read_bytes if outcome else 0,
             reused=outcome.reused if outcome else False,
+            kept=outcome.kept if outcome else KeptReads(),
             payload=payload,
             descriptor=descriptor,
         )

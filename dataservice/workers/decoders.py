@@ -10,6 +10,7 @@ from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, RawSample, SampleRef
 from dataservice.core.visible import visible, visible_traceback
+from dataservice.workers.byte_cache import NOTHING_KEPT, KeptReads
 from dataservice.workers.pack import check_planned_shape
 from dataservice.workers.read_sample import RawBytes, ReadSample, raw_of
 from dataservice.workers.sample_pipelines import Pipeline
@@ -42,6 +43,8 @@ class SampleOutcome:
     """Whether it had been decoded before, and was found."""
     ahead_s: float = 0.0
     """Seconds that reading it ahead took, in no slot."""
+    kept: KeptReads = NOTHING_KEPT
+    """What of its bytes was found on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,7 @@ class ReadOutcome:
     read: ReadSample | None = None
     away: str = ""
     read_s: float = 0.0
+    kept: KeptReads = NOTHING_KEPT
 
 
 class Decoders(Protocol):

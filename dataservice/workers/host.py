@@ -32,12 +32,13 @@ from dataservice.core.orders import (
     StorageOutage,
     UnitRange,
 )
+from dataservice.core.sample import HeldItems
+from dataservice.workers.byte_cache import KeptReads
 from dataservice.workers.decoders import Decoders, SampleOutcome
 from dataservice.workers.fair_queue import TeamLoad
 from dataservice.workers.held_bytes import HeldBytes
 from dataservice.workers.pack import (
     AssembledPack,
-    ItemArray,
     SequencePart,
     assemble,
     holds_range,
@@ -61,7 +62,8 @@ class HostStats:
 
     `packs_waiting` counts the pending packs that have no room yet; `held_bytes` counts ready packs.
     `reads` are requests to storage under way, beside those of slots; `read_ahead_bytes` are being
-    read, or were read and wait for a slot.
+    read, or were read and wait for a slot. `ranges_found` and `ranges_missed` are of the bytes
+    kept on this machine's disk.
     """
 
     packs_pending: int
@@ -75,6 +77,9 @@ class HostStats:
     reads: int
     read_ahead_bytes: int
     samples_read_ahead: int
+    ranges_found: int
+    ranges_missed: int
+    range_bytes_found: int
     outages: tuple[StorageOutage, ...]
     teams: tuple[TeamLoad, ...]
 
@@ -131,6 +136,7 @@ class DecodingHost:
         self._samples_decoded = 0
         self._samples_masked = 0
         self._samples_reused = 0
+        self._kept = KeptReads()
         self._decode_s = 0.0
 
     async def start(self) -> None:
@@ -157,7 +163,7 @@ class DecodingHost:
 
     async def items(
         self, key: PackKey, items: Sequence[int], ranges: Sequence[UnitRange] = ()
-    ) -> list[ItemArray]:
+    ) -> HeldItems:
         """The encoder items at these places, and of each its range where there are some. Raises
         NotFoundError."""
         pack = await self._ready(key)
@@ -170,14 +176,14 @@ class DecodingHost:
                 )
         whole = [pack.items[place] for place in items]
         if not ranges:
-            return whole
+            return HeldItems(arrays=whole, crc32s=[pack.item_crc32s[place] for place in items])
         if len(ranges) != len(whole) or not all(map(holds_range, whole, ranges)):
             raise NotFoundError(
                 f"pack {key.pack} of {key.job} step {key.step} has items of "
                 f"{[len(item) for item in whole]} frames, which do not fall into {ranges}. Ask the "
                 "coordinator for the shard again."
             )
-        return list(map(in_range, whole, ranges))
+        return HeldItems(arrays=list(map(in_range, whole, ranges)))
 
     def release(self, packs: Sequence[PackKey]) -> None:
         """Release these packs; unknown ones are ignored."""
@@ -198,6 +204,7 @@ class DecodingHost:
     def stats(self) -> HostStats:
         """Counts for metrics. O(packs held)."""
         ready = [h.ready.result() for h in self._held.values() if h.ready.done()]
+        kept = self._kept.plus(self._slots.ahead.kept)
         return HostStats(
             packs_pending=len(self._held) - len(ready),
             packs_waiting=self._room.waiting,
@@ -210,6 +217,9 @@ class DecodingHost:
             reads=self._slots.ahead.reads,
             read_ahead_bytes=self._slots.ahead.held_bytes,
             samples_read_ahead=self._slots.ahead.samples,
+            ranges_found=kept.found,
+            ranges_missed=kept.missed,
+            range_bytes_found=kept.found_bytes,
             outages=tuple(self.outages()),
             teams=self._slots.teams(),
         )
@@ -284,6 +294,8 @@ class DecodingHost:
         self._samples_decoded += len(outcomes)
         self._samples_masked += sum(bool(outcome.reason) for outcome in outcomes)
         self._samples_reused += sum(outcome.reused for outcome in outcomes)
+        for outcome in outcomes:
+            self._kept = self._kept.plus(outcome.kept)
         self._decode_s += sum(outcome.seconds for outcome in outcomes)
 
     async def _ready(self, key: PackKey) -> AssembledPack:

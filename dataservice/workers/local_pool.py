@@ -16,7 +16,7 @@ class LocalWorkerPool(SupervisedPool[ServedWorker]):
 
     async def _launch(self, worker: str) -> Running[ServedWorker]:
         served = await self._serve(worker)
-        return Running(worker=worker, address=served.address, handle=served)
+        return Running(worker=worker, address=served.address, handle=served, where=served.where)
 
     async def _alive(self, handle: ServedWorker) -> bool:
         return True  # it lives as long as this process does

@@ -4,7 +4,8 @@ or the processes that open jobs for the coordinator).
 Contract.
   fork     gives a live child. A nursery that is gone or does not answer in time is killed with all
            its children and started again; when that fails too, `fork` raises WorkerLostError.
-  end      kills the child, whatever it is doing, and says how it ended. Never raises.
+  end      kills the child, whatever it is doing, and says how it ended. Never raises. Whether the
+           child's nursery had died before it is known then.
   close    kills nursery and children; nothing starts behind it, `start` and `fork` raise
            WorkerLostError.
 
@@ -42,11 +43,12 @@ PROGRAM = "dataservice.workers.nursery_program"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedProcess:
     """A live child: `orders` is its socket; `process` a descriptor of it, which names this
-    very process even after its number is used again."""
+    very process even after its number is used again; `nursery` the process that forked it."""
 
     process_id: int
     process: int
     orders: socket.socket
+    nursery: subprocess.Popen[bytes]
 
     def kill(self) -> None:
         """SIGKILL, if it still lives."""
@@ -57,6 +59,11 @@ class ForkedProcess:
     def ended(self) -> bool:
         """Whether it has died."""
         return bool(ends_within(self.process, 0.0))
+
+    @property
+    def orphaned(self) -> bool:
+        """Of one that `end` was called for: whether its nursery is gone, which ended it too."""
+        return self.nursery.poll() is not None
 
 
 class Nursery:
@@ -103,7 +110,7 @@ class Nursery:
         child.kill()
         status = None
         if ends_within(child.process, DEATH_WAIT_S):
-            status = self._status(child.process_id)
+            status = self._status(child)
         os.close(child.process)
         child.orders.close()
         return _in_words(status)
@@ -138,7 +145,10 @@ class Nursery:
         if not descriptors:
             ours.close()
             return str(answer)
-        return ForkedProcess(process_id=answer, process=descriptors[0], orders=ours)
+        assert self._program is not None  # it has just answered
+        return ForkedProcess(
+            process_id=answer, process=descriptors[0], orders=ours, nursery=self._program
+        )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -180,10 +190,12 @@ class Nursery:
             )
         ours.settimeout(ANSWER_LIMIT_S)
 
-    def _status(self, process_id: int) -> int | None:
+    def _status(self, child: ForkedProcess) -> int | None:
         with self._lock:
+            if child.nursery is not self._program:
+                return None  # the next nursery is no parent of it, and would fail to reap it
             try:
-                status, _ = self._exchange({"reap": process_id}, [])
+                status, _ = self._exchange({"reap": child.process_id}, [])
             except OSError:
                 self._stop()  # a late answer would be taken for the next request's answer
                 return None

@@ -38,15 +38,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from dataservice.core.kept_heap import keep_freed
 from dataservice.workers.decoder_messages import receive
 
 Program = Callable[[socket.socket], None]
 """What a child does: serve its socket until the owner closes it. It is pickled once."""
 
 REQUEST_LIMIT_BYTES = 128 * 1024
+LOWEST_PRIORITY = 19  # a child's niceness that lets training go first
 OUT_OF_MEMORY_SCORE = 900  # of 1000; the owner keeps its own
 LONGEST_TRACEBACK = 64 * 1024  # characters: a quoted message may be of any length
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_HEAP_BYTES = 64 * 2**20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -57,7 +58,7 @@ def main() -> None:
     """Fork children on request until the owner is gone."""
     name, control_descriptor, owner = sys.argv[1:]
     _name_process("nursery")
-    _keep_heap()
+    keep_freed(_KEPT_HEAP_BYTES)
     control = socket.socket(fileno=int(control_descriptor))
     _end_with_parent(int(owner))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -135,14 +136,6 @@ def _end_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it was gone before we asked
         os._exit(1)
-
-
-def _keep_heap() -> None:
-    """Have malloc keep the memory that one sample frees for the next: returning pages and faulting
-    them in again took 40 % of the time of a small image."""
-    with contextlib.suppress(AttributeError):  # another C library
-        _libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_HEAP_BYTES // 2)
-        _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_HEAP_BYTES)
 
 
 def _name_process(name: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.array_bytes import bytes_of
+from dataservice.core.crc32 import crc32
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from dataservice.core.orders import PackOrder, PackSample, UnitRange
@@ -30,12 +32,14 @@ class AssembledPack:
     """A pack ready to be served.
 
     `members[cp_rank]` holds `input_ids`, `labels`, `position_ids`, int32[padded tokens / degree]
-    each; `items` are the encoder items of its samples, in sequence order. `sample_digests` has 8
-    bytes per sample, a digest of everything that is served of it.
+    each; `items` are the encoder items of its samples, in sequence order, and `item_crc32s` the
+    CRC-32 of each one's bytes. `sample_digests` has 8 bytes per sample, a digest of everything that
+    is served of it.
     """
 
     members: tuple[SequencePart, ...]
     items: tuple[ItemArray, ...]
+    item_crc32s: tuple[int, ...]
     sample_digests: bytes
 
     @property
@@ -66,7 +70,8 @@ def assemble(
     """Concatenate decoded samples, pad each for the group, and cut the members' parts.
 
     `decoded[i]` has the planned shape of `samples[i]`. Positions restart with each sample;
-    padding is `pad_token_id` with label -100. O(bytes): each is read once, for its digest.
+    padding is `pad_token_id` with label -100. O(bytes): each is read once, for the checksum that is
+    in its sample's digest and in the header of its part.
     """
     tokens = np.array([sample.lengths.llm_tokens for sample in samples], dtype=np.int64)
     padded = padded_tokens(tokens, degree)
@@ -82,10 +87,15 @@ def assemble(
         "labels": labels,
         "position_ids": positions.astype(np.int32),
     }
+    items = tuple(item for sample in decoded for item in sample.items)
+    item_crc32s = tuple(crc32(bytes_of(item)) for item in items)
     return AssembledPack(
         members=tuple(_member(whole, padded, degree, cp_rank) for cp_rank in range(degree)),
-        items=tuple(item for sample in decoded for item in sample.items),
-        sample_digests=sample_digests(whole, starts, decoded, pad_token_id=pad_token_id),
+        items=items,
+        item_crc32s=item_crc32s,
+        sample_digests=sample_digests(
+            whole, starts, decoded, item_crc32s, pad_token_id=pad_token_id
+        ),
     )
 
 

@@ -38,6 +38,7 @@ from typing import Generic, TypeVar
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,13 @@ class PoolConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running(Generic[Handle]):
     """A running worker: where it serves, and the handle by which it is watched and ended.
-    `descriptors` is as in WorkerInfo."""
+    `descriptors` and `where` are as in WorkerInfo."""
 
     worker: str
     address: str
     handle: Handle
     descriptors: int | None = None
+    where: Whereabouts = ANYWHERE
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -101,6 +103,7 @@ class _Seat(Generic[Handle]):
             address=running.address,
             slots=slots,
             descriptors=running.descriptors,
+            where=running.where,
         )
         self.handle, self.failures, self.failure = running.handle, 0, None
 

@@ -3,9 +3,11 @@
 Contract.
   A sample that is not done after `timeout_s`, reading included, is masked and its process is
            killed. Building the pipeline has a separate limit of the same length.
-  A process that dies, or is stopped from outside, is replaced. Its current sample is tried once
-           more in the new process, and masked when that process dies too; the samples behind it
-           continue there. So a decoder killed by hand loses no sample.
+  A process that dies is replaced. Its current sample is tried once more in the new process, and
+           masked when that process dies too; the samples behind it continue there.
+  A process that is ended from outside says nothing of its sample: one that is killed by hand or for
+           want of memory, stopped, or gone with its nursery, which takes all decoders along. Its
+           sample is masked when that has happened five times over it.
   A pipeline that kills its process twice while it is built has its samples masked too.
   A process that ran one team's own code never decodes for another, nor for jobs without such code.
            It has no credentials and opens no storage: a second process, which runs no such code,
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
@@ -29,7 +32,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import DecodedSample, SampleLengths, SampleRef
 from dataservice.core.visible import visible
-from dataservice.workers.decoded_cache import CacheSpec
+from dataservice.workers.byte_cache import KeptReads
 from dataservice.workers.decoder_messages import (
     Answer,
     AnswerReader,
@@ -47,6 +50,7 @@ from dataservice.workers.decoders import (
     ReadOutcome,
     SampleOutcome,
 )
+from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.nursery import ForkedProcess, Nursery
 from dataservice.workers.read_ahead_process import ReadAheadProcess
 from dataservice.workers.read_sample import RawBytes, ReadSample
@@ -62,6 +66,7 @@ DECODE_TIMEOUT_S = 60.0
 MOST_READ_BYTES = 2**40
 _BUILDING = Kind.BUILT, Kind.REFUSED
 TRIES = 2  # how often a sample whose process dies is tried
+TRIES_FROM_OUTSIDE = 5  # where the process was ended from outside
 REMEDY = (
     "Leave the sample out, make it smaller, or raise the service's limits; the worker's log "
     "says more."
@@ -80,6 +85,7 @@ class ProcessDecoders(Decoders):
         timeout_s: float = DECODE_TIMEOUT_S,
         memory_bytes: int | None = None,
         cache: CacheSpec | None = None,
+        ranges: CacheSpec | None = None,
     ) -> None:
         """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
         below 1."""
@@ -88,8 +94,10 @@ class ProcessDecoders(Decoders):
         self._code_owner = lru_cache(PIPELINES_KEPT)(factory.code_owner)
         self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
         self._reads = reads
-        self._ahead = ReadAheadProcess(self._nursery, threads=reads, timeout_s=timeout_s)
-        self._slots = [_Slot(self._nursery, timeout_s, cache) for _ in range(slots)]
+        self._ahead = ReadAheadProcess(
+            self._nursery, threads=reads, timeout_s=timeout_s, ranges=ranges
+        )
+        self._slots = [_Slot(self._nursery, timeout_s, cache, ranges) for _ in range(slots)]
         self._idle = list(self._slots)
         self._freed = threading.Condition()
 
@@ -176,9 +184,16 @@ class ProcessDecoders(Decoders):
 class _Slot:
     """A slot's process, replaced when it ends. Used by one thread at a time, except for `kill`."""
 
-    def __init__(self, nursery: Nursery, timeout_s: float, cache: CacheSpec | None) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        timeout_s: float,
+        cache: CacheSpec | None,
+        ranges: CacheSpec | None,
+    ) -> None:
         self._nursery = nursery
         self._cache = cache
+        self._ranges = ranges
         self._timeout_s = timeout_s
         self._process: ForkedProcess | None = None
         self._answers: AnswerReader | None = None
@@ -213,7 +228,9 @@ class _Slot:
             self._process = process
         with suppress(OSError):  # one that has died is found out by the order
             credentials = credentials_of(os.environ)
-            send_hello(process.orders, credentials=credentials, cache=self._cache)
+            send_hello(
+                process.orders, credentials=credentials, cache=self._cache, ranges=self._ranges
+            )
         return AnswerReader(sock=process.orders)
 
     def _started_with_reader(self) -> AnswerReader:
@@ -228,7 +245,13 @@ class _Slot:
         its_end, other_end = socket.socketpair()
         with its_end, other_end, suppress(OSError):
             credentials = credentials_of(os.environ)
-            send_hello(reading.orders, credentials=credentials, link=its_end, reads=True)
+            send_hello(
+                reading.orders,
+                credentials=credentials,
+                link=its_end,
+                reads=True,
+                ranges=self._ranges,
+            )
             send_hello(process.orders, credentials=None, link=other_end)
         return AnswerReader(sock=process.orders)
 
@@ -259,24 +282,24 @@ class _Slot:
 
     def open(self, pipeline: str) -> int:
         """The pipeline's pad token. Raises what building it raises."""
-        for left in reversed(range(TRIES)):
+        tries = _Tries()
+        while True:
             try:
                 return _pad_token(next(self._order(pipeline, ())))
             except (OSError, ProtocolError) as error:
-                what, again = self._end_of(error)
-                if not again or left == 0:
+                what = self._end_of(error, tries)
+                if tries.over:
                     raise SpecError(
                         f"the job's pipeline cannot be built: {what}. Look at its tokenizer, "
                         "template and processors, or raise decode_timeout_s."
                     ) from error
-        raise AssertionError("the last try returns or raises")
 
     def decode(
         self, pipeline: str, samples: Sequence[PackSample], reads: Sequence[RawBytes | None]
     ) -> list[SampleOutcome]:
         """An outcome for each sample; `reads` has those that were read ahead."""
         outcomes: list[SampleOutcome] = []
-        deaths, lost_s = 0, 0.0
+        tries, lost_s = _Tries(), 0.0
         while (done := len(outcomes)) < len(samples):
             began_s = time.monotonic()
             try:
@@ -286,15 +309,15 @@ class _Slot:
                     outcomes.append(
                         outcome_of(answer, planned, self._memory, seconds=lost_s + took_s)
                     )
-                    deaths, lost_s, began_s = 0, 0.0, time.monotonic()
+                    tries, lost_s, began_s = _Tries(), 0.0, time.monotonic()
             except (OSError, ProtocolError) as error:
-                what, again = self._end_of(error)
-                deaths, lost_s = deaths + 1, lost_s + time.monotonic() - began_s
-                if again and deaths < TRIES:
+                what = self._end_of(error, tries)
+                lost_s += time.monotonic() - began_s
+                if not tries.over:
                     continue
                 reason = f"{what}. {REMEDY}"
                 outcomes.append(SampleOutcome(sample=None, reason=reason, seconds=lost_s))
-                deaths, lost_s = 0, 0.0
+                tries, lost_s = _Tries(), 0.0
         return outcomes
 
     def _order(
@@ -337,9 +360,8 @@ class _Slot:
         answers.left_s = self._timeout_s
         return answers.read(kinds)
 
-    def _end_of(self, error: Exception) -> tuple[str, bool]:
-        """End the process that failed. Gives the reason, and whether a new process may do
-        better."""
+    def _end_of(self, error: Exception, tries: "_Tries") -> str:
+        """End the process that failed; the reason. `tries` learns whose fault it was."""
         process = self._process or self._reading
         if process is None:
             raise AssertionError("an order fails on a process") from error
@@ -348,13 +370,32 @@ class _Slot:
         ending = self.drop()
         log.warning("decoder %d: %s; it %s", process.process_id, repr(error), ending)
         if late and not stopped:
+            tries.deaths = TRIES  # it would take as long again
             limit = f"decode_timeout_s, {self._timeout_s:g} s"
-            return f"reading and decoding took longer than {limit}, and was stopped", False
+            return f"reading and decoding took longer than {limit}, and was stopped"
         if stopped:
             ending = "was stopped from outside"
+        elif process.orphaned:
+            ending = "ended with the process that forks decoders"
         elif isinstance(error, ProtocolError):
             ending = f"answered with {error}"
-        return f"the decoder process {ending}, at the last of {TRIES} tries", True
+        if stopped or process.orphaned or "SIGKILL" in ending:
+            tries.from_outside += 1
+            return f"the decoder process {ending}, at the last of {TRIES_FROM_OUTSIDE} tries"
+        tries.deaths += 1
+        return f"the decoder process {ending}, at the last of {TRIES} tries"
+
+
+@dataclass(slots=True)
+class _Tries:
+    """How many processes have died over one sample, and how many were ended from outside."""
+
+    deaths: int = 0
+    from_outside: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.deaths >= TRIES or self.from_outside >= TRIES_FROM_OUTSIDE
 
 
 def outcome_of(
@@ -393,6 +434,7 @@ class _Took(TypedDict):
     read_cpu_s: float
     read_bytes: int
     reused: bool
+    kept: KeptReads
 
 
 def _took(answer: Answer, seconds: float) -> _Took:
@@ -409,6 +451,7 @@ def _took(answer: Answer, seconds: float) -> _Took:
         read_cpu_s=min(answer.read_cpu_s, read_s, cpu_s),
         read_bytes=min(answer.read_bytes, MOST_READ_BYTES),
         reused=answer.reused,
+        kept=answer.kept,
     )
 
 

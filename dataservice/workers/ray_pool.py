@@ -30,6 +30,7 @@ from ray.runtime_env import RuntimeEnv
 from dataservice.core.descriptor_limit import descriptor_limit
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
+from dataservice.core.whereabouts import Whereabouts
 from dataservice.workers.nursery import ends_within
 from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
 
@@ -88,13 +89,14 @@ class RayPoolConfig(PoolConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Introduction:
     """A worker's description of itself: where it serves, on which Ray node, the settings it was
-    started with, and how many files and sockets it may have open."""
+    started with, how many files and sockets it may have open, and where it is."""
 
     address: str
     node_id: str
     process_id: int
     settings: str
     descriptors: int
+    where: Whereabouts
 
 
 class _WorkerProcess:
@@ -134,6 +136,7 @@ class _WorkerProcess:
             process_id=os.getpid(),
             settings=self._settings,
             descriptors=descriptor_limit(),
+            where=served.where,
         )
 
     async def _end_when_orphaned(self) -> None:
@@ -413,6 +416,7 @@ def _running(worker: str, actor: Any, said: _Introduction) -> Running[_Actor]:
         address=said.address,
         handle=_Actor(worker=worker, actor=actor, process=process),
         descriptors=said.descriptors,
+        where=said.where,
     )
 
 

@@ -28,6 +28,7 @@ from functools import partial
 
 from dataservice.core.orders import PackKey, StorageOutage
 from dataservice.core.team import TeamShare, team_of
+from dataservice.workers.byte_cache import KeptReads
 from dataservice.workers.decoders import Decoders, ReadOutcome, SampleOutcome
 from dataservice.workers.fair_queue import Begun, FairQueue, Task
 
@@ -82,6 +83,8 @@ class ReadAhead:
         self._reads: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._closed = False
+        self.kept = KeptReads()
+        """What was found on this machine so far."""
         self.samples = 0
         """Samples that were read ahead so far."""
 
@@ -219,6 +222,7 @@ class ReadAhead:
         outcomes = [ReadOutcome()] * len(batch) if failed else reading.result()
         now_s, ready = time.monotonic(), []
         for begun, pack, outcome in zip(batch, packs, outcomes, strict=True):
+            self.kept = self.kept.plus(outcome.kept)
             self._queue.done(begun, (now_s - begun.run.started_s) / len(batch))
             if self._wanted.get(begun.task.key) is pack:
                 ready += self._settled(begun.task, pack.share, outcome)

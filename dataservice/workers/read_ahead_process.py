@@ -30,6 +30,7 @@ from dataservice.workers.decoder_messages import (
     send_hello,
 )
 from dataservice.workers.decoders import REASON_LIMIT, ReadOutcome
+from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.nursery import ForkedProcess, Nursery
 from dataservice.workers.read_sample import RawBytes, ReadSample
 from dataservice.workers.reading_process import READ_OF
@@ -59,7 +60,15 @@ class _Life:
 class ReadAheadProcess:
     """Starts the process when it is first needed."""
 
-    def __init__(self, nursery: Nursery, *, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        *,
+        threads: int,
+        timeout_s: float,
+        ranges: CacheSpec | None = None,
+    ) -> None:
+        self._ranges = ranges
         self._nursery = nursery
         self._threads = threads
         self._timeout_s = timeout_s
@@ -101,7 +110,8 @@ class ReadAheadProcess:
         answers = AnswerReader(sock=process.orders, left_s=math.inf)
         life = _Life(process=process, answers=answers, asks=asks)
         try:
-            send_hello(asks, credentials=credentials_of(os.environ), ahead=self._threads)
+            credentials = credentials_of(os.environ)
+            send_hello(asks, credentials=credentials, ahead=self._threads, ranges=self._ranges)
         except OSError:
             process.kill()
         threading.Thread(target=self._take, args=(life,), name="reads", daemon=True).start()
@@ -144,5 +154,7 @@ def _outcome(answer: Answer, read: ReadSample) -> ReadOutcome:
     read_s = answer.read_s if answer.read_s >= 0 else 0.0
     if answer.kind is Kind.AWAY:
         said = answer.payload[READ_OF.size :].decode(errors="replace")
-        return ReadOutcome(away=visible(said, REASON_LIMIT) or "unknown", read_s=read_s)
-    return ReadOutcome(read=None if answer.kind is Kind.BAD else read, read_s=read_s)
+        away = visible(said, REASON_LIMIT) or "unknown"
+        return ReadOutcome(away=away, read_s=read_s, kept=answer.kept)
+    given = None if answer.kind is Kind.BAD else read
+    return ReadOutcome(read=given, read_s=read_s, kept=answer.kept)

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 from dataservice.core.errors import SampleError, StorageAwayError
 from dataservice.core.ports import SampleReader
 from dataservice.core.sample import RawSample, SampleRef
+from dataservice.workers.byte_cache import KeptReads
 from dataservice.workers.decoder_messages import (
     MESSAGE_LIMIT,
     Answer,
@@ -143,11 +144,15 @@ def _end() -> NoReturn:
 
 
 def serve_reads_ahead(
-    orders: socket.socket, reader_for: Callable[[str], SampleReader], threads: int
+    orders: socket.socket,
+    reader_for: Callable[[str], SampleReader],
+    threads: int,
+    kept: Callable[[], KeptReads] = KeptReads,
 ) -> None:
     """Read what the worker asks for, in this many threads, until it closes the socket. Samples are
-    answered one by one, in any order."""
-    reading = _ReadingAhead(orders, reader_for, threads)
+    answered one by one, in any order; `kept` counts what this thread found on this machine since
+    it was asked last."""
+    reading = _ReadingAhead(orders, reader_for, threads, kept)
     while True:
         try:
             request = read_plain(orders)
@@ -158,9 +163,14 @@ def serve_reads_ahead(
 
 class _ReadingAhead:
     def __init__(
-        self, orders: socket.socket, reader_for: Callable[[str], SampleReader], threads: int
+        self,
+        orders: socket.socket,
+        reader_for: Callable[[str], SampleReader],
+        threads: int,
+        kept: Callable[[], KeptReads],
     ) -> None:
         self._orders = orders
+        self._kept = kept
         self._sending = threading.Lock()
         self._reader_for = lru_cache(PIPELINES_KEPT)(reader_for)
         self._opening = threading.Lock()
@@ -188,8 +198,10 @@ class _ReadingAhead:
             "read_s": (time.perf_counter() - began_s) / len(refs),
             "read_cpu_s": (time.thread_time() - cpu_began_s) / len(refs),
         }
+        took["kept"] = self._kept()
         for place, result in enumerate(results):
             self._answer(READ_OF.pack(number, place), result, took)
+            took["kept"] = KeptReads()  # of all, and counted with the first
 
     def _answer(self, of: bytes, result: RawSample | Exception, took: dict[str, Any]) -> None:
         answer, read = Answer(kind=Kind.BAD, payload=of, **took), None

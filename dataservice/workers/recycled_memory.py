@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.sample import DecodedSample, SampleLengths
 from dataservice.workers.sample_memory import (
@@ -37,7 +38,7 @@ from dataservice.workers.sample_memory import (
     write_buffers,
 )
 
-KEPT_BYTES = 32 * 2**20
+KEPT_BYTES = 64 * 2**20
 """Of one decoder's memory that is free; about as much again may have been released since its last
 order (exactly, where samples are of one size)."""
 LARGEST_SHARE = 4  # of a sample, in the memory that it takes
@@ -71,11 +72,19 @@ class MappedFile:
     @contextmanager
     def writable(self) -> Iterator[None]:
         """It may be written to. Raises MemoryError when the kernel refuses."""
-        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        self.allow_writing()
         try:
             yield
         finally:
-            self._protect(mmap.PROT_READ)
+            self.forbid_writing()
+
+    def allow_writing(self) -> None:
+        """Until `forbid_writing`. Raises MemoryError when the kernel refuses."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def forbid_writing(self) -> None:
+        """Whoever writes to it ends this process. Raises MemoryError when the kernel refuses."""
+        self._protect(mmap.PROT_READ)
 
     def empty(self) -> None:
         """Give its pages back to the kernel; whoever reads it finds zeros."""
@@ -109,11 +118,43 @@ class FilledMemory:
     def __init__(self) -> None:
         self._files: dict[int, MappedFile] = {}
         self._free: list[int] = []
+        self._lent: int | None = None
         self._made = 0
+
+    def lend(self, size_bytes: int) -> NDArray[np.uint8] | None:
+        """Free memory for a sample of this size, uint8[size_bytes], that may be written to until
+        `settle`; None where there is none. A sample that lies in it as a whole is handed over
+        without a copy."""
+        self.settle()
+        number = self._fitting(size_bytes)
+        if number is None:
+            return None
+        try:
+            self._files[number].allow_writing()
+        except MemoryError:
+            self._free.append(number)
+            return None
+        self._lent = number
+        return np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
+
+    def settle(self) -> None:
+        """What was lent and is not handed over is free again. Nothing may refer to it any more."""
+        if self._lent is not None:
+            self._free.append(self._returned())
+
+    def _returned(self) -> int:
+        number, self._lent = self._lent, None
+        assert number is not None
+        self._files[number].forbid_writing()
+        return number
 
     def fill(self, buffers: Sequence[memoryview | bytes], size_bytes: int) -> Handed:
         """Memory that holds these buffers end to end; its descriptor, if there is one, is the
         caller's to close. Raises OSError or MemoryError when there is none."""
+        if self._lent is not None:
+            lent = np.frombuffer(self._files[self._lent].bytes(size_bytes), np.uint8)
+            if _lies_in(lent, buffers):
+                return Handed(self._returned(), -1)
         number = self._fitting(size_bytes)
         if number is None:
             return self._new(buffers, size_bytes)
@@ -155,6 +196,20 @@ class FilledMemory:
         self._made += 1
         self._files[self._made] = mapping
         return Handed(self._made, descriptor)
+
+
+def _lies_in(place: NDArray[np.uint8], buffers: Sequence[memoryview | bytes]) -> bool:
+    """Whether these buffers fill `place` already, end to end; gaps between arrays are bytes."""
+    at = 0
+    for buffer in buffers:
+        part, own = place[at : at + len(buffer)], np.frombuffer(buffer, np.uint8)
+        if isinstance(buffer, bytes):
+            if part.tobytes() != buffer:
+                return False
+        elif own.ctypes.data != part.ctypes.data:
+            return False
+        at += len(buffer)
+    return at == len(place)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -34,14 +34,15 @@ def _no_matter(environment: Mapping[str, str] | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineFactory:
-    """Builds reader and decoder from a job's pipeline JSON. `code_owner` names the team whose own
-    code a pipeline runs, None where it runs none: such code shares no process with others, and
-    none with its reader. `far_sources` names the sources that lie on other machines, and are read
-    ahead. `identity` names what decides to what a pipeline decodes a sample, and the team that it
-    is of. `hold_credentials` has a process open storage with those of these
+    """Builds reader and decoder from a job's pipeline JSON. `reader_for` also takes `ranges_of`,
+    which gives the bytes that this machine keeps for a team, where some are kept. `code_owner`
+    names the team whose own code a pipeline runs, None where it runs none: such code shares no
+    process with others, and none with its reader. `far_sources` names the sources that lie on other
+    machines, and are read ahead. `identity` names what decides to what a pipeline decodes a sample,
+    and the team that it is of. `hold_credentials` has a process open storage with those of these
     variables of an environment, or with None without any."""
 
-    reader_for: Callable[[str], SampleReader]
+    reader_for: Callable[..., SampleReader]
     decoder_for: Callable[[str], SampleDecoder]
     code_owner: Callable[[str], str | None] = _nobody
     far_sources: Callable[[str], Collection[str]] = _none

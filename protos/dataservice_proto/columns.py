@@ -20,6 +20,8 @@ VERSION = 1
 RECEIPTS_VERSION = 1  # of RECEIPTS, which pass between workers and coordinator alone
 
 _WIDTHS = (1, 2, 4, 8)
+_TYPES = {width: f"<i{width}" for width in _WIDTHS}
+_FEW = 64  # numbers that are compared sooner one by one
 _MOST = 127  # of a byte with a sign
 _MOST_ROWS = 2**31 - 1  # that one number may count
 
@@ -80,6 +82,10 @@ SHARD = (
 """A replica's part of a step: `waves` and `rings` are given, and `phases` is twice as many as the
 waves. The packs with rings are those of the whole step."""
 
+SHARD_FIELDS = {column.name: 4 + place for place, column in enumerate(SHARD[:-1])}
+SHARD_FIELDS["ring_pack"] = 40  # behind their number
+"""The numbers of the fields of a ShardColumns, by column."""
+
 TICKET = (
     Column("sequence_worker", "sequences"),
     Column("sequence_pack", "sequences"),
@@ -93,6 +99,9 @@ TICKET = (
     Column("place_of", "part_items", optional=True),
 )
 """What a ticket gives; how many `sequences` and `parts` there are is given."""
+
+TICKET_FIELDS = {column.name: 10 + place for place, column in enumerate(TICKET)}
+"""The numbers of the fields of a Ticket, by column."""
 
 ORDERS = (
     Column("pack", "packs"),
@@ -142,13 +151,23 @@ SUMMARY = (
 """The groups of a whole step, by pack; `packs` is given."""
 
 
+def least_and_most(values: NDArray[Any]) -> tuple[int, int]:
+    """Of whole numbers of any shape, 0 and 0 where there are none."""
+    if not values.size:
+        return 0, 0
+    if values.size <= _FEW:
+        numbers = values.ravel().tolist()
+        return int(min(numbers)), int(max(numbers))
+    return int(values.min()), int(values.max())
+
+
 def narrowest(values: NDArray[Any]) -> str:
     """The type that `packed` gives to whole numbers, as numpy names it."""
-    least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    least, most = least_and_most(values)
     for width in _WIDTHS:
         bound = 1 << (8 * width - 1)
         if -bound <= least and most < bound:
-            return f"<i{width}"
+            return _TYPES[width]
     raise ValueError(f"numbers from {least} to {most} do not fit into 64 bits")
 
 
@@ -158,7 +177,9 @@ def packed(values: "NDArray[Any] | Sequence[float]") -> bytes:
         with suppress(TypeError):  # of real numbers
             return bytes(values)  # as they are nearly always few, for which an array takes long
     of = np.asarray(values)
-    if of.dtype.kind == "f" and of.size:
+    if not of.size:
+        return b""
+    if of.dtype.kind == "f":
         return np.ascontiguousarray(of, "<f8").tobytes()
     return of.astype(narrowest(of)).tobytes()
 

@@ -21,10 +21,11 @@ ALLOWED = {
     "state": {"core"},
     "observability": {"core"},
     "jobs": {"core", "planning", "sources", "decode", "workers"},
-    "operate": {"core", "jobs", "workers", "observability"},
+    "operate": {"core", "jobs", "workers", "observability", "shared"},
     "engine": {"core", "planning", "shared"},
     "serving": {"core", "engine", "protos", "shared"},
 }
+SHARED = (["address"], ["columns"], ["crc32"], ["same_node"], ["whereabouts"])
 PLANNING_FORBIDDEN = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random",
     "shutil", "socket", "subprocess", "tempfile", "threading", "time", "urllib",
@@ -50,8 +51,8 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] == "dataservice":
         return parts[1] if len(parts) > 1 else "dataservice"
-    if parts[0] == "dataservice_proto":  # which also says how peers write addresses and columns
-        return "shared" if parts[1:] in (["address"], ["columns"]) else "protos"
+    if parts[0] == "dataservice_proto":  # which also says how peers speak
+        return "shared" if parts[1:] in SHARED else "protos"
     return parts[0] if parts[0] in OURS else None
 
 

@@ -54,5 +54,5 @@ def test_the_page_sets_the_service_beside_its_floor_and_the_better_peer():
     page = to_markdown(spans, given)
     assert "| bare, with this service's code | 8.0 | 0.40 | 100 |" in page
     assert "decoders 8.0, workers 0.0, coordinator 0.0, client 3.0" in page
-    assert "bare gRPC (9.0 ms): 1.22" in page
+    assert "(9.0 ms): 1.22" in page
     assert "better of the other loaders: 0.50" in page

@@ -67,6 +67,14 @@ def test_why_workers_are_missing_is_said_also_without_a_job():
     assert lines.splitlines()[1] == "the workers: 1 of 4 workers are missing: no room"
 
 
+def test_bytes_that_workers_sent_are_said_with_the_share_through_memory():
+    sent = replace(FLEET, grpc_bytes=3 * 10**9, same_node_bytes=9 * 10**9)
+    first = shown(fleet=sent).splitlines()[0]
+    assert first == "3 of 4 workers, 5.5 of 6 slots busy, 12.0 GB sent, 75% through memory"
+    little = shown(fleet=replace(FLEET, grpc_bytes=1_400_000)).splitlines()[0]
+    assert little.endswith(", 1.4 MB sent, 0% through memory")
+
+
 def test_workers_come_first_then_a_row_a_job_then_what_holds_it_up():
     text = shown(a_job(), a_job("asr", severity="info", text="nobody waits for data"))
     lines = [" ".join(line.split()) for line in text.splitlines()]

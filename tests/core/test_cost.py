@@ -155,6 +155,16 @@ def test_cost_models_come_back_from_their_dictionaries_with_the_same_version():
     assert COST.version != ContextCost.flexsp_7b().version
 
 
+def test_equal_cost_models_have_one_version():
+    assert PhaseCost(linear_s_per_token=1.0, item_s=-0.0) == PhaseCost(
+        linear_s_per_token=1.0, item_s=0.0
+    )
+    assert (
+        PhaseCost(linear_s_per_token=1.0, item_s=-0.0).version
+        == PhaseCost(linear_s_per_token=1.0, item_s=0.0).version
+    )
+
+
 def test_versions_are_stable_across_processes():
     cost = ContextCost(attention_s_per_token2=1.0, linear_s_per_token=2.0)
     assert cost.version == "a88140437d092804"

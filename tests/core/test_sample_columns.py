@@ -1,51 +1,19 @@
 """Samples as columns come back as they were, whichever are taken and in whatever order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from dataservice_proto.columns import Column, narrowest, packed, read, read_all
 
-from dataservice.core.orders import PackSample
-from dataservice.core.sample import (
-    ByteSpan,
-    ItemLengths,
-    Modality,
-    SampleLengths,
-    SampleLocation,
-    SampleRef,
+from dataservice.core.sample_columns import (
+    FoundSamples,
+    PackedSamples,
+    SampleColumns,
+    SamplesFoundOnce,
+    joined,
 )
-from dataservice.core.sample_columns import PackedSamples, SampleColumns, columns_of_packs
-
-
-def sample(n: int) -> PackSample:
-    """The n-th of a kind: n % 3 spans, n % 4 items, every other without a checksum."""
-    items = tuple(
-        ItemLengths(
-            modality=Modality(k % 2),
-            encoder_tokens=100 * k,
-            llm_tokens=k,
-            position=n,
-            shape=(1, 2, 3, 3) if k % 2 == 0 else (16_000 * (n + 1),),
-        )
-        for k in range(n % 4)
-    )
-    spans = tuple(
-        ByteSpan(name=f"ä{k}", offset_bytes=2**40 + k, size_bytes=n) for k in range(n % 3)
-    )
-    location = SampleLocation(file=f"f{n % 2}", spans=spans, row_group=n - 1, row=n, piece=n % 2)
-    return PackSample(
-        ref=SampleRef(
-            sample_id=2**40 + n,
-            source=f"s{n % 2}",
-            key="ключ" * n,
-            location=location,
-            crc32=2**32 - 1 if n % 2 else None,
-        ),
-        lengths=SampleLengths(llm_tokens=n, loss_tokens=n // 2, items=items),
-        epoch=n,
-    )
-
-
-SAMPLES = [sample(n) for n in range(9)]
+from tests.core.varied_samples import SAMPLES
 
 
 @pytest.mark.parametrize("rows", [range(9), [], [8, 0, 3, 3], [7]])
@@ -54,13 +22,39 @@ def test_any_samples_are_taken_in_any_order(rows):
     assert taken.samples() == [SAMPLES[row] for row in rows]
 
 
-def test_packs_of_one_step_are_joined_without_their_objects():
+@pytest.mark.parametrize("start", range(10))
+def test_a_cut_is_as_if_its_samples_were_taken(start):
     columns = SampleColumns.of(SAMPLES)
-    packs = [PackedSamples(columns, range(5, 8)), PackedSamples(columns, range(2))]
-    assert columns_of_packs(packs).samples() == [*SAMPLES[5:8], *SAMPLES[:2]]
-    assert list(packs[0]) == SAMPLES[5:8]
-    assert (packs[0][1], packs[0][1:], len(packs[0])) == (SAMPLES[6], SAMPLES[6:8], 3)
-    assert columns_of_packs([SAMPLES[:2], SAMPLES[4:5]]).samples() == [*SAMPLES[:2], SAMPLES[4]]
+    for stop in range(start, 10):
+        cut = columns.cut(start, stop)
+        assert cut.samples() == SAMPLES[start:stop]
+        assert cut.files == columns.take(np.arange(start, stop)).files
+
+
+def test_the_samples_of_a_pack_become_objects_as_they_are_read():
+    pack = PackedSamples(SampleColumns.of(SAMPLES), range(5, 8))
+    assert list(pack) == SAMPLES[5:8]
+    assert (pack[1], pack[1:], len(pack)) == (SAMPLES[6], SAMPLES[6:8], 3)
+
+
+def test_samples_are_found_together_and_once_for_all_who_ask():
+    asked: list[list[int]] = []
+    columns = SampleColumns.of(SAMPLES)
+
+    def find(rows):
+        asked.append(rows.tolist())
+        return columns.take(rows)
+
+    found = SamplesFoundOnce(FoundSamples(find), np.array([8, 2, 2, 5]))
+    assert found.cut(1, 3).samples() == [SAMPLES[2], SAMPLES[2]]
+    assert found.take(np.array([3, 0])).samples() == [SAMPLES[5], SAMPLES[8]]
+    assert asked == [[8, 2, 2, 5]]
+
+
+def test_parts_are_joined_as_one():
+    columns = SampleColumns.of(SAMPLES)
+    parts = [replace(columns.cut(*of), file=columns.file[slice(*of)]) for of in ((4, 9), (0, 4))]
+    assert joined(columns.files, parts).samples() == [*SAMPLES[4:], *SAMPLES[:4]]
 
 
 @pytest.mark.parametrize(

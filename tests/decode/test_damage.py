@@ -37,6 +37,15 @@ def test_a_flac_frame_whose_checksum_is_wrong_is_not_decoded_past(files):
             decoded_audio(files.blob("audio", damaged(data, at), "cut.flac"))
 
 
+@pytest.mark.parametrize("signals", [(1, 2), (2, 1)])
+def test_a_recording_whose_channels_change_on_the_way_is_refused(files, signals):
+    layouts = ("", "mono", "stereo")
+    parts = [files.audio(2.0, 16_000, "adts", "aac", layouts[channels]) for channels in signals]
+    assert decoded_audio(files.blob("audio", parts[0]))
+    with pytest.raises(SampleError, match=r"'two.aac' is truncated or damaged"):
+        decoded_audio(files.blob("audio", b"".join(parts), "two.aac"))
+
+
 @pytest.mark.parametrize(
     ("container", "codec"),
     [("mp4", "libx264"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("mp4", "mpeg4")],

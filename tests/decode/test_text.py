@@ -4,6 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from jinja2 import Environment
 from tokenizers import Tokenizer, decoders
 
@@ -12,6 +15,7 @@ from dataservice.core.sample import RawSample
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.text import among
 from dataservice.decode.tokenizer import LoadedTokenizer
 from tests.decode.files import SPECIALS, TEMPLATE
 from tests.decode.template_bench import TOKENIZERS
@@ -506,3 +510,11 @@ def test_a_run_that_begins_inside_a_character_has_no_other_text(kitchen):
     pipeline = kitchen.pipeline()
     for cut in range(len(ids)):
         assert pipeline.text_of(ids, cut, len(ids)).endswith(" b"[-(len(ids) - cut) :])
+
+
+IDS = arrays(np.int32, st.integers(0, 40), elements=st.integers(0, 12))
+
+
+@given(IDS, IDS)
+def test_ids_are_looked_for_as_numpy_does(ids, some):
+    np.testing.assert_array_equal(among(ids, some), np.isin(ids, some))

@@ -20,7 +20,7 @@ from dataservice.core.orders import (
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
 from dataservice.engine.dispatch import Dispatcher
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import plan_step
 from tests.engine.support import make_setup
@@ -99,6 +99,8 @@ class Workers(OneByOne):
 
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
         self.ordered.append((worker.worker, order.key))
+        # It knows of an order as soon as that has come: a release that comes later is of it.
+        self.released.discard((worker.worker, order.key))
         # As a worker does: a call that is cancelled does not stop the work.
         work = asyncio.create_task(self._decode(worker.worker, order))
         self.decoding.add(work)
@@ -107,7 +109,6 @@ class Workers(OneByOne):
 
     async def _decode(self, name: str, order: PackOrder) -> PackReceipt:
         await asyncio.sleep(0)
-        self.released.discard((name, order.key))
         if name in self.stuck:
             await self.stuck[name].wait()
         if name in self.dead:
@@ -172,8 +173,7 @@ def step_of(number: int) -> tuple[StepPlan, list[PackOrder]]:
     planned = plan_step(SETUP, cursor, TOPOLOGY)
     assert planned is not None
     plan = planned.plan
-    samples = packed_samples(plan, SETUP.catalog)
-    orders = pack_orders(plan, samples, job="job", digest=plan.digest, pipeline="{}")
+    orders = pack_orders(plan, SETUP.catalog, job="job", digest=plan.digest, pipeline="{}")
     return plan, orders
 
 

@@ -104,7 +104,7 @@ def sample_ids_of(order: PackOrder) -> list[int]:
     """Without the objects of its samples, of which a large step has many."""
     samples = order.samples
     if isinstance(samples, PackedSamples):
-        return samples.columns.sample_id[samples.rows.start : samples.rows.stop].tolist()
+        return samples.of.cut(samples.rows.start, samples.rows.stop).sample_id.tolist()
     return [sample.ref.sample_id for sample in samples]
 
 

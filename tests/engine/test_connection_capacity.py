@@ -30,11 +30,11 @@ async def shortage(coordinator, team=None):
 @pytest.mark.parametrize(
     ("books", "limit", "short"),
     [
-        (Books, INSIDE + 2 * 3, ""),
-        (Books, INSIDE + 2 * 3 - 1, "2 ranks need about 182 open files and sockets at the coord"),
+        (Books, INSIDE + 2 * 7, ""),
+        (Books, INSIDE + 2 * 7 - 1, "2 ranks need about 190 open files and sockets at the coord"),
         (Outside, INSIDE + 2, ""),
         (Outside, INSIDE + 1, "2 ranks need about 178 open files and sockets at the coord"),
-        (None, PLENTY, "2 ranks need about 162 open files and sockets at w0 and 1 more, which"),
+        (None, PLENTY, "2 ranks need about 166 open files and sockets at w0 and 1 more, which"),
     ],
 )
 async def test_ranks_are_counted_where_they_connect(books, limit, short):
@@ -61,8 +61,8 @@ async def test_ranks_that_are_yet_to_come_are_counted_and_it_is_logged_once(capl
 
     await settled(all_wait)
     (text,) = await shortage(coordinator)
-    assert "1,000 ranks need about 3,176 open files" in text
-    assert "may have 226: the last ranks are not let in. Raise its hard limit to 3,176" in text
+    assert "1,000 ranks need about 3,432 open files" in text
+    assert "may have 226: the last ranks are not let in. Raise its hard limit to 3,432" in text
     assert [record.getMessage() for record in caplog.records].count(text) == 1
     for each in opening:
         each.cancel()

@@ -2,14 +2,18 @@
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dataservice.core.errors import SpecError
 from dataservice.core.orders import StorageOutage
 from dataservice.core.ports import WorkerInfo
+from dataservice.core.whereabouts import Whereabouts
 from dataservice.engine import dispatch, open_orders, orphaned_packs, placement
+from dataservice.engine.affinity import PackWishes
 from tests.engine.scripted_workers import (
     ORDERS,
     PACKS,
@@ -318,7 +322,7 @@ async def test_nothing_leaks_over_a_hundred_losses_at_random(
     await until(lambda: all(ready(s) and holders(s) <= set(workers.infos) for s in live))
     for step in live:
         found = await held_by(dispatcher, step, 9, range(step.plan.packs))
-        keys = [place.order.key for place in step.placements]
+        keys = [order.key for order in step.orders]
         assert all(keys[p] in workers.held[info.worker] for p, info in found.items())
         await dispatcher.release(step, received=True)
     await until(lambda: not any(workers.held[name] for name in workers.infos))
@@ -327,3 +331,47 @@ async def test_nothing_leaks_over_a_hundred_losses_at_random(
     assert set(counts.queued) <= set(workers.infos)
     assert not any(counts.queued.values())
     assert len(counts.lost) == len(set(counts.lost))
+
+
+def kept_at(workers, name):
+    """Wishes by which all of PLAN's samples are kept at one worker's cache."""
+    for each, info in workers.infos.items():
+        workers.infos[each] = replace(info, where=Whereabouts(cache=each, node=each))
+    replicas = [Whereabouts(node=name)] * PLAN.replicas
+    return PackWishes(keys=np.zeros(0, np.uint32), replicas=replicas)
+
+
+async def test_packs_that_one_worker_draws_are_still_shared_out_within_the_bound(
+    dispatcher, workers
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS, wishes=kept_at(workers, "w2"))
+    await until(lambda: ready(step))
+    work = Counter()
+    for each in step.placements:
+        (holder,) = each.copies
+        work[holder] += each.work
+    mean = work.total() / 3
+    assert set(work) == set(workers.infos)
+    assert work["w2"] == max(work.values())
+    assert max(work.values()) <= 1.1 * mean + max(p.work for p in step.placements)
+
+
+async def test_a_slow_worker_that_draws_packs_is_hedged_all_the_same(
+    hedged_soon, dispatcher, workers, counts
+):
+    workers.stick("w2")
+    step = await dispatcher.dispatch(PLAN, ORDERS, wishes=kept_at(workers, "w2"))
+    stuck = [p for p in PACKS if "w2" in step.placements[p].copies]
+    await held_by(dispatcher, step, 0, PACKS)
+    await until(lambda: counts.hedged == 2)
+    await until(lambda: sum(step.placements[p].ready for p in stuck) == 2)
+    workers.unstick("w2")
+    await until(lambda: ready(step))
+
+
+async def test_a_worker_that_draws_packs_and_dies_leaves_them_to_the_others(dispatcher, workers):
+    workers.stick("w2")
+    step = await dispatcher.dispatch(PLAN, ORDERS, wishes=kept_at(workers, "w2"))
+    workers.kill("w2", noticed=True)
+    workers.unstick("w2")
+    await until(lambda: ready(step) and "w2" not in holders(step))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.topology import Topology
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.planner import plan_step
 from dataservice.sources.mixture import Mixture
 from tests.engine.support import make_setup
@@ -19,8 +19,7 @@ def test_every_sample_has_its_lengths_and_the_epoch_that_it_was_drawn_in():
     plan = planned.plan
     assert set(plan.sample_epoch.tolist()) == {0, 1}, "the step holds the end of an epoch"
     epochs = list(zip(plan.sample_ids.tolist(), plan.sample_epoch.tolist(), strict=True))
-    samples = packed_samples(plan, setup.catalog)
-    orders = pack_orders(plan, samples, job="job", digest="d", pipeline="{}")
+    orders = pack_orders(plan, setup.catalog, job="job", digest="d", pipeline="{}")
     ordered = [sample for order in orders for sample in order.samples]
     assert sorted((s.ref.sample_id, s.epoch) for s in ordered) == sorted(epochs)
     assert all(type(sample.epoch) is int for sample in ordered), "JSON takes no numbers of numpy's"

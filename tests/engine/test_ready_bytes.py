@@ -11,7 +11,7 @@ from dataservice.core.sample import DecodedSample
 from dataservice.core.team import TeamSpec
 from dataservice.core.topology import Topology
 from dataservice.engine.api import EndOfData
-from dataservice.engine.pack_orders import pack_orders, packed_samples
+from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.planner import plan_step
 from dataservice.engine.ready_bytes import ReadyBytes, planned_bytes
 from dataservice.state.memory import MemoryStateStore
@@ -37,14 +37,13 @@ def test_planned_bytes_are_what_the_workers_will_hold():
     planned = plan_step(setup, Cursor(), Topology(world_size=4))
     assert planned is not None
     assert planned.plan.pack_degree.max() > 1  # padding counts
-    samples = packed_samples(planned.plan, setup.catalog)
-    orders = pack_orders(planned.plan, samples, job="job", digest="d", pipeline="{}")
+    orders = pack_orders(planned.plan, setup.catalog, job="job", digest="d", pipeline="{}")
     packs = [
         assemble(o.samples, [decoded(s) for s in o.samples], degree=o.degree, pad_token_id=0)
         for o in orders
     ]
     assert any(item.size for pack in packs for item in pack.items)
-    assert planned_bytes(planned.plan, samples) == sum(pack.size_bytes for pack in packs)
+    assert planned_bytes(planned.plan, setup.catalog) == sum(pack.size_bytes for pack in packs)
 
 
 def limits(**max_ready_bytes):
@@ -112,8 +111,7 @@ async def test_a_job_under_a_quota_trains_the_same_steps_and_holds_no_more(most_
     setup = replace(make_setup(name="a/job"), ready_steps=8)
     sizes, cursor = [], Cursor()
     while (planned := plan_step(setup, cursor, Topology(world_size=2))) is not None:
-        samples = packed_samples(planned.plan, setup.catalog)
-        sizes.append(planned_bytes(planned.plan, samples))
+        sizes.append(planned_bytes(planned.plan, setup.catalog))
         cursor = planned.next_cursor
     # A step that is needed is let through, even where there is no room for it.
     max_ready_bytes, ahead = max(1, sum(sizes[:most_steps])), max(1, most_steps)

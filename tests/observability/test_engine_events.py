@@ -249,3 +249,13 @@ async def test_log_records_say_what_they_are_about(metrics, caplog):
     assert every("the rank cannot fetch")[0] == {**of_step_0, "rank": 1}
     assert every("fenced by attempt 2")[0] == {"job": "job", "attempt": 1}
     assert every("attempt opened by 3 ranks")[0] == {"job": "job", "attempt": 2}
+
+
+def test_series_of_a_deleted_job_begin_anew_when_it_comes_back():
+    metrics = PrometheusMetrics()
+    metrics.step_committed("job")
+    metrics.job_deleted("job")
+    metrics.step_committed("job")
+    metrics.step_committed("job")
+    value = metrics.registry.get_sample_value("dataservice_committed_steps_total", {"job": "job"})
+    assert value == 2

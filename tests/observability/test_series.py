@@ -35,6 +35,8 @@ LABELS = {
     "phase",
     "degree",
     "worker",
+    "path",
+    "where",
     "state",
     "over_replicas",
     "fault",

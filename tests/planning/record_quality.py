@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from benchmarks import workloads
 from benchmarks.planning.adversarial import COSTS, SLOW_RING
 from dataservice.core.cost import ContextCost
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.topology import Topology
 from dataservice.planning.compose import compose_step
@@ -90,6 +91,16 @@ def context(
     return {"waves": made.makespan_s}
 
 
+def in_bytes(vision_token_bytes: float) -> MemoryModel:
+    """As much as 8,192 tokens of a decoder alone."""
+    return MemoryModel(
+        budget_bytes=4 * 8192,
+        llm_token_bytes=4,
+        vision_token_bytes=vision_token_bytes,
+        audio_token_bytes=1,
+    )
+
+
 one_wave = partial(context, plan_context_groups)
 few = partial(context, plan_context_waves)
 many = partial(context, find_many_waves)
@@ -134,6 +145,18 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "video, 256 replicas": lambda: step(workloads.video(20_000), replicas=256),
     "video, items attend both ways": lambda: step(
         workloads.video(20_000), replicas=256, full_attention="items"
+    ),
+    # encoders share the memory, in bytes of which a decoder's token takes four
+    "image-text in bytes": lambda: step(workloads.vlm_sft(512), memory=in_bytes(1.0)),
+    "video in bytes": lambda: step(workloads.video(512), memory=in_bytes(1.0)),
+    "video in bytes, rings slow between nodes": lambda: step(
+        workloads.video(512), memory=in_bytes(1.0), cost=SLOW_RING
+    ),
+    "images from the web in bytes": lambda: step(
+        workloads.web_image(300), replicas=32, memory=in_bytes(2.0)
+    ),
+    "video in bytes, 256 replicas": lambda: step(
+        workloads.video(4000), replicas=256, memory=in_bytes(1.0), cost=SMALL
     ),
     # few samples: one wave, and all waves
     "one wave, wiki": lambda: one_wave(wiki(256).llm_tokens, memory_tokens=65_536),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
 from dataservice.planning.loads.problem import dist_ratio, pad_ratio
-from dataservice.planning.packs.bfd import pack_bfd
+from dataservice.planning.packs.bfd import bound_falling, pack_bfd
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.limits import isf_limits
 from dataservice.planning.packs.padded import pack_length_grouped, pack_random
@@ -111,6 +111,29 @@ def test_best_fit_fills_text_packs_as_well_as_today_s_trainers_do():
     text = np.minimum(np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int) + 1, 8192)
     packing = pack_bfd(text, np.zeros_like(text), max_text=8192, max_vision=0)
     assert text.sum() / (8192 * packing.packs) > 0.997
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=90),
+    room=st.sampled_from([20_000, 20_001, 33_000, 700_000]),  # in columns of 1 to 2**12 tokens
+    few=st.booleans(),
+)
+def test_best_fit_opens_no_more_packs_and_leaves_no_more_room_than_was_said(lengths, room, few):
+    falling = np.sort(np.array(lengths))[::-1].copy()
+    packing = pack_bfd(falling, np.zeros_like(falling), max_text=room, max_vision=0)
+    least = packing.lower_bound if few else packing.packs
+    most, held = bound_falling(falling, room, least)
+    assert packing.packs <= most
+    assert packing.text_tokens[:-1].min(initial=room) >= held > 0
+
+
+def test_what_is_said_of_best_fit_before_it_packs_is_close_where_many_are_short():
+    rng = np.random.default_rng(3)
+    falling = np.sort(rng.lognormal(6, 1, 20_000).astype(np.int64).clip(1, 8192))[::-1].copy()
+    packing = pack_bfd(falling, np.zeros_like(falling), max_text=8192, max_vision=0)
+    most, held = bound_falling(falling, 8192, packing.lower_bound)
+    assert most <= 1.02 * packing.packs
+    assert held >= 0.8 * 8192
 
 
 def test_best_fit_prefers_the_tighter_pack():

@@ -19,8 +19,15 @@ from tests.planning.step_samples import step_samples
 UNIT_S, FIXED_S = 0.01, 0.001
 
 
-def sliced(units: list[int], home: list[int], phase: list[int], ranks: int, node: int):
-    """Items of so many units, all alike, and what `slice_phases` makes of them."""
+def sliced(
+    units: list[int],
+    home: list[int],
+    phase: list[int],
+    ranks: int,
+    node: int,
+    rooms: np.ndarray | None = None,
+):
+    """Items of so many units, all alike, of a byte each, and what `slice_phases` makes of them."""
     held = np.array(units, np.int32)
     costs = held * UNIT_S + FIXED_S
     phases = 2 * (max(phase) + 1)
@@ -32,6 +39,8 @@ def sliced(units: list[int], home: list[int], phase: list[int], ranks: int, node
         bounds=bounds,
         ranks=ranks,
         ranks_per_node=node,
+        unit_bytes=None if rooms is None else np.ones(held.size, np.int64),
+        rooms=rooms,
     )
     return slices, bounds
 
@@ -64,6 +73,38 @@ def test_slices_hold_every_unit_once_and_few_items_are_cut(items, ranks, node):
     np.add.at(loads, (np.array(phase)[cut.row], rank), cut.held * UNIT_S + FIXED_S)
     assert loads.max(axis=1) == pytest.approx(slices.slowest_s)
     assert (bounds <= slices.slowest_s * (1 + 1e-9)).all()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    items, st.integers(1, 11), st.sampled_from([1, 3, 4]), st.floats(0.7, 2.0), st.integers(0, 9)
+)
+def test_phases_of_a_wave_share_the_bytes_that_ranks_have_left(items, ranks, node, part, seed):
+    """Whatever has pieces has all its units, and no rank more than its room; a phase that finds
+    none has no pieces."""
+    units, home, phase = (list(column) for column in zip(*items, strict=True))
+    waves = max(phase) + 1  # of two phases each
+    share = np.random.default_rng(seed).dirichlet(np.full(ranks, 5.0), waves)
+    rooms = np.ceil(share * sum(units) * part).astype(np.int64)
+    slices, _ = sliced(units, home, phase, ranks, node, rooms)
+    row, _, held = slices.cut
+    of_row = np.bincount(row, weights=held, minlength=len(units))
+    assert (of_row == np.where(np.isfinite(slices.slowest_s[phase]), units, 0)).all()
+    kept = np.zeros_like(rooms)
+    np.add.at(kept, (np.array(phase)[row] // 2, slices.rank), held)
+    assert (kept <= rooms).all()
+
+
+def test_ranks_with_little_room_take_fewer_units_and_the_others_more():
+    rooms = np.array([[10, 90, 90, 90]])
+    slices, _ = sliced([120, 120], [0, 1], [0, 0], 4, 4, rooms)
+    held = np.bincount(slices.rank, weights=slices.cut.held, minlength=4)
+    assert held.sum() == 240
+    assert held[0] == 10
+    assert held.max() <= 78
+    full, _ = sliced([120, 120], [0, 1], [0, 0], 4, 4, rooms - 15)
+    assert full.slowest_s[0] == np.inf
+    assert full.cut.row.size == 0
 
 
 def test_long_clips_end_within_a_percent_and_a_piece_of_the_bound():

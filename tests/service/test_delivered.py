@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -173,5 +174,6 @@ def content_beside(ids, decoded, setup) -> StepContent:
         "position_ids": np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
     }
     pad = decoder_of({}, setup.pipeline).pad_token_id
-    digests = sample_digests(whole, sample_starts(lengths), decoded, pad_token_id=pad)
+    crc32s = [zlib.crc32(item.tobytes()) for each in decoded for item in each.items]
+    digests = sample_digests(whole, sample_starts(lengths), decoded, crc32s, pad_token_id=pad)
     return content_of(ids, np.frombuffer(digests, dtype="<u8"), ())

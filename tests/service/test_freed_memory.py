@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -44,7 +45,25 @@ async def test_memory_is_given_back_once_much_is_kept_and_not_again_until_more_i
             loop.call_soon_threadsafe(twice.set)
 
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(give_back_now_and_then(0.001, kept=look, give=give))
+    task = asyncio.create_task(give_back_now_and_then(0.001, looks=1, kept=look, give=give))
     await asyncio.wait_for(twice.wait(), 20)
     task.cancel()
     assert given == [MUCH_BYTES, MUCH_BYTES + 50]
+
+
+async def test_memory_that_the_next_step_uses_again_is_left():
+    used_again = [MUCH_BYTES, 10, MUCH_BYTES, MUCH_BYTES, 10, MUCH_BYTES, MUCH_BYTES]
+    free_for_long = [MUCH_BYTES + 1, 0]
+    kept, given = iter([0, *used_again, *free_for_long]), asyncio.Event()
+    left = [len(free_for_long)]  # of the looks, when memory was given back
+
+    def give():
+        left[0] = len(list(kept))
+        loop.call_soon_threadsafe(given.set)
+
+    loop = asyncio.get_running_loop()
+    look = partial(next, kept)
+    task = asyncio.create_task(give_back_now_and_then(0.001, looks=3, kept=look, give=give))
+    await asyncio.wait_for(given.wait(), 20)
+    task.cancel()
+    assert left == [1]

@@ -6,12 +6,15 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataservice.core.errors import IndexStaleError, SpecError
@@ -23,7 +26,7 @@ from dataservice.jobs.sample_pipeline import decoder_of
 from dataservice.jobs.setup import index_job, job_records, open_job
 from dataservice.sources.index_cache import IndexCache
 from tests.service.deadly_vision import IMPORT_PATH, NAME
-from tests.service.small import LARGE, LOOPS, indexed_job, make_corpus, write_job
+from tests.service.small import LARGE, LOOPS, SAMPLES, indexed_job, make_corpus, write_job
 from tests.waiting import wait_for
 
 QUICK = OpeningLimits(pipeline_cpu_s=1)
@@ -145,6 +148,52 @@ def test_an_index_that_was_opened_before_is_not_read_again(home, tmp_path):
     assert sizes[0] == sizes[1] == sizes[2]
 
 
+def test_an_index_whose_locations_come_late_is_the_same_index(home, tmp_path):
+    """Before and after they were read; the next service finds both halves kept."""
+    path, ids = home / "job.yaml", np.arange(SAMPLES)
+    here = open_job(job_records(path.read_text(), str(home))[0], custom_processors={})
+    cache = IndexCache(tmp_path, 2**30)
+    with closing(late_opener(cache)) as made:
+        there = opened(made, path)
+        assert there.order == here.order
+        assert there.catalog.details(ids) == here.catalog.details(ids)
+        wait_for(lambda: there.catalog.at_hand, 120)
+        assert there.catalog.details(ids) == here.catalog.details(ids)
+        wait_for(partial(cache.names, ""))
+        assert opened(made, path).catalog.at_hand
+        there.require_current()
+
+
+def test_locations_found_to_be_damaged_end_their_job_alone(home, tmp_path):
+    moved = shutil.copytree(home, tmp_path / "moved")
+    index_job(read_job((moved / "job.yaml").read_text(), moved), custom_processors={})
+    part = next((moved / "index" / "texts").glob("part-*.parquet"))
+    table = pq.read_table(part)
+    keys = pa.array([f"other-{k}" for k in range(len(table))])
+    place = table.schema.get_field_index("key")
+    pq.write_table(table.set_column(place, table.schema.field(place), keys), part)
+    with closing(late_opener(IndexCache(tmp_path / "cache", 2**30))) as made:
+        bad = opened(made, moved / "job.yaml")
+        good = opened(made, home / "job.yaml")
+        wait_for(lambda: good.catalog.at_hand, 120)
+        with pytest.raises(IndexStaleError, match="other samples than its manifest says"):
+            bad.catalog.fetch(np.array([0]))
+        good.catalog.details(np.arange(SAMPLES))
+
+
+def late_opener(cache: IndexCache) -> JobOpener:
+    """Reads every index's lengths first."""
+    made = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=replace(ENDLESS, late_index_samples=0),
+        cache=cache,
+    )
+    made.start()
+    return made
+
+
 def with_cache(cache: IndexCache) -> JobOpener:
     made = JobOpener(
         custom_processors={},
@@ -164,6 +213,7 @@ def overwritten(path: Path, data: bytes) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.mark.long
 def test_storage_that_never_answers_is_given_up(opener, home, tmp_path):
     moved = shutil.copytree(home, tmp_path / "moved")
     impatient = JobOpener(

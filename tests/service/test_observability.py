@@ -171,7 +171,7 @@ def test_no_label_grows_with_the_length_of_the_run(watched):
         labels = {name for _, pairs in series for name, _ in pairs}
         assert labels <= {
             "job", "team", "source", "stage", "phase", "degree", "worker", "state",
-            "over_replicas", "le", "fault",
+            "over_replicas", "le", "fault", "path", "where",
         }  # fmt: skip
 
 

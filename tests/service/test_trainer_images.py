@@ -39,7 +39,12 @@ INSTALLED_WITHIN_S = 300
 # has the oldest client that this service must still serve.
 WIRE_BEGAN_WITH = "message PackOrders"
 # What a coordinator asks its workers: these are of its own release, or told to be renewed.
-OF_ONE_RELEASE = {("Worker", "Prepare"), ("Worker", "Release"), ("Worker", "Held")}
+OF_ONE_RELEASE = {
+    ("Worker", "Prepare"),
+    ("Worker", "Release"),
+    ("Worker", "Held"),
+    ("Worker", "Index"),
+}
 
 
 def oldest_versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from dataservice.core.errors import (
     NotFoundError,
     RankClaimedError,
     SpecError,
+    WorkerLostError,
 )
 from dataservice.core.health import (
     OTHERS,
@@ -28,6 +29,7 @@ from dataservice.core.health import (
     SourceHealth,
     SourceProgress,
 )
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
 from dataservice.core.orders import (
     PackKey,
@@ -212,6 +214,8 @@ def make_health(jobs):
             slots_per_worker=2,
             busy_slots=5.5,
             waiting_teams=("", OTHERS),
+            grpc_bytes=3 * 2**40,
+            same_node_bytes=5 * 2**40,
         ),
         troubles=("the state store has not answered for 12 s",),
     )
@@ -388,8 +392,27 @@ class CoordinatorInMemory:
         self.skips += made
         return made
 
+    async def index(self, spec_yaml, base_directory, *, team, source, errand):
+        yield IndexPlaces(places=3)
+        yield IndexProgress(rows=2, size_bytes=2**40)
+        yield IndexResult(place=1, size_bytes=0, damage=f"{source} of {base_directory}")
+        if errand == "fail":
+            raise WorkerLostError("worker-0.1 is gone")
+        yield IndexResult(place=0, size_bytes=4)
+        yield b"PAR1"
+
     async def open_session(
-        self, *, job, rank, world_size, cursor, client, rejoin_attempt, launch, reads_loss_weights
+        self,
+        *,
+        job,
+        rank,
+        world_size,
+        cursor,
+        client,
+        rejoin_attempt,
+        launch,
+        reads_loss_weights,
+        where,
     ):
         self.launches.append(launch)
         self.reads_loss_weights.append(reads_loss_weights)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import ConflictError, NotFoundError, SpecError
+from dataservice.core.errors import ConflictError, NotFoundError, SpecError, WorkerLostError
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult
 from dataservice.engine.api import NamedPack, ReplayedStep
 from dataservice.serving import coordinator_client
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -177,3 +178,23 @@ async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinat
     told = await asyncio.to_thread(ask)
     assert (seen, limits_s) == ([0, 1, 2], [1.0] * 4)
     assert "did not answer within 1 s" in told
+
+
+async def test_an_errand_for_an_index_is_answered_as_it_is_carried_out(coordinator):
+    def asked(errand):
+        with CoordinatorClient(coordinator) as client:
+            told = []
+            try:
+                told.extend(client.index("job: a", "/jobs", "s", errand))
+            except WorkerLostError as error:
+                told.append(str(error))
+            return told
+
+    answers = [
+        IndexPlaces(places=3),
+        IndexProgress(rows=2, size_bytes=2**40),
+        IndexResult(place=1, size_bytes=0, damage="s of /jobs"),
+    ]
+    done = await asyncio.to_thread(asked, "{}")
+    assert done == [*answers, IndexResult(place=0, size_bytes=4), b"PAR1"]
+    assert await asyncio.to_thread(asked, "fail") == [*answers, "worker-0.1 is gone"]

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from dataservice_proto.columns import SHARD, SUMMARY, TICKET, columns_of, read_all
+from dataservice_proto.columns import (
+    SHARD,
+    SHARD_FIELDS,
+    SUMMARY,
+    TICKET,
+    TICKET_FIELDS,
+    columns_of,
+    read_all,
+)
 from dataservice_proto.v1 import coordinator_pb2, worker_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +19,12 @@ from hypothesis import strategies as st
 from dataservice.core.errors import SpecError
 from dataservice.core.job import JobRecord, MixtureChange
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import (
+    EVERYTHING,
     BadSample,
     PackKey,
+    PackKeys,
     PackOrder,
     PackReceipt,
     PackSample,
@@ -37,6 +48,8 @@ from dataservice.core.sample import (
 from dataservice.core.tickets import check_ticket, holder_key, prove, sign_ticket
 from dataservice.engine.api import JobStatus, JobVersion
 from dataservice.engine.ready_step import step_summary
+from dataservice.engine.shards import columns_of as columns_of_replica
+from dataservice.engine.shards import cut_step
 from dataservice.serving import wire_health, wire_jobs, wire_packs, wire_shards
 from tests.one_order import each_of
 
@@ -231,12 +244,23 @@ def test_pack_keys_survive(value):
     assert sorted(received, key=repr) == sorted(keys, key=repr)
 
 
+def test_packs_of_one_plan_are_named_by_their_numbers():
+    keys = PackKeys(job="a", step=3, plan_digest="d", packs=[5, 0, 7])
+    (message,) = wire_packs.pack_keys_to_proto(keys)
+    assert wire_packs.pack_keys_from_proto([sent(message)]) == [*keys]
+    assert [message] == wire_packs.pack_keys_to_proto([*keys])
+    assert wire_packs.pack_keys_to_proto(keys[:0]) == []
+
+
 @settings(deadline=None)
 @given(orders)
 def test_pack_orders_survive(value):
     orders = [value, replace(value, key=replace(value.key, pack=7), degree=2)]
     assert (
-        wire_packs.pack_orders_from_proto(sent(wire_packs.pack_orders_to_proto(orders))) == orders
+        wire_packs.pack_orders_from_proto(
+            sent(wire_packs.pack_orders_to_proto(PackOrders.of(orders)))
+        )
+        == orders
     )
 
 
@@ -299,6 +323,26 @@ def test_rank_shards_survive(value):
     assert received == value
 
 
+def test_columns_know_the_fields_that_they_are_sent_in():
+    of = coordinator_pb2.ShardColumns.DESCRIPTOR.fields_by_name
+    assert {name: of[name].number for name in SHARD_FIELDS} == SHARD_FIELDS
+    assert [column.name for column in SHARD] == [*SHARD_FIELDS]
+    of = worker_pb2.Ticket.DESCRIPTOR.fields_by_name
+    assert {name: of[name].number for name in TICKET_FIELDS} == TICKET_FIELDS
+
+
+@pytest.mark.parametrize(
+    "wanted", [EVERYTHING, WantedParts(tokens=False, media=False, labels=True)]
+)
+def test_what_was_written_for_all_ranks_is_what_each_one_has(make, wanted):
+    parts = cut_step(make.plan())
+    for replica in range(2):
+        columns = columns_of_replica(parts, replica, wanted)
+        shard = replace(make.shard(rank=replica, step=5), columns=columns)
+        plain = replace(shard, columns=replace(columns, written=()))
+        assert wire_shards.rank_shard_to_proto(shard) == wire_shards.rank_shard_to_proto(plain)
+
+
 def test_a_ticket_of_another_release_is_refused():
     with pytest.raises(SpecError, match=r"version 0, and version 1 is read here\. Run one release"):
         wire_packs.ticket_from_proto(worker_pb2.Ticket())
@@ -346,7 +390,7 @@ def test_a_summary_shows_every_group_of_the_step(make):
 def test_orders_of_another_release_or_that_contradict_themselves_are_refused(
     make, spoiled, complaint
 ):
-    message = wire_packs.pack_orders_to_proto([make.order()])
+    message = wire_packs.pack_orders_to_proto(PackOrders.of([make.order()]))
     for name, value in spoiled.items():
         setattr(message, name, value)
     with pytest.raises(SpecError, match=complaint):

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from dataservice.core.errors import (
     TicketError,
     WorkerLostError,
 )
+from dataservice.core.index_orders import IndexOrder, IndexProgress
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import (
     BadSample,
     Holdings,
@@ -36,6 +39,7 @@ from dataservice.serving.status_codes import error_of
 from dataservice.serving.worker_link import GrpcWorkerLink
 from soak.gate import through_gate
 from tests.one_order import each_of, prepared
+from tests.serving.conftest import SECRET, WORKER
 from tests.waiting import until
 
 
@@ -104,7 +108,8 @@ async def test_a_prepared_pack_is_streamed_part_by_part_as_the_host_holds_it(
             np.testing.assert_array_equal(array, wanted)
     assert [name for name, _ in tensors(parts[2])] == ["item", "item"]
     assert [array.dtype.str for _, array in tensors(parts[2])] == ["<f4", "|u1"]
-    for (_, array), wanted in zip(tensors(parts[2]), await host.items(key, [3, 0]), strict=True):
+    items = (await host.items(key, [3, 0])).arrays
+    for (_, array), wanted in zip(tensors(parts[2]), items, strict=True):
         np.testing.assert_array_equal(array, wanted)
 
 
@@ -117,7 +122,7 @@ async def test_of_an_item_only_the_frames_that_a_ticket_names_are_streamed(
     (part,) = await fetch(
         worker.address, make.ticket(PartSpec(key=order.key, items=(0, 1), ranges=ranges))
     )
-    clip, picture = await host.items(order.key, [0, 1])
+    clip, picture = (await host.items(order.key, [0, 1])).arrays
     for (_, array), wanted in zip(tensors(part), (clip[2:6], picture[:1]), strict=True):
         np.testing.assert_array_equal(array, wanted)
     assert part[0].size_bytes == 5 * 2 * 2 * 3
@@ -164,7 +169,7 @@ async def test_a_part_of_thirty_megabytes_arrives_intact_in_small_chunks(
     (part,) = await fetch(worker.address, make.ticket(PartSpec(key=order.key, items=(0,))))
     ((_, array),) = tensors(part)
     assert array.nbytes == 30_000_000
-    np.testing.assert_array_equal(array, (await host.items(order.key, [0]))[0])
+    np.testing.assert_array_equal(array, (await host.items(order.key, [0])).arrays[0])
 
 
 async def test_a_fetch_waits_for_a_pack_that_is_being_decoded(make, link, fetch, gated):
@@ -258,7 +263,7 @@ async def test_a_ticket_without_parts_is_refused(make, worker, fetch):
 @pytest.mark.parametrize("metadata", [(), (("dataservice-command", "0" * 64),)])
 async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, metadata):
     stub = worker_pb2_grpc.WorkerStub(channel_to(worker.address))
-    orders = wire_packs.pack_orders_to_proto([make.order()])
+    orders = wire_packs.pack_orders_to_proto(PackOrders.of([make.order()]))
     for call in (
         stub.Prepare(orders, metadata=metadata).read(),
         stub.Release(worker_pb2.ReleaseRequest(), metadata=metadata),
@@ -371,6 +376,14 @@ async def test_a_worker_tells_the_coordinator_alone_what_it_holds(make, worker, 
         await stub.Held(worker_pb2.HeldRequest()).read()
 
 
+async def test_a_worker_tells_how_many_bytes_went_by_which_path(host, link):
+    sent = Counter(grpc=3 * 2**40, same_node=5)
+    served = await serve_worker(host, worker=WORKER, listen="127.0.0.1:0", secret=SECRET, sent=sent)
+    told = await link.ask_held(WorkerInfo(worker=WORKER, address=served.address, slots=1))
+    assert (told.grpc_bytes, told.same_node_bytes) == (3 * 2**40, 5)
+    await served.stop()
+
+
 async def test_a_worker_tells_which_storage_it_waits_for(make, worker, host, link, monkeypatch):
     outages = tuple(
         StorageOutage(job="a/vlm", source=f"s{n}", away_s=1.5 + n, reason="503 of é")
@@ -413,7 +426,7 @@ async def test_orders_and_answers_that_no_message_holds_come_in_several(make, li
     )
     info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
     orders = [with_keys(make.order(pack=pack, samples=1500, shapes=()), 1000) for pack in range(3)]
-    assert wire_packs.pack_orders_to_proto(orders).ByteSize() > 4 * 2**20
+    assert wire_packs.pack_orders_to_proto(PackOrders.of(orders)).ByteSize() > 4 * 2**20
     receipts = [r async for told in link.order(info, orders) for r in each_of(told.receipts)]
     assert sum(len(r.bad_samples) for r in receipts) * 2000 > 8 * 2**20
     assert [r.key for r in receipts] == [order.key for order in orders]
@@ -531,6 +544,7 @@ async def test_stopping_a_worker_lets_its_open_streams_finish(make, host, channe
 STANDALONE = """
 import asyncio, sys
 import numpy as np
+from dataservice.core.sample import HeldItems
 from dataservice.serving.server import serve_worker
 
 class Host:
@@ -538,7 +552,7 @@ class Host:
         await asyncio.Event().wait()
 
     async def items(self, key, items, ranges):
-        return [np.zeros(256 * 2**20, dtype=np.uint8)]
+        return HeldItems(arrays=[np.zeros(256 * 2**20, dtype=np.uint8)])
 
 async def main():
     served = await serve_worker(
@@ -569,3 +583,50 @@ async def test_a_worker_killed_in_the_middle_of_a_fetch_is_unavailable(make, cha
             async for _ in chunks:
                 pass
         assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class Indexes:
+    """Carries out an errand until it is left."""
+
+    def __init__(self):
+        self.orders = []
+        self.left = asyncio.Event()
+
+    async def index(self, order):
+        self.orders.append(order)
+        try:
+            yield IndexProgress(rows=1, size_bytes=2)
+            if order.errand == "refuse":
+                raise SourceError("the source is empty")
+            yield b"x" * 2**20
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+async def test_an_errand_for_an_index_is_for_whoever_commands_the_worker(host, make):
+    indexes = Indexes()
+    served = await serve_worker(
+        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, indexing=indexes
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    order = IndexOrder(pipeline="{}", errand="go")
+    link, stranger = (
+        GrpcWorkerLink(make.secret),
+        GrpcWorkerLink(b"another secret of 32 bytes......"),
+    )
+    try:
+        async with contextlib.aclosing(link.index(info, order)) as answers:
+            assert await anext(answers) == IndexProgress(rows=1, size_bytes=2)
+            assert await anext(answers) == b"x" * 2**20
+            assert not indexes.left.is_set()
+        await asyncio.wait_for(indexes.left.wait(), 10)
+        with pytest.raises(SourceError, match=r"^the source is empty$"):
+            _ = [each async for each in link.index(info, replace(order, errand="refuse"))]
+        with pytest.raises(TicketError):
+            _ = [each async for each in stranger.index(info, order)]
+        assert [each.errand for each in indexes.orders] == ["go", "refuse"]
+    finally:
+        await link.close()
+        await stranger.close()
+        await served.stop()

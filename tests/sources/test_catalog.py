@@ -1,5 +1,6 @@
 """One contract for every Catalog, and what an index on disk must refuse."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from dataservice.core.errors import IndexStaleError, NotFoundError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
-from dataservice.core.sample import LengthTable, RawSample, SampleLengths, SampleRef
+from dataservice.core.sample import ItemNotes, LengthTable, RawSample, SampleLengths, SampleRef
 from dataservice.sources import detail_file
 from dataservice.sources.catalog import IndexedCatalog, find_index, require_same_index
 from dataservice.sources.checksum import sample_crc32
@@ -132,6 +133,19 @@ def test_details_are_given_in_the_order_asked_for(
         assert [(each.ref, each.lengths) for each in columns.samples()] == wanted
 
 
+def test_what_items_are_decoded_to_is_given_in_the_order_asked_for(
+    catalog: IndexedCatalog, expected: Expected
+) -> None:
+    for ids in ([], [22, 0, 7, 7, 17, 18, 1], list(range(23)), list(range(23))[::-1]):
+        items = [item for k in ids for item in expected[k][1].items]
+        modality, values = catalog.item_values(np.array(ids, dtype=np.int64))
+        assert modality.tolist() == [item.modality for item in items]
+        assert values.tolist() == [math.prod(item.shape) for item in items]
+        notes, wanted = catalog.item_notes(np.array(ids, dtype=np.int64)), ItemNotes.of(items)
+        for name in ItemNotes.__slots__:
+            np.testing.assert_array_equal(getattr(notes, name), getattr(wanted, name))
+
+
 def test_details_do_not_depend_on_how_rows_are_kept(
     specs: list[SourceSpec], index_dir: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +161,7 @@ def test_details_do_not_depend_on_how_rows_are_kept(
 
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_an_id_that_no_source_has_is_refused(catalog: IndexedCatalog, wrong: int) -> None:
-    for ask in (catalog.lengths, catalog.details, catalog.columns):
+    for ask in (catalog.lengths, catalog.details, catalog.columns, catalog.item_values):
         with pytest.raises(NotFoundError, match=f"no sample {wrong}: .* 0 to 22"):
             ask(np.array([0, wrong]))
     with pytest.raises(NotFoundError):

@@ -19,7 +19,7 @@ from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
-from dataservice.sources import index, index_files
+from dataservice.sources import index, index_files, shared_indexing
 from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
@@ -437,7 +437,7 @@ def test_several_processes_index_one_large_file_as_one_process_does(
     spawnable: Callable[[], SampleMeasurer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(shared_indexing, "SMALLEST_PIECE_BYTES", 1000)
     records: list[dict[str, object]] = [{"text": "x" * (k % 90 + 1)} for k in range(2000)]
     for k in (3, 700, 1999):
         records[k] = {"text": "x", "image": "absent.jpg"}
@@ -457,7 +457,7 @@ def test_several_processes_index_one_large_file_of_row_groups_as_one_process_doe
     spawnable: Callable[[], SampleMeasurer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(shared_indexing, "SMALLEST_PIECE_BYTES", 1000)
     texts = [f"{k} " * (k % 90 + 1) for k in range(500)]
     write_parquet(tmp_path / "data" / "large.parquet", {"text": texts})
     indexed_alike(tmp_path, spec(tmp_path / "data", "parquet"), spawnable)
@@ -471,7 +471,7 @@ def three_large(
 ) -> SourceSpec:
     """Files that two processes share, each as several pieces."""
     monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
-    monkeypatch.setattr(index_files, "SMALLEST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(shared_indexing, "SMALLEST_PIECE_BYTES", 1000)
     for k in range(3):
         write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * 50}] * 600)
     return spec(tmp_path / "data", "jsonl")

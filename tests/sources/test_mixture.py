@@ -14,6 +14,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import CursorMismatchError, SpecError
 from dataservice.core.job import BatchSize, MixtureChange
 from dataservice.core.ports import Draw
+from dataservice.sources.interleave import Interleaving
 from dataservice.sources.mixture import Mixture
 
 
@@ -679,3 +680,31 @@ def test_a_change_appended_after_its_epoch_had_begun_begins_where_the_job_goes_o
     assert counts[:40].sum() == 16 + 40
     assert counts[40:].sum() == 16 + 40, "as much of its epoch as is left, and the one behind"
     assert set(counts[40:]) == {1, 2}
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=4), st.integers(1, 40), st.data())
+@settings(max_examples=30)
+def test_small_draws_are_of_the_same_order_as_one_of_the_whole_epoch(sizes, step, data):
+    weights = [data.draw(st.sampled_from([0.3, 1.0, 2.0])) for _ in sizes]
+    mixture, whole = (Mixture(sizes, weights, seed=3, epochs=3) for _ in range(2))
+    places = [(epoch, at) for epoch in range(3) for at in range(0, samples_of(whole, epoch), step)]
+    for epoch, at in data.draw(st.permutations(places))[:60]:  # as several jobs would draw by turns
+        end = min(at + step, samples_of(whole, epoch))
+        drawn = mixture.draw(epoch=epoch, position=at, batch=BatchSize(samples=end - at))
+        all_of_it = whole.draw(epoch=epoch, position=0, batch=BatchSize(samples=10_000))
+        assert drawn.sample_ids.tolist() == all_of_it.sample_ids[at:end].tolist()
+
+
+def test_small_draws_find_their_place_in_the_order_once_for_many(monkeypatch):
+    asked: list[int] = []
+    turns = Interleaving.turns
+
+    def noted(of: Interleaving, start: int, end: int):
+        asked.append(end - start)
+        return turns(of, start, end)
+
+    monkeypatch.setattr(Interleaving, "turns", noted)
+    mixture = Mixture([2048], [1.0], seed=1, epochs=1)
+    drawn = [draw.sample_ids for draw in draws(mixture, BatchSize(samples=32))]
+    assert sorted(np.concatenate(drawn).tolist()) == list(range(2048))
+    assert asked == [1024, 1024]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dataservice.sources.shuffle import permuted, split_mix
+from dataservice.core.split_mix import split_mix
+from dataservice.sources.shuffle import permuted
 
 
 def order(size: int, *names: int) -> NDArray[np.int64]:

@@ -45,6 +45,17 @@ def test_a_rank_receives_every_step_in_order_with_the_bytes_that_were_sent(servi
         assert shared.audio is None
 
 
+def test_received_bytes_are_counted_while_a_pass_runs_and_once_it_has_ended(service):
+    dataset, counts = service.dataset(rank=0), []
+    assert dataset.received_bytes == {"grpc": 0, "same_node": 0}
+    for _ in dataset:
+        counts.append(dataset.received_bytes["grpc"])
+    assert counts[0] > 0
+    assert counts == sorted(counts)
+    assert dataset.received_bytes["grpc"] >= counts[-1]
+    assert dataset.received_bytes["same_node"] == 0
+
+
 def test_an_idle_rank_encodes_for_others_and_joins_the_exchange(service):
     shard = next(iter(service.dataset(rank=1)))
     idle = shard.microbatches[1]

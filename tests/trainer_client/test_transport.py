@@ -159,3 +159,16 @@ def test_files_that_are_missing_are_named(service, tmp_path):
         service.dataset(token_file=tmp_path / "absent")
     with pytest.raises(BadArgument, match="give one of them"):
         service.dataset(token="a", token_file="b")
+
+
+def test_the_thread_that_reads_a_worker_takes_its_messages_itself():
+    """No thread of gRPC's hands them over; a coordinator's streams have callbacks, and keep it."""
+    transport = GrpcTransport()
+    kinds = {}
+    for authorised in (False, True):
+        with transport.channel("127.0.0.1:1", authorised=authorised) as channel:
+            kinds[authorised] = type(channel.unary_stream("/bench/Bytes")).__name__
+    assert kinds == {
+        False: "_SingleThreadedUnaryStreamMultiCallable",
+        True: "_UnaryStreamMultiCallable",
+    }

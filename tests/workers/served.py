@@ -7,6 +7,8 @@ import sys
 
 from ray import cloudpickle
 
+from dataservice.core.whereabouts import ANYWHERE
+
 # Ray's workers cannot import tests: send what this module defines by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -16,6 +18,7 @@ class Served:
 
     def __init__(self, server):
         self.server = server
+        self.where = ANYWHERE
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def stop(self):

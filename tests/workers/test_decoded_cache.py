@@ -1,6 +1,5 @@
 """What was decoded before is found again, by content and team, and is the same byte by byte."""
 
-import contextlib
 import json
 import os
 from dataclasses import replace
@@ -11,19 +10,12 @@ import pytest
 
 from dataservice.core.ports import SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
-from dataservice.workers import decoded_cache
-from dataservice.workers.decoded_cache import (
-    SALT_BYTES,
-    TAG_BYTES,
-    CachedDecoder,
-    CacheSpec,
-    DecodedCache,
-)
-from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers import kept_files
+from dataservice.workers.decoded_cache import CachedDecoder, DecodedCache
+from dataservice.workers.kept_files import SALT_BYTES, TAG_BYTES, CacheSpec
 from dataservice.workers.sample_pipelines import PipelineFactory
 from tests.workers.memory_files import require_same
-from tests.workers.trouble import a_sample, an_order
+from tests.workers.trouble import a_sample, an_order, hosted
 
 PLANNED = a_sample(1, "k", images=1).lengths
 AT = {"salt": 0, "tag": SALT_BYTES, "first": SALT_BYTES + TAG_BYTES}  # bytes of a file
@@ -130,13 +122,31 @@ def test_a_file_that_is_not_what_was_kept_is_decoded_anew(spec, damage):
     else:  # whoever does not have the key
         forger = decoder(replace(spec, folder=f"{spec.folder}-2", key="cd" * 32))
         forger.decode(raw(), PLANNED)
-        data = (Path(f"{spec.folder}-2") / path.relative_to(spec.folder)).read_bytes()
+        (other,) = Path(f"{spec.folder}-2").glob("*/*")
+        assert other.name != path.name, "names tell nothing to those without the key"
+        data = other.read_bytes()
     path.write_bytes(data)
     again = decoder(spec)
     require_same(again.decode(raw(), PLANNED), Codec().decode(raw(), PLANNED))
     assert again.reused == 0
     require_same(again.decode(raw(), PLANNED), Codec().decode(raw(), PLANNED))
     assert again.reused == 1, "and kept again"
+
+
+def test_what_is_found_is_read_into_memory_that_is_lent_and_augmented_there(spec):
+    decoder(spec).decode(raw(), PLANNED)
+    lent = []
+
+    def lend(size_bytes):
+        lent.append(np.full(size_bytes, 255, np.uint8))
+        return lent[-1]
+
+    one = CachedDecoder(Codec(), DecodedCache(spec), "team a, pipeline 1", lend)
+    found = one.decode(raw(), PLANNED, 3)
+    require_same(found, Codec().decode(raw(), PLANNED, 3))
+    assert all(np.shares_memory(item, lent[0]) for item in found.items)
+    one.decode(raw(first=9), PLANNED)
+    assert len(lent) == 1, "nothing is lent for what must be decoded"
 
 
 def test_no_two_files_share_the_key_of_their_mac(spec):
@@ -154,7 +164,7 @@ def test_no_two_files_share_the_key_of_their_mac(spec):
 
 def test_the_mac_is_the_same_in_however_many_pieces_it_is_made(spec, monkeypatch):
     decoder(spec).decode(raw(), PLANNED)
-    monkeypatch.setattr(decoded_cache, "PIECE_BYTES", 1009)
+    monkeypatch.setattr(kept_files, "PIECE_BYTES", 1009)
     one = decoder(spec)
     one.decode(raw(), PLANNED)
     assert one.reused == 1
@@ -230,16 +240,6 @@ FACTORY = PipelineFactory(
 )
 
 
-@contextlib.asynccontextmanager
-async def hosted(spec):
-    host = DecodingHost(ProcessDecoders(FACTORY, slots=1, timeout_s=30.0, cache=spec))
-    await host.start()
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 async def delivered(host, folder, pack, **pipeline):
     order = an_order(folder, ["a", "b", "c"], pack=pack, images=1)
     order = replace(order, pipeline=json.dumps({"folder": str(folder), **pipeline}))
@@ -249,7 +249,7 @@ async def delivered(host, folder, pack, **pipeline):
 
 
 async def test_two_jobs_of_a_team_decode_once_and_get_what_they_get_without_a_cache(spec, tmp_path):
-    async with hosted(spec) as host:
+    async with hosted(FACTORY, cache=spec) as host:
         first = await delivered(host, tmp_path, 0)
         assert len([*tmp_path.glob("[abc].*")]) == 3
         assert await delivered(host, tmp_path, 1, url="another job's") == first
@@ -257,16 +257,16 @@ async def test_two_jobs_of_a_team_decode_once_and_get_what_they_get_without_a_ca
         assert host.stats().samples_reused == 3
         assert await delivered(host, tmp_path, 2, team="b") == first
         assert host.stats().samples_reused == 3
-    async with hosted(spec) as host:
+    async with hosted(FACTORY, cache=spec) as host:
         assert await delivered(host, tmp_path, 3) == first
         assert host.stats().samples_reused == 3, "of a worker of before"
-    async with hosted(None) as host:
+    async with hosted(FACTORY) as host:
         assert await delivered(host, tmp_path, 4) == first
         assert host.stats().samples_reused == 0
 
 
 async def test_a_process_with_a_teams_own_code_uses_no_cache(spec, tmp_path):
-    async with hosted(spec) as host:
+    async with hosted(FACTORY, cache=spec) as host:
         await delivered(host, tmp_path, 0, owner="a")
         await delivered(host, tmp_path, 1, owner="a", more=1)
         assert host.stats().samples_reused == 0

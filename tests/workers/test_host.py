@@ -2,6 +2,7 @@ import asyncio
 import json
 import re
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -110,8 +111,10 @@ async def test_a_prepared_pack_gives_its_sequence_and_items(host):
     assert receipt.bad_samples == ()
     part = await host.sequence(receipt.key, 0)
     assert part["input_ids"].tolist() == [1] * 4 + [2] * 4
-    items = await host.items(receipt.key, [1, 0])
+    items = (await host.items(receipt.key, [1, 0])).arrays
     assert [item.flat[0] for item in items] == [2, 1]
+    known = (await host.items(receipt.key, [1, 0])).crc32s
+    assert known == [zlib.crc32(item.tobytes()) for item in items]
     assert receipt.size_bytes == 3 * 4 * 8 + 2 * 12
 
 
@@ -133,7 +136,7 @@ async def test_a_bad_sample_is_masked_alone_and_reported_by_name(host, key, reas
     part = await host.sequence(receipt.key, 0)
     assert part["input_ids"].tolist() == [1] * 4 + [PAD] * 4 + [3] * 4
     assert part["labels"].tolist() == [1] * 4 + [-100] * 4 + [3] * 4
-    items = await host.items(receipt.key, [0, 1, 2])
+    items = (await host.items(receipt.key, [0, 1, 2])).arrays
     assert [item.flat[0] for item in items] == [1, 0, 3]
     assert items[1].shape == SHAPE
 
@@ -280,7 +283,7 @@ async def test_a_rank_that_asks_for_a_pack_never_waits_for_room(library):
     early = asyncio.create_task(host.items(order(step=2).key, [0]))
     await asyncio.sleep(0)
     await host.prepare(order("c", step=2))
-    assert len(await early) == 1
+    assert len((await early).arrays) == 1
     host.close()
 
 

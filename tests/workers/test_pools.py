@@ -170,7 +170,7 @@ async def test_every_worker_serves_under_its_own_name_until_the_pool_stops(make_
         await nobody_at(each.address)
 
 
-async def test_a_replaced_worker_is_gone_and_its_successor_has_a_new_name(make_pool):
+async def test_a_replaced_tokenser_is_gone_and_its_successor_has_a_new_name(make_pool):
     pool = make_pool(serve, workers=1)
     await pool.start()
     (old,) = pool.workers()
@@ -532,10 +532,12 @@ OWN_RAY = """
 import asyncio, os, signal, stat
 from pathlib import Path
 import grpc, ray
+from dataservice.core.whereabouts import ANYWHERE
 from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
 
 class Served:
     address = "127.0.0.1:1"
+    where = ANYWHERE
     async def stop(self): pass
 
 async def serve(worker):

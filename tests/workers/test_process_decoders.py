@@ -18,8 +18,10 @@ import pytest
 
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
+from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.nursery import Nursery
+from dataservice.workers.process_decoders import TRIES, ProcessDecoders, outcome_of
 from dataservice.workers.recycled_memory import KEPT_BYTES, ReadMemory
 from dataservice.workers.sample_pipelines import PipelineFactory
 from tests.waiting import wait_for
@@ -56,6 +58,12 @@ def process_that_is_at(folder, key):
     """The process that has begun to decode this sample."""
     (mark,) = wait_for(lambda: [*folder.glob(f"{key}.[0-9]*")], LIMIT_S)
     return int(mark.suffix[1:])
+
+
+def living(folder, key):
+    """The processes that have begun to decode this sample and live."""
+    marks = folder.glob(f"{key}.[0-9]*")
+    return [number for mark in marks if lives(number := int(mark.suffix[1:]))]
 
 
 def lives(process_id):
@@ -127,6 +135,17 @@ def test_a_decoder_struck_from_outside_loses_nothing(tmp_path, blow):
         assert not lives(struck)
 
 
+def test_a_decoder_may_be_killed_from_outside_more_often_than_it_may_die(tmp_path):
+    with decoding() as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "gate")
+        for _ in range(TRIES + 1):
+            (struck,) = wait_for(lambda: living(tmp_path, "gate"), LIMIT_S)
+            os.kill(struck, signal.SIGKILL)
+            wait_for(lambda gone=struck: not lives(gone))
+        open_gate(tmp_path)
+        assert call.result(LIMIT_S)[0].reason == ""
+
+
 def test_a_decoder_that_dies_idle_is_replaced_before_its_next_sample(one, pipeline, tmp_path):
     decode(one, pipeline, "good-1")
     idle = process_that_is_at(tmp_path, "good-1")
@@ -149,6 +168,55 @@ def test_a_nursery_that_dies_is_started_anew(tmp_path):
         assert [outcome.reason for outcome in call.result(LIMIT_S)] == ["", ""]
         assert not lives(decoder)
         assert decode(decoders, pipeline_in(tmp_path), "good")[0].reason == ""
+
+
+@pytest.mark.long
+def test_no_sample_answers_for_a_nursery_that_dies_under_it(tmp_path):
+    """However many samples it takes along, and again and again."""
+    with decoding(slots=2) as decoders, ThreadPoolExecutor(2) as caller:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            folder.mkdir()
+        calls = [caller.submit(decode, decoders, pipeline_in(folder), "gate") for folder in folders]
+        for deaths in range(TRIES + 1):
+            at_work = [
+                wait_for(lambda f=folder: living(f, "gate"), LIMIT_S)[0] for folder in folders
+            ]
+            nursery = parent_of(at_work[0])
+            assert parent_of(at_work[1]) == nursery, f"one nursery has both, {deaths} deaths on"
+            os.kill(nursery, signal.SIGKILL)
+            wait_for(lambda gone=at_work: not any(map(lives, gone)))
+        for folder in folders:
+            open_gate(folder)
+        assert [call.result(LIMIT_S)[0].reason for call in calls] == ["", ""]
+
+
+@pytest.mark.long
+def test_a_sample_is_given_up_whose_nurseries_die_again_and_again(tmp_path):
+    with decoding() as decoders, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(decode, decoders, pipeline_in(tmp_path), "gate")
+        while not call.done():
+            for process_id in living(tmp_path, "gate"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    os.kill(parent_of(process_id), signal.SIGKILL)
+        assert "ended with the process that forks decoders, at the last" in call.result()[0].reason
+
+
+def test_what_a_gone_nursery_forked_is_ended_without_harm_to_the_next():
+    nursery = Nursery(DecoderProgram(FACTORY), name="decoder")
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(nursery.start).result()
+        first, second = (starter.submit(nursery.fork).result() for _ in range(2))
+        os.kill(parent_of(first.process_id), signal.SIGKILL)
+        nursery.end(first)
+        heir, other = (starter.submit(nursery.fork).result() for _ in range(2))
+        nursery.end(second)
+        assert not heir.ended
+        endings = [nursery.end(child) for child in (heir, other)]
+        assert all("died of SIGKILL" in ending for ending in endings), "its nursery saw them end"
+        orphaned = [child.orphaned for child in (first, second, heir, other)]
+        assert orphaned == [True, True, False, False]
+        nursery.close()
 
 
 def test_a_factory_that_a_fresh_process_cannot_import_is_said_so(tmp_path, monkeypatch):
@@ -242,7 +310,9 @@ import asyncio, os, socket, sys, threading
 from pathlib import Path
 from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.decoder_process import DecoderProgram
+from dataservice.workers.nursery import Nursery
+from dataservice.workers.process_decoders import TRIES, ProcessDecoders, outcome_of
 from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, an_order
 
@@ -359,7 +429,9 @@ STOPPED = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from dataservice.workers.process_decoders import ProcessDecoders, outcome_of
+from dataservice.workers.decoder_process import DecoderProgram
+from dataservice.workers.nursery import Nursery
+from dataservice.workers.process_decoders import TRIES, ProcessDecoders, outcome_of
 from dataservice.workers.recycled_memory import ReadMemory
 from tests.workers.trouble import FACTORY, a_sample, pipeline_in
 

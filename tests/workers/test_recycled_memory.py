@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,12 @@ from dataservice.workers.recycled_memory import (
     Returned,
     file_bytes,
 )
-from dataservice.workers.sample_memory import MAP_FAILED, sample_buffers, sample_bytes
+from dataservice.workers.sample_memory import (
+    MAP_FAILED,
+    sample_buffers,
+    sample_bytes,
+    sample_of_bytes,
+)
 from tests.workers.memory_files import descriptors, mappings, require_same
 from tests.workers.trouble import a_sample
 
@@ -82,6 +88,51 @@ def test_a_hundred_samples_of_one_size_take_one_memory():
         require_same(read.sample(gave, PLANNED), decoded(seed))
         filled.take_back(read.returned())
     assert news == 1
+
+
+def placed(seed: int, memory: np.ndarray) -> DecodedSample:
+    at = 0
+    for buffer in sample_buffers(decoded(seed), PLANNED):
+        memory[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
+        at += len(buffer)
+    return sample_of_bytes(memory, PLANNED)
+
+
+def lent_again() -> tuple[FilledMemory, ReadMemory, np.ndarray]:
+    """Memory that has held a sample and is lent."""
+    filled, read = FilledMemory(), ReadMemory()
+    assert filled.lend(sample_bytes(PLANNED)) is None, "there is none yet"
+    read.sample(handed(filled, 1), PLANNED)
+    filled.take_back(read.returned())
+    lent = filled.lend(sample_bytes(PLANNED))
+    assert lent is not None
+    return filled, read, lent
+
+
+def test_a_sample_that_was_written_into_lent_memory_is_handed_over_as_it_stands():
+    filled, read, lent = lent_again()
+    buffers = sample_buffers(placed(2, lent), PLANNED)
+    gave = filled.fill(buffers, sample_bytes(PLANNED))
+    assert gave == Handed(1, -1)
+    require_same(read.sample(gave, PLANNED), decoded(2))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    protection = [line.split()[1] for line in maps if "memfd:sample" in line]
+    assert protection == ["r--s", "r--s"], "and nobody writes to it any more"
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_another_sample_than_the_one_in_lent_memory_is_copied(seed):
+    filled, read, lent = lent_again()
+    sample = placed(seed, lent)
+    sample = replace(sample, items=(sample.items[0], *sample.items[:0:-1]))  # sounds change places
+    gave = filled.fill(sample_buffers(sample, PLANNED), sample_bytes(PLANNED))
+    assert gave.number == 2
+    wanted = decoded(seed)
+    wanted = replace(wanted, items=(wanted.items[0], *wanted.items[:0:-1]))
+    require_same(read.sample(gave, PLANNED), wanted)
+    del sample, lent
+    filled.settle()
+    assert handed(filled, 5) == Handed(1, -1), "what was lent is free again"
 
 
 def test_free_memory_beyond_what_is_kept_is_given_up_on_both_sides():

@@ -132,13 +132,18 @@ def test_answers_arrive_with_their_own_descriptors(ends):
         os.close(received)
 
 
+def _header(kind: int, size_bytes: int) -> bytes:
+    """An answer's header with nothing measured."""
+    return struct.pack("<BIddddQ?QQQ", kind, size_bytes, *[0.0] * 4, 0, False, 0, 0, 0)
+
+
 @pytest.mark.parametrize(
     "junk",
     [
-        struct.pack("<BIddddQ?", 99, 0, *[0.0] * 4, 0, False),
-        struct.pack("<BIddddQ?", Kind.INLINE, 2**31, *[0.0] * 4, 0, False),
-        struct.pack("<BIddddQ?", Kind.MEMORY, 0, *[0.0] * 4, 0, False),
-        struct.pack("<BIddddQ?", Kind.NEW, 0, *[0.0] * 4, 0, False),
+        _header(99, 0),
+        _header(Kind.INLINE, 2**31),
+        _header(Kind.MEMORY, 0),
+        _header(Kind.NEW, 0),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
@@ -159,7 +164,7 @@ def test_an_answer_that_makes_no_sense_is_refused(ends, junk):
 def test_descriptors_that_nobody_takes_are_closed_with_the_socket(ends, kind, sent, kinds):
     """A team's own code could send so many that a worker opens nothing more for anyone."""
     files = [os.memfd_create("sample") for _ in range(sent)]
-    header = struct.pack("<BIddddQ?", kind, 0, *[0.0] * 4, 0, False)
+    header = _header(kind, 0)
     socket.send_fds(ends[0], [header], files)
     for file in files:
         os.close(file)

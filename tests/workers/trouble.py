@@ -3,6 +3,7 @@
 The pipeline names a folder, where decoders leave marks for the test to see.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -25,6 +26,8 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.team import TeamShare
+from dataservice.workers.host import DecodingHost
+from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.sample_pipelines import PipelineFactory
 
 PAD = 9
@@ -197,3 +200,14 @@ def an_order(folder, keys, *, pack=0, step=0, job="j", share=None, first=1, **sh
         samples=tuple(a_sample(first + i, key, **shape) for i, key in enumerate(keys)),
         share=share or TeamShare(),
     )
+
+
+@contextlib.asynccontextmanager
+async def hosted(factory, **caches):
+    """A host of one real decoder process."""
+    host = DecodingHost(ProcessDecoders(factory, slots=1, timeout_s=30.0, **caches))
+    await host.start()
+    try:
+        yield host
+    finally:
+        host.close()

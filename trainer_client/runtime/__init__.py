@@ -38,7 +38,6 @@ from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline, gant
 from trainer_client.runtime.ring_attention import PackedAttention, ring_attention
 from trainer_client.runtime.stage_layout import EncoderStage, Recompute, StageLayout, recomputed
 from trainer_client.runtime.step import (
-    Features,
     MultimodalModel,
     evaluate_step,
     forward_microbatch,
@@ -46,6 +45,7 @@ from trainer_client.runtime.step import (
 )
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.runtime.trace import Trace, join_traces, traced
+from trainer_client.runtime.wave_features import Features
 
 __all__ = [
     "Action",

@@ -1,6 +1,7 @@
-"""What all replicas agree on before a step's first exchange: its plan, and its loss tokens.
+"""What all replicas agree on before a step's first exchange: its plan, its loss tokens, and whether
+features go a wave ahead.
 
-Both come from one sum over replicas. A plan's digest is hashed to numbers d, and each replica adds
+All come from one sum over replicas. A plan's digest is hashed to numbers d, and each replica adds
 d and d². Replicas that all hold d have Σd = N·d and Σd² = N·d²; any others have not, since the
 numbers then vary about their mean. So one all-reduce of a size that does not depend on the number
 of replicas compares all digests, and only where they differ does one ask who holds which.
@@ -8,6 +9,7 @@ of replicas compares all digests, and only where they differ does one ask who ho
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,18 +23,29 @@ from trainer_client.shard import Shard
 COMPARING = "comparing plan digests"
 
 
+class StepAgreement(NamedTuple):
+    """``room``: whether all replicas have room for a wave of features ahead."""
+
+    loss_tokens: LossTokens
+    room: bool
+
+
 def begin_step(
-    shard: Shard, everyone: PeerGroup, *, features_ahead: bool | None = None
-) -> LossTokens:
-    """The step's loss tokens over all replicas, once it is known that all hold the same plan and
-    exchange features in the same order.
+    shard: Shard,
+    everyone: PeerGroup,
+    *,
+    features_ahead: bool | None = None,
+    has_room: bool = False,
+) -> StepAgreement:
+    """The step's loss tokens over all replicas, and whether all have room (``has_room``), once it
+    is known that all hold the same plan and exchange features in the same order.
 
     Raises PlanMismatchError and LayoutError, on every replica, and PeerError. Collective over
     ``everyone``.
     """
     ahead = 0.0 if features_ahead is None else 1.0 + features_ahead
-    own = [*own_numbers(shard), ahead, ahead**2]
-    *sums, of_all, squares = sum_numbers(own, everyone, action=COMPARING)
+    own = [*own_numbers(shard), ahead, ahead**2, float(has_room)]
+    *sums, of_all, squares, with_room = sum_numbers(own, everyone, action=COMPARING)
     if (of_all, squares) != (everyone.size * ahead, everyone.size * ahead**2):
         raise LayoutError(
             f"replica {everyone.replica} calls run_step with features_ahead={features_ahead}, and "
@@ -42,7 +55,7 @@ def begin_step(
     agreed = agreed_tokens(shard, sums, ranks=everyone.size)
     if agreed is None:
         raise PlanMismatchError(_holders(shard.plan.digest, everyone))
-    return agreed
+    return StepAgreement(agreed, with_room == everyone.size)
 
 
 def check_same_plan(digest: str, group: PeerGroup) -> None:

@@ -16,8 +16,9 @@ A communicator does one rank's work in the order in which it is posted. All repl
 the same plan: give each thing that they do together (a hop of a ring, an exchange, a sum) its place
 in the plan: wave by wave, or action by action of a pipeline's schedule; within it the exchange of
 each modality, then layer by layer and hop by hop, backwards in the backward pass. An exchange that
-is started a wave ahead has its place before the layers of the wave before, on all replicas: they
-agree on that when the step begins. A replica is in one ring of a wave and posts in rising order of
+is started a wave ahead has its place between the forward and the backward layers of the wave before
+(before both where there is no backward pass), on all replicas: they agree on that when the step
+begins. A replica is in one ring of a wave and posts in rising order of
 these places, and all who take part in a thing have it at the same place. Take the lowest place that
 is not done: all who take part in it have done everything they posted before, so all of them post
 it, and nothing is in its way. So it is done, and so is every later one.
@@ -47,7 +48,7 @@ from trainer_client.runtime.fault_board import FaultBoard, as_timedelta
 from trainer_client.runtime.faults import GroupPoolError
 from trainer_client.runtime.host_transport import HostTransport
 
-PROTOCOL = 2  # of what replicas say to one another; raise it with any change
+PROTOCOL = 3  # of what replicas say to one another; raise it with any change
 NEIGHBOURHOOD = 8  # consecutive replicas whose rings are connected at the start: a host's GPUs
 
 

@@ -37,7 +37,8 @@ from trainer_client.runtime.linear_loss import LinearLogits
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_mesh import PipelineMesh
 from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import Features, MultimodalModel
+from trainer_client.runtime.step import MultimodalModel
+from trainer_client.runtime.wave_features import Features
 from trainer_client.shard import Microbatch, ModalityBatch
 
 

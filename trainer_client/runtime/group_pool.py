@@ -31,6 +31,7 @@ from trainer_client.runtime.faults import (
     PeerError,
     TransportMismatchError,
 )
+from trainer_client.runtime.memory_room import MemoryRoom
 from trainer_client.runtime.peers import PeerGroup, is_transport_error
 from trainer_client.runtime.roster import meet, missing
 
@@ -48,7 +49,8 @@ class GroupPool:
         pipeline parallel) makes one pool per rank, with the rank's place inside the replica
         as ``lane``: lanes never meet. All replicas make the pools of a lane in the same order.
 
-    Attributes: ``communicators``, how many this pool has made.
+    Attributes: ``communicators``, how many this pool has made; ``room``, what steps of the model
+    that it trains were seen to take of the device.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class GroupPool:
         self.replica = replica if replica is not None else (dist.get_rank() if ready else 0)
         self.timeout_s = timeout_s
         self.communicators = 0
+        self.room = MemoryRoom()
         self._backend_name = backend or _default_backend()
         on_gpu = self._backend_name == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None

@@ -8,9 +8,9 @@ in each, so every collective meets its partners.
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -25,11 +25,9 @@ from trainer_client.runtime.clock import (
     OTHER,
     phase_clock,
     switch_after_backward,
-    switch_in_backward,
     switch_phase,
 )
-from trainer_client.runtime.exchange import Arriving, start_exchange
-from trainer_client.runtime.faults import LayoutError
+from trainer_client.runtime.encoder_stream import EncoderStream, encoder_stream_of
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import HostCopy
@@ -38,32 +36,17 @@ from trainer_client.runtime.loss import microbatch_loss
 from trainer_client.runtime.phases import (
     BACKWARD,
     END,
-    EXCHANGE,
     FORWARD,
     GRADIENTS,
     START,
-    OfWave,
-    Place,
-    moves_rows,
     pack_place,
 )
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.sealed_call import sealed_call
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.runtime.wave_ahead import wave_taken, waves_of
-from trainer_client.shard import IGNORED_LABEL, MODALITIES, Microbatch, ModalityBatch, Shard
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Features:
-    """Feature rows that arrived for a microbatch, [R, width], and their local tokens [R].
-
-    Put them in with ``scatter_rows(embeddings, features.rows, features.positions)``, also when
-    there are none.
-    """
-
-    rows: Tensor
-    positions: Tensor
+from trainer_client.runtime.wave_features import Features, WaveFeatures, keeps_for_backward
+from trainer_client.shard import IGNORED_LABEL, Microbatch, ModalityBatch, Shard
 
 
 class MultimodalModel(Protocol):
@@ -110,6 +93,7 @@ def run_step(
     *,
     gradients: GradientReduction | None = None,
     features_ahead: bool | None = None,
+    encoder_stream: bool = True,
 ) -> StepResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
@@ -125,13 +109,16 @@ def run_step(
         microbatch before it, so that features travel while that computes. Loss and gradients are
         the same bits, but for random numbers such as those of dropout, which are drawn in another
         order. Encoders that train then keep two microbatches for their backward pass, of which a
-        job's ``plan.memory`` counts one. By default it is done where encoders keep nothing: where
-        those of the next microbatch are frozen. The same on all replicas.
+        job's ``plan.memory`` counts one. By default it is done where encoders keep nothing, those
+        of the next microbatch being frozen, and where all replicas have room for it by what their
+        devices were seen to take (``memory_room.py``). The same on all replicas.
+    encoder_stream: whether encoders that go ahead may run on a stream of their own, where the
+        device has streams and the model is not sharded by FSDP2; see ``_stream_of``.
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     reduction = gradients or reduction_of(model, groups.everyone)
-    return _whole_step(model, shard, groups, reduction, features_ahead)
+    return _whole_step(model, shard, groups, reduction, features_ahead, encoder_stream)
 
 
 def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
@@ -144,7 +131,7 @@ def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     with torch.no_grad():
-        return _whole_step(model, shard, groups, None, None)
+        return _whole_step(model, shard, groups, None, True, True)
 
 
 def _whole_step(
@@ -153,43 +140,71 @@ def _whole_step(
     groups: GroupPool,
     reduction: GradientReduction | None,
     features_ahead: bool | None,
+    encoder_stream: bool,
 ) -> StepResult:
     """A step whose gradients the reduction sums, or one without gradients."""
     started = time.perf_counter()
     everyone = groups.everyone
     forward = _forward_of(model)
     device = _device_of(model)
-    with (
-        groups.naming_lost("a step"),
-        phase_clock(device, place=START) as clock,
-        waves_of(shard, features_ahead) as waves,
-    ):
-        loss_tokens = begin_step(shard, everyone, features_ahead=features_ahead)
+    with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
+        trains = _encoders_train(model, shard)
+        asks = features_ahead is None and trains
+        room = asks and groups.room.begin(device, shard.planned)
+        agreed = begin_step(shard, everyone, features_ahead=features_ahead, has_room=room)
+        ahead = True if agreed.room else features_ahead
+        stream = _stream_of(model, device, trains) if encoder_stream else None
+        if ahead is False or (ahead is None and trains):
+            stream = None  # it would cost memory of its own, for nothing
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
-        for number, microbatch in enumerate(waves, start=1):
-            last = number == len(shard.microbatches)
-            with nullcontext() if reduction is None else reduction.microbatch(last=last):
-                given = seen_rows(forward(microbatch, groups), microbatch)
-                loss = microbatch_loss(given, microbatch, loss_tokens)
-                if reduction is not None:
-                    scaled = loss * reduction.averaged_over
-                    scaled = switch_after_backward(scaled, GRADIENTS, END if last else None)
-                    clock.switch("llm_backward", pack_place(microbatch, BACKWARD))
-                    scaled.backward()  # type: ignore[no-untyped-call]
-            clock.switch(OTHER)
-            loss_sum += loss.detach().to(loss_sum.device)
+        with waves_of(shard, ahead, stream=stream) as waves:
+            for number, microbatch in enumerate(waves, start=1):
+                last = number == len(shard.microbatches)
+                with nullcontext() if reduction is None else reduction.microbatch(last=last):
+                    given = seen_rows(forward(microbatch, groups), microbatch)
+                    loss = microbatch_loss(given, microbatch, agreed.loss_tokens)
+                    waves.post()
+                    if reduction is not None:
+                        scaled = loss * reduction.averaged_over
+                        scaled = switch_after_backward(scaled, GRADIENTS, END if last else None)
+                        clock.switch("llm_backward", pack_place(microbatch, BACKWARD))
+                        scaled.backward()  # type: ignore[no-untyped-call]
+                clock.switch(OTHER)
+                loss_sum += loss.detach().to(loss_sum.device)
         clock.switch(GRADIENTS, END)
         if reduction is not None:
             reduction.finish()
         everyone.post_sum(loss_sum, action="summing the loss").wait()
+        groups.room.end(ahead=agreed.room)
         return StepResult(
             loss=HostCopy(loss_sum),
-            loss_tokens=loss_tokens.count,
+            loss_tokens=agreed.loss_tokens.count,
             started_s=started,
             clock=clock,
             plan=shard.plan,
             everyone=everyone,
         )
+
+
+def _encoders_train(model: Module, shard: Shard) -> bool:
+    """Whether encoding a wave of the step keeps anything for a backward pass; the same on all
+    replicas."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    own = cast(MultimodalModel, inner)
+    return any(keeps_for_backward(own, microbatch) for microbatch in shard.planned)
+
+
+def _stream_of(model: Module, device: torch.device, trains: bool) -> EncoderStream | None:
+    """The stream on which this model's encoders may run beside its decoder, if there is one.
+
+    None in FSDP2, whose gathers wait for one another: the decoder's first would wait for the
+    encoders anyway. None for encoders that train in DDP, which sums a bucket once the stream of its
+    last gradient has it, so a bucket's gradients must come on one stream.
+    """
+    sharded = isinstance(model, FSDPModule)
+    if sharded or (trains and isinstance(model, DistributedDataParallel)):
+        return None
+    return encoder_stream_of(device)
 
 
 def _device_of(model: Module) -> torch.device:
@@ -217,10 +232,10 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     """
     arriving = wave_taken(
         microbatch,
-        partial(_start_features, model, groups=groups),
-        partial(_keeps_for_backward, model),
+        partial(WaveFeatures, model, groups=groups),
+        partial(keeps_for_backward, model),
     )
-    features = {modality: exchanged.take() for modality, exchanged in arriving.items()}
+    features = arriving.take()
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     if microbatch.idle:
         unseen = unseen_rows(microbatch)
@@ -233,86 +248,6 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
         layouts=microbatch.layouts,
     )
     return settled(model.decode(microbatch, features, attention), microbatch)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Exchanged:
-    """Feature rows of one modality on their way."""
-
-    arriving: Arriving
-    positions: Tensor
-    forward: Place | None
-    """Of the exchange; None where there is nothing to exchange."""
-    backward: tuple[str, Hashable]
-    """The phase of the backward pass that their gradients begin."""
-
-    def take(self) -> Features:
-        """The rows, once they are here."""
-        if self.forward is not None:
-            switch_phase(EXCHANGE, self.forward)
-        rows = switch_in_backward(self.arriving.wait(), *self.backward)
-        return Features(rows=rows, positions=self.positions)
-
-
-def _start_features(
-    model: MultimodalModel, microbatch: Microbatch, *, groups: GroupPool
-) -> dict[str, _Exchanged]:
-    """Encode what this replica was given, and start to exchange it; by modality."""
-    started: dict[str, _Exchanged] = {}
-    previous: Tensor | None = None
-    for modality in MODALITIES:
-        batch: ModalityBatch | None = getattr(microbatch, modality)
-        if batch is None:  # then it is None on every replica
-            continue
-        own = OfWave(microbatch.wave)
-        switch_phase(f"{modality}_forward", own)
-        trains = model.encoder_trains(modality)
-        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-            encoded = _encode(model, modality, batch)
-        plan = batch.exchange
-        sent = encoded.index_select(0, plan.send_rows.to(encoded.device))
-        moves = moves_rows(plan, replica=groups.replica)  # else there is nothing to exchange
-        forward = Place(modality, microbatch.wave, FORWARD) if moves else None
-        if moves:
-            switch_phase(EXCHANGE, forward)
-        arriving = start_exchange(
-            switch_in_backward(sent, f"{modality}_backward", own),
-            plan.send_splits,
-            plan.recv_splits,
-            groups.everyone,
-            after=previous,
-            differentiable=trains,
-        )
-        previous = arriving.rows if trains else previous
-        back = (EXCHANGE, Place(modality, microbatch.wave, BACKWARD))
-        started[modality] = _Exchanged(
-            arriving=arriving,
-            positions=plan.recv_positions,
-            forward=forward,
-            backward=back if moves else (f"{modality}_backward", own),
-        )
-    return started
-
-
-def _keeps_for_backward(model: MultimodalModel, microbatch: Microbatch) -> bool:
-    """Whether encoding this microbatch keeps anything; the same on all replicas."""
-    encoded = [name for name in MODALITIES if getattr(microbatch, name) is not None]
-    return torch.is_grad_enabled() and any(map(model.encoder_trains, encoded))
-
-
-def _encode(model: MultimodalModel, modality: str, batch: ModalityBatch) -> Tensor:
-    """Feature rows of the batch's items; no rows where a dummy item was encoded."""
-    if not batch.items:
-        return model.encode(modality, replace(batch, items=[model.dummy_item(modality)]))[:0]
-    encoded = model.encode(modality, batch)
-    planned = len(batch.exchange.send_rows)
-    if encoded.shape[0] != planned:
-        raise LayoutError(
-            f"the {modality} encoder gave {encoded.shape[0]} rows for {len(batch.items)} items "
-            f"whose tokens the plan counts as {planned}; check that the model's patch and merge "
-            "sizes are those of the job's processor"
-        )
-    return encoded
 
 
 def seen_rows(given: Tensor, microbatch: Microbatch) -> Tensor:

@@ -17,7 +17,8 @@ from trainer_client.runtime.linear_loss import settled
 from trainer_client.runtime.loads import Groups, Load, device_of, feature_row, make_microbatch
 from trainer_client.runtime.phases import EXCHANGE, GRADIENTS
 from trainer_client.runtime.ring_attention import PackedAttention
-from trainer_client.runtime.step import Features, MultimodalModel, run_step
+from trainer_client.runtime.step import MultimodalModel, run_step
+from trainer_client.runtime.wave_features import Features
 from trainer_client.shard import (
     FeatureExchange,
     Group,

@@ -5,6 +5,7 @@
                  ├ vision ┤├ exchange ┤├ llm ─────┤ …
     waits                   ├ exchange ┤   ├ ring ┤     what no computing hid
     copies       ├ microbatch 1 ┤                       to the device, beside computing
+    encoders                            ├ vision ┤      on a stream of their own
     transfers    rings, exchanges and sums, from being posted to being waited for
 
 The phases of a step follow one another without a gap, so that they add up to its seconds. Times are
@@ -24,12 +25,18 @@ import torch.distributed as dist
 
 from trainer_client.device import CopyTimes, telling_copies
 from trainer_client.runtime.clock import OTHER, PhaseClock, telling_clocks
+from trainer_client.runtime.encoder_stream import EncoderTimes, telling_encoders
 from trainer_client.runtime.phases import BUBBLE, GRADIENTS, OfWave, Place
 
 Event = dict[str, Any]
 
-STEPS, WAITS, COPIES = 0, 1, 2  # tracks
-TRACKS = {STEPS: "step", WAITS: "waits for transfers", COPIES: "copies to the device"}
+STEPS, WAITS, COPIES, ENCODERS = 0, 1, 2, 3  # tracks
+TRACKS = {
+    STEPS: "step",
+    WAITS: "waits for transfers",
+    COPIES: "copies to the device",
+    ENCODERS: "encoders beside the decoder",
+}
 BETWEEN = (OTHER, GRADIENTS, BUBBLE)  # phases that belong to no microbatch
 
 
@@ -37,6 +44,7 @@ BETWEEN = (OTHER, GRADIENTS, BUBBLE)  # phases that belong to no microbatch
 class _TracedStep:
     clock: PhaseClock
     copies: list[CopyTimes]
+    encoded: list[EncoderTimes]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +54,7 @@ class Trace:
     rank: int = 0
     _steps: list[_TracedStep] = field(default_factory=list)
     _copies: list[CopyTimes] = field(default_factory=list)
+    _encoded: list[EncoderTimes] = field(default_factory=list)
 
     def events(self) -> list[Event]:
         """The events of the format, times in µs. Waits for the device."""
@@ -92,15 +101,22 @@ class Trace:
         for times in step.copies:
             begun_s, ended_s = _copied_s(times, clock)
             yield span(COPIES, f"wave {times.wave}", begun_s, ended_s, bytes=times.size_bytes)
+        for encoded in step.encoded:
+            begun_s, ended_s = clock.seconds_at(encoded.began), clock.seconds_at(encoded.ended)
+            yield span(ENCODERS, encoded.modality, begun_s, ended_s, wave=encoded.wave)
 
     def add_copies(self, times: CopyTimes) -> None:
         """Copies of the step that runs."""
         self._copies.append(times)
 
+    def add_encoded(self, times: EncoderTimes) -> None:
+        """What the step that runs encodes beside its decoder."""
+        self._encoded.append(times)
+
     def add_step(self, clock: PhaseClock) -> None:
         """A step that has ended."""
-        copies, self._copies = self._copies, []
-        self._steps.append(_TracedStep(clock=clock, copies=copies))
+        self._steps.append(_TracedStep(clock=clock, copies=self._copies, encoded=self._encoded))
+        self._copies, self._encoded = [], []
 
 
 @contextmanager
@@ -117,7 +133,11 @@ def traced(rank: int | None = None) -> Iterator[Trace]:
     """
     ready = rank is None and dist.is_initialized()
     trace = Trace(rank=dist.get_rank() if ready else rank or 0)
-    with telling_clocks(trace.add_step), telling_copies(trace.add_copies):
+    with (
+        telling_clocks(trace.add_step),
+        telling_copies(trace.add_copies),
+        telling_encoders(trace.add_encoded),
+    ):
         yield trace
 
 

@@ -31,17 +31,16 @@ def within_rooms(
     item_replica: NDArray[np.int32],
     room: EncoderRoom,
     replicas_per_node: int | None,
-) -> NDArray[np.int32] | None:
-    """`item_replica` int32[m], changed where a replica would keep more than it has room for; None
-    where no way is found. O((m + W·N) log N)."""
-    kept, broken = keep_rooms(
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """`item_replica` int32[m], changed where a replica would keep more than it has room for; and
+    for each wave whether no way was found, bool[W]. O((m + W·N) log N)."""
+    return keep_rooms(
         plan.pack_wave[item_packs(plan)].astype(np.int64),
-        room.item_bytes(plan.item_modality, plan.item_encoder_tokens),
+        room.row_bytes(plan),
         item_replica,
         room.rooms(plan),
         replicas_per_node or plan.replicas,
     )
-    return kept if broken < 0 else None
 
 
 @kernel
@@ -148,9 +147,9 @@ def keep_rooms(
     replica_of: NDArray[np.int32],
     rooms: NDArray[np.int64],
     ranks_per_node: int,
-) -> tuple[NDArray[np.int32], int]:
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """`replica_of` int32[m] changed where a replica has more than its room, rooms[wave, replica],
-    and the first wave for which no way was found, or −1. `sizes` int64[m] are the items' bytes."""
+    and the waves for which no way was found, bool[W]. `sizes` int64[m] are the items' bytes."""
     waves = rooms.shape[0]
     kept = replica_of.copy()
     left = rooms_left(wave_of, sizes, kept, rooms)
@@ -164,13 +163,13 @@ def keep_rooms(
         if not full[wave]:
             continue
         items = listed[begins[wave] : begins[wave + 1]]
+        full[wave] = False
         if not _hand_on(items, sizes, kept, left[wave], ranks_per_node):
             place_of = np.empty(items.size, np.int64)
-            if not fit_items(sizes[items], rooms[wave], place_of):
-                return kept, wave
-            for k in range(items.size):
+            full[wave] = not fit_items(sizes[items], rooms[wave], place_of)
+            for k in range(items.size if not full[wave] else 0):
                 kept[items[k]] = place_of[k]
-    return kept, -1
+    return kept, full
 
 
 @leaf

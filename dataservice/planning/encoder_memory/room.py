@@ -46,28 +46,33 @@ class EncoderRoom:
             token_bytes=memory.encoder_token_bytes,
         )
 
-    def item_bytes(
-        self, modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
-        """What each item, or piece of one, takes on the one replica that encodes it: int64[m]."""
-        return _item_bytes(modality, encoder_tokens, np.array(self.token_bytes))
-
-    def pieces(
+    def unit_bytes(
         self,
         modality: NDArray[np.int8],
         encoder_tokens: NDArray[np.int32],
-        units: NDArray[np.int32],
+        units: NDArray[np.int32] | None = None,
     ) -> NDArray[np.int64]:
-        """Into how many pieces to cut each item of so many `units` [m], so that one keeps a small
-        part of what a microbatch may, where its units allow: int64[m]."""
-        wanted = self.item_bytes(modality, encoder_tokens) / (self.microbatch_bytes * PIECE_SHARE)
-        return np.clip(np.ceil(wanted), 1, units).astype(np.int64)
+        """What each unit of an item, or of a piece of one, takes on the replica that encodes it:
+        int64[m]; without `units` int32[m], the items themselves."""
+        tokens = encoder_tokens if units is None else encoder_tokens // units
+        return _token_bytes(modality, tokens, np.array(self.token_bytes))
+
+    def row_bytes(self, plan: StepPlan) -> NDArray[np.int64]:
+        """What each row of a plan, an item or a piece of one, takes: int64[m]."""
+        units = plan.item_units
+        sizes = self.unit_bytes(plan.item_modality, plan.item_encoder_tokens, units)
+        return sizes if units is None else sizes * units
+
+    def pieces(self, unit_bytes: NDArray[np.int64], units: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Into how many pieces to cut each item of so many `units` [m] of `unit_bytes` [m], so that
+        one keeps a small part of what a microbatch may, where its units allow: int64[m]."""
+        return _piece_counts(unit_bytes, units, self.microbatch_bytes)
 
     def tokens_of_all(self, lengths: LengthTable, memory_tokens: int) -> int:
         """At most so many tokens of the decoder a replica should hold, so that in waves of the
         step's own mixture there is room for what they encode. Between 1 and `memory_tokens`."""
         encoder_bytes = float(
-            self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
+            self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
         )
         tokens = float(lengths.llm_tokens.sum(dtype=np.int64))
         if encoder_bytes == 0:
@@ -78,7 +83,7 @@ class EncoderRoom:
     def mean_part(self, lengths: LengthTable) -> float:
         """How large a piece is in which a byte of these samples' items lies, in the mean over their
         bytes: as a part of a microbatch, at most PIECE_SHARE."""
-        sizes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+        sizes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens)
         total = float(sizes.sum(dtype=np.float64))
         parts = np.minimum(sizes / self.microbatch_bytes, PIECE_SHARE)
         return float((sizes * parts).sum()) / total if total else 0.0
@@ -86,12 +91,12 @@ class EncoderRoom:
     def count_pieces(self, lengths: LengthTable) -> float:
         """Items, or the pieces that their bytes fill, whichever are more: about as many rows as
         their dispatch has."""
-        sizes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens)
+        sizes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens)
         return float(np.maximum(sizes / (self.microbatch_bytes * PIECE_SHARE), 1.0).sum())
 
     def least_waves(self, lengths: LengthTable, replicas: int) -> int:
         """Waves that all bytes of these samples fill at least."""
-        encoder_bytes = self.item_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
+        encoder_bytes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
         llm_bytes = self.llm_token_bytes * float(lengths.llm_tokens.sum(dtype=np.int64))
         of_wave = replicas * float(self.microbatch_bytes)
         return math.ceil((float(encoder_bytes) + llm_bytes) / of_wave * (1.0 - 1e-9))
@@ -113,13 +118,30 @@ class EncoderRoom:
 
 
 @kernel
-def _item_bytes(
+def _token_bytes(
     modality: NDArray[np.int8], encoder_tokens: NDArray[np.int32], token_bytes: NDArray[np.float64]
 ) -> NDArray[np.int64]:
     sizes = np.empty(modality.size, np.int64)
     for item in range(modality.size):
         sizes[item] = np.int64(np.ceil(token_bytes[modality[item]] * encoder_tokens[item]))
     return sizes
+
+
+@kernel
+def _piece_counts(
+    unit_bytes: NDArray[np.int64], units: NDArray[np.int32], microbatch_bytes: int
+) -> NDArray[np.int64]:
+    counts = np.empty(units.size, np.int64)
+    for item in range(units.size):
+        counts[item] = piece_count(unit_bytes[item], units[item], microbatch_bytes)
+    return counts
+
+
+@leaf
+def piece_count(unit_bytes: int, units: int, microbatch_bytes: int) -> int:
+    """`EncoderRoom.pieces` of one item."""
+    wanted = np.ceil(unit_bytes * units / (microbatch_bytes * PIECE_SHARE))
+    return int(max(1.0, min(float(units), wanted)))
 
 
 @leaf

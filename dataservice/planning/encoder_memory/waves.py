@@ -21,10 +21,11 @@ from dataservice.core.plan_options import Context
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.encoder_memory.fit import have_room, surely_fit
-from dataservice.planning.encoder_memory.room import EncoderRoom, room_beside
+from dataservice.planning.encoder_memory.room import EncoderRoom, piece_count, room_beside
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.integers import padded_length
 from dataservice.planning.kernels.sort import argsort_falling
+from dataservice.planning.pieces import first_of_piece
 
 # Rounds in which what left its wave is grouped again, each in packs this much smaller.
 _ROUNDS = 6
@@ -59,29 +60,31 @@ def least_tokens(llm_tokens: NDArray[np.int32], degrees: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaveRoom:
-    """The samples of a step, `lengths`, and what they encode: sample i has the rows
-    item_offsets[i]:item_offsets[i+1] of `item_bytes` int64[k], items or pieces of them, each on one
-    of the `replicas`, which have `room` for it. `degrees` are those that a group may have, rising.
-    """
+    """The samples of a step, `lengths`, and what they encode: each item may be cut into `units`
+    int32[m] of `unit_bytes` int64[m], each on one of the `replicas`, which have `room` for it.
+    `degrees` are those that a group may have, rising."""
 
     lengths: LengthTable
-    item_offsets: NDArray[np.int64]
-    item_bytes: NDArray[np.int64]
+    units: NDArray[np.int32]
+    unit_bytes: NDArray[np.int64]
     room: EncoderRoom
     replicas: int
     degrees: Sequence[int]
 
     def fits(self, samples: IntArray, offsets: IntArray, degrees: IntArray) -> bool:
         """Whether a wave of groups, samples[offsets[g]:offsets[g+1]] on degrees[g] replicas each,
-        has room for all of its items. O(k log N) for k items."""
+        has room for all of its items: either surely for their units, however they come, or for
+        pieces of them, the largest first. O(k log N) for k pieces, O(items + N) in the first case.
+        """
         return bool(
             _wave_fits(
                 np.asarray(samples, dtype=np.int64),
                 np.asarray(offsets, dtype=np.int64),
                 np.asarray(degrees, dtype=np.int64),
                 self.lengths.llm_tokens,
-                self.item_offsets,
-                self.item_bytes,
+                self.lengths.item_offsets,
+                self.units,
+                self.unit_bytes,
                 self.replicas,
                 self.room.microbatch_bytes,
                 self.room.llm_token_bytes,
@@ -122,12 +125,12 @@ def sample_without_room(step: WaveRoom, memory_tokens: int) -> int | None:
     """
     lengths, room = step.lengths, step.room
     tokens = lengths.llm_tokens.astype(np.int64)
-    sums = np.concatenate([[0], np.cumsum(step.item_bytes)])
-    encoder_bytes = np.diff(sums[step.item_offsets])
-    largest = np.zeros(len(lengths), np.int64)
-    has = np.flatnonzero(np.diff(step.item_offsets))
+    sums = np.concatenate([[0], np.cumsum(step.units * step.unit_bytes)])
+    encoder_bytes = np.diff(sums[lengths.item_offsets])
+    largest = np.zeros(len(lengths), np.int64)  # unit of each
+    has = np.flatnonzero(np.diff(lengths.item_offsets))
     if has.size:
-        largest[has] = np.maximum.reduceat(step.item_bytes, step.item_offsets[has])
+        largest[has] = np.maximum.reduceat(step.unit_bytes, lengths.item_offsets[has])
     together = np.ceil(room.llm_token_bytes * tokens) + encoder_bytes <= room.microbatch_bytes
     idle = np.maximum(step.replicas - -(-tokens // memory_tokens) - 1, 0)
     beside = encoder_bytes <= idle * (room.microbatch_bytes - largest)
@@ -272,17 +275,17 @@ def _wave_fits(
     degrees: NDArray[np.int64],
     tokens: NDArray[np.int32],
     item_offsets: NDArray[np.int64],
-    item_bytes: NDArray[np.int64],
+    units: NDArray[np.int32],
+    unit_bytes: NDArray[np.int64],
     replicas: int,
     microbatch_bytes: int,
     llm_token_bytes: float,
 ) -> bool:
-    count, held_bytes, largest = 0, 0, 0
+    held_bytes, largest = 0, 0
     for sample in samples:
-        count += item_offsets[sample + 1] - item_offsets[sample]
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
-            held_bytes += item_bytes[item]
-            largest = max(largest, item_bytes[item])
+            held_bytes += units[item] * unit_bytes[item]
+            largest = max(largest, unit_bytes[item])
     room = np.full(replicas, microbatch_bytes)  # int64[N]
     seat = 0
     for group in range(degrees.size):
@@ -297,10 +300,18 @@ def _wave_fits(
         return True
     if held_bytes > room.sum() or largest > room.max():
         return False
-    sizes = np.empty(count, np.int64)  # int64[items of the wave]
+    count = 0
+    for sample in samples:
+        for item in range(item_offsets[sample], item_offsets[sample + 1]):
+            count += piece_count(unit_bytes[item], units[item], microbatch_bytes)
+    sizes = np.empty(count, np.int64)  # int64[pieces of the wave]
     at = 0
     for sample in samples:
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
-            sizes[at] = item_bytes[item]
-            at += 1
+            pieces = piece_count(unit_bytes[item], units[item], microbatch_bytes)
+            for place in range(pieces):
+                first = first_of_piece(units[item], pieces, place)
+                behind = first_of_piece(units[item], pieces, place + 1)
+                sizes[at] = (behind - first) * unit_bytes[item]
+                at += 1
     return have_room(sizes[argsort_falling(sizes)], room)

@@ -17,17 +17,18 @@ _LOW = (1 << 32) - 1
 
 
 @kernel
-def _argsort_narrow(keys: NDArray[np.uint64], differing: np.uint64) -> NDArray[np.int64]:
-    """`radix_argsort` of keys that differ in 32 bits alone: each carries its place with it, so that
-    every pass reads in order."""
-    n = keys.size
+def _argsort_carried(carried: NDArray[np.uint64], differing: np.uint64) -> NDArray[np.int64]:
+    """`radix_argsort` of keys of 32 bits, each with its place below it, so that every pass reads in
+    order; `carried` is lost. Digits begin at the lowest of the keys' bits that is `differing`:
+    of multiples of a power of two, such as tokens of tiles, few bits do."""
+    n = carried.size
     ones, low = np.uint64(_BUCKETS - 1), np.uint64(_LOW)
-    carried = np.empty(n, np.uint64)  # uint64[n]: key, and place below it
     spare = np.empty(n, np.uint64)
-    for i in range(n):
-        carried[i] = (keys[i] << np.uint64(32)) | np.uint64(i)
     counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
-    for shift in range(0, 32, _DIGIT_BITS):
+    first = 0
+    while first < 32 and (differing >> np.uint64(first)) & np.uint64(1) == 0:
+        first += 1
+    for shift in range(first, 32, _DIGIT_BITS):
         step = np.uint64(shift + 32)
         if ((differing << np.uint64(32)) >> step) & ones == 0:
             continue
@@ -58,7 +59,10 @@ def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     for i in range(n):
         differing |= keys[i] ^ keys[0]
     if differing <= np.uint64(_LOW):
-        return _argsort_narrow(keys, differing)
+        carried = np.empty(n, np.uint64)
+        for i in range(n):
+            carried[i] = (keys[i] << np.uint64(32)) | np.uint64(i)
+        return _argsort_carried(carried, differing)
     order = np.arange(n)  # int64[n]
     spare = np.empty(n, np.int64)
     counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
@@ -84,17 +88,27 @@ def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 @kernel
 def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
     """Places of integers [n], largest first, ties by place. Where they fall already: one pass."""
+    n = sizes.size
     falls = True
-    most = sizes[0] if sizes.size else 0
-    for i in range(1, sizes.size):
+    most = sizes[0] if n else 0
+    least = most
+    for i in range(1, n):
         falls = falls and sizes[i] <= sizes[i - 1]
         most = max(most, sizes[i])
+        least = min(least, sizes[i])
     if falls:
-        return np.arange(sizes.size)
-    keys = np.empty(sizes.size, np.uint64)
-    for i in range(sizes.size):
-        keys[i] = np.uint64(most - sizes[i])
-    return radix_argsort(keys)
+        return np.arange(n)
+    keys = np.empty(n, np.uint64)
+    if np.uint64(most - least) > np.uint64(_LOW):
+        for i in range(n):
+            keys[i] = np.uint64(most - sizes[i])
+        return radix_argsort(keys)
+    differing = np.uint64(0)
+    for i in range(n):
+        key = np.uint64(most - sizes[i])
+        differing |= key
+        keys[i] = (key << np.uint64(32)) | np.uint64(i)
+    return _argsort_carried(keys, differing)
 
 
 def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:

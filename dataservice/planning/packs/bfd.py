@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.integers import lowest_bit
-from dataservice.planning.kernels.sort import argsort_descending
+from dataservice.planning.kernels.sort import argsort_descending, argsort_falling
 from dataservice.planning.packs.packing import Packing, check_limit, check_pair, to_packing
 
 _MOST_ROWS = 64
@@ -91,6 +91,18 @@ def _take_out(
             summary[row, column >> 12] &= ~(np.uint64(1) << np.uint64((column >> 6) & 63))
 
 
+@leaf
+def _columns(n: int, max_text: int, row_count: int) -> tuple[int, int]:
+    """Words of 64 columns in each of the rows, and the tokens of a column as a power of two, since
+    divisions would take most of the time."""
+    most_words = max(_LEAST_WORDS, _MOST_WORDS // row_count)
+    word_count = min(most_words, max(4, n // 64), max_text // 64 + 1)
+    shift = 0
+    while max_text >> shift >= 64 * word_count:
+        shift += 1
+    return word_count, shift
+
+
 @kernel
 def _best_fit(
     text: NDArray[np.int64],
@@ -107,12 +119,7 @@ def _best_fit(
     before = np.empty(n, np.int32)
     row_width = grain if max_vision // grain < _MOST_ROWS else max_vision // _MOST_ROWS + 1
     row_count = max_vision // row_width + 1
-    most_words = max(_LEAST_WORDS, _MOST_WORDS // row_count)
-    word_count = min(most_words, max(4, n // 64), max_text // 64 + 1)
-    # Columns are as wide as a power of two, since divisions would take most of the time.
-    shift = 0
-    while max_text >> shift >= 64 * word_count:
-        shift += 1
+    word_count, shift = _columns(n, max_text, row_count)
     head = np.full((row_count, 64 * word_count), -1, np.int32)  # int32[rows, columns]
     words = np.zeros((row_count, word_count), np.uint64)  # uint64[rows, words]: a bit a column
     # uint64[rows, summary words]: a bit a word
@@ -175,7 +182,7 @@ def pack_by_best_fit(
     """Write the pack of every sample in `order`, numbering from `first_pack`; returns how many
     packs were opened. Every sample must fit alone. A few dozen word operations a sample."""
     in_order = vision[order]
-    grain = max(int(np.gcd.reduce(in_order)), 1) if order.size else 1
+    grain = max(int(np.gcd.reduce(in_order)), 1) if max_vision and order.size else 1
     packs, opened = _best_fit(text[order], in_order, max_text, max_vision, grain)
     pack_of[order] = first_pack + packs
     return int(opened)
@@ -185,6 +192,8 @@ def by_falling_need(
     text: NDArray[np.int64], vision: NDArray[np.int64], max_text: int, max_vision: int
 ) -> NDArray[np.int64]:
     """Samples by their larger share of a limit, largest first."""
+    if max_vision == 0:
+        return argsort_falling(text)
     return argsort_descending(np.maximum(text / max(max_text, 1), vision / max(max_vision, 1)))
 
 
@@ -204,13 +213,45 @@ def pack_bfd(
     text, vision = check_pair(text_tokens, vision_tokens)
     max_text = check_limit(max_text, "max_text", least=1)
     max_vision = check_limit(max_vision, "max_vision", least=0)
-    fits = (text <= max_text) & (vision <= max_vision)
-    inside = np.flatnonzero(fits)
-    pack_of = np.empty(text.size, np.int64)
-    order = inside[by_falling_need(text[inside], vision[inside], max_text, max_vision)]
-    opened = pack_by_best_fit(order, text, vision, max_text, max_vision, 0, pack_of)
-    alone = np.flatnonzero(~fits)
-    pack_of[alone] = opened + np.arange(alone.size)
+    pack_of = best_fit_falling(text, vision, max_text, max_vision)
     return to_packing(
         pack_of, text, vision, max_text=max_text, max_vision=max_vision, min_text=0, min_vision=0
     )
+
+
+def best_fit_falling(
+    text: NDArray[np.int64], vision: NDArray[np.int64], max_text: int, max_vision: int
+) -> NDArray[np.int64]:
+    """The packs of `pack_bfd` alone, int64[n], of lengths and limits that are known to be right."""
+    order = by_falling_need(text, vision, max_text, max_vision)
+    fits = (text <= max_text) & (vision <= max_vision)
+    alone = np.flatnonzero(~fits)
+    if alone.size:
+        order = order[fits[order]]
+    pack_of = np.empty(text.size, np.int64)
+    opened = pack_by_best_fit(order, text, vision, max_text, max_vision, 0, pack_of)
+    pack_of[alone] = opened + np.arange(alone.size)
+    return pack_of
+
+
+@kernel
+def bound_falling(text: NDArray[np.int64], max_text: int, least_packs: int) -> tuple[int, int]:
+    """How many packs `pack_bfd` opens at most of falling `text` int64[n] that fit alone, and what
+    each but the last holds at least, where it opens no fewer than `least_packs`. O(n).
+
+    A sample of s tokens opens a pack where no other has room for it. So each of those holds at
+    least max_text − s, but for the column that a pack is filed by; and at least s, as they fall.
+    Their tokens are among those that came before. The last pack is opened by no longer sample than
+    the first that may open the `least_packs`-th.
+    """
+    slack = (1 << _columns(text.size, max_text, 1)[1]) - 1
+    before, most, held = 0, 0, 0
+    for place in range(text.size):
+        size = text[place]
+        each = max(size, max_text - size - slack, 1)
+        packs = before // each + 1
+        if packs >= least_packs and held == 0:
+            held = max(max_text - size - slack, (max_text - slack) // 2, 1)
+        most = max(most, packs)
+        before += size
+    return most, held

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dataservice.core.errors import PlanningError
 from dataservice.core.sample import IntArray
-from dataservice.planning.kernels.compile import leaf
+from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_falling
 from dataservice.planning.packs.packing import Packing, check_pair
 
@@ -27,29 +27,35 @@ def pack_padded(
     unless it is one sample alone. `by_length` sorts the samples first, longest first.
     O(n), or O(n log n) sorted.
     """
-    n = len(tokens)
-    order = np.arange(n)
-    if by_length and n:
-        order = argsort_falling(tokens)
-    pack_of = np.empty(n, dtype=np.int32)
-    _cut(tokens[order], order, max_tokens, pack_of)
+    order = argsort_falling(tokens) if by_length and len(tokens) else None
+    order, offsets = cut_padded(tokens, max_tokens=max_tokens, order=order)
+    pack_of = np.empty(len(tokens), dtype=np.int32)
+    pack_of[order] = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
     return pack_of
 
 
-@leaf
-def _cut(
-    tokens: NDArray[np.int64],
-    order: NDArray[np.int64],
-    max_tokens: int,
-    pack_of: NDArray[np.int32],
-) -> None:
-    pack, count, longest = 0, 0, 0
+def cut_padded(
+    tokens: NDArray[np.int64], *, max_tokens: int, order: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The microbatches of `pack_padded` as they are cut, of samples in this `order` int64[n], or as
+    they are drawn: the order, and where each begins in it, the end included: int64[packs+1]."""
+    if order is None:
+        return np.arange(len(tokens)), _cut(tokens, max_tokens)
+    return order, _cut(tokens[order], max_tokens)
+
+
+@kernel
+def _cut(tokens: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
+    offsets = np.empty(len(tokens) + 1, np.int64)
+    packs, count, longest = 0, 0, 0
     for place in range(len(tokens)):
-        longest_with = max(longest, tokens[place])
-        if count > 0 and (count + 1) * longest_with > max_tokens:
-            pack, count, longest_with = pack + 1, 0, tokens[place]
-        count, longest = count + 1, longest_with
-        pack_of[order[place]] = pack
+        longest = max(longest, tokens[place])
+        if count == 0 or (count + 1) * longest > max_tokens:
+            offsets[packs] = place
+            packs, count, longest = packs + 1, 0, tokens[place]
+        count += 1
+    offsets[packs] = len(tokens)
+    return offsets[: packs + 1].copy()
 
 
 def padded_to_longest(tokens: NDArray[np.int64], pack_of: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -189,9 +189,12 @@ def slice_items(
     *,
     replicas: int,
     replicas_per_node: int | None,
+    unit_bytes: NDArray[np.int64] | None,
+    rooms: NDArray[np.int64] | None,
 ) -> Slices:
     """The items in pieces, and the replica of each piece: as `dispatch_items` where long ones may
-    be cut; `bound_s` float64[phases] as `encoding_bounds`. O(m log m)."""
+    be cut; `bound_s` float64[phases] as `encoding_bounds`, bytes as in `slice_phases`, None where
+    there is room for all. O(m log m)."""
     slices = slice_phases(
         items.phase,
         items.seconds,
@@ -202,9 +205,11 @@ def slice_items(
         bounds=bound_s,
         ranks=replicas,
         ranks_per_node=min(replicas_per_node or ISLAND_REPLICAS, replicas),
+        unit_bytes=unit_bytes,
+        rooms=rooms,
     )
-    if replicas_per_node is not None and replicas_per_node < replicas:
-        return slices
+    if rooms is not None or (replicas_per_node is not None and replicas_per_node < replicas):
+        return slices  # another rank has other room
     row = slices.cut.row
     named = name_parts(slices.rank, items.home[row], items.phase[row], items.phases, replicas)
     return slices._replace(rank=named)

@@ -5,6 +5,7 @@ where it may be (`pieces.py`, `nodes/slices.py`); pieces are joined where they m
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,9 @@ from dataservice.core.topology import Topology
 from dataservice.planning.encoder_memory.fit import within_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.invariants import broken
+from dataservice.planning.nodes.slices import Slices
 from dataservice.planning.pieces import (
+    Cut,
     by_row,
     cut_evenly,
     cut_items,
@@ -24,6 +27,7 @@ from dataservice.planning.pieces import (
     long_items,
 )
 from dataservice.planning.stages.dispatch import (
+    MODALITIES,
     EncoderItems,
     EncoderLoads,
     cut_encoder_items,
@@ -37,6 +41,7 @@ from dataservice.planning.validate import check_items
 
 # Of what no pieces beat, within which they are not compared with whole items.
 NEAR = 1.02
+_TRIES = 3  # sliced, in even pieces, in single units
 
 
 def place_items(
@@ -51,95 +56,126 @@ def place_items(
     replica has room for what it is given. Baselines leave items whole where there is room, as
     trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`."""
     room = EncoderRoom.of(options.memory, topology)
-    base, base_items = grouped, items
-    if room is not None and grouped.item_units is not None:
-        units = grouped.item_units
-        pieces = room.pieces(grouped.item_modality, grouped.item_encoder_tokens, units)
-        if pieces.max(initial=1) > 1:
-            even = cut_evenly(units, pieces)
-            base = cut_items(grouped, even)
-            base_items = cut_encoder_items(items, even, base, options.cost)
-    known_s = bound_s if base is grouped else None
+    pieces, unit_bytes = np.ones(items.units.size, np.int64), None
+    if room is not None:
+        unit_bytes = room.unit_bytes(grouped.item_modality, items.encoder_tokens, items.units)
+        pieces = room.pieces(unit_bytes, items.units)
     sliced = None
     if options.stages.dispatch != "home":
-        sliced = _sliced(base, base_items, known_s, topology, options, room)
-    return sliced or _whole(base, base_items, known_s, topology, options, room)
+        rooms = None if room is None else room.rooms(grouped)
+        sliced = _sliced(grouped, items, pieces, bound_s, unit_bytes, rooms, topology, options)
+    for _ in range(_TRIES):
+        stays = np.ones(pieces.size, np.bool_) if sliced is None else ~sliced.taken[items.phase]
+        cut, rows = _in_pieces(grouped, items, stays, pieces, options)
+        replica = _dispatched(rows, bound_s, topology, options)
+        if sliced is not None:
+            sliced = sliced.decided(rows, replica, grouped.replicas)
+            cut, replica = sliced.beside(cut, rows, replica, items)
+        whole = cut.row.size == pieces.size
+        plan = grouped if whole else cut_items(grouped, cut)
+        full = np.zeros(plan.waves, np.bool_)
+        if room is not None:
+            replica, full = within_rooms(plan, replica, room, topology.replicas_per_node)
+        if not full.any():
+            check_items(plan, replica, room)
+            plan = replace(plan, item_replica=replica)
+            joined = plan if room is None else join_items(plan)
+            if whole:
+                return joined, items
+            pack = items.pack[cut.row] if joined is plan else None
+            return joined, encoder_loads(joined, options.cost, pack)
+        # A wave has room for even pieces or, however they come, for single units (`WaveRoom`).
+        full_phases = np.repeat(full, MODALITIES)
+        pieces = np.where(full_phases[items.phase] & stays, items.units, pieces)
+        sliced = None if sliced is None else sliced.without(full_phases)
+    raise broken("a wave has items that its replicas have no room for")
 
 
-def _whole(
-    base: StepPlan,
-    items: EncoderItems,
-    bound_s: NDArray[np.float64] | None,
-    topology: Topology,
-    options: PlanOptions,
-    room: EncoderRoom | None,
-) -> tuple[StepPlan, EncoderLoads]:
-    """Every row on one replica."""
-    found = _kept(base, _dispatched(items, bound_s, topology, options), topology, room)
-    if found is None:
-        raise broken("a wave has items that its replicas have no room for")
-    joined = join_items(found)
-    return joined, items if joined is found else encoder_loads(joined, options.cost)
+class _Sliced(NamedTuple):
+    """Phases whose items are sliced: `slices` by item and then by first unit, the phases of which
+    they are `taken` bool[phases], and those that are compared with whole items yet, `unsure`."""
+
+    slices: Slices
+    taken: NDArray[np.bool_]
+    unsure: NDArray[np.bool_]
+
+    def decided(self, rows: EncoderItems, replica: NDArray[np.int32], replicas: int) -> "_Sliced":
+        """With unsure phases taken where they end sooner than these `rows` on their replicas."""
+        if not self.unsure.any():
+            return self
+        faster = self.slices.slowest_s < slowest_s(rows, replica, replicas)
+        taken = self.taken | (self.unsure & faster)
+        return self._replace(taken=taken, unsure=np.zeros_like(taken))
+
+    def beside(
+        self, cut: Cut, rows: EncoderItems, replica: NDArray[np.int32], items: EncoderItems
+    ) -> tuple[Cut, NDArray[np.int32]]:
+        """What is taken, and of the `rows` of `cut` on their replicas those of other phases."""
+        chosen = self.taken[items.phase[self.slices.cut.row]]
+        mine, rank = self.slices.cut.take(chosen), self.slices.rank[chosen]
+        stays = ~self.taken[rows.phase]
+        if not stays.any():
+            return mine, rank
+        if not chosen.any():
+            return cut, replica
+        together = mine.beside(cut.take(stays))
+        return by_row(together, np.append(rank, replica[stays]), items.phase.size)
+
+    def without(self, phases: NDArray[np.bool_]) -> "_Sliced":
+        """With none of these phases taken."""
+        return self._replace(taken=self.taken & ~phases)
 
 
 def _sliced(
-    base: StepPlan,
+    grouped: StepPlan,
     items: EncoderItems,
-    bound_s: NDArray[np.float64] | None,
+    pieces: NDArray[np.int64],
+    bound_s: NDArray[np.float64],
+    unit_bytes: NDArray[np.int64] | None,
+    rooms: NDArray[np.int64] | None,
     topology: Topology,
     options: PlanOptions,
-    room: EncoderRoom | None,
-) -> tuple[StepPlan, EncoderLoads] | None:
-    """Long rows in pieces, in each phase that ends sooner by it, and the others whole; None where
-    none is long, or pieces have no room."""
-    long = long_items(items.phase, items.seconds, items.units, items.phases, base.replicas)
+) -> _Sliced | None:
+    """Phases with an item that takes long, or is to be in several `pieces`; None where there are
+    none."""
+    large = np.zeros(items.phases, np.bool_)
+    large[items.phase[pieces > 1]] = True
+    long = long_items(items.phase, items.seconds, items.units, large, grouped.replicas)
     of_long = long.phases[items.phase]
     if not of_long.any():
         return None
-    if bound_s is None:
-        bound_s = encoding_bounds(items, base.replicas)
-    rows = np.flatnonzero(of_long)
-    shares = cut_evenly(items.units[rows], long.pieces[rows])  # each of them near its own text
-    shares = shares._replace(row=rows[shares.row])
+    shares, rows = _in_pieces(grouped, items, of_long, long.pieces, options)  # near their own text
     slices = slice_items(
-        cut_encoder_items(items, shares, cut_items(base, shares), options.cost),
+        rows,
         bound_s,
         replicas=topology.replicas,
         replicas_per_node=topology.replicas_per_node,
+        unit_bytes=None if unit_bytes is None else unit_bytes[shares.row],
+        rooms=rooms,
     )
-    cut, replica = by_row(slices.cut, slices.rank, shares.row.size)
-    cut = shares.again(cut)
-    sliced = slices.slowest_s <= bound_s * NEAR
-    if not sliced.all():  # pieces take so little that whole items would take more
-        whole_s = encoding_bounds(items.take(of_long), base.replicas, whole=True)
-        sliced |= slices.slowest_s < whole_s
-    sliced &= long.phases
-    stay = ~sliced[items.phase]
-    plan = base
-    if stay.any():
-        whole = items.take(stay)
-        whole_replica = _dispatched(whole, bound_s, topology, options)
-        if sliced.sum() < long.phases.sum():
-            whole_s = slowest_s(whole, whole_replica, base.replicas)
-            sliced |= long.phases & (slices.slowest_s < whole_s)
-        if sliced.any():
-            chosen, left = sliced[items.phase[cut.row]], ~sliced[whole.phase]
-            cut = cut.take(chosen).beside(np.flatnonzero(stay)[left], items.units)
-            replica = np.append(replica[chosen], whole_replica[left])
-            cut, replica = by_row(cut, replica, items.phase.size)
-        else:
-            replica = whole_replica
-    if sliced.any():
-        cut, replica = join_pieces(cut, replica)
-        plan = cut_items(base, cut)
-    found = _kept(plan, replica, topology, room)
-    if found is None:
-        return None
-    joined = found if room is None else join_items(found)
-    if joined is found and plan is base:
-        return joined, items
-    pack = items.pack[cut.row] if joined is found else None
-    return joined, encoder_loads(joined, options.cost, pack)
+    cut, rank = by_row(slices.cut, slices.rank, shares.row.size)
+    cut, rank = join_pieces(shares.again(cut), rank)
+    taken = long.phases & (slices.slowest_s < np.where(large, np.inf, bound_s * NEAR))
+    if taken.sum() < long.phases.sum():  # pieces may take so little that whole ones lose
+        whole_s = encoding_bounds(items.take(of_long), grouped.replicas, whole=True)
+        taken |= long.phases & (slices.slowest_s < whole_s)
+    return _Sliced(Slices(cut, rank, slices.slowest_s), taken, long.phases & ~taken)
+
+
+def _in_pieces(
+    grouped: StepPlan,
+    items: EncoderItems,
+    chosen: NDArray[np.bool_],
+    pieces: NDArray[np.int64],
+    options: PlanOptions,
+) -> tuple[Cut, EncoderItems]:
+    """Some of the items, each in so many even `pieces` int64[m]."""
+    at = np.flatnonzero(chosen)
+    if pieces[at].max(initial=1) == 1:
+        return Cut(at, np.zeros(at.size, np.int32), items.units[at]), items.take(chosen)
+    even = cut_evenly(items.units[at], pieces[at])
+    cut = even._replace(row=at[even.row])
+    return cut, cut_encoder_items(items, cut, cut_items(grouped, cut), options.cost)
 
 
 def _dispatched(
@@ -155,19 +191,3 @@ def _dispatched(
         replicas_per_node=topology.replicas_per_node,
         algorithm=options.stages.dispatch,
     )
-
-
-def _kept(
-    plan: StepPlan,
-    item_replica: NDArray[np.int32],
-    topology: Topology,
-    room: EncoderRoom | None,
-) -> StepPlan | None:
-    """The plan with its rows there, or where they keep `room`; None where no way is found."""
-    if room is not None:
-        kept = within_rooms(plan, item_replica, room, topology.replicas_per_node)
-        if kept is None:
-            return None
-        item_replica = kept
-    check_items(plan, item_replica, room)
-    return replace(plan, item_replica=item_replica)

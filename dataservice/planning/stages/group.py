@@ -1,21 +1,30 @@
 """Stage 2, group: who shares a pack, and in which wave it runs."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.layout import padded_tokens
 from dataservice.core.plan import StageReport
 from dataservice.core.plan_options import Context, FullAttention, Pack, PlanOptions, algorithm_named
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
-from dataservice.planning.context.groups import ContextWaves, plan_context_waves, static_waves
+from dataservice.planning.context.groups import (
+    ContextWaves,
+    plan_context_waves,
+    static_times,
+    static_waves,
+)
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.context.units import Degrees
 from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.kernels.sort import argsort_falling
+from dataservice.planning.packs.bfd import bound_falling
+from dataservice.planning.packs.padded import cut_padded
 from dataservice.planning.stages.pack import Packed
 
 # Packs that level many samples are quick. Those formed jointly with their groups take longer and
@@ -76,18 +85,99 @@ def group_packs(step: PackedStep) -> ContextWaves:
     return group(step)
 
 
-def static_bound(
-    lengths: LengthTable, degree: int, topology: Topology, options: PlanOptions
-) -> float:
-    """What no waves of static context take less than in sum, whatever its packs: those that memory
-    calls for at least, and what one group would take that held everything. O(n)."""
-    llm, sizes = options.cost.llm, lengths.llm_tokens.astype(np.float64)
-    tokens, eta = float(sizes.sum()), full_attention(lengths, options.full_attention)
-    squares = np.square(sizes) if eta is None else (1.0 + eta) * np.square(sizes)
-    crosses = degree > (topology.replicas_per_node or topology.replicas)
-    together_s = float(llm.group_times_s(tokens, squares.sum(), degree, crosses))
-    more = math.ceil(tokens / (degree * options.memory_tokens)) - 1  # packs
-    return (together_s + more * llm.group_s) / (topology.replicas // degree)
+class StaticBound(NamedTuple):
+    """What static waves take in sum at least: all work, spread over all replicas; or the sample
+    that takes longest alone, beside the least of all other waves."""
+
+    spread_s: float
+    longest_s: float
+
+
+class StaticBounds:
+    """What waves of static context take in sum at least, of these samples with their `eta`
+    float64[n], None where all attention is causal."""
+
+    def __init__(
+        self, lengths: LengthTable, eta: NDArray[np.float64] | None, topology: Topology
+    ) -> None:
+        self._lengths, self._eta, self._topology = lengths, eta, topology
+        self._falling: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def of_any(self, degree: int, options: PlanOptions) -> StaticBound:
+        """Whatever their packs: memory calls for some at least, and they take no less than one
+        group that held everything."""
+        llm, topology = options.cost.llm, self._topology
+        crosses = degree > (topology.replicas_per_node or topology.replicas)
+        tokens, squares = self._all_and_longest
+        together_s, longest_s = llm.group_times_s(tokens, squares, degree, crosses)
+        packs = -(-int(tokens[0]) // (degree * options.memory_tokens))
+        per_wave = topology.replicas // degree
+        spread_s = (together_s + (packs - 1) * llm.group_s) / per_wave
+        return StaticBound(
+            spread_s=float(spread_s),
+            longest_s=float(longest_s) + (-(-packs // per_wave) - 1) * llm.group_s,
+        )
+
+    @cached_property
+    def _all_and_longest(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Σs and Σ(1+η)s² of all samples, and those of the one that takes longest alone. O(n)."""
+        tokens = self._lengths.llm_tokens.astype(np.float64)
+        squares = np.square(tokens)
+        squares = squares if self._eta is None else (1.0 + self._eta) * squares
+        at = int(squares.argmax())
+        return np.array([tokens.sum(), tokens[at]]), np.array([squares.sum(), squares[at]])
+
+    def of_packs(self, degree: int, options: PlanOptions, spread_s: float) -> float:
+        """Of the packs that the options' pack stage makes, which are paid for unpadded and stay in
+        the waves where they are formed; their makespan, where they are consecutive samples.
+        `spread_s` of any packs. O(n log n), a part of what making them takes.
+
+        Best fit fills all packs but the last to what `bound_falling` says. So where it is known how
+        many waves they are, it is known what those of the last one hold at least, and that is
+        spread over no replicas but theirs.
+        """
+        if options.stages.pack != "bfd":
+            return self._consecutive(degree, options)
+        topology = self._topology
+        tokens, order = self._padded(degree)
+        room_tokens, per_wave = degree * options.memory_tokens, topology.replicas // degree
+        least = -(-int(tokens.sum()) // room_tokens)
+        most, held = bound_falling(tokens[order], room_tokens, least)
+        waves = -(-least // per_wave)
+        if -(-most // per_wave) > waves:
+            return spread_s
+        crosses = degree > (topology.replicas_per_node or topology.replicas)
+        pack_s = float(options.cost.llm.group_times_s(held, 0.0, degree, crosses))
+        last = np.array([least, most]) - (waves - 1) * per_wave  # packs of the last wave
+        # Concave in between, so least at an end.
+        return spread_s + float((pack_s * (last - 1) * (1 / last - 1 / per_wave)).min())
+
+    def _padded(self, degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The samples' tokens padded for a degree, and their order by falling ones."""
+        if degree not in self._falling:
+            tokens = padded_tokens(self._lengths.llm_tokens, degree)
+            self._falling[degree] = tokens, argsort_falling(tokens)
+        return self._falling[degree]
+
+    def _consecutive(self, degree: int, options: PlanOptions) -> float:
+        tokens, order = self._padded(degree)
+        by_length = order if options.stages.pack == "padded_by_length" else None
+        samples, offsets = cut_padded(
+            tokens, max_tokens=degree * options.memory_tokens, order=by_length
+        )
+        seconds, _ = static_times(
+            samples,
+            offsets,
+            tokens,
+            tokens,
+            replicas=self._topology.replicas,
+            degree=degree,
+            cost=options.cost.llm,
+            ranks_per_node=self._topology.replicas_per_node,
+            full_attention=self._eta,
+        )
+        waves = np.arange(0, len(seconds), self._topology.replicas // degree)
+        return float(np.maximum.reduceat(seconds, waves).sum())
 
 
 def _searched(step: PackedStep, *, degrees: Degrees) -> ContextWaves:

@@ -12,7 +12,7 @@ from dataservice.core.plan import StageReport
 from dataservice.core.plan_options import IsfLimits, Pack, PlanOptions, algorithm_named
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.planning.context.groups import ContextPlan
-from dataservice.planning.packs.bfd import pack_bfd
+from dataservice.planning.packs.bfd import best_fit_falling
 from dataservice.planning.packs.isf import pack_isf
 from dataservice.planning.packs.limits import LimitMethod, isf_limits
 from dataservice.planning.packs.padded import pack_padded, padded_sum, padded_to_longest
@@ -73,8 +73,8 @@ def _bfd(
 ) -> Packed:
     tokens = padded_tokens(lengths.llm_tokens, degree)
     room_tokens = options.memory_tokens * degree
-    packing = pack_bfd(tokens, np.zeros_like(tokens), max_text=room_tokens, max_vision=1)
-    return packing.pack_of, tokens
+    pack_of = best_fit_falling(tokens, np.zeros_like(tokens), room_tokens, 0)
+    return pack_of.astype(np.int32), tokens
 
 
 def _padded(

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.layout import sample_starts
 from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -21,14 +20,13 @@ from dataservice.planning.encoder_memory.waves import (
     least_tokens,
     waves_with_room,
 )
-from dataservice.planning.pieces import cut_evenly
 from dataservice.planning.stages.group import PackedStep, full_attention
 
 # Of the tokens that leave room for all items, what a wave is given where most bytes are in pieces
 # near the largest: in rooms full to the brim, they go where there is room and not where time is.
 _LEVEL, _LARGE_PIECES = 0.96, 0.8
 # Seconds of one core that planning a sample and a piece takes about.
-_SAMPLE_S, _PIECE_S = 1.5e-6, 4e-7
+_SAMPLE_S, _PIECE_S = 1.5e-6, 2e-7
 _NEAR = 0.999
 
 
@@ -85,17 +83,11 @@ def step_room(
 ) -> WaveRoom:
     """What tells whether samples of these lengths have room in a wave, each item in pieces where it
     may be cut into `units` int32[m]."""
-    offsets, modality = lengths.item_offsets, lengths.item_modality
-    tokens = lengths.item_encoder_tokens
-    if units is not None:
-        pieces = room.pieces(modality, tokens, units)
-        cut = cut_evenly(units, pieces)
-        tokens = tokens[cut.row] // units[cut.row] * cut.held
-        offsets, modality = sample_starts(pieces)[offsets], modality[cut.row]
+    modality, tokens = lengths.item_modality, lengths.item_encoder_tokens
     return WaveRoom(
         lengths=lengths,
-        item_offsets=offsets,
-        item_bytes=room.item_bytes(modality, tokens),
+        units=np.ones(len(tokens), np.int32) if units is None else units,
+        unit_bytes=room.unit_bytes(modality, tokens, units),
         room=room,
         replicas=topology.replicas,
         degrees=_degrees(lengths, topology, options),

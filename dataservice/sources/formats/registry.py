@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.ports import RangeCache
 from dataservice.sources.formats.arrow import Arrow
 from dataservice.sources.formats.custom import Custom
 from dataservice.sources.formats.json_array import JsonArray
@@ -29,11 +30,15 @@ FORMATS: Mapping[str, Callable[[SourceSpec, Storage, DecodeLimits], Format]] = {
 
 
 def open_format(
-    spec: SourceSpec, limits: DecodeLimits = DEFAULT_LIMITS, roots: Roots | None = None
+    spec: SourceSpec,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+    roots: Roots | None = None,
+    ranges: RangeCache | None = None,
 ) -> Format:
-    """The reader of a source's files; it reads only under `roots`, if given. Raises SourceError
-    when the source's URL cannot be opened."""
-    return FORMATS[spec.format](spec, Storage(spec, roots), limits)
+    """The reader of a source's files; it reads only under `roots`, if given, and what it reads from
+    other machines is kept in `ranges`. Raises SourceError when the source's URL cannot be
+    opened."""
+    return FORMATS[spec.format](spec, Storage(spec, roots, ranges), limits)
 
 
 def list_files(spec: SourceSpec) -> tuple[SourceFile, ...]:

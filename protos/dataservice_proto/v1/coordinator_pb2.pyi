@@ -22,6 +22,36 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class IndexRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_YAML_FIELD_NUMBER: _builtins.int
+    BASE_DIRECTORY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ERRAND_FIELD_NUMBER: _builtins.int
+    spec_yaml: _builtins.str
+    base_directory: _builtins.str
+    """as in SubmitJobRequest"""
+    source: _builtins.str
+    errand: _builtins.str
+    """as in IndexOrder"""
+    def __init__(
+        self,
+        *,
+        spec_yaml: _builtins.str = ...,
+        base_directory: _builtins.str = ...,
+        source: _builtins.str = ...,
+        errand: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_directory", b"base_directory", "errand", b"errand", "source", b"source", "spec_yaml", b"spec_yaml"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexRequest: _TypeAlias = IndexRequest  # noqa: Y015
+
+@_typing.final
 class SubmitJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1097,6 +1127,8 @@ class OpenSessionRequest(_message.Message):
     LAUNCH_FIELD_NUMBER: _builtins.int
     LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -1112,6 +1144,9 @@ class OpenSessionRequest(_message.Message):
     """this client hands loss weights on to the trainer"""
     columns: _builtins.int
     """the version of ShardColumns that it reads; 0: a release that had none"""
+    node: _builtins.str
+    """where the rank runs; empty: not known"""
+    zone: _builtins.str
     def __init__(
         self,
         *,
@@ -1124,10 +1159,12 @@ class OpenSessionRequest(_message.Message):
         launch: _builtins.str = ...,
         loss_weights: _builtins.bool = ...,
         columns: _builtins.int = ...,
+        node: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "columns", b"columns", "cursor", b"cursor", "job", b"job", "launch", b"launch", "loss_weights", b"loss_weights", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "columns", b"columns", "cursor", b"cursor", "job", b"job", "launch", b"launch", "loss_weights", b"loss_weights", "node", b"node", "rank", b"rank", "rejoin_attempt", b"rejoin_attempt", "world_size", b"world_size", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2196,6 +2233,8 @@ class FleetHealth(_message.Message):
     BUSY_SLOTS_FIELD_NUMBER: _builtins.int
     WAITING_TEAMS_FIELD_NUMBER: _builtins.int
     SHORTFALL_FIELD_NUMBER: _builtins.int
+    GRPC_BYTES_FIELD_NUMBER: _builtins.int
+    SAME_NODE_BYTES_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
     wanted_workers: _builtins.int
     slots: _builtins.int
@@ -2203,6 +2242,9 @@ class FleetHealth(_message.Message):
     busy_slots: _builtins.float
     shortfall: _builtins.str
     """why workers are missing, a sentence; empty if none is"""
+    grpc_bytes: _builtins.int
+    """sent to ranks by these workers so far, by their path"""
+    same_node_bytes: _builtins.int
     @_builtins.property
     def waiting_teams(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -2215,10 +2257,12 @@ class FleetHealth(_message.Message):
         busy_slots: _builtins.float = ...,
         waiting_teams: _abc.Iterable[_builtins.str] | None = ...,
         shortfall: _builtins.str = ...,
+        grpc_bytes: _builtins.int = ...,
+        same_node_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slots", b"busy_slots", "shortfall", b"shortfall", "slots", b"slots", "slots_per_worker", b"slots_per_worker", "waiting_teams", b"waiting_teams", "wanted_workers", b"wanted_workers", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slots", b"busy_slots", "grpc_bytes", b"grpc_bytes", "same_node_bytes", b"same_node_bytes", "shortfall", b"shortfall", "slots", b"slots", "slots_per_worker", b"slots_per_worker", "waiting_teams", b"waiting_teams", "wanted_workers", b"wanted_workers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ Only metadata passes here; sample bytes come from workers (worker.proto).
 
 from collections import abc as _abc
 from dataservice_proto.v1 import coordinator_pb2 as _coordinator_pb2
+from dataservice_proto.v1 import worker_pb2 as _worker_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
@@ -58,6 +59,10 @@ class CoordinatorStub:
     """The workers as they are now."""
     RestartWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RestartWorkersRequest, _coordinator_pb2.RestartWorkersResponse]
     """Begin to replace workers, one after another, each once it holds nothing any more."""
+    Index: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.IndexRequest, _worker_pb2.IndexAnswer]
+    """Have a worker do something for an index of one source of a job file, which need not be
+    registered; the caller writes the index. Waits until there is a place.
+    """
     OpenSession: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]
     """Claim a rank. The first event comes once all ranks of the attempt have opened; the claim
     lasts as long as the stream does.
@@ -108,6 +113,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """The workers as they are now."""
     RestartWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RestartWorkersRequest, _coordinator_pb2.RestartWorkersResponse]  # type: ignore[assignment]
     """Begin to replace workers, one after another, each once it holds nothing any more."""
+    Index: _aio.UnaryStreamMultiCallable[_coordinator_pb2.IndexRequest, _worker_pb2.IndexAnswer]  # type: ignore[assignment]
+    """Have a worker do something for an index of one source of a job file, which need not be
+    registered; the caller writes the index. Waits until there is a place.
+    """
     OpenSession: _aio.UnaryStreamMultiCallable[_coordinator_pb2.OpenSessionRequest, _coordinator_pb2.SessionEvent]  # type: ignore[assignment]
     """Claim a rank. The first event comes once all ranks of the attempt have opened; the claim
     lasts as long as the stream does.
@@ -239,6 +248,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RestartWorkersResponse, _abc.Awaitable[_coordinator_pb2.RestartWorkersResponse]]:
         """Begin to replace workers, one after another, each once it holds nothing any more."""
+
+    @_abc_1.abstractmethod
+    def Index(
+        self,
+        request: _coordinator_pb2.IndexRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.IndexAnswer], _abc.AsyncIterator[_worker_pb2.IndexAnswer]]:
+        """Have a worker do something for an index of one source of a job file, which need not be
+        registered; the caller writes the index. Waits until there is a place.
+        """
 
     @_abc_1.abstractmethod
     def OpenSession(

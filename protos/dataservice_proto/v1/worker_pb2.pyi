@@ -240,6 +240,118 @@ class PackFailure(_message.Message):
 Global___PackFailure: _TypeAlias = PackFailure  # noqa: Y015
 
 @_typing.final
+class IndexOrder(_message.Message):
+    """An errand over one source of a job; see dataservice/sources/index_errands.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIPELINE_FIELD_NUMBER: _builtins.int
+    ERRAND_FIELD_NUMBER: _builtins.int
+    pipeline: _builtins.str
+    """JSON: the source, the tokenizer and processors, what may be read"""
+    errand: _builtins.str
+    """JSON: what to do"""
+    def __init__(
+        self,
+        *,
+        pipeline: _builtins.str = ...,
+        errand: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errand", b"errand", "pipeline", b"pipeline"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexOrder: _TypeAlias = IndexOrder  # noqa: Y015
+
+@_typing.final
+class IndexAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """of the result before"""
+    places: _builtins.int
+    """first, from a coordinator: so many errands of the team may be under way"""
+    @_builtins.property
+    def progress(self) -> Global___IndexProgress: ...
+    @_builtins.property
+    def result(self) -> Global___IndexResult: ...
+    def __init__(
+        self,
+        *,
+        progress: Global___IndexProgress | None = ...,
+        result: Global___IndexResult | None = ...,
+        data: _builtins.bytes = ...,
+        places: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["progress", "result", "data", "places"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___IndexAnswer: _TypeAlias = IndexAnswer  # noqa: Y015
+
+@_typing.final
+class IndexProgress(_message.Message):
+    """What is done beyond the answers before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
+
+@_typing.final
+class IndexResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DAMAGE_FIELD_NUMBER: _builtins.int
+    place: _builtins.int
+    """of the file, among those of the errand"""
+    size_bytes: _builtins.int
+    """that follow"""
+    damage: _builtins.str
+    """of the file, where there is no result"""
+    def __init__(
+        self,
+        *,
+        place: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        damage: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damage", b"damage", "place", b"place", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexResult: _TypeAlias = IndexResult  # noqa: Y015
+
+@_typing.final
 class SampleLocation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -484,21 +596,28 @@ class HeldPacks(_message.Message):
 
     PACKS_FIELD_NUMBER: _builtins.int
     OUTAGES_FIELD_NUMBER: _builtins.int
+    GRPC_BYTES_FIELD_NUMBER: _builtins.int
+    SAME_NODE_BYTES_FIELD_NUMBER: _builtins.int
+    grpc_bytes: _builtins.int
+    """the bytes sent to ranks so far, by their path"""
+    same_node_bytes: _builtins.int
     @_builtins.property
     def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]: ...
     @_builtins.property
     def outages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutage]:
-        """in the first message"""
+        """in the first message, as are"""
 
     def __init__(
         self,
         *,
         packs: _abc.Iterable[Global___PackKeys] | None = ...,
         outages: _abc.Iterable[Global___StorageOutage] | None = ...,
+        grpc_bytes: _builtins.int = ...,
+        same_node_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outages", b"outages", "packs", b"packs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_bytes", b"grpc_bytes", "outages", b"outages", "packs", b"packs", "same_node_bytes", b"same_node_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

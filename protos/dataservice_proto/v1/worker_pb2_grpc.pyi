@@ -37,6 +37,10 @@ class WorkerStub:
     """From the coordinator only: what was ordered here and not released, decoded or not, and which
     storage does not answer.
     """
+    Index: _grpc.UnaryStreamMultiCallable[_worker_pb2.IndexOrder, _worker_pb2.IndexAnswer]
+    """From the coordinator only: do something for an index, in a process of the lowest priority. The
+    call ends with the last answer.
+    """
     Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
 
@@ -51,6 +55,10 @@ class WorkerAsyncStub(WorkerStub):
     Held: _aio.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]  # type: ignore[assignment]
     """From the coordinator only: what was ordered here and not released, decoded or not, and which
     storage does not answer.
+    """
+    Index: _aio.UnaryStreamMultiCallable[_worker_pb2.IndexOrder, _worker_pb2.IndexAnswer]  # type: ignore[assignment]
+    """From the coordinator only: do something for an index, in a process of the lowest priority. The
+    call ends with the last answer.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchChunk]  # type: ignore[assignment]
     """From trainer ranks. Parts come in the order of the ticket; each begins with a header."""
@@ -81,6 +89,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.HeldPacks], _abc.AsyncIterator[_worker_pb2.HeldPacks]]:
         """From the coordinator only: what was ordered here and not released, decoded or not, and which
         storage does not answer.
+        """
+
+    @_abc_1.abstractmethod
+    def Index(
+        self,
+        request: _worker_pb2.IndexOrder,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.IndexAnswer], _abc.AsyncIterator[_worker_pb2.IndexAnswer]]:
+        """From the coordinator only: do something for an index, in a process of the lowest priority. The
+        call ends with the last answer.
         """
 
     @_abc_1.abstractmethod

@@ -64,15 +64,17 @@ def run_world(
         ranks[rank].join()
     if hung:
         raise WorldFailed(f"ranks {hung} did not end within {LIMIT_S} s")
-    return _answers(folder, size)
+    ends = ", ".join(f"rank {rank}: {process.exitcode}" for rank, process in enumerate(ranks))
+    return _answers(folder, size, ends)
 
 
-def _answers(folder: Path, size: int) -> dict[int, Any]:
+def _answers(folder: Path, size: int, ends: str) -> dict[int, Any]:
     answers = {}
     for rank in range(size):
         failed = folder / f"rank{rank}.failed"
         if failed.exists():
-            raise WorldFailed(f"rank {rank}:\n{failed.read_text()}")
+            said = failed.read_text()
+            raise WorldFailed(f"rank {rank}:\n{said}\nProcesses ended with {ends}.")
         answer = folder / f"rank{rank}.pt"
         if answer.exists():
             answers[rank] = torch.load(answer, weights_only=False)

@@ -1,5 +1,6 @@
 """Runs one rank of a test world; started by conftest.py with ORDER among its globals."""
 
+import faulthandler
 import importlib.util
 import os
 import sys
@@ -14,6 +15,7 @@ ORDER = globals()["ORDER"]
 
 
 def main(order):
+    faulthandler.enable()  # a rank that the C library aborts says where it was
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.path[:] = order["path"]
     torch.set_num_threads(1)

@@ -160,7 +160,7 @@ def test_a_trace_shows_features_on_their_way_under_the_decoder(world, tmp_path):
     under = 0
     for rank in range(3):
         events = json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
-        decoding = [e for e in events if e["name"] == "llm_forward" and e["tid"] == STEPS]
+        decoding = [e for e in events if e["name"] == "llm_backward" and e["tid"] == STEPS]
         encoding = [e for e in events if e["name"] == "vision_forward" and e["tid"] == STEPS]
         waves = [event["args"]["wave"] for event in encoding]
         assert waves == sorted(waves), "each says which wave's items they are"
@@ -175,7 +175,7 @@ def test_a_trace_shows_features_on_their_way_under_the_decoder(world, tmp_path):
             for flight in flights.values()
             for decoder in decoding
         )
-    assert under >= 3, "from being posted to being waited for, round a whole forward pass"
+    assert under >= 3, "from being posted to being waited for, round a whole backward pass"
 
 
 class Counting(PlainQueue):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
 from trainer_client.runtime import GroupPool, GroupPoolError, PeerGroup, TransportMismatchError
-from trainer_client.runtime.communicator import Communicator
+from trainer_client.runtime.communicator import PROTOCOL, Communicator
 
 
 def summed(group, value):
@@ -106,10 +106,10 @@ def test_replicas_that_would_communicate_in_different_ways_are_named_before_they
     assert len(answers) == 3
     for replicas_of, text in answers.values():
         assert replicas_of == {
-            "gloo, torch 2.0, protocol 2": (0, 2),
-            "gloo, torch 1.0, protocol 2": (1,),
+            f"gloo, torch 2.0, protocol {PROTOCOL}": (0, 2),
+            f"gloo, torch 1.0, protocol {PROTOCOL}": (1,),
         }
-        assert "torch 1.0, protocol 2 on replicas [1]" in text
+        assert f"torch 1.0, protocol {PROTOCOL} on replicas [1]" in text
         assert "one environment" in text
 
 

@@ -3,15 +3,18 @@
 The device is played (see ``fake_device.py``), also its clock, whose times are known only later.
 """
 
-import time
-
 import pytest
 import torch
 
-from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged, moved
+from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged
+from tests.trainer_client.runtime.model_there import (
+    IN_A_STEP,
+    connected_there,
+    from_there,
+    model_there,
+    play_a_stream,
+)
 from tests.trainer_client.runtime.random_steps import (
-    ITEM_WIDTH,
-    Model,
     make_model,
     make_shard,
     random_plan,
@@ -19,54 +22,8 @@ from tests.trainer_client.runtime.random_steps import (
     single_process,
     worst_difference,
 )
-from trainer_client.runtime import GroupPool, clock, evaluate_step, group_pool, run_step
+from trainer_client.runtime import GroupPool, evaluate_step, group_pool, run_step
 from trainer_client.runtime.phases import PHASES
-
-IN_A_STEP = 2  # the start's sum, and which gradients there are; DDP and FSDP know the latter
-
-
-class PlayedStream:
-    """A clock whose moments count as those of a stream."""
-
-    on_stream = True
-
-    def __init__(self, device):
-        self.moments_s = []
-
-    def mark(self):
-        self.moments_s.append(time.perf_counter())
-        return len(self.moments_s) - 1
-
-    def read(self):
-        return self.moments_s
-
-
-def play_a_stream():
-    clock.start_clock = PlayedStream
-
-
-class ModelThere(Model):
-    def dummy_item(self, modality):
-        return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64, device=THERE)
-
-
-def model_there():
-    model = make_model(())
-    model.__class__ = ModelThere
-    return moved(model)
-
-
-def from_there(model):
-    """Its gradients, in a model of the CPU."""
-    plain = make_model(())
-    for target, source in zip(plain.parameters(), model.parameters(), strict=True):
-        target.grad = None if source.grad is None else source.grad.held
-    return plain
-
-
-def connected_there(pool):
-    """All replicas, with sums on the device, as NCCL has them."""
-    pool.everyone.device = THERE
 
 
 def steps_there(rank, size, seeds):

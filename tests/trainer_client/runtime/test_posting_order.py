@@ -21,6 +21,7 @@ from trainer_client.runtime import (
     GroupPool,
     PeerGroup,
     PipelineMesh,
+    evaluate_step,
     run_pipeline_step,
     run_step,
 )
@@ -66,9 +67,11 @@ def test_plans_of_the_planner_come_through_on_one_communicator(recorder, ahead):
     assert not stuck(queues_of(recorder, steps, (ahead,)))
 
 
-def test_features_that_travel_ahead_are_posted_before_the_rings_of_the_wave_before(
-    recorder, monkeypatch
-):
+EXCHANGE, RING = "the feature exchange (forward)", "ring attention (forward)"
+
+
+def actions_of(recorder, monkeypatch, act, **options):
+    """What one replica of a ring posts in a step, in this order."""
     posted, post = [], PeerGroup.post
 
     def noted(group, sends, receives, *, action, channel=0):
@@ -76,13 +79,34 @@ def test_features_that_travel_ahead_are_posted_before_the_rings_of_the_wave_befo
         return post(group, sends, receives, action=action, channel=channel)
 
     monkeypatch.setattr(PeerGroup, "post", noted)
-    exchange, ring = "the feature exchange (forward)", "ring attention (forward)"
-    before_rings = {}
-    for ahead in (True, False):
-        posted.clear()
-        queues_of(recorder, [random_shards(1, 7, (5, 7))], (ahead,))
-        before_rings[ahead] = posted[: posted.index(ring)].count(exchange)
-    assert before_rings[True] > before_rings[False] > 0
+    recorder.begin()
+    act(
+        make_model(()),
+        random_shards(1, 7, (5, 7))[0],
+        GroupPool(replica=0, replicas=7, timeout_s=60),
+        **options,
+    )
+    return posted
+
+
+def test_features_that_travel_ahead_are_posted_between_a_wave_s_forward_and_backward_rings(
+    recorder, monkeypatch
+):
+    """So no ring of the forward pass queues behind an encoder of the next wave."""
+    ahead = actions_of(recorder, monkeypatch, run_step, features_ahead=True)
+    after = actions_of(recorder, monkeypatch, run_step, features_ahead=False)
+    back = "ring attention (backward)"
+    first = after[: after.index(RING)].count(EXCHANGE)
+    assert after[: after.index(back)].count(EXCHANGE) == first
+    assert ahead[: ahead.index(RING)].count(EXCHANGE) == first
+    assert ahead[: ahead.index(back)].count(EXCHANGE) > first
+
+
+def test_without_a_backward_pass_they_are_posted_before_the_rings(recorder, monkeypatch):
+    posted = actions_of(recorder, monkeypatch, evaluate_step)
+    after = actions_of(recorder, monkeypatch, run_step, features_ahead=False)
+    first = after[: after.index(RING)].count(EXCHANGE)
+    assert posted[: posted.index(RING)].count(EXCHANGE) > first > 0
 
 
 def test_a_replica_that_alone_sends_features_ahead_would_deadlock(recorder):

@@ -203,4 +203,4 @@ def test_a_step_that_is_not_traced_notes_no_transfers():
         with traced() as trace:
             pass
         run_step(make_model(()), shard, pool)
-    assert [event["ph"] for event in trace.events()] == ["M"] * 4
+    assert [event["ph"] for event in trace.events()] == ["M"] * 5

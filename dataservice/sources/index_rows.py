@@ -1,0 +1,95 @@
+"""The rows of the parts of an index: all of them checked, their lengths alone, or a few of them.
+
+    read         lengths and details of all, one part's digests compared with its manifest's
+    lengths      what draws need; a twelfth of the time, as only these columns are read
+    details      what else there is, read and checked as by `read`
+    some         the details of a few rows, by the row groups that hold them
+
+Lengths that come first have their values, counts and columns checked; digests, and sizes before
+they are decompressed, only when all is read. So they are to be read in a process that may die.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dataservice.core.limits import DecodeLimits
+from dataservice.sources.detail_file import DetailFile, DetailWriter
+from dataservice.sources.index_folder import IndexFolder
+from dataservice.sources.lengths_file import LengthsFile
+from dataservice.sources.manifest import PartRecord
+from dataservice.sources.part_reader import read_part, read_part_lengths, read_part_rows
+from dataservice.sources.parts_in_order import in_order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexRows:
+    """The rows of these parts, in this order. Files that are made lie in a `folder`, see
+    `unnamed_file`. Memory is a few row groups of some parts. What reads raises IndexStaleError
+    where a part is missing, damaged or not the manifest's."""
+
+    parts: tuple[tuple[IndexFolder, PartRecord], ...]
+    limits: DecodeLimits
+
+    def __len__(self) -> int:
+        return sum(record.rows for _, record in self.parts)
+
+    def read(self, folder: str | None = None) -> tuple[int, DetailFile]:
+        """A descriptor of the file of lengths, which the caller closes, and the details."""
+        rows = in_order([partial(read_part, *part, self.limits) for part in self.parts])
+        lengths_file = LengthsFile(len(self), folder)
+        with closing(rows), closing(lengths_file), DetailWriter(folder) as writer:
+            for table, lengths in rows:
+                lengths_file.write(lengths)
+                writer.write(table)
+            return lengths_file.finish(), writer.finish()
+
+    def details(self, folder: str | None = None) -> DetailFile:
+        """The details of all rows."""
+        return _written(
+            in_order([partial(_part_details, *part, self.limits) for part in self.parts]), folder
+        )
+
+    def lengths(self, folder: str | None = None) -> int:
+        """A descriptor of the file of lengths, which the caller closes."""
+        tables = in_order([partial(read_part_lengths, *part, self.limits) for part in self.parts])
+        with closing(tables), closing(LengthsFile(len(self), folder)) as file:
+            for lengths in tables:
+                file.write(lengths)
+            return file.finish()
+
+    def some(self, rows: NDArray[np.int64], folder: str | None = None) -> DetailFile:
+        """The details of some rows, which rise."""
+        by_part = self._by_part(rows)
+        return _written(
+            in_order([partial(read_part_rows, *part, own, self.limits) for part, own in by_part]),
+            folder,
+        )
+
+    def _by_part(
+        self, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[tuple[IndexFolder, PartRecord], NDArray[np.int64]]]:
+        starts = np.cumsum([0, *(record.rows for _, record in self.parts)])
+        cuts = np.searchsorted(rows, starts)
+        for part, start, first, end in zip(self.parts, starts, cuts, cuts[1:], strict=False):
+            if first < end:
+                yield part, rows[first:end] - start
+
+
+def _part_details(
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+) -> Iterator[pa.Table]:
+    for table, _ in read_part(folder, record, limits):
+        yield table
+
+
+def _written(tables: Generator[pa.Table, None, None], folder: str | None) -> DetailFile:
+    with closing(tables), DetailWriter(folder) as writer:
+        for table in tables:
+            writer.write(table)
+        return writer.finish()

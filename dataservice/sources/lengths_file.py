@@ -1,0 +1,149 @@
+"""The file of an index's lengths: columns of plain numbers, in the form in which they are mapped.
+
+    size │ counts (JSON) │ llm_tokens │ samples │ items
+
+What a draw reads of a sample lies together, and of an item: each page that it reads for the first
+time is a fault of some microseconds. Items come last, as nobody knows how many there will be.
+"""
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataservice.core.sample import LengthTable
+from dataservice.sources.unnamed_file import unnamed_file
+
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "llm_tokens": np.dtype(np.int32),
+    "loss_tokens": np.dtype(np.int32),
+    "item_offsets": np.dtype(np.int64),
+    "item_modality": np.dtype(np.int8),
+    "item_encoder_tokens": np.dtype(np.int32),
+    "item_llm_tokens": np.dtype(np.int32),
+    "item_position": np.dtype(np.int32),
+    "item_frames": np.dtype(np.int32),
+}
+"""The columns of lengths, as planning maps them."""
+
+_OF_SAMPLES = np.dtype([(name, COLUMNS[name]) for name in ("item_offsets", "loss_tokens")])
+_OF_ITEMS = np.dtype(
+    [(n, kind) for n, kind in COLUMNS.items() if n.startswith("item_") and n != "item_offsets"]
+)
+_SECTIONS = (COLUMNS["llm_tokens"], _OF_SAMPLES, _OF_ITEMS)
+_SIZE = struct.Struct("<Q")
+_HEAD_BYTES = 128
+_ALIGNMENT_BYTES = 64
+BLOCK_ROWS = 100_000
+
+
+class LengthsFile:
+    """Writes the lengths of so many `samples`, table by table. Nothing of them stays in memory."""
+
+    def __init__(self, samples: int, folder: str | None = None) -> None:
+        """The file lies in `folder`, see `unnamed_file`. Raises OSError where it cannot be made."""
+        self._samples = samples
+        self._tokens_at = _HEAD_BYTES
+        self._samples_at = _aligned(self._tokens_at + samples * _SECTIONS[0].itemsize)
+        self._items_at = _aligned(self._samples_at + (samples + 1) * _OF_SAMPLES.itemsize)
+        self._rows = self._items = 0
+        self._descriptor = unnamed_file(folder)
+
+    def close(self) -> None:
+        """Let the file go, unless `finish` handed it on."""
+        os.close(self._descriptor)
+
+    def write(self, lengths: LengthTable) -> None:
+        """Append the lengths of some samples, with the frames of all their items. Raises OSError
+        where the disk is full."""
+        count, items = len(lengths), len(lengths.item_modality)
+        of_samples = np.empty(count, _OF_SAMPLES)
+        np.add(lengths.item_offsets[:-1], self._items, out=of_samples["item_offsets"])
+        of_samples["loss_tokens"] = lengths.loss_tokens
+        of_items = np.empty(items, _OF_ITEMS)
+        for name in _OF_ITEMS.names or ():
+            of_items[name] = getattr(lengths, name)
+        self._put(
+            np.ascontiguousarray(lengths.llm_tokens, _SECTIONS[0]), self._tokens_at, self._rows
+        )
+        self._put(of_samples, self._samples_at, self._rows)
+        self._put(of_items, self._items_at, self._items)
+        self._rows += count
+        self._items += items
+
+    def finish(self) -> int:
+        """A descriptor of the file, which the caller closes. Nothing can be written after that.
+        Raises ValueError where other than the stated samples were written."""
+        if self._rows != self._samples:
+            raise ValueError(f"it has {self._rows:,} samples in place of {self._samples:,}")
+        end = np.zeros(1, _OF_SAMPLES)
+        end["item_offsets"] = self._items
+        self._put(end, self._samples_at, self._rows)
+        os.ftruncate(self._descriptor, self._items_at + self._items * _OF_ITEMS.itemsize)
+        counts = json.dumps((self._samples, self._samples + 1, self._items)).encode()
+        text = counts.ljust(_HEAD_BYTES - _SIZE.size)
+        os.pwrite(self._descriptor, _SIZE.pack(len(text)) + text, 0)
+        return os.dup(self._descriptor)
+
+    def _put(self, rows: NDArray[Any], section_at: int, row: int) -> None:
+        data, at = rows.view(np.uint8).data, section_at + row * rows.itemsize
+        while data:
+            written = os.pwrite(self._descriptor, data, at)
+            data, at = data[written:], at + written
+
+
+def write_lengths(lengths: LengthTable, folder: str | None = None) -> int:
+    """A descriptor, which the caller closes, of a file of these lengths in `folder`. Raises OSError
+    when it cannot be written."""
+    with closing(LengthsFile(len(lengths), folder)) as file:
+        for block in blocks_of(lengths):
+            file.write(block)
+        return file.finish()
+
+
+def map_lengths(descriptor: int) -> tuple[LengthTable, mmap.mmap]:
+    """The lengths in a file, mapped read-only, and the mapping. The descriptor stays the caller's.
+    Raises OSError, ValueError, TypeError or struct.error where it holds none."""
+    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    memory = memoryview(mapped)
+    (size_bytes,) = _SIZE.unpack_from(memory)
+    at = _SIZE.size + size_bytes
+    sections = []
+    for kind, count in zip(_SECTIONS, json.loads(bytes(memory[_SIZE.size : at])), strict=True):
+        at = _aligned(at)
+        sections.append(np.frombuffer(memory, dtype=kind, count=int(count), offset=at))
+        at += sections[-1].nbytes
+    llm_tokens, samples, items = sections
+    lengths = LengthTable(
+        llm_tokens=llm_tokens,
+        item_offsets=samples["item_offsets"],
+        loss_tokens=samples["loss_tokens"][:-1],
+        **{name: items[name] for name in _OF_ITEMS.names or ()},
+    )
+    return lengths, mapped
+
+
+def blocks_of(lengths: LengthTable, every: int = 1) -> Iterator[LengthTable]:
+    """The lengths, some samples at a time; or one block of `every` so many. Raises ValueError
+    where their items are not one behind the other."""
+    for first in range(0, len(lengths), BLOCK_ROWS * every):
+        rows = slice(first, first + BLOCK_ROWS)
+        offsets = lengths.item_offsets[first : first + BLOCK_ROWS + 1]
+        start, end = offsets[[0, -1]].tolist()
+        if not (0 <= start <= end <= len(lengths.item_modality) and np.all(np.diff(offsets) >= 0)):
+            raise ValueError("its columns speak of different items")
+        columns = {
+            name: getattr(lengths, name)[slice(start, end) if name.startswith("item_") else rows]
+            for name in COLUMNS
+        }
+        yield LengthTable(**{**columns, "item_offsets": offsets - start})
+
+
+def _aligned(at: int) -> int:
+    return at + -at % _ALIGNMENT_BYTES

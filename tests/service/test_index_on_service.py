@@ -1,0 +1,140 @@
+"""`dataservice index --on service`: a real service, real workers of Ray, and what is killed."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from dataservice.sources.index_folder import part_name
+from soak.processes import family, workers
+from soak.service import ROOT
+from tests.service.small import make_corpus, write_job, write_jsonl
+from tests.service.support import ServiceProcess, dataservice, serving, wait_for
+
+pytestmark = pytest.mark.long
+
+LINES = 8000
+LIMIT_S = 240  # processes of the lowest priority wait for all others of the machine
+LARGE = f"texts/{part_name('large.jsonl')}"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with serving(tmp_path_factory.mktemp("ray"), "ray", "--workers", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus, one large file of lines in it, and `here`: its index as made here."""
+    home = make_corpus(tmp_path_factory.mktemp("corpus"))
+    rng = random.Random(7)
+    words = ["the", "quick", "brown", "dog"]
+    records = [{"id": f"l{k}", "text": " ".join(rng.choices(words, k=90))} for k in range(LINES)]
+    write_jsonl(home / "texts" / "large.jsonl", records)
+    dataservice("index", str(write_job(home, index="here")))
+    return home
+
+
+@pytest.fixture
+def job(home: Path, request: pytest.FixtureRequest) -> Path:
+    return write_job(home, job=request.node.name.replace("_", "-")[:40], index=request.node.name)
+
+
+def begin(service: ServiceProcess, job: Path) -> "subprocess.Popen[str]":
+    arguments = ["index", str(job), "--on", "service", "--service", service.address, "--json"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "dataservice.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+
+
+def pieces(index: Path) -> list[Path]:
+    return list(index.glob("texts/part-*.parquet.[0-9]"))
+
+
+def summaries(text: str) -> dict[str, Any]:
+    return {each["source"]: each for each in json.loads(text)}
+
+
+def require_alike(home: Path, index: Path) -> None:
+    """Both indexes have the same files, bit by bit; of the large one, which was indexed in pieces,
+    the record of its samples' digests is the same."""
+    files = [
+        {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        for folder in (home / "here", index)
+    ]
+    assert files[0].keys() == files[1].keys()
+    assert [name for name in files[0] if files[0][name] != files[1][name]] == [LARGE]
+    assert "texts/manifest.json" in files[0], "which has the digest of each part"
+
+
+def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job):
+    index = home / yaml.safe_load(job.read_text())["index"]
+    running = begin(service, job)
+    wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
+    assert running.poll() is None, "it is in the midst of it"
+    first, _ = workers(service.home)
+    first.kill()
+    out, err = running.communicate(timeout=LIMIT_S)
+    assert running.returncode == 0, err
+    assert "It is asked again." in err
+    assert summaries(out)["texts"]["rows"] == LINES + 12
+    require_alike(home, index)
+    wait_for(lambda: "2 workers" in service.cli("status").stdout, LIMIT_S)
+
+
+def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job):
+    index = home / yaml.safe_load(job.read_text())["index"]
+    running = begin(service, job)
+    wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
+    assert running.poll() is None, "it is in the midst of it"
+    running.kill()
+    running.communicate()
+    wait_for(lambda: not indexers(service), LIMIT_S)
+    done = begin(service, job)
+    out, err = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 0, err
+    assert summaries(out)["images"]["files_reused"] == 2
+    require_alike(home, index)
+
+
+def indexers(service: ServiceProcess) -> list[psutil.Process]:
+    """The processes that carry out an errand: children of a nursery of the same name."""
+    return [each for each in family(service.home) if each.name() == "indexer"]
+
+
+def test_a_service_reads_for_an_index_what_it_would_read_for_the_job(home, tmp_path):
+    roots = {"allowed_roots": [str(home)], "pool": "local", "workers": 1}
+    config = tmp_path / "service.yaml"
+    config.write_text(yaml.safe_dump(roots))
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text('{"text": "the quick dog"}\n')
+    with serving(tmp_path / "s", "local", "--config", str(config)) as service:
+        sources = [{"name": "texts", "format": "jsonl", "url": str(outside)}]
+        refused = write_job(home, job="refused", index="refused", sources=sources)
+        for asked in (("index", str(refused), "--on", "service"), ("job", "submit", str(refused))):
+            done = service.cli(*asked, check=False)
+            assert done.returncode == 1
+            assert "which this service does not read. It reads under" in done.stderr
+        sources[0]["url"] = "texts/texts.jsonl"
+        accepted = write_job(home, job="accepted", index="accepted", sources=sources)
+        service.cli("index", str(accepted), "--on", "service")
+        service.cli("job", "submit", str(accepted))
+
+
+def test_a_dry_run_is_made_here(home):
+    done = dataservice("index", str(home / "job.yaml"), "--on", "service", "--dry-run", check=False)
+    assert done.returncode == 1
+    assert "--dry-run measures on this machine. Leave --on service out." in done.stderr
