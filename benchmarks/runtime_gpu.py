@@ -11,7 +11,9 @@ exact ones, and times and bytes have none.
 | row | figure | bar |
 |---|---|---|
 | ring against fp64 | error of output and gradients, by head width and degree | 2 × a fused call |
-| whole step | four processes on the GPU, through host memory, against one | fp64 1e-10, bf16 2 × |
+| masks | windows, spans, bidirectional, by flash and flex attention, against fp64 | as above |
+| compiled layer | one graph for packs of all lengths | 2 × the layer as it is |
+| whole step | four processes on the GPU, over gloo and NCCL, against one | fp64 1e-10, bf16 2 × |
 | kernel | which attention the runtime chose | flash |
 | cost model | error on packed lengths held out, decoder and vision encoder | < 5 % (DHP: < 8 %) |
 | packing | padded over packed seconds of the same vlm-sft samples | > 1 |
@@ -25,7 +27,10 @@ exact ones, and times and bytes have none.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.runtime_gpu", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
-    parser.add_argument("--parity-only", action="store_true", help="errors, no times")
+    parser.add_argument("--only", choices=["parity", "speed"], help="errors, or times and bytes")
     parser.add_argument("--out", type=Path, help="Markdown file for the table")
     parser.add_argument("--measurements", type=Path, help="JSON file for dataservice calibrate")
     options = parser.parse_args(arguments)
     device, size = torch.device(options.device), TINY if options.tiny else Size()
-    rows = [*parity(size, device)]
-    if not options.parity_only:
+    rows = [] if options.only == "speed" else [*parity(size, device)]
+    if options.only != "parity":
         rows += speed(size, device, options.measurements)
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     table = markdown(rows, device, command, toy=size is TINY)
@@ -56,33 +61,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.met is False for row in rows))
 
 
-def parity(size: Size, device: torch.device) -> list[Row]:
+def parity(size: Size, device: torch.device) -> Iterator[Row]:
     """Errors, which have bars on any device."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
-    return [
-        *runtime_parity.ring_rows(size, device, dtype),
-        *runtime_parity.step_rows(TINY if size is TINY else PARITY, device),
-    ]
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float64
+    small = TINY if size is TINY else PARITY
+    yield from shown("rings", lambda: runtime_parity.ring_rows(size, device, dtype))
+    yield from shown("masks", lambda: runtime_parity.mask_rows(size, device, dtype))
+    yield from shown("a compiled layer", lambda: runtime_parity.compiled_rows(small, device, dtype))
+    for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
+        yield from shown(
+            f"run_step over {backend}",
+            partial(runtime_parity.step_rows, small, device, backend),
+        )
 
 
-def speed(size: Size, device: torch.device, measurements: Path | None) -> list[Row]:
+def shown(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows, each told on stderr as it comes. An error among them is a row that misses its bar:
+    a run on a borrowed GPU shows all there is to be seen."""
+    started_s = time.perf_counter()
+    try:
+        for row in rows():
+            took_s, started_s = time.perf_counter() - started_s, time.perf_counter()
+            print(f"{took_s:6.1f} s  {row.what}: {row.figure}", file=sys.stderr, flush=True)
+            yield row
+    except Exception as error:
+        traceback.print_exc()
+        said = " ".join(str(error).split())[:200]
+        yield Row(what=what, figure=f"{type(error).__name__}: {said}", bar="it runs", met=False)
+
+
+def speed(size: Size, device: torch.device, measurements: Path | None) -> Iterator[Row]:
     """Times and bytes, which have bars on a GPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     model = Model(size).to(device=device, dtype=dtype)
+    one: dict[str, Callable[[], Row]] = {
+        "kernel": partial(runtime_speed.kernel_row, model, device),
+        "packing": partial(runtime_speed.packing_row, model, size, device),
+        "copies": partial(runtime_speed.copies_row, model, size, device),
+        "overhead": partial(runtime_speed.overhead_row, model, size, device),
+        "drains": partial(runtime_speed.drains_row, model, size, device),
+        "loss": partial(runtime_speed.loss_row, size, device, dtype),
+    }
+    for name, row in one.items():
+        yield from shown(name, partial(_alone, row))
+    yield from shown("ring", lambda: runtime_speed.ring_rows(size, device, dtype))
+    yield from shown("cost model", lambda: costs(model, size, device, measurements))
+
+
+def _alone(row: Callable[[], Row]) -> Iterator[Row]:
+    yield row()
+
+
+def costs(
+    model: Model, size: Size, device: torch.device, measurements: Path | None
+) -> Iterator[Row]:
+    """How well a fit foretells what it has not seen; the measurements go into their file."""
     found = runtime_speed.measured(model, size)
     if measurements is not None:
         measurements.write_text(json.dumps(runtime_speed.measurements_file(found, device)))
-    return [
-        runtime_speed.kernel_row(model, device),
-        *runtime_speed.cost_rows(found, device),
-        runtime_speed.packing_row(model, size, device),
-        *runtime_speed.ring_rows(size, device, dtype),
-        runtime_speed.copies_row(model, size, device),
-        runtime_speed.overhead_row(model, size, device),
-        runtime_speed.drains_row(model, size, device),
-        runtime_speed.loss_row(size, device, dtype),
-    ]
+    yield from runtime_speed.cost_rows(found, device)
 
 
 if __name__ == "__main__":

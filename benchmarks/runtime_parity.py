@@ -1,22 +1,27 @@
 """Whether the in-rank runtime computes the right thing on a device, before anything is timed.
 
 ring        every member of a ring in turn, on one device, against fp64
+masks       windows, spans and whole attention by the kernels that take them, against fp64
+compiled    a layer as one graph for packs of all lengths, against the same layer as it is
 whole step  four processes on one device, with CP groups and exchanges, against one process
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from benchmarks.runtime_model import Size
+from benchmarks.runtime_model import Block, Size
 from benchmarks.runtime_ranks import step_in_processes, step_of_one_process
 from benchmarks.runtime_rows import Row
 from trainer_client.positions import held_rows
 from trainer_client.runtime import PackedAttention, PeerGroup
+from trainer_client.runtime.block_attention import Kernel
 
 EXACT = 1e-10
 HALF_SLACK = 2.0  # of half precision: how many times a fused call's own error
@@ -38,6 +43,44 @@ class Pack:
         """In another type."""
         held = tuple(tensor.to(dtype) for tensor in self.tensors)
         return Pack(bounds=self.bounds, lengths=self.lengths, tensors=held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """What a query sees: `window` tokens up to its own, and with `spans` also those of its span, of
+    which SPAN rows follow one another, every other one."""
+
+    name: str
+    causal: bool = True
+    window: int | None = None
+    spans: bool = False
+
+    def spans_of(self, rows: Tensor) -> Tensor:
+        """The number of each row's span, -1 where it is in none."""
+        number = rows // SPAN
+        return torch.where(number % 2 == 0, number, -1)
+
+    def visible(self, own: slice, device: torch.device) -> Tensor:
+        """Of the rows of one sample, bool [queries, keys]."""
+        rows = torch.arange(own.start, own.stop, device=device)
+        behind = rows[:, None] - rows
+        seen = behind >= 0
+        if self.spans:
+            span = self.spans_of(rows)
+            seen |= (span[:, None] == span) & (span >= 0)
+        if self.window is not None:
+            seen &= behind < self.window
+        return seen if self.causal else torch.ones_like(seen)
+
+
+CAUSAL = Mask(name="causal")
+SPAN = 24  # rows; an image's tokens, say
+MASKS = (
+    Mask(name="bidirectional", causal=False),
+    Mask(name="a window", window=50),
+    Mask(name="spans", spans=True),
+    Mask(name="a window over spans", window=50, spans=True),
+)
 
 
 class OneMember:
@@ -120,7 +163,7 @@ def random_pack(
     return Pack(bounds=bounds, lengths=list(lengths), tensors=tensors)
 
 
-def dense(pack: Pack) -> Tensors:
+def dense(pack: Pack, mask: Mask = CAUSAL) -> Tensors:
     """Output and gradients of q, k, v by a matrix of scores a sample; padding gets zeros."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in pack.tensors[:3])
     grad = pack.tensors[3]
@@ -130,8 +173,7 @@ def dense(pack: Pack) -> Tensors:
         own = slice(start, start + length)
         keys, values = (x[own].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[own], keys) * q.shape[-1] ** -0.5
-        ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = scores.masked_fill(ahead, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~mask.visible(own, q.device), -torch.inf).softmax(-1)
         pieces.append(torch.einsum("hqk,khd->qhd", weights, values))
         pieces.append(q.new_zeros(stop - start - length, *q.shape[1:]))
     out = torch.cat(pieces)
@@ -167,6 +209,82 @@ def ring(pack: Pack, degree: int) -> Tensors:
     return whole
 
 
+def mask_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """Output and gradients of a pack that one replica holds under other masks, by each kernel that
+    takes them, and the graphs that compiled kernels make for another pack."""
+    kernels: tuple[Kernel, ...] = ("flash", "flex") if device.type == "cuda" else ("plain",)
+    for dim in size.parity_dims:
+        pack = random_pack(size.parity_lengths, 1, dim, device)
+        limit = EXACT
+        if dtype.itemsize < 4:
+            limit = HALF_SLACK * max(errors(ring(pack.to(dtype), 1), dense(pack)))
+        # Compiled kernels take seconds for each kind of mask and width.
+        for mask in MASKS if dim == size.parity_dims[0] else (MASKS[0], MASKS[-1]):
+            for kernel in kernels:
+                if mask.spans and kernel == "flash":
+                    continue
+                found = max(errors(masked(pack.to(dtype), mask, kernel), dense(pack, mask)))
+                yield Row(
+                    what=f"{mask.name} by {kernel} against fp64, heads of {dim}",
+                    figure=f"{found:.1e} relative",
+                    bar=f"≤ {limit:.1e}",
+                    met=found <= limit,
+                )
+    made = counters["stats"]["unique_graphs"]
+    other = random_pack(size.parity_lengths[::-1][1:], 1, size.parity_dims[0], device).to(dtype)
+    for mask in MASKS:
+        masked(other, mask, kernels[-1])
+    anew = counters["stats"]["unique_graphs"] - made
+    yield Row(
+        what="graphs made for a pack of other lengths, all masks",
+        figure=str(anew),
+        bar="0",
+        met=anew == 0,
+    )
+
+
+def masked(pack: Pack, mask: Mask, kernel: Kernel) -> Tensors:
+    """The same as `dense`, by PackedAttention."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in pack.tensors[:3])
+    attention = PackedAttention(pack.bounds, lengths=pack.lengths)
+    spans = mask.spans_of(torch.arange(len(q), device=q.device)) if mask.spans else None
+    out = attention(q, k, v, causal=mask.causal, window=mask.window, spans=spans, kernel=kernel)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), pack.tensors[3]))
+
+
+def compiled_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """A decoder layer compiled whole, for one pack and then for others, against fp64."""
+    torch.manual_seed(0)
+    layer = Block(size.width, size.heads, size.kv_heads, causal=True).to(device)
+    exact, layer = deepcopy(layer).double(), layer.to(dtype)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    worst, slack, own = 0.0, HALF_SLACK if dtype.itemsize < 4 else 1.0, EXACT
+    for number in range(3):
+        lengths = size.parity_lengths[number:]
+        pack = random_pack(lengths, 1, size.width, device, heads=4)
+        x = pack.tensors[0][:, 0].contiguous()
+        truth = layer_run(exact, exact, pack, x)
+        stance = "default" if number == 0 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            worst = max(worst, *errors(layer_run(compiled, layer, pack, x.to(dtype)), truth))
+        own = max(own, *errors(layer_run(layer, layer, pack, x.to(dtype)), truth))
+    yield Row(
+        what="a decoder layer in one graph for packs of other lengths, against fp64: output and "
+        "gradients",
+        figure=f"{worst:.1e} relative",
+        bar=f"≤ {slack * own:.1e}, none compiled again",
+        met=worst <= slack * own,
+    )
+
+
+def layer_run(call: Callable[..., Tensor], layer: nn.Module, pack: Pack, x: Tensor) -> Tensors:
+    """Output, and gradients of the input and the layer's weights."""
+    x = x.detach().requires_grad_()
+    out = call(x, PackedAttention(pack.bounds, lengths=pack.lengths))
+    return (out.detach(), *torch.autograd.grad(out.sum(), (x, *layer.parameters())))
+
+
 def errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
     """Relative error of each tensor, by its norm."""
     return [
@@ -175,10 +293,10 @@ def errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
     ]
 
 
-def step_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """Loss and gradients of a whole `run_step` in four processes that share the device, their
-    messages through host memory, against one process on the same samples: once with features sent
-    as they are needed, and once a microbatch ahead, by encoders on a stream of their own."""
+def step_rows(size: Size, device: torch.device, backend: str) -> Iterator[Row]:
+    """Loss and gradients of a whole `run_step` in four processes that share the device, against one
+    process on the same samples: once with features sent as they are needed, and once a microbatch
+    ahead, by encoders on a stream of their own. `backend`: "gloo" goes through host memory."""
     truth = step_of_one_process(size, device, torch.float64)
     types = [torch.float64, *([torch.bfloat16] if device.type == "cuda" else [])]
     for dtype in types:
@@ -186,10 +304,12 @@ def step_rows(size: Size, device: torch.device) -> Iterator[Row]:
         if dtype is not torch.float64:
             limit = HALF_SLACK * max(errors(step_of_one_process(size, device, dtype), truth))
         for ahead in (False, True):
-            answers = step_in_processes(PROCESSES, size, device, dtype, ahead=ahead)
+            answers = step_in_processes(
+                PROCESSES, size, device, dtype, backend=backend, ahead=ahead
+            )
             found = max(max(errors(answer, truth)) for answer in answers)
             yield Row(
-                what=f"run_step in {PROCESSES} processes on one device against one process, "
+                what=f"run_step in {PROCESSES} processes on one device over {backend} against one, "
                 f"{str(dtype).removeprefix('torch.')}{', features ahead' if ahead else ''}: "
                 "loss and gradients",
                 figure=f"{found:.1e} relative",

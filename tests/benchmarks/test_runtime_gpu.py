@@ -62,7 +62,7 @@ def test_a_row_that_misses_its_bar_fails_the_run(monkeypatch, tmp_path, met, cod
     row = Row(what="a", figure="b", bar="c", met=met)
     monkeypatch.setattr(runtime_gpu, "parity", lambda size, device: [row])
     table = tmp_path / "table.md"
-    arguments = ["--device", "cpu", "--tiny", "--parity-only", "--out", str(table)]
+    arguments = ["--device", "cpu", "--tiny", "--only", "parity", "--out", str(table)]
     assert runtime_gpu.main(arguments) == code
     assert ("NOT MET" in table.read_text()) == (code == 1)
 

@@ -27,9 +27,10 @@ that the argument fails where they do.
 
 Contract
 --------
-Making one is collective over its ranks and takes at most ``timeout_s``. ``drop`` closes the
-connections: transfers in flight are given up, and ranks that wait for this one get an error. After
-that, every use raises GroupPoolError. Everything is done by the calling thread, on the device that
+Making one is collective over its ranks and takes at most ``timeout_s``. ``leave`` closes the
+connections once all that was posted here is done. ``drop`` closes them at once: transfers in flight
+are given up, and ranks that wait for this one get an error. After either, every use raises
+GroupPoolError. Everything is done by the calling thread, on the device that
 the communicator was made for, whichever that thread's current one is.
 """
 
@@ -63,6 +64,8 @@ class Transport(Protocol):
     def allgather(self, out: list[list[Tensor]], tensors: list[Tensor], /) -> dist.Work: ...
     def _start_coalescing(self) -> None: ...
     def _end_coalescing(self) -> dist.Work: ...
+    def shutdown(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class Droppable(Protocol):
@@ -177,11 +180,28 @@ class Communicator:
         if self._transport is not None:
             self.ready("closing")
 
+    def settle(self) -> bool:
+        """Wait until the device has done all that was posted; whether there is one to wait for."""
+        if self._transport is None or not self.on_stream:
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return True
+
+    def leave(self) -> None:
+        """Close the connections after ``settle``."""
+        if self.on_stream and self._transport is not None:
+            self._transport.shutdown()
+            self._transport = None
+        self.drop()
+
     def drop(self) -> None:
         """Close the connections; ranks that wait for this one get an error at once."""
         self._deferred.clear()
         for transfer in tuple(self._in_flight):
             transfer.give_up()
+        if self.on_stream and self._transport is not None:
+            self._transport.abort()  # ends its kernels, which would wait for their peers
         self._transport = None
 
     def abandon(self) -> None:

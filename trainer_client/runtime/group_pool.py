@@ -33,7 +33,7 @@ from trainer_client.runtime.faults import (
 )
 from trainer_client.runtime.memory_room import MemoryRoom
 from trainer_client.runtime.peers import PeerGroup, is_transport_error
-from trainer_client.runtime.roster import meet, missing
+from trainer_client.runtime.roster import meet, missing, part
 
 Members = tuple[int, ...]
 
@@ -125,9 +125,16 @@ class GroupPool:
             raise blamed from error
 
     def close(self) -> None:
-        """Close the connections. Call it on all replicas after their last use of the pool."""
+        """Close the connections. Call it on all replicas after their last use of the pool.
+
+        With NCCL a replica waits a little for the others to have done theirs: they would take a
+        connection that ends under them for a failure.
+        """
         self._each(Communicator.flush)
-        self._each(Communicator.drop)
+        settled = [each.settle() for each in self._communicators()]
+        if any(settled) and self._store is not None:
+            part(self._store, ranks=self.replicas, limit_s=grace_s(self.timeout_s))
+        self._each(Communicator.leave)
 
     def __enter__(self) -> "GroupPool":
         return self
@@ -149,9 +156,11 @@ class GroupPool:
             raise blamed from error
 
     def _each(self, act: Callable[[Communicator], None]) -> None:
-        for communicator in (self._parent, *self._apart.values()):
-            if communicator is not None:
-                act(communicator)
+        for communicator in self._communicators():
+            act(communicator)
+
+    def _communicators(self) -> list[Communicator]:
+        return [each for each in (self._parent, *self._apart.values()) if each is not None]
 
     def _blamed(self, error: BaseException | None, action: str) -> PeerError | None:
         known = self._parent is not None

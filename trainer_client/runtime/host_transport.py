@@ -67,6 +67,12 @@ class HostTransport:
     def _end_coalescing(self) -> Any:
         raise NotImplementedError("gloo sends each message by itself")
 
+    def shutdown(self) -> None:
+        """Gloo closes its connections once nobody holds it."""
+
+    def abort(self) -> None:
+        """As `shutdown`."""
+
     def _direct(self, tensors: Sequence[Tensor]) -> bool:
         return not self._always and all(tensor.device.type == "cpu" for tensor in tensors)
 

@@ -23,6 +23,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
@@ -55,14 +56,28 @@ ITEM_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 MODALITIES = ("vision:4:area", "audio:2:area")
 TIMEOUT_S = 300.0
 LOW_QUANTILE = 0.1
+SLEEP_CYCLES_PER_S = 2e9  # of a GPU's clock, about
+HELD_UP = 1.25  # times as long as the host took to queue a load before
+LONGEST_HELD_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of a load, or those that it gives because it measures them itself; and those in which
+    the host queued it, on a device that has streams."""
+
+    seconds: float
+    queued_s: float
 
 
 class Stopwatch:
     """Seconds of work on a device, as far as possible without the host's other programs.
 
-    CUDA: waits for the device before and after the work. CPU with one thread per rank: CPU seconds
-    of this process, so that neither other programs nor a slower peer count. CPU with more threads:
-    wall-clock seconds, because threads that wait for one another use CPU too.
+    CUDA: seconds of the device from the first of the work to its last. The host queues it while the
+    device is held up, as it runs ahead in a step: else small loads would be measured as the time
+    that it takes to queue them. CPU with one thread per rank: CPU seconds of this process, so that
+    neither other programs nor a slower peer count. CPU with more threads: wall-clock seconds,
+    because threads that wait for one another use CPU too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,12 +85,28 @@ class Stopwatch:
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.process_time if alone else time.perf_counter
 
-    def time(self, work: Callable[[], float | None]) -> float:
-        """Seconds of one call, or those that it gives because it measures them itself."""
+    def time(self, work: Callable[[], float | None], *, held_s: float = 0.0) -> "Timed":
+        """One call, before which a device that has streams is held up for so many seconds."""
+        if self._device.type == "cuda":
+            return self._time_on_stream(work, held_s)
         started_s = self.now_s()
         own_s = work()
-        ended_s = self.now_s()
-        return ended_s - started_s if own_s is None else own_s
+        seconds = self.now_s() - started_s
+        return Timed(seconds=seconds if own_s is None else own_s, queued_s=0.0)
+
+    def _time_on_stream(self, work: Callable[[], float | None], held_s: float) -> "Timed":
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.drain()
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(int(held_s * SLEEP_CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        started_s = self._now()
+        began.record()
+        own_s = work()
+        ended.record()
+        queued_s = self._now() - started_s
+        self.drain()
+        seconds = began.elapsed_time(ended) / 1e3
+        return Timed(seconds=seconds if own_s is None else own_s, queued_s=queued_s)
 
     def now_s(self) -> float:
         """Seconds, once the device has no work."""
@@ -127,15 +158,18 @@ def measure(
     watch, gauge = Stopwatch(device_of(model)), PeakGauge(device_of(model))
     spent = np.zeros((options.repeats + 1, len(loads)))
     peaks = np.zeros_like(spent)
+    queued_s = np.full(len(loads), LONGEST_HELD_S / HELD_UP)  # the least, of earlier rounds
     for number in range(options.repeats + 1):  # round 0 connects groups, compiles and allocates
         order = list(range(len(loads)))
         random.Random(number).shuffle(order)
         for done, index in enumerate(order, start=1):
             cast(Module, model).zero_grad()
             watch.drain()
-            _together(pool)
+            held_s = _together(pool, HELD_UP * queued_s[index] if number else 0.0)
             gauge.begin()
-            spent[number, index] = watch.time(loads[index].run)
+            timed = watch.time(loads[index].run, held_s=held_s)
+            spent[number, index] = timed.seconds
+            queued_s[index] = min(queued_s[index], timed.queued_s)
             peaks[number, index] = gauge.peak_bytes()
             tell(
                 f"measured {number * len(loads) + done}/{spent.size} {loads[index].in_words}, "
@@ -195,10 +229,11 @@ def all_loads(
         )
 
 
-def _together(pool: GroupPool) -> None:
-    """A barrier: no rank goes on before all have arrived."""
-    here = torch.zeros(1, device=pool.everyone.device)
-    pool.everyone.gather(here, action="starting together")[0].cpu()
+def _together(pool: GroupPool, own: float) -> float:
+    """A barrier, that no rank passes before all have arrived; the largest number of theirs."""
+    here = torch.full((1,), own, dtype=torch.float64, device=pool.everyone.device)
+    everyone = pool.everyone.gather(here, action="starting together")
+    return float(torch.stack(everyone).max())
 
 
 def build_model(path: str, device: torch.device, dtype: torch.dtype | None) -> MultimodalModel:

@@ -102,8 +102,9 @@ def run_pipeline_step(
     started = time.perf_counter()
     schedule = schedule or _plain_schedule(shard, mesh, encoders)
     _check_arguments(chunks, shard, mesh, schedule, encoders)
+    device = hidden.home(chunks)
     lost = mesh.groups.naming_lost("a step")
-    with mesh.naming_ranks(), lost, phase_clock(hidden.device, place=START) as clock:
+    with mesh.naming_ranks(), lost, phase_clock(device, place=START) as clock:
         everyone = mesh.groups.everyone
         reductions = _reductions_of([*chunks, *_modules(encoders)], everyone)
         labelled = mesh.stage == mesh.stages - 1

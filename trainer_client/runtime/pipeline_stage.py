@@ -5,7 +5,7 @@ first chunk encodes, exchanges features and embeds; each chunk hands hidden stat
 tokens, width] to the next; the last one gives logits and takes the loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -75,11 +75,18 @@ class LaterChunk(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenStates:
-    """What travels between stages: [local tokens, ``width``] of one type, on one device."""
+    """What travels between stages: [local tokens, ``width``] of one type, on one device: where the
+    chunks are, if it is None."""
 
     width: int
     dtype: torch.dtype
-    device: torch.device = CPU
+    device: torch.device | None = None
+
+    def home(self, chunks: Iterable[Module]) -> torch.device:
+        """The device that was given, or that of the chunks' parameters."""
+        if self.device is not None:
+            return self.device
+        return next((p.device for chunk in chunks for p in chunk.parameters()), CPU)
 
 
 class PipelineStage:
@@ -110,15 +117,16 @@ class PipelineStage:
         self._loss_tokens = loss_tokens
         self._chunks = chunks
         rows = [microbatch.local_tokens for microbatch in shard.planned]
-        like = empty_message(hidden.width, hidden.dtype, hidden.device)
+        device = hidden.home(chunks)
+        like = empty_message(hidden.width, hidden.dtype, device)
         self._links = StageLinks(mesh, schedule, rows, like)
         self._like = like
         # What a backward needs from its forward: the hidden states taken in, and the output.
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
         self._marks: list[tuple[AnyAction, int, int]] = []
-        self._clock: Clock = start_clock(hidden.device)
-        home = mesh.groups.everyone.home_of_sums(hidden.device)
+        self._clock: Clock = start_clock(device)
+        home = mesh.groups.everyone.home_of_sums(device)
         self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
 
     def run(self) -> None:

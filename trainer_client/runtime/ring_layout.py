@@ -65,6 +65,13 @@ class Rows:
         else:
             tensor.index_copy_(dim, self.index, rows)
 
+    def move(self, tensor: Tensor, rows: Tensor, weight: Tensor) -> None:
+        """Move the chosen rows of ``tensor`` towards ``rows`` by ``weight``, which 1 reaches."""
+        if isinstance(self.index, slice):
+            self.take(tensor).lerp_(rows, weight)
+        else:
+            tensor.index_copy_(0, self.index, torch.lerp(self.take(tensor), rows, weight))
+
     def add(self, tensor: Tensor, rows: Tensor) -> None:
         """Add to the chosen rows of ``tensor`` along dimension 0."""
         if isinstance(self.index, slice):
@@ -154,12 +161,14 @@ def build_ring_layout(
     blocks = tuple(
         cut.block(cp_rank, (cp_rank - step) % degree, causal=causal) for step in range(degree)
     )
-    if blocks[0] is not None and (window is not None or spans is not None):
-        alone = blocks[0]
-        seen = None if spans is None else alone.queries.take(spans)
-        blocks = (replace(alone, window=window, spans=seen),)
     layout = RingLayout(rows=rows, degree=degree, blocks=blocks)
-    return layout if device is None else copied_once(layout, device)
+    if device is not None:
+        layout = copied_once(layout, device)
+    alone = layout.blocks[0]
+    if alone is not None and (window is not None or spans is not None):
+        seen = None if spans is None else alone.queries.take(spans)  # both on the device
+        layout = replace(layout, blocks=(replace(alone, window=window, spans=seen),))
+    return layout
 
 
 def _check_mask(

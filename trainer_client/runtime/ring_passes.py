@@ -137,7 +137,8 @@ class _Merged:
         self._so_far: tuple[Tensor, Tensor] | None = None
 
     def add(self, block: Block, out: Tensor, lse: Tensor) -> None:
-        """Merge one block: each side weighs exp of its own log-sum-exp minus the new one."""
+        """Merge one block: each side weighs exp of its own log-sum-exp minus the new one, so the
+        block's weight is the logistic function of how far its own lies above the other."""
         rows = block.queries
         if self._so_far is None and rows.cover(self._q.shape[0]):
             self._so_far = out, lse
@@ -145,11 +146,9 @@ class _Merged:
         merged, merged_lse = self._so_far or self._nothing()
         merged = merged.to(accumulation_dtype(merged.dtype))
         before = rows.take(merged_lse, dim=1)
-        after = torch.logaddexp(before, lse)
-        kept = (before - after).exp().T.unsqueeze(-1)
-        new = (lse - after).exp().T.unsqueeze(-1)
-        rows.put(merged, rows.take(merged) * kept + out * new)
-        rows.put(merged_lse, after, dim=1)
+        weight = torch.sub(lse, before).sigmoid_().T.unsqueeze(-1)
+        rows.put(merged_lse, torch.logaddexp(before, lse), dim=1)
+        rows.move(merged, out.to(merged.dtype), weight)
         self._so_far = merged, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from trainer_client.runtime.fault_board import append_to, as_timedelta
 from trainer_client.runtime.faults import TransportMismatchError
 
 ROSTER, ARRIVED, VERDICT = "roster", "arrived", "verdict"
+PARTED, ALL_PARTED = "parted", "all parted"
 ALIKE, UNLIKE = "alike", "unlike"
 
 
@@ -43,6 +44,17 @@ def missing(store: Store, members: Sequence[int]) -> tuple[int, ...]:
     except RuntimeError:  # the store's host is gone
         return ()
     return tuple(member for member in members if member not in there)
+
+
+def part(store: Store, *, ranks: int, limit_s: float) -> None:
+    """Wait until all ranks come here, but no longer than the limit: some may have ended in another
+    way."""
+    try:
+        if store.add(PARTED, 1) == ranks:
+            store.set(ALL_PARTED, "")
+        store.wait([ALL_PARTED], as_timedelta(limit_s))
+    except RuntimeError:
+        return  # not all came, or the store's host is gone
 
 
 def _read(store: Store) -> dict[int, str]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.trainer_client.runtime.random_steps import WIDTH, Model
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import exchange_features
 
 EXPERTS = 4
@@ -62,4 +63,4 @@ def make_experts():
     model = Model()
     for layer in model.layers:
         layer.mlp = SpreadExperts()
-    return model.double()
+    return model.double().to(DEVICE)

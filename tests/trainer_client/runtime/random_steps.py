@@ -1,4 +1,7 @@
-"""A small model, random global batches, random plans for them, and what a single process gives."""
+"""A small model, random global batches, random plans for them, and what a single process gives.
+
+Where: see ``world_device.py``.
+"""
 
 import types
 from dataclasses import replace
@@ -13,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.whole_attention import dense_attention
+from tests.trainer_client.runtime.world_device import DEVICE
+from trainer_client.device import DeviceCopier
 from trainer_client.runtime import forward_microbatch, scatter_rows
 from trainer_client.synthetic import SyntheticItem, SyntheticSample, SyntheticStep
 
@@ -64,7 +69,7 @@ class Model(nn.Module):
         return self.encoders[modality](torch.cat(batch.items))
 
     def dummy_item(self, modality):
-        return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64)
+        return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64, device=DEVICE)
 
     def encoder_trains(self, modality):
         return modality not in self.frozen
@@ -84,7 +89,7 @@ class Model(nn.Module):
 
 def make_model(frozen):
     torch.manual_seed(7)
-    return Model(frozen).double()
+    return Model(frozen).double().to(DEVICE)
 
 
 # The same model as trainers wrap it.
@@ -99,7 +104,7 @@ def wrapped(how, frozen):
     mesh = None
     if how == "hsdp":
         ranks = torch.distributed.get_world_size()
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     for part in (*model.encoders.values(), *model.layers):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -149,11 +154,11 @@ def random_items(rng, length):
 
 
 def sample_logits(model, sample):
-    x = model.tokens(sample.ids)
+    x = model.tokens(sample.ids.to(DEVICE))
     for modality, rows, position in sample.items:
-        encoded = model.encoders[modality](rows)
+        encoded = model.encoders[modality](rows.to(DEVICE))
         x = torch.cat([x[:position], encoded, x[position + len(rows) :]])
-    return model.decoder(x, torch.arange(len(sample.ids)), dense_attention)
+    return model.decoder(x, torch.arange(len(x), device=DEVICE), dense_attention)
 
 
 def weighed(samples, seed):
@@ -175,7 +180,7 @@ def single_process(model, samples):
     loss_sum = 0.0
     for sample in samples:
         logits = sample_logits(model, sample)
-        own = cross_entropy(logits, sample.labels, reduction="sum")
+        own = cross_entropy(logits, sample.labels.to(DEVICE), reduction="sum")
         loss_sum = loss_sum + weight_of(sample) * own
     loss = loss_sum / total
     loss.backward()
@@ -213,7 +218,8 @@ def make_shard(samples, waves, replicas, replica, seed, digest="ab"):
         encoders=lambda tokens, replicas: rng.integers(0, replicas, size=len(tokens)),
     )
     shard = step.shard(replica)
-    return replace(shard, plan=replace(shard.plan, digest=digest))
+    shard = replace(shard, plan=replace(shard.plan, digest=digest))
+    return shard if DEVICE.type == "cpu" else DeviceCopier(DEVICE).send(shard)
 
 
 def synthetic(number, sample):

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.trainer_client.runtime.random_steps import HEADS, KV_HEADS, WIDTH, make_model
+from tests.trainer_client.runtime.world_device import DEVICE
 
 HEAD_DIM = WIDTH // HEADS
 
@@ -43,7 +44,7 @@ STYLES = {
 def make_split_model():
     """The whole model, the same in every process."""
     model = make_model(())
-    model.layers = nn.ModuleList(SplitLayer() for _ in model.layers).double()
+    model.layers = nn.ModuleList(SplitLayer() for _ in model.layers).double().to(DEVICE)
     return model
 
 

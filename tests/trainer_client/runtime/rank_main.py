@@ -1,6 +1,7 @@
 """Runs one rank of a test world; started by conftest.py with ORDER among its globals."""
 
 import faulthandler
+import importlib
 import importlib.util
 import os
 import sys
@@ -16,16 +17,17 @@ ORDER = globals()["ORDER"]
 
 def main(order):
     faulthandler.enable()  # a rank that the C library aborts says where it was
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.path[:] = order["path"]
     torch.set_num_threads(1)
     rank, size = order["rank"], order["size"]
     folder = Path(order["folder"])
     try:
+        world_device = importlib.import_module("tests.trainer_client.runtime.world_device")
+        world_device.enter(rank)
         store = dist.TCPStore("127.0.0.1", order["port"], is_master=False, wait_for_workers=False)
         if order["backend_ready"]:
             dist.init_process_group(
-                "gloo",
+                world_device.BACKEND,
                 store=store,
                 rank=rank,
                 world_size=size,

@@ -56,6 +56,12 @@ class RecordedTransport:
             each.copy_(tensors[0])
         return self._posted("all-gather")
 
+    def shutdown(self):
+        pass
+
+    def abort(self):
+        pass
+
 
 class Recorder:
     """From here on, pools connect to nobody; `begin` starts the next rank's queue."""
@@ -70,6 +76,7 @@ class Recorder:
 
         monkeypatch.setattr(GroupPool, "__init__", with_store)
         monkeypatch.setattr(group_pool, "meet", lambda *_, **__: None)
+        monkeypatch.setattr(group_pool, "part", lambda *_, **__: None)
         monkeypatch.setattr(group_pool, "make_transport", self._make_transport)
 
     def begin(self):

@@ -13,6 +13,7 @@ from tests.trainer_client.runtime.random_steps import (
     single_process,
 )
 from tests.trainer_client.runtime.random_tensor_parallel import make_split_model, over_tensor_ranks
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import PipelineMesh, run_pipeline_step
 
 TENSOR, STAGES, REPLICAS = 2, 2, 4
@@ -28,7 +29,7 @@ def all_at_once(rank, size, cases):
     """By case: the worst difference of loss and gradients, and the degrees of each wave."""
     # A replica's ranks follow one another; nodes of two replicas share what HSDP shards.
     mesh = init_device_mesh(
-        "cpu",
+        DEVICE.type,
         (2, REPLICAS // 2, STAGES, TENSOR),
         mesh_dim_names=("node", "shard", "stage", "tensor"),
     )

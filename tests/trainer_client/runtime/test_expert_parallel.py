@@ -13,6 +13,7 @@ from tests.trainer_client.runtime.random_steps import (
     random_samples,
     single_process,
 )
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import (
     ExpertReduction,
     FsdpReduction,
@@ -46,7 +47,9 @@ def spread(pool, size):
 def sharded(pool, size, **choices):
     """The same, each expert sharded over its holders and everything else over all replicas."""
     model, _ = spread(pool, size)
-    mesh = init_device_mesh("cpu", (REPLICAS // size, size), mesh_dim_names=("holders", "group"))
+    mesh = init_device_mesh(
+        DEVICE.type, (REPLICAS // size, size), mesh_dim_names=("holders", "group")
+    )
     experts = [expert for layer in model.layers for expert in layer.mlp.experts]
     for expert in experts:
         fully_shard(expert, mesh=mesh["holders"])
@@ -84,7 +87,7 @@ def spread_cases(rank, size, cases):
 
 
 def refusals(rank, size):
-    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicas", "alone"))["alone"]
+    alone = init_device_mesh(DEVICE.type, (size, 1), mesh_dim_names=("replicas", "alone"))["alone"]
     nested = make_experts()
     expert = fully_shard(nested.layers[0].mlp.experts[0], mesh=alone)
     fully_shard(nested)

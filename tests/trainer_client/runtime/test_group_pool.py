@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import GroupPool, GroupPoolError, PeerGroup, TransportMismatchError
 from trainer_client.runtime.communicator import PROTOCOL, Communicator
 
 
 def summed(group, value):
     """What every member gave, handed once round the group."""
-    total = held = torch.tensor([float(value)])
+    total = held = torch.tensor([float(value)], device=DEVICE)
     for _ in range(group.size - 1):
         arriving = torch.empty_like(held)
         following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
@@ -75,11 +76,11 @@ def rings_between_the_same_two(rank, size):
             pool.get((0, 1, 2))
             return None
         groups = [pool.get((0, 1)), pool.get((0, 1, 2))]
-        arriving = [torch.zeros(1), torch.zeros(1)]
+        arriving = [torch.zeros(1, device=DEVICE) for _ in range(2)]
         order = (0, 1) if rank == 0 else (1, 0)
         posted = []
         for which in order:
-            group, ours = groups[which], torch.full((1,), float(which))
+            group, ours = groups[which], torch.full((1,), float(which), device=DEVICE)
             sends, receives = [(ours, 1)], [(arriving[which], 0)]
             where = (sends, []) if rank == 0 else ([], receives)
             posted.append(group.post(*where, action="a test", channel=1))
@@ -200,6 +201,12 @@ class RecordedNccl:
         self._note("end")
         return Done()
 
+    def shutdown(self):
+        self._note("shut down")
+
+    def abort(self):
+        self._note("aborted")
+
 
 class Done:
     def wait(self):
@@ -286,6 +293,46 @@ def test_nccl_is_warmed_up_once_and_then_only_posts_group_calls_of_two_peers(gpu
     ring = {(rank, (rank + 1) % 11) for rank in range(11)}
     host = {(a, b) for a in range(8) for b in range(8) if a != b}
     assert connected >= ring | host
+
+
+def closing(local_rank, store, ranks, fails):
+    """One rank that connects and closes its pool, by an error in its midst if it `fails`."""
+    torch.cuda.set_device(torch.device("cuda", local_rank))
+    pool = GroupPool(store=store, replica=local_rank, replicas=ranks, backend="nccl", timeout_s=60)
+    try:
+        with pool:
+            assert pool.everyone.size == ranks
+            if fails:
+                raise ValueError("of the trainer's own")
+    except ValueError:
+        return
+    pool.close()  # once more changes nothing
+
+
+def test_no_replica_closes_nccl_before_all_of_them_have_done_their_work(gpus, monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(device.index))
+    ended = RecordedNccl.shutdown
+    monkeypatch.setattr(
+        RecordedNccl, "shutdown", lambda nccl: (order.append("shut down"), ended(nccl))
+    )
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(lambda rank: closing(rank, store, 3, False), range(3)))
+    assert set(order[:3]) == {0, 1, 2}
+    assert order[3:] == ["shut down"] * 3
+    assert all([what for what, *_ in calls][-1] == "shut down" for calls in gpus.values())
+
+
+def test_a_replica_that_fails_ends_its_kernels_and_the_others_wait_for_it_a_little_only(
+    gpus, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(lambda rank: closing(rank, store, 3, rank == 1), range(3)))
+    last = {rank: calls[-1][0] for rank, calls in gpus.items()}
+    assert last == {0: "shut down", 1: "aborted", 2: "shut down"}
 
 
 def grouped(named):

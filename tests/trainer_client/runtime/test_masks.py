@@ -118,6 +118,17 @@ def test_compiled_flex_attention_makes_no_graph_for_a_new_pack(monkeypatch):
     assert set(graphs) == {graphs[0]}, "all were made for the first pack"
 
 
+def test_spans_of_a_padded_pack_are_taken_where_they_are():
+    there = torch.device("meta")
+    made = build_ring_layout(
+        [0, 8, 16], degree=1, cp_rank=0, causal=True, lengths=[5, 8], device=there,
+        spans=torch.zeros(16, dtype=torch.int64, device=there),
+    )  # fmt: skip
+    (block,) = made.blocks
+    assert block.spans.device == block.queries.index.device == there
+    assert len(block.spans) == 13
+
+
 def test_spans_that_another_pack_had_at_the_same_place_are_not_mixed_up():
     attention = PackedAttention([0, 6])
     q = torch.randn(6, 1, 4, dtype=torch.float64)

@@ -29,6 +29,7 @@ from tests.trainer_client.runtime.random_steps import (
     single_process,
     weighed,
 )
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client import NotFetched
 from trainer_client.runtime import (
     LayoutError,
@@ -185,7 +186,9 @@ def sharded_then_failing(rank, size):
             chunk = cut(model, 2, kind)[mesh.stage]
             schedule = None
             if "sharded" in way:
-                columns = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("column", "row"))
+                columns = init_device_mesh(
+                    DEVICE.type, (replicas, 2), mesh_dim_names=("column", "row")
+                )
                 for part in (*chunk.layers, chunk):
                     fully_shard(part, mesh=columns["column"])
             elif way == "all forward first":

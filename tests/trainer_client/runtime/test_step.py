@@ -12,6 +12,7 @@ from tests.trainer_client.runtime.random_steps import (
     weighed,
     worst_difference,
 )
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import (
     GroupPool,
     LayoutError,
@@ -124,7 +125,7 @@ def test_an_encoder_whose_rows_differ_from_the_plan_is_refused():
     samples = random_samples(3)
     shard = make_shard(samples, random_plan(samples, 1, (1,), 3), 1, 0, 3)
     with GroupPool() as pool, pytest.raises(LayoutError, match="patch and merge sizes"):
-        run_step(Doubling().double(), shard, pool)
+        run_step(Doubling().double().to(DEVICE), shard, pool)
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "audio")])
