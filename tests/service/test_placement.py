@@ -13,11 +13,10 @@ import pytest
 
 import trainer_client.run
 from dataservice.app import start_service
-from dataservice.engine import window
-from dataservice.engine.affinity import NO_WISHES
 from dataservice.operate import fleet
 from dataservice.operate.config import ServiceConfig
 from dataservice.operate.fleet import serve_worker_process
+from dataservice.planning import place_packs
 from dataservice.workers.host import DecodingHost
 from demo.media import draw_scene, encode_image
 from demo.tokenizer import train_tokenizer
@@ -160,37 +159,37 @@ def placed_tokens(made, job):
     }
 
 
-def placed_anyhow(monkeypatch):
-    monkeypatch.setattr(window, "PackWishes", lambda **_: NO_WISHES)
+@pytest.fixture
+def room_everywhere(monkeypatch):
+    """However much is queued where a pack is drawn to, it goes there: which worker has room when a
+    step is placed depends on how fast the machine is. How far load counts, test_place_packs shows.
+    """
+    monkeypatch.setattr(place_packs, "SLACK", 1e6)
 
 
-def found_in_two_epochs(corpus, home, monkeypatch):
-    with serving(home, monkeypatch) as made:
-        trained(made, job(corpus, f"job-{home.name}", epochs=2))
+def test_the_second_epoch_finds_most_of_what_the_first_one_decoded(
+    corpus, tmp_path, monkeypatch, room_everywhere
+):
+    with serving(tmp_path, monkeypatch) as made:
+        trained(made, job(corpus, "twice", epochs=2))
         assert made.decoded == 2 * IMAGES
-        return made.reused
-
-
-def test_the_second_epoch_finds_more_than_packs_placed_by_load_alone(corpus, tmp_path, monkeypatch):
-    found = found_in_two_epochs(corpus, tmp_path / "kept", monkeypatch)
-    placed_anyhow(monkeypatch)
-    anyhow = found_in_two_epochs(corpus, tmp_path / "anyhow", monkeypatch)
-    assert found > anyhow
-    assert found > 0.6 * IMAGES
+        # The packs of the second are others; of two or three pictures one may be kept elsewhere.
+        assert made.reused > 0.6 * IMAGES
+        placed = placed_tokens(made, "twice")
+        assert placed["cached"] > 0.6 * placed["anywhere"], "homes count in the first as well"
 
 
 def test_a_second_job_and_a_replayed_step_find_what_the_first_job_left(
-    corpus, tmp_path, monkeypatch
+    corpus, tmp_path, monkeypatch, room_everywhere
 ):
     with serving(tmp_path, monkeypatch) as made:
         trained(made, job(corpus, "first"))
         assert made.reused == 0
         trained(made, job(corpus, "second"))
-        assert made.reused >= 0.7 * IMAGES  # what is queued meanwhile makes a difference
+        assert made.reused >= 0.75 * IMAGES
         before, reused = made.decoded, made.reused
         steps = ("--steps", "0-2", "--content")
         command("job", "replay", "first", *steps, "--service", made.address)
-        # A replay orders as few packs at once as there are slots, which leaves less choice.
         assert made.reused - reused >= 0.6 * (made.decoded - before) > 0
 
 
