@@ -29,7 +29,6 @@ from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
-    EncoderLoads,
     dispatch_reports,
     encoder_items,
     encoder_loads,
@@ -166,8 +165,9 @@ def compose_step(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Composed:
-    """A plan by `options`, and what its stages have to report: `items` as they were drawn, `pieces`
-    as they are encoded, no phase below `encoding_s` float64[phases] on its slowest replica."""
+    """A plan by `options`, and what its stages have to report: `items` as they were drawn; the
+    slowest replicas of all waves take `encoded_s` float64[modalities], and no phase takes less than
+    `encoding_s` float64[phases]."""
 
     options: PlanOptions
     packed: PackedStep
@@ -175,7 +175,7 @@ class _Composed:
     lengths: LengthTable
     grouped: StepPlan
     items: EncoderItems
-    pieces: EncoderLoads
+    encoded_s: NDArray[np.float64]
     encoding_s: NDArray[np.float64]
     time: StepTime
     reports: tuple[StageReport, ...]
@@ -188,8 +188,7 @@ class _Composed:
             *self.reports,
             *dispatch_reports(
                 self.items,
-                self.pieces,
-                self.grouped.item_replica,
+                self.encoded_s,
                 self.encoding_s,
                 self.grouped.replicas,
                 self.options.stages.dispatch,
@@ -281,7 +280,7 @@ def _composed(
         lengths=lengths,
         grouped=grouped,
         items=items,
-        pieces=pieces,
+        encoded_s=phases.encode.max(axis=2).sum(axis=0),
         encoding_s=encoding_s,
         time=time_phases(phases, grouped, pieces, topology, options.cost),
         reports=tuple(report for report in (seated, ordered) if report is not None),

@@ -251,18 +251,16 @@ def encoding_bounds(
 
 def dispatch_reports(
     items: EncoderItems,
-    pieces: EncoderLoads,
-    replica_of: NDArray[np.int32],
+    encoded_s: NDArray[np.float64],
     bound: NDArray[np.float64],
     replicas: int,
     algorithm: Dispatch,
 ) -> tuple[StageReport, ...]:
     """For each modality: Σ over waves of the slowest replica's encoding, before (whole items at
-    home) and after, `pieces` of them on `replica_of`; `bound` float64[phases] is that of
+    home) and after, `encoded_s` float64[modalities]; `bound` float64[phases] is that of
     `encoding_bounds`. What a batch takes by itself is in all three: replicas without items encode a
     small one."""
     before = slowest_s(items, items.home, replicas)
-    after = slowest_s(pieces, replica_of, replicas)
     used = np.bincount(items.phase, minlength=items.phases) > 0
     batches_s = [float(used[m::MODALITIES].sum() * items.batch_s[m]) for m in Modality]
     return tuple(
@@ -271,7 +269,7 @@ def dispatch_reports(
             algorithm=algorithm,
             unit="s",
             before=float(before[modality::MODALITIES].sum()) + batches_s[modality],
-            after=float(after[modality::MODALITIES].sum()) + batches_s[modality],
+            after=float(encoded_s[modality]),
             lower_bound=float(bound[modality::MODALITIES].sum()) + batches_s[modality],
         )
         for modality in Modality
