@@ -36,7 +36,7 @@ SECRETS = "/etc/dataservice"  # in the documents; here a folder of the reader
 LIMIT_S = 300
 JOB = "vlm-sft.yaml"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -203,7 +203,6 @@ def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
                 service.end()
 
 
-@pytest.mark.long
 def test_the_front_page_trains_to_the_end_of_the_data(reader):
     assert (reader.home / "checkpoint.pt").exists()
     shown = reader.service.cli("job", "list", "--json").stdout
@@ -215,7 +214,6 @@ def test_its_job_file_shows_every_format(reader):
     assert [source.format for source in spec.sources] == ["webdataset", "parquet", "jsonl"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
 def test_a_page_can_be_followed(reader, page):
     reader.follow(page)
