@@ -246,6 +246,7 @@ class Guard:
         texts = sorted({token for token in tokens if len(token) > 1}, key=len, reverse=True)
         choices = "|".join(map(re.escape, texts)) or r"(?!)"
         self._texts = tuple(texts)
+        self._beginnings = sorted({text[:2] for text in texts})
         self._any = re.compile(choices)
         # A look-ahead, so that a token within or overlapping another is found too.
         self._each = re.compile(f"(?={choices})(.)", re.DOTALL)
@@ -253,18 +254,21 @@ class Guard:
     def protect(self, text: str) -> str:
         """The text with every control token broken. Raises SampleError when the text contains the
         marks themselves, or half of a surrogate pair."""
-        if RESERVED.search(text):
+        if not text.isascii() and RESERVED.search(text):
             raise SampleError(
                 "the text contains a Unicode noncharacter in U+FDD0..U+FDD5, which marks places "
                 "while text is tokenised, or half of a surrogate pair. Remove it from the text."
             )
-        if self._any.search(text) is None:
+        # Most texts hold the beginning of none, which is found out sooner.
+        if not any(map(text.__contains__, self._beginnings)) or self._any.search(text) is None:
             return text
         return self._each.sub(rf"\1{BREAK}", text)
 
     def protect_texts(self, texts: Sequence[str]) -> list[str]:
         """Protects texts that a template may join, as the parts of a turn, stripped or not: where
         that would make a control token, a BREAK stands between them."""
+        if len(texts) == 1:
+            return [self.protect(texts[0])]
         alone = sum(map(self._count, texts))
         joined = max(self._count("".join(texts)), self._count("".join(map(str.strip, texts))))
         between = BREAK if joined > alone else ""
