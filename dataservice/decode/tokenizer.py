@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
+from dataservice.decode.token_bytes import TokenBytes, token_bytes
 
 # The tokens that transformers gives to templates by name.
 _NAMED_TOKENS = (
@@ -83,6 +84,9 @@ class LoadedTokenizer:
     adds_bos: bool
     digest: str
     remedy: str
+    written: TokenBytes | None = field(default=None, repr=False, compare=False)
+    """What each token writes, where tokens are bytes: it tells their places in a text sooner than
+    offsets do."""
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
     def encode(self, text: str, *, offsets: bool = True) -> Encoded:
@@ -173,6 +177,7 @@ def load_tokenizer(path: str) -> LoadedTokenizer:
         folder=file.parent,
         specials=tuple(token.content for token in added if token.special),
         digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        written=token_bytes(tokenizer),
     )
 
 
@@ -184,6 +189,7 @@ def configured(
     specials: tuple[str, ...],
     digest: str,
     remedy: str = "Repair its tokenizer.json",
+    written: TokenBytes | None = None,
 ) -> LoadedTokenizer:
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
@@ -198,6 +204,7 @@ def configured(
         adds_bos=bool(config.get("add_bos_token")),
         digest=digest,
         remedy=remedy,
+        written=written,
     )
 
 
