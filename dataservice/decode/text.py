@@ -236,11 +236,11 @@ class TextPipeline:
         """(ids, starts, ends, edges) of a text: where each token and each edge lies, in bytes or in
         characters."""
         if (written := self._tokenizer.written) is not None:
-            found = self._tokenizer.encode(text, offsets=False).ids
-            sizes = written.sizes(found, text.encode())
+            ids = self._numbers(self._tokenizer.encode(text, offsets=False).ids)
+            sizes = written.sizes(ids, text.encode())
             if sizes is not None:
                 ends = np.cumsum(sizes)
-                return self._numbers(found), ends - sizes, ends, _in_bytes(text, edges)
+                return ids, ends - sizes, ends, _in_bytes(text, edges)
         encoding = self._tokenizer.encode(text)
         ids = self._numbers(encoding.ids)
         places = chain.from_iterable(encoding.offsets)  # of pairs, numpy makes an array slowly

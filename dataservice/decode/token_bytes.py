@@ -6,8 +6,8 @@ once the tokens' bytes are found to be the text's.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,34 +21,55 @@ _BYTE_OF = {chr(byte): byte for byte in _SHOWN}
 _BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_HIDDEN)}
 
 
-class _Written(dict[int, bytes]):
-    """The bytes of tokens by id, each found out when first asked for; of an unknown one none."""
-
-    def __init__(self, token_of: Callable[[int], str | None], added: dict[int, bytes]) -> None:
-        super().__init__(added)
-        self._token_of = token_of
-
-    def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of(token_id) or ""
-        known = all(character in _BYTE_OF for character in token)
-        written = bytes(map(_BYTE_OF.__getitem__, token)) if known else b""
-        self[token_id] = written
-        return written
-
-
-@dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What each token of a byte-level tokenizer writes. May be used from many threads."""
+    """What each token of a byte-level tokenizer writes, found out when a text first has it. May be
+    used from many threads."""
 
-    written: _Written
+    def __init__(
+        self, token_of: Callable[[int], str | None], added: Mapping[int, str], tokens: int
+    ) -> None:
+        """`added` tokens write their own text, and others what the characters of `token_of` stand
+        for. Ids are below `tokens`, or not known."""
+        self._token_of, self._added = token_of, added
+        # A token writes `_bytes[start : start + size]`; the size of one not yet met is below 0.
+        self._sizes = np.full(tokens, -1, np.int64)
+        self._starts = np.zeros(tokens, np.int64)
+        self._bytes = np.zeros(0, np.uint8)
+        self._lock = threading.Lock()
 
-    def sizes(self, ids: Sequence[int], text: bytes) -> NDArray[np.int64] | None:
+    def sizes(self, ids: NDArray[np.int32], text: bytes) -> NDArray[np.int64] | None:
         """The bytes of each of these tokens, int64[n]; None where they, end to end, are not the
         text: a normaliser has changed it, or a token swallowed white space. O(bytes)."""
-        pieces = [self.written[token_id] for token_id in ids]
-        if b"".join(pieces) != text:
+        if ids.max(initial=0) >= len(self._sizes):
             return None
-        return np.fromiter(map(len, pieces), np.int64, len(pieces))
+        if self._sizes[ids].min(initial=0) < 0:
+            self._meet(ids)
+        sizes = self._sizes[ids]
+        if sizes.sum() != len(text):
+            return None
+        before = np.cumsum(sizes) - sizes
+        places = np.repeat(self._starts[ids] - before, sizes) + np.arange(len(text))
+        return sizes if self._bytes[places].tobytes() == text else None
+
+    def _meet(self, ids: NDArray[np.int32]) -> None:
+        """Find out what the new ones among these write. Sizes come last: whoever sees one, finds
+        the bytes."""
+        with self._lock:
+            new = np.unique(ids[self._sizes[ids] < 0])
+            written = [self._written(token_id) for token_id in new.tolist()]
+            sizes = np.array([len(each) for each in written], np.int64)
+            self._starts[new] = len(self._bytes) + np.cumsum(sizes) - sizes
+            more = np.frombuffer(b"".join(written), np.uint8)
+            self._bytes = np.concatenate([self._bytes, more])
+            self._sizes[new] = sizes
+
+    def _written(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._token_of(token_id) or ""
+        # Nothing, if it has a character that stands for no byte: then no text is its bytes.
+        known = all(character in _BYTE_OF for character in token)
+        return bytes(map(_BYTE_OF.__getitem__, token)) if known else b""
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
@@ -58,8 +79,8 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     trimmed = any(part.get("trim_offsets") for part in _parts(spec["post_processor"]))
     if trimmed or not any(part["type"] == "ByteLevel" for part in _parts(spec["decoder"])):
         return None
-    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    return TokenBytes(_Written(tokenizer.id_to_token, added))
+    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
+    return TokenBytes(tokenizer.id_to_token, added, tokenizer.get_vocab_size())
 
 
 def _parts(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
