@@ -7,7 +7,7 @@ once the tokens' bytes are found to be the text's.
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,17 +75,18 @@ class TokenBytes:
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     """None where tokens are not bytes, or the library's offsets leave out the white space around
     them (`trim_offsets`)."""
-    spec = json.loads(tokenizer.to_str())
-    trimmed = any(part.get("trim_offsets") for part in _parts(spec["post_processor"]))
-    if trimmed or not any(part["type"] == "ByteLevel" for part in _parts(spec["decoder"])):
+    trimmed = any(part.get("trim_offsets") for part in _parts(tokenizer.post_processor))
+    if trimmed or not any(part["type"] == "ByteLevel" for part in _parts(tokenizer.decoder)):
         return None
-    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
-    return TokenBytes(tokenizer.id_to_token, added, tokenizer.get_vocab_size())
+    added = tokenizer.get_added_tokens_decoder().items()
+    texts = {token_id: token.content for token_id, token in added}
+    return TokenBytes(tokenizer.id_to_token, texts, tokenizer.get_vocab_size())
 
 
-def _parts(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A step of a tokenizer and, where it is a sequence, those in it."""
-    if spec is not None:
-        yield spec
-        for part in (*spec.get("decoders", ()), *spec.get("processors", ())):
-            yield from _parts(part)
+def _parts(step: Any) -> list[dict[str, Any]]:
+    """A step of a tokenizer as its file has it, and all steps in it where it is a sequence. To
+    write out the whole tokenizer, whose vocabulary is large, would take a second."""
+    parts = [] if step is None else [json.loads(step.__getstate__())]
+    for part in parts:  # which grows meanwhile
+        parts += [*part.get("decoders", ()), *part.get("processors", ())]
+    return parts

@@ -226,9 +226,10 @@ def test_a_text_that_is_learnt_whole_is_tokenised_without_tracking_its_character
         ({}, False),
         ({"normalizer": {"type": "NFC"}}, True),  # whose tokens write other bytes than the text has
         ({"post_processor": TRIMMING}, True),  # whose offsets are not where its tokens are
+        ({"post_processor": {"type": "Sequence", "processors": [TRIMMING]}}, True),
         ({"decoder": None}, True),
     ],
-    ids=["bytes", "normalised", "trimmed", "unknown"],
+    ids=["bytes", "normalised", "trimmed", "trimmed among others", "unknown"],
 )
 def test_the_bytes_of_tokens_tell_which_are_learnt_where_they_are_the_text(
     kitchen, sample, monkeypatch, changed, is_tracked
