@@ -92,7 +92,10 @@ class DecodeLimits:
         """Raises SampleError where objects and lists nest deeper than `max_record_depth`.
         O(values)."""
         level, depth = [value], 0
-        while level := [v for v in level if isinstance(v, Mapping | list | tuple)]:
+        # Most values are text, of which it is soon known that it holds none.
+        while level := [
+            v for v in level if not isinstance(v, str) and isinstance(v, Mapping | list | tuple)
+        ]:
             depth += 1
             self.check("max_record_depth", depth, f"{what}: levels of nesting")
             level = [

@@ -6,7 +6,7 @@ silence or by cutting, and refuses larger ones.
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from typing import Any
 
 import av
 import numpy as np
@@ -34,6 +34,8 @@ TOLERATED_SHARE = 0.01
 FEWEST_BYTES_PER_S = 8
 LEAST_RATE_HZ = 1000
 _FULL_SCALE = np.float32(32768)
+_OF_FULL_SCALE = 1 / _FULL_SCALE  # a power of two: dividing gives the same
+_WHOLE_NUMBERS, _FLOATS = frozenset({"s16", "s16p"}), frozenset({"flt", "fltp"})
 # Without an index in the file, the durations in these formats' headers are guesses from the first
 # bit rate.
 _GUESSED_DURATION_FORMATS = frozenset({"mp3", "aac"})
@@ -86,15 +88,13 @@ def decode_audio(
             %, whichever is larger.
     """
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
-    # Pages of zeros take memory only when they are written.
-    sound, decoded = np.zeros(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
+    # Pages take memory only when they are written to.
+    sound, decoded = np.empty(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
     with opened(blob, limits) as container:
-        resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE_HZ)
-        for frame in chain(_joined(_frames(container, blob, limits)), (None,)):  # None flushes
-            for resampled in resampler.resample(frame):
-                room = sound[decoded : min(decoded + resampled.samples, samples)]
-                room[:] = resampled.to_ndarray()[0, : len(room)]
-                decoded += resampled.samples
+        for wave in _at_rate(_frames(container, blob, limits)):
+            room = sound[decoded : min(decoded + len(wave), samples)]
+            np.multiply(wave[: len(room)], _OF_FULL_SCALE, out=room)
+            decoded += len(wave)
             if decoded > samples + tolerated:
                 break
     if abs(decoded - samples) > tolerated:
@@ -104,7 +104,7 @@ def decode_audio(
             f"they may differ by {tolerated / SAMPLE_RATE_HZ:.2f} s. Replace the file or leave "
             "the sample out."
         )
-    sound /= _FULL_SCALE
+    sound[min(decoded, samples) :] = 0
     ends = np.cumsum([chunk.samples for chunk in chunks])
     return tuple(np.split(sound, ends[:-1]))
 
@@ -156,6 +156,39 @@ def _frames(
             yield frame
     except FFmpegError:
         return
+
+
+def _at_rate(frames: Iterator[AudioFrame]) -> Iterator[NDArray[np.int16] | NDArray[np.float32]]:
+    """The sound at 16 kHz mono, about a second at a time, as whole numbers of 16 bits. Raises
+    ValueError where the frames' format changes."""
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE_HZ)
+    for frame in _joined(frames):
+        there = frame.sample_rate == SAMPLE_RATE_HZ and frame.layout.name == "mono"
+        if there and frame.format.name in _WHOLE_NUMBERS:
+            yield _plane(frame, np.int16)
+        elif there and frame.format.name in _FLOATS:
+            yield _rounded(_plane(frame, np.float32))
+        else:
+            for resampled in resampler.resample(frame):
+                yield _plane(resampled, np.int16)
+    for resampled in resampler.resample(None):
+        yield _plane(resampled, np.int16)
+
+
+def _plane(frame: AudioFrame, dtype: type[np.generic]) -> NDArray[Any]:
+    """The samples of a frame of one channel, where FFmpeg has them."""
+    plane: Any = frame.planes[0]  # whose stubs do not say that it is a buffer
+    return np.frombuffer(plane, dtype, frame.samples)
+
+
+def _rounded(wave: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sound in [-1, 1) as whole numbers of 16 bits: as FFmpeg rounds it, in a third of the time.
+    What is no number becomes the smallest."""
+    with np.errstate(all="ignore"):
+        whole: NDArray[np.float32] = np.rint(wave * _FULL_SCALE)
+        if not (whole.min() >= -_FULL_SCALE and whole.max() < _FULL_SCALE):
+            np.fmin(np.fmax(whole, -_FULL_SCALE), _FULL_SCALE - 1, out=whole)
+    return whole
 
 
 def _joined(frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:

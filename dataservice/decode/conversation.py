@@ -343,6 +343,8 @@ class _Splitter:
 
     def __call__(self, text: str) -> tuple[Part, ...]:
         """Splits text at its placeholders; all other text stays as it is. O(characters)."""
+        if _PLACEHOLDER.search(text) is None:
+            return (text,) if text else ()
         parts: list[Part] = []
         start = ticks = counted = 0
         last_tick = text.rfind("`")
@@ -374,8 +376,10 @@ def _check(result: Conversation | Document, media: Sequence[MediaKind]) -> None:
     parts = _parts(result)
     if not any(isinstance(part, MediaPart) or part.strip() for part in parts) and not media:
         raise SampleError("the sample is empty: it has neither text nor media. Leave it out.")
-    placeholders = Counter(part.kind for part in parts if isinstance(part, MediaPart))
-    files = Counter(media)
+    shown = [part.kind for part in parts if isinstance(part, MediaPart)]
+    if not shown and not media:
+        return
+    placeholders, files = Counter(shown), Counter(media)
     for kind in KINDS:
         if placeholders[kind] != files[kind]:
             raise SampleError(

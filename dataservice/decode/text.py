@@ -6,8 +6,9 @@ tokenised within the surrounding text, exactly as the model's own processor does
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ from dataservice.decode.placeholders import PlaceholderTokens
 from dataservice.decode.tokenizer import Guard, LoadedTokenizer
 
 IGNORED_LABEL = -100
-_STRUCTURE = re.compile(f"([{BREAK}{LOSS_OPEN}{LOSS_CLOSE}])")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,10 @@ class TokenSequence:
 
     def labels(self) -> NDArray[np.int32]:
         """int32[n], shifted: the next token where that is learnt, else -100; last is -100."""
-        labels = np.full(len(self.ids), IGNORED_LABEL, dtype=np.int32)
-        labels[:-1] = np.where(self.learnt[1:], self.ids[1:], IGNORED_LABEL)
+        labels = np.empty(len(self.ids), dtype=np.int32)
+        labels[:-1] = self.ids[1:]
+        labels[:-1][~self.learnt[1:]] = IGNORED_LABEL
+        labels[-1:] = IGNORED_LABEL
         return labels
 
     def piece(self, number: int, tokens: int) -> "TokenSequence":
@@ -69,7 +71,7 @@ class TokenSequence:
     @property
     def loss_tokens(self) -> int:
         """Number of labels other than -100."""
-        return int(self.learnt[1:].sum())
+        return int(np.count_nonzero(self.learnt[1:]))
 
 
 class TextPipeline:
@@ -198,16 +200,15 @@ class TextPipeline:
         run: list[str] = []
         edges: list[int] = []  # offsets in the run at which loss switches on or off
         length, learning = 0, False
-        for part in _STRUCTURE.split(marked):
-            if part == BREAK:
+        for mark, part in _structure(marked):
+            if mark == BREAK:
                 pieces.append(self._encode_run("".join(run), edges))
                 run, edges, length = [], [0] if learning else [], 0
-            elif part in (LOSS_OPEN, LOSS_CLOSE):
-                learning = part == LOSS_OPEN
+            elif mark:
+                learning = mark == LOSS_OPEN
                 edges.append(length)
-            else:
-                run.append(part)
-                length += len(part)
+            run.append(part)
+            length += len(part)
         pieces.append(self._encode_run("".join(run), edges))
         if len(pieces) == 1:
             return pieces[0]
@@ -219,28 +220,63 @@ class TextPipeline:
     def _encode_run(
         self, text: str, edges: Sequence[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        uniform = not edges or edges in ([0], [0, len(text)])  # learnt wholly or not at all
-        encoding = self._tokenizer.encode(text, offsets=not uniform)
+        if not edges or edges in ([0], [0, len(text)]):  # learnt wholly or not at all
+            ids = self._numbers(self._tokenizer.encode(text, offsets=False).ids)
+            return ids, np.full(len(ids), bool(edges))
+        ids, starts, ends, edges = self._placed(text, edges)
+        # A token is learnt if any of its characters is, as transformers has it: where a template
+        # writes the space before an answer, " Yes" is one token.
+        begun = np.searchsorted(edges, starts, side="right")
+        ended = np.searchsorted(edges, np.maximum(ends - 1, starts), side="right")
+        return ids, (begun % 2 == 1) | (ended > begun)
+
+    def _placed(
+        self, text: str, edges: Sequence[int]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], Sequence[int]]:
+        """(ids, starts, ends, edges) of a text: where each token and each edge lies, in bytes or in
+        characters."""
+        if (written := self._tokenizer.written) is not None:
+            ids = self._numbers(self._tokenizer.encode(text, offsets=False).ids)
+            sizes = written.sizes(ids, text.encode())
+            if sizes is not None:
+                ends = np.cumsum(sizes)
+                return ids, ends - sizes, ends, _in_bytes(text, edges)
+        encoding = self._tokenizer.encode(text)
+        ids = self._numbers(encoding.ids)
+        places = chain.from_iterable(encoding.offsets)  # of pairs, numpy makes an array slowly
+        spans = np.fromiter(places, np.int64, 2 * len(ids)).reshape(-1, 2)
+        return ids, spans[:, 0], spans[:, 1], edges
+
+    def _numbers(self, ids: Sequence[int]) -> NDArray[np.int32]:
         try:
-            ids = np.array(encoding.ids, dtype=np.int32)
+            return np.array(ids, dtype=np.int32)
         except OverflowError as error:
             raise SampleError(
                 f"the tokenizer {quoted(self._tokenizer.path)} gives the text an id of 2**31 or "
                 "more; ids are int32. Repair its vocabulary."
             ) from error
-        if uniform:  # as documents are
-            return ids, np.full(len(ids), bool(edges))
-        # A token is learnt if any of its characters is, as transformers has it: where a template
-        # writes the space before an answer, " Yes" is one token.
-        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        lasts = np.maximum(spans[:, 1] - 1, spans[:, 0])
-        begun = np.searchsorted(edges, spans[:, 0], side="right")
-        ended = np.searchsorted(edges, lasts, side="right")
-        return ids, (begun % 2 == 1) | (ended > begun)
 
     def _ids(self, tokens: Iterable[str]) -> NDArray[np.int32]:
         ids = {self._tokenizer.id_of(token) for token in tokens}
         return np.array(sorted(i for i in ids if i is not None), dtype=np.int32)
+
+
+def _structure(marked: str) -> Iterator[tuple[str, str]]:
+    """The text between marks other than slots, each with the mark before it, "" at first. A pattern
+    takes twenty times as long."""
+    for breaks, whole in enumerate(marked.split(BREAK)):
+        for opened, begun in enumerate(whole.split(LOSS_OPEN)):
+            for closed, part in enumerate(begun.split(LOSS_CLOSE)):
+                mark = LOSS_CLOSE if closed else LOSS_OPEN if opened else BREAK if breaks else ""
+                yield mark, part
+
+
+def _in_bytes(text: str, places: Sequence[int]) -> Sequence[int]:
+    """The same places in a text, counted in bytes of UTF-8 and not in characters; they ascend."""
+    if text.isascii():
+        return places
+    between = [text[start:end] for start, end in pairwise([0, *places])]
+    return list(accumulate(len(part.encode()) for part in between))
 
 
 def among(ids: NDArray[np.int32], some: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
+from dataservice.decode.token_bytes import TokenBytes, token_bytes
 
 # The tokens that transformers gives to templates by name.
 _NAMED_TOKENS = (
@@ -83,6 +84,9 @@ class LoadedTokenizer:
     adds_bos: bool
     digest: str
     remedy: str
+    written: TokenBytes | None = field(default=None, repr=False, compare=False)
+    """What each token writes, where tokens are bytes: it tells their places in a text sooner than
+    offsets do."""
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
     def encode(self, text: str, *, offsets: bool = True) -> Encoded:
@@ -173,6 +177,7 @@ def load_tokenizer(path: str) -> LoadedTokenizer:
         folder=file.parent,
         specials=tuple(token.content for token in added if token.special),
         digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        written=token_bytes(tokenizer),
     )
 
 
@@ -184,6 +189,7 @@ def configured(
     specials: tuple[str, ...],
     digest: str,
     remedy: str = "Repair its tokenizer.json",
+    written: TokenBytes | None = None,
 ) -> LoadedTokenizer:
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
@@ -198,6 +204,7 @@ def configured(
         adds_bos=bool(config.get("add_bos_token")),
         digest=digest,
         remedy=remedy,
+        written=written,
     )
 
 
@@ -246,6 +253,7 @@ class Guard:
         texts = sorted({token for token in tokens if len(token) > 1}, key=len, reverse=True)
         choices = "|".join(map(re.escape, texts)) or r"(?!)"
         self._texts = tuple(texts)
+        self._beginnings = sorted({text[:2] for text in texts})
         self._any = re.compile(choices)
         # A look-ahead, so that a token within or overlapping another is found too.
         self._each = re.compile(f"(?={choices})(.)", re.DOTALL)
@@ -253,18 +261,21 @@ class Guard:
     def protect(self, text: str) -> str:
         """The text with every control token broken. Raises SampleError when the text contains the
         marks themselves, or half of a surrogate pair."""
-        if RESERVED.search(text):
+        if not text.isascii() and RESERVED.search(text):
             raise SampleError(
                 "the text contains a Unicode noncharacter in U+FDD0..U+FDD5, which marks places "
                 "while text is tokenised, or half of a surrogate pair. Remove it from the text."
             )
-        if self._any.search(text) is None:
+        # Most texts hold the beginning of none, which is found out sooner.
+        if not any(map(text.__contains__, self._beginnings)) or self._any.search(text) is None:
             return text
         return self._each.sub(rf"\1{BREAK}", text)
 
     def protect_texts(self, texts: Sequence[str]) -> list[str]:
         """Protects texts that a template may join, as the parts of a turn, stripped or not: where
         that would make a control token, a BREAK stands between them."""
+        if len(texts) == 1:
+            return [self.protect(texts[0])]
         alone = sum(map(self._count, texts))
         joined = max(self._count("".join(texts)), self._count("".join(map(str.strip, texts))))
         between = BREAK if joined > alone else ""
