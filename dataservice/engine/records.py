@@ -5,6 +5,7 @@ they return.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ class AttemptRecords:
         self._metrics = metrics
         # Of steps that this coordinator planned and that are not trained yet.
         self._predicted: dict[int, StepTime] = {}
+        # The highest step that the ledger has of any attempt, once it was asked; from then on only
+        # this attempt adds to it, for an older one has ended before. Behind it, nothing is on
+        # record of a step: most steps are such, and the store is asked nothing about them.
+        self._recorded_through: int | None = None
+        self._recording = threading.Lock()
+        self._first_here: set[int] = set()  # of those, the steps of which the plan alone is known
 
     def cursor(self, step: int) -> Cursor | None:
         """The cursor that a step of this attempt was planned from; None if it never was."""
@@ -116,11 +123,13 @@ class AttemptRecords:
         """Put a step in the ledger, before anyone hears of it. Raises StateError where the step is
         there already with another digest."""
         attempt, cursor, plan = self._attempt, made.planned.cursor, made.planned.plan
-        known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
-        if plan.time is not None and (known is None or known.committed_unix_s is None):
-            self._predicted[cursor.step] = plan.time
+        with self._recording:
+            known = self._known(cursor.step)
+            if plan.time is not None and (known is None or known.committed_unix_s is None):
+                self._predicted[cursor.step] = plan.time
+            if known is None:
+                self._put(self._entry(cursor, plan, made.digest))
         if known is None:
-            self._store.put_ledger(self._entry(cursor, plan, made.digest))
             self._note_planned(plan, made.digest, made.plan_s)
         elif known.plan_digest != made.digest:
             raise StateError(
@@ -129,10 +138,27 @@ class AttemptRecords:
                 "under a running attempt; restart the trainers from their checkpoint."
             )
 
+    def _known(self, step: int) -> LedgerEntry | None:
+        """This attempt's entry of a step, if there is one."""
+        job = self._attempt.job
+        if self._recorded_through is None:
+            self._recorded_through = self._store.last_planned_step(job)
+        if step > self._recorded_through:
+            return None
+        return self._store.ledger_entry(job, step, self._attempt.number)
+
+    def _put(self, entry: LedgerEntry) -> None:
+        self._store.put_ledger(entry)
+        assert self._recorded_through is not None, "it was asked whether the step is known"
+        if entry.step > self._recorded_through:
+            self._recorded_through = entry.step
+            self._first_here.add(entry.step)
+
     def trained(self, step: int, measured_s: float | None) -> StepTime | None:
         """Every rank has trained a step. Returns what its plan predicted, None where another
         coordinator planned it. Raises NotFoundError where it was never planned."""
         job, attempt = self._attempt.job, self._attempt.number
+        self._first_here.discard(step)
         self._store.commit_step(job, attempt, step, time.time(), measured_s)
         predicted = self._predicted.pop(step, None)
         if measured_s is None:
@@ -150,6 +176,10 @@ class AttemptRecords:
         error where it is not what this attempt, or the last one to train the step, delivered
         before."""
         job, number, step = self._attempt.job, self._attempt.number, delivered.plan.step
+        if step in self._first_here:
+            self._first_here.discard(step)
+            self._store.put_content(job, number, step, delivered.content().to_bytes())
+            return None
         for entry in reversed(self._store.ledger_of_step(job, step)):
             if entry.content is None:
                 continue
@@ -184,6 +214,7 @@ class AttemptRecords:
         ]
         for entry in entries:
             log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
+        self._first_here.discard(receipts.step)
         self._store.add_quarantine(entries)
 
     def _entry(self, cursor: Cursor, plan: StepPlan, digest: str) -> LedgerEntry:

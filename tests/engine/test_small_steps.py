@@ -4,9 +4,12 @@ import sys
 from collections.abc import Callable
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.job import LedgerEntry
+from dataservice.core.job_setup import JobSetup
 from dataservice.core.ports import NoMetrics
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
+from dataservice.engine.delivered import Delivered
 from dataservice.engine.records import AttemptRecords, MadeStep
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import make_setup
@@ -28,6 +31,44 @@ def calls_of(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return made
+
+
+class Asked(MemoryStateStore):
+    """A store that knows which steps it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        self.steps.append(step)
+        return super().ledger_entry(job, step, attempt)
+
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        self.steps.append(step)
+        return super().ledger_of_step(job, step)
+
+
+def recorded(records: AttemptRecords, setup: JobSetup, steps: int) -> None:
+    """The first steps, each put in the ledger and delivered."""
+    cursor = Cursor()
+    for _ in range(steps):
+        made = records.plan(setup, cursor, TeamShare())
+        assert made is not None
+        records.record(made)
+        assert records.delivered(Delivered(made.planned.plan, made.orders)) is None
+        cursor = made.planned.next_cursor
+
+
+async def test_the_store_is_asked_of_steps_alone_that_it_may_know() -> None:
+    setup, store = make_setup(), Asked()
+    store.put_job(setup.record)
+    for number, steps in ((1, 2), (2, 4)):
+        attempt = Attempt(job="job", number=number, topology=setup.topology(2), start=Cursor())
+        recorded(AttemptRecords(attempt, store=store, metrics=NoMetrics()), setup, steps)
+    assert set(store.steps) == {0, 1}  # by the second attempt, of what the first had planned
+    contents = [store.ledger_entry("job", step, 2) for step in range(4)]
+    assert all(entry is not None and entry.content for entry in contents)
 
 
 async def test_a_small_step_is_planned_in_few_calls() -> None:
