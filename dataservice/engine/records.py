@@ -1,12 +1,19 @@
 """What an attempt writes down: each step before it is dispatched, its commit, its bad samples.
 
-Every function runs in a thread. `plan` writes nothing; what the others write is on disk when
-they return.
+Every function but `noted_soon` runs in a thread. `plan` writes nothing; what the others write is on
+disk when they return.
+
+A step is on disk before anyone hears of it, and its commit before the rank that made it is
+answered. What a step of few samples delivered waits for the next step's entry, in whose transaction
+it costs nothing, or for CONTENT_WAIT_S. No position depends on it: it only tells whether a later
+decoding is the same. A coordinator that is killed meanwhile leaves the step planned, without
+content, as one that is killed before the last receipt does; ranks may have its bytes either way.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +26,7 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.order_columns import PackOrders
+from dataservice.core.order_columns import FEW_SAMPLES, PackOrders
 from dataservice.core.orders import StepSummary
 from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Catalog, Metrics
@@ -40,6 +47,8 @@ from dataservice.engine.shards import StepParts, cut_step
 log = logging.getLogger(__name__)
 
 NAMED_SAMPLES = 8
+# How long what a step delivered waits for another step's entry, to be written with it.
+CONTENT_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +83,7 @@ class AttemptRecords:
         self._recorded_through: int | None = None
         self._recording = threading.Lock()
         self._first_here: set[int] = set()  # of those, the steps of which the plan alone is known
+        self._contents: deque[tuple[int, bytes]] = deque()  # that wait
 
     def cursor(self, step: int) -> Cursor | None:
         """The cursor that a step of this attempt was planned from; None if it never was."""
@@ -148,7 +158,7 @@ class AttemptRecords:
         return self._store.ledger_entry(job, step, self._attempt.number)
 
     def _put(self, entry: LedgerEntry) -> None:
-        self._store.put_ledger(entry)
+        self._store.put_ledger(entry, self._waiting())
         assert self._recorded_through is not None, "it was asked whether the step is known"
         if entry.step > self._recorded_through:
             self._recorded_through = entry.step
@@ -196,6 +206,27 @@ class AttemptRecords:
         content = delivered.content(masked | delivered.masked.keys())
         self._store.put_content(job, number, step, content.to_bytes())
         return None
+
+    def noted_soon(self, delivered: Delivered) -> bool:
+        """Whether the content of a step will be written with whatever is written next, or by
+        `write_contents`: few samples, of which there is nothing to compare with."""
+        step = delivered.plan.step
+        if step not in self._first_here or len(delivered.plan.sample_ids) > FEW_SAMPLES:
+            return False
+        self._first_here.discard(step)
+        self._contents.append((step, delivered.content().to_bytes()))
+        return True
+
+    def write_contents(self) -> None:
+        """Put the contents that wait in the ledger."""
+        for step, content in self._waiting():
+            self._store.put_content(self._attempt.job, self._attempt.number, step, content)
+
+    def _waiting(self) -> list[tuple[int, bytes]]:
+        waiting = []
+        while self._contents:  # the event loop may add to them meanwhile
+            waiting.append(self._contents.popleft())
+        return waiting
 
     def quarantine(self, receipts: PackReceipts) -> None:
         """Record the bad samples of packs."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import LedgerEntry
 from dataservice.core.job_setup import JobSetup
+from dataservice.core.order_columns import FEW_SAMPLES
 from dataservice.core.ports import NoMetrics
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
@@ -69,6 +70,43 @@ async def test_the_store_is_asked_of_steps_alone_that_it_may_know() -> None:
     assert set(store.steps) == {0, 1}  # by the second attempt, of what the first had planned
     contents = [store.ledger_entry("job", step, 2) for step in range(4)]
     assert all(entry is not None and entry.content for entry in contents)
+
+
+async def test_what_a_small_step_delivered_is_written_with_the_next_one() -> None:
+    setup, store = make_setup(), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    cursor, contents = Cursor(), []
+    for step in range(3):
+        made = records.plan(setup, cursor, TeamShare())
+        assert made is not None
+        records.record(made)
+        delivered = Delivered(made.planned.plan, made.orders)
+        assert records.noted_soon(delivered)
+        assert not records.noted_soon(delivered)  # there is something to compare with then
+        contents.append(delivered.content().to_bytes())
+        assert written(store, step + 1) == [*contents[:-1], None]
+        cursor = made.planned.next_cursor
+    records.write_contents()
+    assert written(store, 3) == contents
+
+
+def written(store: MemoryStateStore, steps: int) -> list[bytes | None]:
+    """What the ledger has of what the first steps delivered."""
+    entries = [store.ledger_entry("job", step, 1) for step in range(steps)]
+    return [entry.content for entry in entries if entry is not None]
+
+
+async def test_a_step_of_many_samples_is_summed_up_in_a_thread() -> None:
+    setup, store = make_setup(samples=600, batch=FEW_SAMPLES + 1), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    made = records.plan(setup, Cursor(), TeamShare())
+    assert made is not None
+    records.record(made)
+    assert not records.noted_soon(Delivered(made.planned.plan, made.orders))
 
 
 async def test_a_small_step_is_planned_in_few_calls() -> None:
