@@ -190,6 +190,7 @@ class AttemptRecords:
             self._first_here.discard(step)
             self._store.put_content(job, number, step, delivered.content().to_bytes())
             return None
+        self.write_contents()  # the step's own may be among them, from before it was planned again
         for entry in reversed(self._store.ledger_of_step(job, step)):
             if entry.content is None:
                 continue
@@ -218,9 +219,10 @@ class AttemptRecords:
         return True
 
     def write_contents(self) -> None:
-        """Put the contents that wait in the ledger."""
-        for step, content in self._waiting():
-            self._store.put_content(self._attempt.job, self._attempt.number, step, content)
+        """Put the contents that wait in the ledger; those that `record` has taken are there too."""
+        with self._recording:
+            for step, content in self._waiting():
+                self._store.put_content(self._attempt.job, self._attempt.number, step, content)
 
     def _waiting(self) -> list[tuple[int, bytes]]:
         waiting = []

@@ -3,11 +3,15 @@
 import sys
 from collections.abc import Callable
 
+import numpy as np
+
+from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import LedgerEntry
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.order_columns import FEW_SAMPLES
 from dataservice.core.ports import NoMetrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.delivered import Delivered
@@ -96,6 +100,36 @@ def written(store: MemoryStateStore, steps: int) -> list[bytes | None]:
     """What the ledger has of what the first steps delivered."""
     entries = [store.ledger_entry("job", step, 1) for step in range(steps)]
     return [entry.content for entry in entries if entry is not None]
+
+
+async def test_what_waits_to_be_written_is_compared_with_too() -> None:
+    setup, store = make_setup(), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    made = records.plan(setup, Cursor(), TeamShare())
+    assert made is not None
+    records.record(made)
+    plan = made.planned.plan
+    assert records.noted_soon(Delivered(plan, made.orders))
+    again, n = Delivered(plan, made.orders), len(plan.sample_ids)
+    again.take(
+        PackReceipts(
+            job="job",
+            step=0,
+            plan_digest=made.digest,
+            pack=np.arange(plan.packs),
+            size_bytes=np.ones(plan.packs, np.int64),
+            decode_s=np.zeros(plan.packs),
+            room_s=np.zeros(plan.packs),
+            bad_samples=np.zeros(plan.packs, np.int64),
+            digests=np.diff(plan.pack_offsets),
+            sample_digests=np.ones(n, SAMPLE_DIGEST),
+        )
+    )
+    error = records.delivered(again)
+    assert error is not None
+    assert "is not what attempt 1 delivered" in str(error)
 
 
 async def test_a_step_of_many_samples_is_summed_up_in_a_thread() -> None:
