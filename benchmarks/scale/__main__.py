@@ -27,6 +27,8 @@ BARS: dict[int, float | None] = {512: None, 2_560: 0.4, 10_000: 2.0}
 SAMPLES_A_RANK = 60
 SLOWER = 1.5  # than an empty call, at most, by the 99th percentiles
 RANK_BYTES, ROW_BYTES = 8_192, 24  # of an answer, and for each of its packs and items
+SMALL_RANKS, SMALL_SAMPLES, SMALL_STEPS, SMALL_WARM = 2, 8, 500, 100
+SMALL_S = 0.003  # of a processor, at most, that a small step may cost the coordinator
 LONG_RANKS, LONG_SAMPLES, LONG_STEPS, LONG_WARM = 64, 8, 2_000, 400
 GROWTH = 0.05  # of the resident memory, at most, from the warm steps to the last
 
@@ -80,6 +82,22 @@ def _answer_bytes(about: str, real: Cost) -> Row:
     )
 
 
+def small_steps(steps: int) -> Row:
+    """Processor time of a step of few samples, as ranks that train nothing ask for them."""
+    size = Size(ranks=SMALL_RANKS, samples_a_rank=SMALL_SAMPLES, indexed=50_000)
+    with staged(size, workers=2, players=1) as stage:
+        _run(stage, SMALL_WARM)
+        cost = stage.steps(steps, settle_s=0.0)
+    return Row(
+        group="small",
+        what=f"processor time of a step, {SMALL_RANKS} ranks × {SMALL_SAMPLES} samples, 2 workers",
+        figure=cost.cpu_s,
+        unit="s",
+        limit=SMALL_S,
+        explanation=f"Mean of {steps:,} steps, with all calls and the ledger on disk.",
+    )
+
+
 def long_run(steps: int) -> Row:
     """Resident memory over many small steps."""
     size = Size(ranks=LONG_RANKS, samples_a_rank=LONG_SAMPLES, indexed=50_000)
@@ -109,6 +127,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=sorted(BARS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--small-steps", type=int, default=SMALL_STEPS, help="0: leave it out")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help="0: leave it out")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -116,6 +135,8 @@ def main(arguments: list[str]) -> int:
     rows = stages(Size(ranks=2_560, samples_a_rank=SAMPLES_A_RANK))
     for ranks in options.ranks:
         rows += played(ranks, BARS.get(ranks), options.turns, options.steps)
+    if options.small_steps:
+        rows.append(small_steps(options.small_steps))
     if options.long_steps:
         rows.append(long_run(options.long_steps))
     print_rows(Console(), "Thousands of ranks", rows)

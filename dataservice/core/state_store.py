@@ -57,8 +57,10 @@ class StateStore(Protocol):
         """All attempts of a job, the oldest first."""
         ...
 
-    def put_ledger(self, entry: LedgerEntry) -> None:
-        """Insert, or replace the entry of the same (job, attempt, step)."""
+    def put_ledger(self, entry: LedgerEntry, contents: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step); record with it, all or
+        nothing, what was delivered of other steps of the attempt: (step, content) of each. Raises
+        NotFoundError where one of them was never planned."""
         ...
 
     def commit_step(

@@ -54,7 +54,12 @@ from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import drawn_ids, pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.ready_step import ReadyStep, rank_shard, signed_ticket
-from dataservice.engine.records import AttemptRecords, MadeStep, two_versions
+from dataservice.engine.records import (
+    CONTENT_WAIT_S,
+    AttemptRecords,
+    MadeStep,
+    two_versions,
+)
 from dataservice.engine.shards import columns_of, packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
@@ -126,6 +131,7 @@ class AttemptLoop:
         self._taken_up: Cursor | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle: asyncio.Task[None] | None = None
+        self._contents_due: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -263,6 +269,11 @@ class AttemptLoop:
         if self._attempt.over or not delivered.complete or delivered.noted:
             return
         delivered.noted = True
+        if self._records.noted_soon(delivered):
+            if self._contents_due is None:
+                due = asyncio.get_running_loop().call_later(CONTENT_WAIT_S, self._write_contents)
+                self._contents_due = due
+            return
         try:
             verdict = await self._written(partial(self._records.delivered, delivered))
         except NotFoundError:
@@ -272,6 +283,18 @@ class AttemptLoop:
             return
         if verdict is not None:
             self._delivered_otherwise(verdict)
+
+    def _write_contents(self) -> None:
+        self._contents_due = None
+        self._background(detach(self._contents_written()))
+
+    async def _contents_written(self) -> None:
+        try:
+            await in_store(self._records.write_contents)
+        except NotFoundError:
+            return  # the job was deleted meanwhile
+        except ServiceError as error:
+            self._fail(error)
 
     def _delivered_otherwise(self, error: ServiceError) -> None:
         """Two versions of one step must not be mixed."""
@@ -488,9 +511,14 @@ class AttemptLoop:
         # index and its last plan, would stay until garbage is collected, which may be never.
         self._task = self._idle = None
         self._again.clear()
+        if self._contents_due is not None:
+            self._contents_due.cancel()
+            self._write_contents()
         # What a thread writes cannot be cancelled; it must not outlive the store.
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._window.stop()
+        if self._contents_due is not None:  # of receipts that came meanwhile
+            self._contents_due.cancel()
 
     def _never_handed_out(self, step: int) -> str:
         attempt = self._attempt

@@ -1,11 +1,19 @@
 """What an attempt writes down: each step before it is dispatched, its commit, its bad samples.
 
-Every function runs in a thread. `plan` writes nothing; what the others write is on disk when
-they return.
+Every function but `noted_soon` runs in a thread. `plan` writes nothing; what the others write is on
+disk when they return.
+
+A step is on disk before anyone hears of it, and its commit before the rank that made it is
+answered. What a step of few samples delivered waits for the next step's entry, in whose transaction
+it costs nothing, or for CONTENT_WAIT_S. No position depends on it: it only tells whether a later
+decoding is the same. A coordinator that is killed meanwhile leaves the step planned, without
+content, as one that is killed before the last receipt does; ranks may have its bytes either way.
 """
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +26,7 @@ from dataservice.core.errors import StateError
 from dataservice.core.job import LedgerEntry, QuarantineEntry
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
-from dataservice.core.order_columns import PackOrders
+from dataservice.core.order_columns import FEW_SAMPLES, PackOrders
 from dataservice.core.orders import StepSummary
 from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Catalog, Metrics
@@ -39,6 +47,8 @@ from dataservice.engine.shards import StepParts, cut_step
 log = logging.getLogger(__name__)
 
 NAMED_SAMPLES = 8
+# How long what a step delivered waits for another step's entry, to be written with it.
+CONTENT_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +77,13 @@ class AttemptRecords:
         self._metrics = metrics
         # Of steps that this coordinator planned and that are not trained yet.
         self._predicted: dict[int, StepTime] = {}
+        # The highest step that the ledger has of any attempt, once it was asked; from then on only
+        # this attempt adds to it, for an older one has ended before. Behind it, nothing is on
+        # record of a step: most steps are such, and the store is asked nothing about them.
+        self._recorded_through: int | None = None
+        self._recording = threading.Lock()
+        self._first_here: set[int] = set()  # of those, the steps of which the plan alone is known
+        self._contents: deque[tuple[int, bytes]] = deque()  # that wait
 
     def cursor(self, step: int) -> Cursor | None:
         """The cursor that a step of this attempt was planned from; None if it never was."""
@@ -116,11 +133,13 @@ class AttemptRecords:
         """Put a step in the ledger, before anyone hears of it. Raises StateError where the step is
         there already with another digest."""
         attempt, cursor, plan = self._attempt, made.planned.cursor, made.planned.plan
-        known = self._store.ledger_entry(attempt.job, cursor.step, attempt.number)
-        if plan.time is not None and (known is None or known.committed_unix_s is None):
-            self._predicted[cursor.step] = plan.time
+        with self._recording:
+            known = self._known(cursor.step)
+            if plan.time is not None and (known is None or known.committed_unix_s is None):
+                self._predicted[cursor.step] = plan.time
+            if known is None:
+                self._put(self._entry(cursor, plan, made.digest))
         if known is None:
-            self._store.put_ledger(self._entry(cursor, plan, made.digest))
             self._note_planned(plan, made.digest, made.plan_s)
         elif known.plan_digest != made.digest:
             raise StateError(
@@ -129,10 +148,27 @@ class AttemptRecords:
                 "under a running attempt; restart the trainers from their checkpoint."
             )
 
+    def _known(self, step: int) -> LedgerEntry | None:
+        """This attempt's entry of a step, if there is one."""
+        job = self._attempt.job
+        if self._recorded_through is None:
+            self._recorded_through = self._store.last_planned_step(job)
+        if step > self._recorded_through:
+            return None
+        return self._store.ledger_entry(job, step, self._attempt.number)
+
+    def _put(self, entry: LedgerEntry) -> None:
+        self._store.put_ledger(entry, self._waiting())
+        assert self._recorded_through is not None, "it was asked whether the step is known"
+        if entry.step > self._recorded_through:
+            self._recorded_through = entry.step
+            self._first_here.add(entry.step)
+
     def trained(self, step: int, measured_s: float | None) -> StepTime | None:
         """Every rank has trained a step. Returns what its plan predicted, None where another
         coordinator planned it. Raises NotFoundError where it was never planned."""
         job, attempt = self._attempt.job, self._attempt.number
+        self._first_here.discard(step)
         self._store.commit_step(job, attempt, step, time.time(), measured_s)
         predicted = self._predicted.pop(step, None)
         if measured_s is None:
@@ -150,6 +186,11 @@ class AttemptRecords:
         error where it is not what this attempt, or the last one to train the step, delivered
         before."""
         job, number, step = self._attempt.job, self._attempt.number, delivered.plan.step
+        if step in self._first_here:
+            self._first_here.discard(step)
+            self._store.put_content(job, number, step, delivered.content().to_bytes())
+            return None
+        self.write_contents()  # the step's own may be among them, from before it was planned again
         for entry in reversed(self._store.ledger_of_step(job, step)):
             if entry.content is None:
                 continue
@@ -166,6 +207,28 @@ class AttemptRecords:
         content = delivered.content(masked | delivered.masked.keys())
         self._store.put_content(job, number, step, content.to_bytes())
         return None
+
+    def noted_soon(self, delivered: Delivered) -> bool:
+        """Whether the content of a step will be written with whatever is written next, or by
+        `write_contents`: few samples, of which there is nothing to compare with."""
+        step = delivered.plan.step
+        if step not in self._first_here or len(delivered.plan.sample_ids) > FEW_SAMPLES:
+            return False
+        self._first_here.discard(step)
+        self._contents.append((step, delivered.content().to_bytes()))
+        return True
+
+    def write_contents(self) -> None:
+        """Put the contents that wait in the ledger; those that `record` has taken are there too."""
+        with self._recording:
+            for step, content in self._waiting():
+                self._store.put_content(self._attempt.job, self._attempt.number, step, content)
+
+    def _waiting(self) -> list[tuple[int, bytes]]:
+        waiting = []
+        while self._contents:  # the event loop may add to them meanwhile
+            waiting.append(self._contents.popleft())
+        return waiting
 
     def quarantine(self, receipts: PackReceipts) -> None:
         """Record the bad samples of packs."""
@@ -184,6 +247,7 @@ class AttemptRecords:
         ]
         for entry in entries:
             log.warning("quarantined %s/%s: %s", entry.source, entry.key, entry.reason, extra=about)
+        self._first_here.discard(receipts.step)
         self._store.add_quarantine(entries)
 
     def _entry(self, cursor: Cursor, plan: StepPlan, digest: str) -> LedgerEntry:

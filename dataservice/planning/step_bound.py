@@ -5,6 +5,7 @@ however it is shared, memory, which makes several waves of much, and what the la
 pipeline waits for before its first pass and after its last.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class StepBound:
         self._meet = topology.replicas_meet == "wave"
         self._decoder_s = self._longest_s = 0.0
         self._encoders_s = [0.0 for _ in Modality]
+        self._parts = _parts_of_stages(topology)
         if len(lengths) == 0:
             return
         alone_s = _longest_sample(lengths, topology, options)
@@ -56,7 +58,9 @@ class StepBound:
         """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
         of one plan, or a bound of all of them. Without effect where replicas meet once a step."""
         decoder_s = max(self._decoder_s, waves_s) if self._meet else self._decoder_s
-        stage_s = _busiest_stage(decoder_s, self._encoders_s, self._topology, self._cost)
+        stage_s = _busiest_stage(
+            decoder_s, self._encoders_s, self._topology, self._cost, self._parts
+        )
         return max(stage_s, self._longest_s) + self._cost.step.gradient_s
 
 
@@ -117,18 +121,43 @@ def _encoder(
     return _phase_cost(cost, modality).batch_s + (max(mean_s, items.longest_s) if meet else mean_s)
 
 
+class _Parts(NamedTuple):
+    """The part of the decoder's and of each encoder's seconds that each stage takes, float64[S],
+    and of the decoder's that of all first chunks but the last stage's."""
+
+    decoder: NDArray[np.float64]
+    encoders: tuple[NDArray[np.float64], ...]
+    ahead: float
+
+
+@lru_cache(maxsize=16)
+def _parts_of_stages(topology: Topology) -> _Parts:
+    """The parts under a topology, which all steps of an attempt have in common."""
+    stages = topology.pipeline_stages
+
+    def of_stage(shares: tuple[float, ...]) -> NDArray[np.float64]:
+        sums: NDArray[np.float64] = np.array(shares).reshape(-1, stages).sum(axis=0)
+        return sums
+
+    shares = topology.chunk_shares
+    ahead = float(np.array(shares[: stages - 1]).sum())
+    return _Parts(of_stage(shares), tuple(map(of_stage, topology.encoder_shares)), ahead)
+
+
 def _busiest_stage(
-    decoder_s: float, encoders_s: list[float], topology: Topology, cost: CostModel
+    decoder_s: float,
+    encoders_s: list[float],
+    topology: Topology,
+    cost: CostModel,
+    parts: _Parts,
 ) -> float:
     """The stage with most to do, and the last one behind those that fill it and drain it."""
-    stages = topology.pipeline_stages
     if decoder_s == 0:
         return 0.0
-    shares = np.array(topology.chunk_shares)
-    of_stage = decoder_s * shares.reshape(-1, stages).sum(axis=0)
-    of_stage[-1] += cost.llm.group_s * shares[: stages - 1].sum()
+    of_stage = decoder_s * parts.decoder
+    of_stage[-1] += cost.llm.group_s * parts.ahead
     if topology.encoder_stage == "spread":
-        return float(of_stage.max()) + sum(encoders_s) / stages
-    for encoder_s, parts in zip(encoders_s, topology.encoder_shares, strict=True):
-        of_stage += encoder_s * np.array(parts).reshape(-1, stages).sum(axis=0)
+        return float(of_stage.max()) + sum(encoders_s) / topology.pipeline_stages
+    for encoder_s, of_encoder in zip(encoders_s, parts.encoders, strict=True):
+        of_stage += encoder_s * of_encoder
     return float(of_stage.max())

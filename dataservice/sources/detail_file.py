@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import TracebackType
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -27,12 +27,22 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns, joined, numbered
+from dataservice.core.sample_columns import SampleColumns, joined, numbered
+from dataservice.sources.detail_batch import (
+    ITEM_COLUMNS,
+    NOTE_COLUMNS,
+    PLAIN_COLUMNS,
+    SPAN_COLUMNS,
+    DetailBatch,
+    OfBatch,
+    columns_of,
+    item_values,
+    notes_of,
+)
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 from dataservice.sources.rows_digest import LOSS_WEIGHT
 from dataservice.sources.unnamed_file import unnamed_file
 
-NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
 _ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
 DETAIL_SCHEMA = pa.schema(
     [SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)]
@@ -43,17 +53,6 @@ BATCH_ROWS = 262_144
 _BATCH_BYTES = 2**28  # that wait in memory to become a batch
 BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
-PLAIN_COLUMNS = ("key", "row_group", "row", "piece", "crc32", "llm_tokens", "loss_tokens")
-SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
-ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
-
-
-class OfBatch(NamedTuple):
-    """Some `rows` of a batch, as it numbers them, and their `places` among those asked for."""
-
-    batch: pa.RecordBatch
-    rows: NDArray[np.int64]
-    places: NDArray[np.int64]
 
 
 class DetailTable(ABC):
@@ -81,7 +80,7 @@ class DetailTable(ABC):
         """These columns of these rows, in this order; repeats are allowed."""
         schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
         by_batch = self.by_batch(rows)
-        taken = [batch.select(columns).take(own) for batch, own, _ in by_batch]
+        taken = [batch.rows.select(columns).take(own) for batch, own, _ in by_batch]
         if not taken:
             return schema.empty_table()
         table = pa.Table.from_batches(taken, schema)
@@ -108,7 +107,7 @@ class DetailTable(ABC):
         numbers, file = numbered(np.asarray(file_of, dtype=np.int64))
         by_batch = self.by_batch(rows)
         taken = [
-            _columns_of(batch, own, sample_id=rows[places], file=file[places])
+            columns_of(batch, own, sample_id=rows[places], file=file[places])
             for batch, own, places in by_batch
         ]
         columns = joined([files[number] for number in numbers.tolist()], [of for of, *_ in taken])
@@ -126,7 +125,7 @@ class DetailTable(ABC):
     def item_notes(self, sample_ids: IntArray) -> ItemNotes:
         """What is known of the items of these samples, by sample, then in its order."""
         by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
-        taken = [_notes_of(batch, rows) for batch, rows, _ in by_batch]
+        taken = [notes_of(batch, rows) for batch, rows, _ in by_batch]
         if len(taken) < 2:
             return taken[0][1] if taken else ItemNotes.unknown(0)
         counts = np.concatenate([each for each, _ in taken])
@@ -141,7 +140,7 @@ class DetailTable(ABC):
         """The modality of these samples' items, int8[m], and the product of each one's shape,
         int64[m], by sample, then in its order."""
         by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
-        taken = [_item_values(batch, rows) for batch, rows, _ in by_batch]
+        taken = [item_values(batch, rows) for batch, rows, _ in by_batch]
         if len(taken) < 2:
             return taken[0][1:] if taken else (np.zeros(0, np.int8), np.zeros(0, np.int64))
         counts, modality, values = (np.concatenate(each) for each in zip(*taken, strict=True))
@@ -163,8 +162,8 @@ class DetailFile(DetailTable):
         it is no detail file."""
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        self._batches = list(_batches(descriptor))
-        self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)], dtype=np.int64)
+        self._batches = list(map(DetailBatch, _batches(descriptor)))
+        self._starts = np.cumsum([0, *(b.rows.num_rows for b in self._batches)], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -188,7 +187,7 @@ class DetailFile(DetailTable):
     def find_key(self, key: str) -> int | None:
         """The row of the first sample with this key, or None."""
         for start, batch in zip(self._starts.tolist(), self._batches, strict=False):
-            place = pc.index(batch.column("key"), pa.scalar(key, pa.string())).as_py()
+            place = pc.index(batch.rows.column("key"), pa.scalar(key, pa.string())).as_py()
             if place >= 0:
                 return int(start + place)
         return None
@@ -369,90 +368,6 @@ def rows_of(
                 llm_tokens=llm_tokens, loss_tokens=loss_tokens, items=tuple(items[own_items])
             ),
         )
-
-
-def _columns_of(
-    batch: pa.RecordBatch,
-    rows: NDArray[np.int64],
-    *,
-    sample_id: NDArray[np.int64],
-    file: NDArray[np.int64],
-) -> tuple[SampleColumns, Any, Any]:
-    """These rows of a batch, of files that are yet to be named, and apart from them their keys and
-    their spans' names, which Arrow puts in order more quickly than numpy. Where the elements of
-    lists lie is found once for all columns of the same lists; Arrow would take each list by
-    itself."""
-    shapes = batch.column("item_shape")
-    spans, of_spans = _elements(batch.column("span_name"), rows)
-    items, of_items = _elements(shapes, rows)
-    sides, of_sides = _elements(_values(shapes), of_items)
-    of_rows = [(name, rows) for name in PLAIN_COLUMNS if name not in ("key", "crc32")]
-    of_lists = [(name, of_spans) for name in SPAN_COLUMNS[1:]]
-    of_lists += [(name, of_items) for name in ITEM_COLUMNS]
-    checksums = batch.column("crc32").take(rows).cast(pa.int64())
-    columns = SampleColumns(
-        files=(),
-        keys=b"",
-        names=b"",
-        sample_id=sample_id,
-        file=file,
-        key_bytes=np.zeros(len(rows), np.int64),
-        epoch=np.zeros(len(rows), dtype=np.int64),
-        crc32=checksums.fill_null(NO_CHECKSUM).to_numpy(zero_copy_only=False),
-        spans=spans,
-        span_name_bytes=np.zeros(len(of_spans), np.int64),
-        items=items,
-        sides=sides,
-        side=_values(_values(shapes)).to_numpy()[of_sides],
-        **{name: batch.column(name).to_numpy()[at] for name, at in of_rows},
-        **{name: _values(batch.column(name)).to_numpy()[at] for name, at in of_lists},
-    )
-    names = _values(batch.column("span_name")).take(of_spans)
-    return columns, batch.column("key").take(rows), names
-
-
-def _notes_of(
-    batch: pa.RecordBatch, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], ItemNotes]:
-    """How many items each of these rows of a batch has, and what is known of them."""
-    kinds, grids, spans = (_values(batch.column(name)) for name in NOTE_COLUMNS)
-    counts, of_items = _elements(batch.column("item_kind"), rows)
-    chosen, notes = pa.array(of_items), ItemNotes.unknown(len(of_items))
-    sides, of_grids = _elements(grids, of_items)  # of a grid that is not known, none
-    notes.kind[:] = kinds.take(chosen).fill_null(-1).to_numpy(zero_copy_only=False)
-    notes.grid[sides > 0] = _values(grids).to_numpy()[of_grids].reshape(-1, 4)
-    known_s = spans.take(chosen).to_numpy(zero_copy_only=False)  # nan where it is null
-    notes.seconds_per_patch[:] = known_s
-    return counts, notes
-
-
-def _item_values(
-    batch: pa.RecordBatch, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int64]]:
-    """How many items each of these rows of a batch has, their modality, and the product of their
-    shapes."""
-    shapes = batch.column("item_shape")
-    counts, of_items = _elements(shapes, rows)
-    sides, of_sides = _elements(_values(shapes), of_items)
-    side = _values(_values(shapes)).to_numpy()[of_sides].astype(np.int64)
-    values = np.multiply.reduceat(side, np.cumsum(sides) - sides) if len(side) else side
-    return counts, _values(batch.column("item_modality")).to_numpy()[of_items], values
-
-
-def _values(lists: Any) -> Any:
-    """The elements of a column of lists end to end, from those of its first list on."""
-    return lists.values.slice(lists.offsets[0].as_py()) if len(lists) else lists.values
-
-
-def _elements(lists: Any, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many elements each of these lists of a column has, int64[rows], and the places of all of
-    them among its `_values`."""
-    offsets = lists.offsets.to_numpy()
-    if not len(rows):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    first = offsets[rows].astype(np.int64)
-    counts = offsets[rows + 1] - first
-    return counts, expanded(first - offsets[0], counts)
 
 
 def _concatenated(parts: list[Any]) -> Any:

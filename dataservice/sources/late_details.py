@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError, ServiceError
 from dataservice.core.sample import IntArray, LengthTable
-from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailTable, OfBatch
+from dataservice.sources.detail_batch import OfBatch
+from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailTable
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.lengths_file import COLUMNS
 from dataservice.sources.manifest import AGAIN

@@ -109,12 +109,17 @@ class MemoryStateStore:
         with self._turn:
             return list(self._attempts.get(job, []))
 
-    def put_ledger(self, entry: LedgerEntry) -> None:
-        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
-        there is no such job."""
+    def put_ledger(self, entry: LedgerEntry, contents: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step); record with it the
+        `contents` of other steps of the attempt. Raises NotFoundError when there is no such job, or
+        one of those steps was never planned."""
         with self._turn:
             self._require_job(entry.job)
+            for step, _ in contents:
+                self._planned(entry.job, entry.attempt, step)
             self._ledger.setdefault(entry.job, {})[(entry.attempt, entry.step)] = entry
+            for step, content in contents:
+                self.put_content(entry.job, entry.attempt, step, content)
 
     def commit_step(
         self,

@@ -9,6 +9,7 @@ whole and on disk before a transaction names it and removes what it holds from t
 """
 
 import secrets
+import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import pairwise, takewhile
@@ -18,7 +19,7 @@ from pathlib import Path
 from dataservice.core.errors import NotFoundError
 from dataservice.core.job import LedgerEntry
 from dataservice.state.ledger_files import LedgerFiles
-from dataservice.state.refusals import never_planned
+from dataservice.state.refusals import never_planned, no_such_job
 from dataservice.state.sqlite_file import SqliteFile, first
 
 # Entries of one job in a file: below the least the next visit takes them.
@@ -28,7 +29,11 @@ MOST_ROWS = 8192
 KEPT_STEPS = 1000
 _NEVER = 2**62  # a step that none reaches
 _row_of = attrgetter(*(field.name for field in fields(LedgerEntry)))
-_INSERT = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+# In one statement: around each, other threads take the interpreter from whoever waits for it.
+_INSERT = (
+    f"INSERT OR REPLACE INTO ledger SELECT {', '.join('?' * len(fields(LedgerEntry)))} "
+    "WHERE EXISTS (SELECT 1 FROM jobs WHERE name = ?1)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,15 @@ class SqliteLedger(SqliteFile):
         # looked for.
         self._archived_jobs: dict[str, bool] = {}
 
-    def put_ledger(self, entry: LedgerEntry) -> None:
-        """Insert, or replace the entry of the same (job, attempt, step). Raises NotFoundError when
-        there is no such job."""
+    def put_ledger(self, entry: LedgerEntry, contents: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Insert, or replace the entry of the same (job, attempt, step); record with it the
+        `contents` of other steps of the attempt. Raises NotFoundError when there is no such job, or
+        one of those steps was never planned."""
         with self._transaction() as db:
-            self._require_job(db, entry.job)
-            db.execute(_INSERT, _row_of(entry))
+            if not db.execute(_INSERT, _row_of(entry)).rowcount:
+                raise NotFoundError(no_such_job(entry.job))
+            for step, content in contents:
+                self._change(db, "content = ?", (content,), (entry.job, entry.attempt, step))
 
     def commit_step(
         self,
@@ -188,16 +196,25 @@ class SqliteLedger(SqliteFile):
             )
 
     def _update(self, change: str, values: Sequence[object], place: tuple[str, int, int]) -> None:
+        with self._transaction() as db:
+            self._change(db, change, values, place)
+
+    def _change(
+        self,
+        db: sqlite3.Connection,
+        change: str,
+        values: Sequence[object],
+        place: tuple[str, int, int],
+    ) -> None:
         """Change an entry; one that is in a file comes back to the table first."""
         query = f"UPDATE ledger SET {change} WHERE job = ? AND attempt = ? AND step = ?"
-        with self._transaction() as db:
-            if db.execute(query, (*values, *place)).rowcount:
-                return
-            entry = self._archived(*place)
-            if entry is None:
-                raise NotFoundError(never_planned(*place))
-            db.execute(_INSERT, _row_of(entry))
-            db.execute(query, (*values, *place))
+        if db.execute(query, (*values, *place)).rowcount:
+            return
+        entry = self._archived(*place)
+        if entry is None:
+            raise NotFoundError(never_planned(*place))
+        db.execute(_INSERT, _row_of(entry))
+        db.execute(query, (*values, *place))
 
     def _archived(self, job: str, attempt: int, step: int) -> LedgerEntry | None:
         covers = "attempt = ? AND ? BETWEEN first_step AND last_step"

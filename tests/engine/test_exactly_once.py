@@ -27,9 +27,9 @@ class FullDisk(MemoryStateStore):
         if method in self.full:
             raise StateError(f"state.db: database or disk is full ({method}). Free space.")
 
-    def put_ledger(self, entry):
+    def put_ledger(self, entry, contents=()):
         self._room("put_ledger")
-        super().put_ledger(entry)
+        super().put_ledger(entry, contents)
 
     def commit_step(self, *what):
         self._room("commit_step")

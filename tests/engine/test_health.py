@@ -23,7 +23,7 @@ class StuckBooks(Books):
 class FullDisk(MemoryStateStore):
     """Has no room for a step."""
 
-    def put_ledger(self, entry):
+    def put_ledger(self, entry, contents=()):
         raise StateError("the disk is full")
 
 

@@ -3,10 +3,18 @@
 import sys
 from collections.abc import Callable
 
+import numpy as np
+
+from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.cursor import Cursor
+from dataservice.core.job import LedgerEntry
+from dataservice.core.job_setup import JobSetup
+from dataservice.core.order_columns import FEW_SAMPLES
 from dataservice.core.ports import NoMetrics
+from dataservice.core.receipts import PackReceipts
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
+from dataservice.engine.delivered import Delivered
 from dataservice.engine.records import AttemptRecords, MadeStep
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import make_setup
@@ -28,6 +36,111 @@ def calls_of(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return made
+
+
+class Asked(MemoryStateStore):
+    """A store that knows which steps it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def ledger_entry(self, job: str, step: int, attempt: int | None = None) -> LedgerEntry | None:
+        self.steps.append(step)
+        return super().ledger_entry(job, step, attempt)
+
+    def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
+        self.steps.append(step)
+        return super().ledger_of_step(job, step)
+
+
+def recorded(records: AttemptRecords, setup: JobSetup, steps: int) -> None:
+    """The first steps, each put in the ledger and delivered."""
+    cursor = Cursor()
+    for _ in range(steps):
+        made = records.plan(setup, cursor, TeamShare())
+        assert made is not None
+        records.record(made)
+        assert records.delivered(Delivered(made.planned.plan, made.orders)) is None
+        cursor = made.planned.next_cursor
+
+
+async def test_the_store_is_asked_of_steps_alone_that_it_may_know() -> None:
+    setup, store = make_setup(), Asked()
+    store.put_job(setup.record)
+    for number, steps in ((1, 2), (2, 4)):
+        attempt = Attempt(job="job", number=number, topology=setup.topology(2), start=Cursor())
+        recorded(AttemptRecords(attempt, store=store, metrics=NoMetrics()), setup, steps)
+    assert set(store.steps) == {0, 1}  # by the second attempt, of what the first had planned
+    contents = [store.ledger_entry("job", step, 2) for step in range(4)]
+    assert all(entry is not None and entry.content for entry in contents)
+
+
+async def test_what_a_small_step_delivered_is_written_with_the_next_one() -> None:
+    setup, store = make_setup(), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    cursor, contents = Cursor(), []
+    for step in range(3):
+        made = records.plan(setup, cursor, TeamShare())
+        assert made is not None
+        records.record(made)
+        delivered = Delivered(made.planned.plan, made.orders)
+        assert records.noted_soon(delivered)
+        assert not records.noted_soon(delivered)  # there is something to compare with then
+        contents.append(delivered.content().to_bytes())
+        assert written(store, step + 1) == [*contents[:-1], None]
+        cursor = made.planned.next_cursor
+    records.write_contents()
+    assert written(store, 3) == contents
+
+
+def written(store: MemoryStateStore, steps: int) -> list[bytes | None]:
+    """What the ledger has of what the first steps delivered."""
+    entries = [store.ledger_entry("job", step, 1) for step in range(steps)]
+    return [entry.content for entry in entries if entry is not None]
+
+
+async def test_what_waits_to_be_written_is_compared_with_too() -> None:
+    setup, store = make_setup(), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    made = records.plan(setup, Cursor(), TeamShare())
+    assert made is not None
+    records.record(made)
+    plan = made.planned.plan
+    assert records.noted_soon(Delivered(plan, made.orders))
+    again, n = Delivered(plan, made.orders), len(plan.sample_ids)
+    again.take(
+        PackReceipts(
+            job="job",
+            step=0,
+            plan_digest=made.digest,
+            pack=np.arange(plan.packs),
+            size_bytes=np.ones(plan.packs, np.int64),
+            decode_s=np.zeros(plan.packs),
+            room_s=np.zeros(plan.packs),
+            bad_samples=np.zeros(plan.packs, np.int64),
+            digests=np.diff(plan.pack_offsets),
+            sample_digests=np.ones(n, SAMPLE_DIGEST),
+        )
+    )
+    error = records.delivered(again)
+    assert error is not None
+    assert "is not what attempt 1 delivered" in str(error)
+
+
+async def test_a_step_of_many_samples_is_summed_up_in_a_thread() -> None:
+    setup, store = make_setup(samples=600, batch=FEW_SAMPLES + 1), MemoryStateStore()
+    store.put_job(setup.record)
+    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
+    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
+    made = records.plan(setup, Cursor(), TeamShare())
+    assert made is not None
+    records.record(made)
+    assert not records.noted_soon(Delivered(made.planned.plan, made.orders))
 
 
 async def test_a_small_step_is_planned_in_few_calls() -> None:

@@ -350,6 +350,19 @@ def every_plan(samples: StepSamples, cost: CostModel, memory: int) -> Iterator[S
                     yield replace(plan, item_replica=np.array(replica, np.int32))
 
 
+def test_what_stages_take_is_found_once_a_topology(monkeypatch):
+    topology = Topology(world_size=4, ranks_per_replica=2, pipeline_stages=2, stage_shares=(3, 5))
+    found, shares = [], Topology.chunk_shares
+    monkeypatch.setattr(
+        Topology, "chunk_shares", property(lambda of: found.append(of) or shares.fget(of))
+    )
+    options = PlanOptions(memory_tokens=420, cost=RICH)
+    for seed in range(2):
+        bound = StepBound(a_few_samples(seed).lengths, topology, options)
+        assert bound.given(0.0) <= bound.given(9.0)
+    assert found == [topology]
+
+
 @pytest.mark.parametrize("meet", ["wave", "step"])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("seed", range(2))

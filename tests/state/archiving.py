@@ -1,5 +1,6 @@
 """A store that archives whatever it may, after every change."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dataservice.core.job import LedgerEntry
@@ -11,8 +12,8 @@ class ArchivingStore(SqliteStateStore):
         super().__init__(directory)
         self.moved = 0
 
-    def put_ledger(self, entry: LedgerEntry) -> None:
-        super().put_ledger(entry)
+    def put_ledger(self, entry: LedgerEntry, contents: Sequence[tuple[int, bytes]] = ()) -> None:
+        super().put_ledger(entry, contents)
         self._archive_all()
 
     def commit_step(

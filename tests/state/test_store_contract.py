@@ -269,6 +269,19 @@ def test_what_a_step_delivered_is_kept_when_it_is_committed(store: StateStore) -
         store.put_content("other", 1, 4, b"what")
 
 
+def test_what_steps_delivered_is_recorded_with_an_entry_or_neither(store: StateStore) -> None:
+    store.put_job(job())
+    store.put_ledger(entry(4))
+    store.put_ledger(entry(5))
+    store.put_ledger(entry(6), [(4, b"four"), (5, b"five")])
+    recorded = [store.ledger_entry("vlm-sft", step, 1) for step in (4, 5, 6)]
+    assert [each.content for each in recorded] == [b"four", b"five", None]
+    with pytest.raises(NotFoundError, match=r"step 8 .* never planned"):
+        store.put_ledger(entry(7), [(6, b"six"), (8, b"eight")])
+    assert store.ledger_entry("vlm-sft", 7, 1) is None
+    assert store.ledger_entry("vlm-sft", 6, 1).content is None
+
+
 def test_a_step_that_was_never_planned_cannot_be_committed(store: StateStore) -> None:
     store.put_job(job())
     store.put_ledger(entry(4))
