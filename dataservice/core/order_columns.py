@@ -90,7 +90,7 @@ class PackOrders(Sequence[PackOrder]):
         """Some of the orders, in this order."""
         return self._chosen(np.asarray(places, np.int64))
 
-    def shared_out(self, shares: Iterable[Sequence[int]]) -> list["PackOrders"]:
+    def shared_out(self, shares: Iterable[Sequence[int] | NDArray[np.int64]]) -> list["PackOrders"]:
         """Some of the orders for each share, whose samples are looked up for all shares at once,
         when those of one are asked for."""
         places = [np.asarray(share, np.int64) for share in shares]

@@ -25,8 +25,7 @@ found by asking them: it is used when it is ordered again, and released after a 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,7 @@ from dataservice.engine.load_balancer import LoadBalancer
 from dataservice.engine.open_orders import OnReceipts, OpenOrders
 from dataservice.engine.orphaned_packs import ASK_EVERY_S, OrphanedPacks
 from dataservice.engine.pack_orders import decode_work
-from dataservice.engine.placement import Copy, DispatchedStep, PackPlacement
+from dataservice.engine.placement import Copy, DispatchedStep, Placements
 from dataservice.engine.reachability import Reachability
 from dataservice.engine.tasks import cancel_all
 
@@ -142,13 +141,11 @@ class Dispatcher:
         await self._until_a_worker_is_there()
         await self._until_workers_were_asked()
         ordered = PackOrders.of(orders)
-        work = decode_work(plan)[ordered.pack].tolist()
-        placements = [PackPlacement(work=each) for each in work]
+        placements = Placements(decode_work(plan)[ordered.pack])
         step = DispatchedStep(
             plan=plan,
             orders=ordered,
             placements=placements,
-            pending=set(range(len(placements))),
             reachability=reachability or Reachability(),
             delivered=delivered or Delivered(plan, ordered),
             wishes=wishes,
@@ -198,7 +195,7 @@ class Dispatcher:
         """The worker has a successor, or makes room for one: wait until no step has a pack
         there."""
         self._balancer.retire(worker)
-        while busy := [step for step in self._steps if step.has_pack_at(worker)]:
+        while busy := [step for step in self._steps if step.packs_at(worker)]:
             await busy[0].next_change()
 
     def load(self) -> dict[str, tuple[int, float]]:
@@ -218,7 +215,7 @@ class Dispatcher:
 
     def waiting_jobs(self) -> set[str]:
         """The jobs with packs that no worker holds yet."""
-        return {step.job for step in self._steps if step.pending}
+        return {step.job for step in self._steps if step.decoding}
 
     # ---- choosing workers -----------------------------------------------------------------
 
@@ -245,9 +242,8 @@ class Dispatcher:
         """Look which workers there are. The copies of those that have gone are gone too."""
         for name in self._balancer.refresh():
             for step in self._steps:
-                for pack, placement in enumerate(step.placements):
-                    if name in placement.copies:
-                        self._orders.forget(step, pack, name)
+                for pack in step.packs_at(name):
+                    self._orders.forget(step, pack, name)
 
     def _candidates(self, step: DispatchedStep, *, silent: bool = True) -> list[WorkerInfo]:
         """Workers that may be given the step's orders: if any, those that its ranks can reach."""
@@ -279,31 +275,34 @@ class Dispatcher:
         step.ordering, step.ordered_s = False, asyncio.get_running_loop().time()
 
     def _shared_out(
-        self, step: DispatchedStep, packs: Iterable[int]
-    ) -> list[tuple[WorkerInfo, list[int]]]:
+        self, step: DispatchedStep, packs: Sequence[int]
+    ) -> list[tuple[WorkerInfo, NDArray[np.int64]]]:
         """Who is to decode these packs: whoever holds one already; else one where its samples are
         kept, or near its ranks, unless that takes too long: see planning/place_packs.py."""
         workers = sorted(self._candidates(step), key=lambda worker: worker.worker)
         if not workers:
             return []  # the watch sees to it
-        number = {worker.worker: k for k, worker in enumerate(workers)}
-        shares: dict[int, list[int]] = {}
-        nowhere = []
-        for pack in packs:
-            holder = self._orphans.take(step.orders, pack)
-            if holder is not None and holder in number:
-                self._metrics.pack_found(step.job)
-                shares.setdefault(number[holder], []).append(pack)
-            else:
-                nowhere.append(pack)
-        if nowhere:
-            work = np.array([step.placements[pack].work for pack in nowhere], np.int64)
+        chosen = np.full(len(packs), -1, np.int64)
+        if self._orphans.any_left:
+            number = {worker.worker: k for k, worker in enumerate(workers)}
+            for k, pack in enumerate(packs):
+                holder = self._orphans.take(step.orders, pack)
+                if holder is not None and holder in number:
+                    chosen[k] = number[holder]
+                    self._metrics.pack_found(step.job)
+        asked, nowhere = np.asarray(packs, np.int64), chosen < 0
+        if nowhere.any():
             queued = [self._balancer.queued_per_slot(worker) for worker in workers]
+            to_place = asked[nowhere]
             placed = self._affinity.place(
-                step.plan, step.orders.only(nowhere), work, step.wishes, workers, queued
+                step.plan,
+                step.orders.only(to_place),
+                step.placements.work[to_place],
+                step.wishes,
+                workers,
+                queued,
             )
-            for pack, worker in zip(nowhere, placed.worker.tolist(), strict=True):
-                shares.setdefault(worker, []).append(pack)
+            chosen[nowhere] = placed.worker
             self._metrics.packs_placed(
                 step.job,
                 work=placed.work,
@@ -311,7 +310,7 @@ class Dispatcher:
                 same_node=placed.same_node,
                 same_zone=placed.same_zone,
             )
-        return [(workers[k], sorted(shared)) for k, shared in shares.items()]
+        return [(workers[k], np.sort(asked[chosen == k])) for k in np.unique(chosen).tolist()]
 
     # ---- what a rank gets -----------------------------------------------------------------
 
@@ -334,7 +333,7 @@ class Dispatcher:
         step.asked = True
         held = step.holder[packs]
         plain = step.reachability.whole and not self._balancer.any_silent
-        if plain and not (failed or slow or (held < 0).any()):
+        if plain and not (failed or slow or -1 in held.tolist()):  # they are few
             return held
         wanted = np.unique(packs).tolist()
         step.avoid_slow(rank, slow, wanted)
@@ -380,7 +379,7 @@ class Dispatcher:
         placement = step.placements[pack]
         if placement.failure is not None and not isinstance(placement.failure, WorkerLostError):
             raise placement.failure
-        placement.failure = None
+        placement.failure = None  # of a pack that has failed: it has an object
         best = step.best_copy(pack, rank, self._balancer.workers)
         if best is None:
             raise WorkerLostError(
@@ -411,23 +410,33 @@ class Dispatcher:
             if step.asked and (silent or late):
                 self._hedge_those_due(step, now_s, silent=silent)
             nowhere = np.flatnonzero(step.holder < 0).tolist()
-            nowhere = [pack for pack in nowhere if step.placements[pack].may_be_tried]
+            nowhere = [pack for pack in nowhere if step.placements.may_be_tried(pack)]
             for worker, packs in self._shared_out(step, nowhere) if nowhere else ():
                 self._orders.make_all(step, packs, worker)
 
     def _hedge_those_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> None:
         """`silent`: some worker does not answer, with which packs that it holds are too."""
-        overdue = partial(self._is_overdue, step.job, now_s)
-        for pack in range(len(step.placements)) if silent else sorted(step.pending):
+        for pack in self._may_be_due(step, now_s, silent=silent):
             if not (silent or self._hedges.left):
                 return
-            copies = step.placements[pack].copies.values()
-            if copies and (silent or all(map(overdue, copies))):
-                self._hedge_if_due(step, pack, now_s)
+            self._hedge_if_due(step, pack, now_s)
+
+    def _may_be_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> list[int]:
+        """The packs of which a copy may be overdue or at a silent worker: looked at one by one,
+        thousands would take longer than is to be gained."""
+        of = step.placements
+        limits_s = self._deadlines.limit_s(step.job, queued_work=of.queued_work)
+        due = of.pending & (now_s - of.ordered_s > limits_s)
+        if silent:
+            names = [worker.worker for worker in step.workers]
+            due |= np.isin(step.holder, np.flatnonzero(list(map(self._balancer.is_silent, names))))
+        return sorted({*np.flatnonzero(due & (of.call >= 0)).tolist(), *of.apart})
 
     def _hedge_if_due(self, step: DispatchedStep, pack: int, now_s: float) -> None:
         placement = step.placements[pack]
         copies = placement.copies.values()
+        if not copies:
+            return
         silent = all(self._balancer.is_silent(copy.worker.worker) for copy in copies)
         overdue = not placement.ready and all(
             self._is_overdue(step.job, now_s, copy) for copy in copies

@@ -7,6 +7,12 @@ If the whole service decodes more slowly, the deadlines grow with it.
 """
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Work = TypeVar("Work", float, NDArray[np.float64])
 
 # Beyond this multiple of what is expected, an order is overdue.
 OVERDUE_FACTOR = 4.0
@@ -37,12 +43,12 @@ class OrderDeadlines:
         if usual is not None:
             self._s_per_work[job] = usual
 
-    def limit_s(self, job: str, *, queued_work: float) -> float:
-        """Seconds after which an order is overdue. `queued_work` is what its slot has before it,
-        its own included."""
+    def limit_s(self, job: str, *, queued_work: Work) -> Work:
+        """Seconds after which an order, or each of some, is overdue. `queued_work` is what its slot
+        has before it, its own included."""
         s_per_work = self._s_per_work.get(job)
         if s_per_work is None:
-            return UNKNOWN_S
+            return UNKNOWN_S + 0.0 * queued_work
         return SOONEST_S + OVERDUE_FACTOR * s_per_work * queued_work
 
     def forget(self, job: str) -> None:

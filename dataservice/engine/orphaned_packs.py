@@ -34,10 +34,15 @@ class OrphanedPacks:
         self.sent_bytes = 0, 0
         """What workers have sent to ranks, over gRPC and through memory."""
 
+    @property
+    def any_left(self) -> bool:
+        """Whether there is one to be claimed."""
+        return bool(self._worker_of)
+
     def take(self, orders: PackOrders, place: int) -> str | None:
         """Claim an orphaned pack, one of those ordered. Returns the worker that holds it, None
         where none does."""
-        return self._worker_of.pop(orders.key(place), None) if self._worker_of else None
+        return self._worker_of.pop(orders.key(place), None)
 
     async def ask(self, claimed: Callable[[], Mapping[str, PackSet]]) -> None:
         """Ask every worker what it holds, and release the packs that were not among those

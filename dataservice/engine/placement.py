@@ -1,9 +1,14 @@
-"""Where the packs of a step are: copies at workers, ordered or ready."""
+"""Where the packs of a step are: copies at workers, ordered or ready.
+
+ordered, answered, noted      what nearly every pack goes through: columns, see `Placements`
+hedged, lost, refused         a pack that has been through it is an object, see `PackPlacement`
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +29,11 @@ STREAM_PATIENCE_S = 3.0
 class Copy:
     """One order of a pack, at one worker. `queued_work` is what each of the worker's slots had
     before it when it was made, and its own, in tokens; it is `queued` there until it is answered,
-    and its receipt is `noted` once whoever records it has done so."""
+    and its receipt is `noted` once whoever records it has done so. `call` is the number of the call
+    in which it was ordered, among those of its step."""
 
     worker: WorkerInfo
+    call: int
     ordered_s: float
     queued_work: float
     hedge: bool
@@ -63,13 +70,130 @@ class PackPlacement:
         """Its orders have not failed too often, and the pause after the last failure is over."""
         return self.failure is None and asyncio.get_running_loop().time() >= self.not_before_s
 
+    @property
+    def is_due(self) -> bool:
+        """A receipt of the pack is on its way, or in the hands of whoever records it."""
+        return bool(self.copies) and not any(copy.noted for copy in self.copies.values())
 
-def _is_due(placement: PackPlacement) -> bool:
-    """A receipt of the pack is on its way, or in the hands of whoever records it."""
-    for copy in placement.copies.values():
-        if copy.noted:
-            return False
-    return bool(placement.copies)
+
+NOWHERE, APART = -1, -2  # in place of a call: of packs without a copy, and of those with objects
+
+
+class Placements(Sequence[PackPlacement]):
+    """The packs of a step. One of which nothing is known but its only copy is a row of columns;
+    what is read of it here is made anew, and changes nothing. `own` gives it an object.
+
+    `work` int64[P] in tokens, and `pending` bool[P], whether no worker is known to hold the pack,
+    are of all packs. Of those without objects, `call` int32[P] is the call in which their copy was
+    ordered, `ordered_s` and `queued_work` float64[P] are as in Copy.
+    """
+
+    def __init__(self, work: NDArray[np.int64]) -> None:
+        packs = len(work)
+        self.work = work
+        self.pending = np.ones(packs, bool)
+        self.call = np.full(packs, NOWHERE, np.int32)
+        self.ordered_s = np.zeros(packs)
+        self.queued_work = np.zeros(packs)
+        self._ready_s = np.zeros(packs)
+        self._queued = np.zeros(packs, bool)
+        self._noted = np.zeros(packs, bool)
+        self._worker_of_call: list[WorkerInfo] = []
+        self._apart: dict[int, PackPlacement] = {}
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    @overload
+    def __getitem__(self, place: int) -> PackPlacement: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[PackPlacement]: ...
+    def __getitem__(self, place: int | slice) -> PackPlacement | list[PackPlacement]:
+        if isinstance(place, slice):
+            return [self[pack] for pack in range(len(self))[place]]
+        return self._apart.get(place) or self._made(range(len(self))[place])
+
+    def own(self, pack: int) -> PackPlacement:
+        """The pack's own object, for something that its columns have no place for."""
+        placement = self._apart.get(pack)
+        if placement is None:
+            placement = self._apart[pack] = self._made(pack)
+            self.call[pack] = APART
+        return placement
+
+    @property
+    def apart(self) -> Mapping[int, PackPlacement]:
+        """Those with objects of their own."""
+        return self._apart
+
+    def may_be_tried(self, pack: int) -> bool:
+        """Whether the pack may be ordered now."""
+        return pack not in self._apart or self._apart[pack].may_be_tried
+
+    def copy_of(self, pack: int, call: int) -> Copy | None:
+        """The pack's copy that was ordered in this call, if it still counts. It changes nothing
+        where the pack has no object."""
+        if self.call[pack] not in (call, APART):
+            return None
+        copies = self[pack].copies.values()
+        return next((copy for copy in copies if copy.call == call), None)
+
+    def begin_call(self, worker: WorkerInfo) -> int:
+        """The number of a call in which packs are ordered from this worker."""
+        self._worker_of_call.append(worker)
+        return len(self._worker_of_call) - 1
+
+    def order(
+        self,
+        packs: NDArray[np.int64],
+        call: int,
+        now_s: float,
+        queued_work: NDArray[np.float64],
+    ) -> None:
+        """Packs that are nowhere have each a copy, ordered in this call."""
+        self.call[packs] = call
+        self.ordered_s[packs] = now_s
+        self.queued_work[packs] = queued_work
+        self._queued[packs] = True
+
+    def answer(self, packs: NDArray[np.int64], now_s: float) -> int:
+        """The copies of these packs, which have no objects, are ready. Returns the work that leaves
+        their worker's queue."""
+        done = int(self.work[packs[self._queued[packs]]].sum())
+        self._queued[packs] = False
+        self._ready_s[packs] = now_s
+        self.pending[packs] = False
+        return done
+
+    def note(self, packs: NDArray[np.int64], call: int) -> None:
+        """The receipts of these packs' copies of this call are recorded."""
+        self._noted[packs[self.call[packs] == call]] = True
+        for pack in packs[self.call[packs] == APART].tolist():
+            if (copy := self.copy_of(pack, call)) is not None:
+                copy.noted = True
+
+    @property
+    def any_due(self) -> bool:
+        """Whether some pack's receipt is still to come, or to be recorded."""
+        in_columns = ((self.call >= 0) & ~self._noted).any()
+        return bool(in_columns) or any(each.is_due for each in self._apart.values())
+
+    def _made(self, pack: int) -> PackPlacement:
+        placement = PackPlacement(work=int(self.work[pack]))
+        call = int(self.call[pack])
+        if call >= 0:
+            worker = self._worker_of_call[call]
+            placement.copies[worker.worker] = Copy(
+                worker=worker,
+                call=call,
+                ordered_s=float(self.ordered_s[pack]),
+                queued_work=float(self.queued_work[pack]),
+                hedge=False,
+                ready_s=None if self.pending[pack] else float(self._ready_s[pack]),
+                queued=bool(self._queued[pack]),
+                noted=bool(self._noted[pack]),
+            )
+        return placement
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,9 +202,9 @@ class DispatchedStep:
     deliver for it.
 
     `ordering` lasts until every pack is ordered once, at `ordered_s`;
-    `asked` is set once a rank has asked for the step; `pending` are the packs that no worker is
-    known to hold, and `wishes` say where they had best be. `doubted` are (rank, worker): who could
-    not fetch from whom once; `reachability` knows who is sent there no more.
+    `asked` is set once a rank has asked for the step; `wishes` say where its packs had best be.
+    `doubted` are (rank, worker): who could not fetch from whom once; `reachability` knows who is
+    sent there no more.
     `holder` int32[P] is the place in `workers` of whoever has a pack's best copy, for ranks that
     can reach all of them, and -1 where there is no copy; `numbers` are those places by name.
     `calls` are those in which packs were ordered and that have not ended.
@@ -88,8 +212,7 @@ class DispatchedStep:
 
     plan: StepPlan
     orders: PackOrders
-    placements: list[PackPlacement]
-    pending: set[int]
+    placements: Placements
     reachability: Reachability
     delivered: Delivered
     wishes: PackWishes = NO_WISHES
@@ -134,26 +257,32 @@ class DispatchedStep:
         of = self.orders
         return {"job": of.job, "step": of.step, "trace_id": of.plan_digest}
 
+    @property
+    def decoding(self) -> bool:
+        """Some pack is at no worker yet."""
+        return bool(self.placements.pending.any())
+
     def packs_by_worker(self) -> dict[str, list[int]]:
         """The places of the packs that each worker has a copy of."""
-        packs: dict[str, list[int]] = {}
-        for pack, placement in enumerate(self.placements):
-            for worker in placement.copies:
-                packs.setdefault(worker, []).append(pack)
-        return packs
+        packs = {worker.worker: self.packs_at(worker.worker) for worker in self.workers}
+        return {name: own for name, own in packs.items() if own}
+
+    def packs_at(self, worker: str) -> list[int]:
+        """The places of the packs that are ordered from, or held by, this worker."""
+        number = self.numbers.get(worker)
+        if number is None:
+            return []
+        # The only copy of a pack is its best one.
+        only = np.flatnonzero((self.holder == number) & (self.placements.call >= 0)).tolist()
+        apart = self.placements.apart.items()
+        return sorted([*only, *(pack for pack, each in apart if worker in each.copies)])
 
     async def receipts(self, timeout_s: float) -> None:
         """Wait for the receipts that are still to come, one for each pack."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while due := next(filter(_is_due, self.placements), None):
-                    # Looked for again only once this one has come: changes are many.
-                    while _is_due(due):
-                        await self.next_change()
-
-    def has_pack_at(self, worker: str) -> bool:
-        """Whether some pack is ordered from, or held by, this worker."""
-        return any(worker in placement.copies for placement in self.placements)
+                while self.placements.any_due:
+                    await self.next_change()
 
     def note_change(self) -> None:
         """Wake whoever waits for a copy to come, go, or become ready."""

@@ -79,7 +79,7 @@ class Redecoder:
 
 
 def _refusal(step: DispatchedStep) -> ServiceError | None:
-    for placement in step.placements:
+    for placement in step.placements.apart.values():
         refused = placement.tries >= REFUSALS and not isinstance(placement.error, WorkerLostError)
         if placement.failure is not None or refused:
             return placement.failure or placement.error

@@ -68,7 +68,7 @@ class ReadyWindow:
     @property
     def now(self) -> WindowNow:
         """The window as it is now."""
-        pending = [bool(self._steps[step].dispatched.pending) for step in sorted(self._steps)]
+        pending = [self._steps[step].dispatched.decoding for step in sorted(self._steps)]
         decoded = pending.index(True) if True in pending else len(pending)
         ended = self.end is not None and not pending
         return WindowNow(ready_steps=len(pending), decoded_steps=decoded, ended=ended)

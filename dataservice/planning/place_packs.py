@@ -102,7 +102,8 @@ def place_packs(
             check_assignment(drawn, len(workers.slots), "worker of a pack")
             return PackPlaces(drawn, float(work.sum()), *told.tolist())
     told[:] = 0.0
-    _tell(packs, workers.site[places], told, known, sites)
+    if any((of_sites >= 0).any() for of_sites in sites):
+        _tell(packs, workers.site[places], told, known, sites)
     check_assignment(places, len(workers.slots), "worker of a pack")
     return PackPlaces(places, float(work.sum()), *told.tolist())
 

@@ -37,8 +37,11 @@ log = logging.getLogger(__name__)
 # About 200 bytes each; a message holds 4 MiB.
 NAMES_IN_A_MESSAGE = 4096
 
-# Receipts in a message: of packs of thousands of samples each, 8 bytes for each.
-ANSWERED_AT_ONCE = 64
+# Receipts in a message: of packs of some hundred samples each, 8 bytes for each.
+ANSWERED_AT_ONCE = 256
+# How long a receipt may wait for others to go with it. Ranks do not wait for receipts, and a
+# message for each of a step's thousands of packs takes the coordinator longer than all else.
+TOLD_WITHIN_S = 0.2
 
 # Of a bad sample in a message, the lengths of it, its key and its reason, and some to spare.
 LENGTHS_BYTES = 16
@@ -98,9 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         left = len(packs)
         try:
             while left:
-                ended = [await done.get()]
-                while not done.empty() and len(ended) < ANSWERED_AT_ONCE:
-                    ended.append(done.get_nowait())
+                ended = await _ended_together(done, most=min(left, ANSWERED_AT_ONCE))
                 left -= len(ended)
                 for message in _answers({packs[task]: task for task in ended}):
                     yield message
@@ -240,6 +241,25 @@ def add_to_server(servicer: WorkerServicer, server: grpc.aio.Server) -> None:
     # Handlers are asked in turn: this one knows Fetch alone.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Fetch": fetch}),))
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+
+
+async def _ended_together(
+    done: "asyncio.Queue[asyncio.Task[PackReceipt]]", *, most: int
+) -> list["asyncio.Task[PackReceipt]"]:
+    """The next pack that ends, and those that end soon after it, `most` in all. A failure is told
+    at once: the pack is ordered elsewhere."""
+    ended = [await done.get()]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TOLD_WITHIN_S):
+            while len(ended) < most and _went_well(ended[-1]):
+                ended.append(await done.get())
+    while not done.empty() and len(ended) < most:
+        ended.append(done.get_nowait())
+    return ended
+
+
+def _went_well(pack: "asyncio.Task[PackReceipt]") -> bool:
+    return not pack.cancelled() and pack.exception() is None
 
 
 def _answers(ended: Mapping[int, "asyncio.Task[PackReceipt]"]) -> Iterator[worker_pb2.PackAnswers]:

@@ -41,12 +41,16 @@ class Interleaving:
         self._order = np.argsort(split_mix(sources ^ self._key), kind="stable")
         self._ends = np.cumsum(np.asarray(counts)[self._order], dtype=np.int64)
         self._counts = np.asarray(counts, dtype=np.int64)
+        giving = np.flatnonzero(self._counts)
+        self._only = int(giving[0]) if len(giving) == 1 else None
 
     def turns(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of the places `start` .. `end` - 1: which source each is of, and how many of that source
         come before it: int64[end - start] each. O(end - start + BLOCK)."""
         if start >= end:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        if self._only is not None:  # it has every turn, in whatever order its slots come
+            return np.full(end - start, self._only), np.arange(start, end)
         first = self._block_of(start)
         source = self._sources(first, self._block_of(end - 1))
         before = self._of_sources_before(first)

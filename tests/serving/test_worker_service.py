@@ -32,7 +32,7 @@ from dataservice.core.orders import (
     UnitRange,
 )
 from dataservice.core.ports import WorkerInfo
-from dataservice.serving import wire_packs
+from dataservice.serving import wire_packs, worker_servicer
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_worker
 from dataservice.serving.status_codes import error_of
@@ -478,6 +478,33 @@ async def test_failures_come_beside_a_receipt_that_fills_a_message(make, link):
         failed |= told.failures
     assert (ready, sorted(failed)) == ([0], [1, 2])
     assert {type(error) for error in failed.values()} == {SourceError}
+    await served.stop()
+
+
+class SlowHost(MaskingHost):
+    """Packs end one after another, each some turns of the loop after the last; pack 3 fails."""
+
+    async def prepare(self, order):
+        await asyncio.sleep(0.01 * (1 + order.key.pack))
+        if order.key.pack == 3:
+            raise SourceError("gone")
+        return await super().prepare(order)
+
+
+async def test_packs_that_end_within_a_moment_are_told_together_and_a_failure_at_once(
+    make, link, monkeypatch
+):
+    monkeypatch.setattr(worker_servicer, "TOLD_WITHIN_S", 30.0)
+    served = await serve_worker(
+        SlowHost(), worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=0.0
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    orders = [make.order(pack=pack, shapes=()) for pack in range(6)]
+    told = [
+        (answers.receipts.pack.tolist(), list(answers.failures))
+        async for answers in link.order(info, orders)
+    ]
+    assert told == [([0, 1, 2], [3]), ([4, 5], [])]
     await served.stop()
 
 

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dataservice.core.split_mix import split_mix
-from dataservice.sources.shuffle import permuted
+from dataservice.sources.interleave import Interleaving
+from dataservice.sources.shuffle import permuted, permuted_each
 
 
 def order(size: int, *names: int) -> NDArray[np.int64]:
@@ -63,6 +66,40 @@ def test_no_two_places_of_huge_orders_meet(size: int, start: int) -> None:
 def test_a_place_does_not_depend_on_what_is_asked_with_it(places: list[int]) -> None:
     alone = [int(permuted(np.array([place]), 10**6, 4)[0]) for place in places]
     assert permuted(np.array(places, dtype=np.int64), 10**6, 4).tolist() == alone
+
+
+def test_a_place_does_not_depend_on_how_many_are_asked_together() -> None:
+    sizes, names = [30_000, 70_000], [(1,), (2,)]
+    which = np.arange(50_000) % 2
+    places = np.arange(50_000) // 2
+    together = permuted_each(places, which, sizes, names)
+    assert (together[which == 0] == permuted(places[which == 0], sizes[0], *names[0])).all()
+    assert (together[which == 1] == permuted(places[which == 1], sizes[1], *names[1])).all()
+    apart = [permuted(np.arange(k, k + 7), 70_000, 2) for k in range(0, 70_000, 7)]
+    assert order(70_000, 2).tolist() == np.concatenate(apart).tolist()
+
+
+def test_a_large_draw_takes_little_more_memory_than_its_places() -> None:
+    places = np.arange(400_000)
+    alone = Interleaving(np.array([0, 400_000]), 3)
+    permuted(places[:50_000], 400_000, 9)  # what is made once is not counted
+    assert peak_bytes(lambda: permuted(places, 400_000, 9)) < 4 * places.nbytes
+    assert peak_bytes(lambda: alone.turns(0, 400_000)) < 3 * places.nbytes
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_source_alone_has_every_turn() -> None:
+    source, rank = Interleaving(np.array([0, 5000, 0]), 3).turns(1500, 4500)
+    assert (source == 1).all()
+    assert rank.tolist() == list(range(1500, 4500))
 
 
 def test_other_names_give_other_orders() -> None:
