@@ -1,5 +1,6 @@
 """`dataservice index --on service`: a real service, real workers of Ray, and what is killed."""
 
+import contextlib
 import json
 import os
 import random
@@ -85,11 +86,14 @@ def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job):
     running = begin(service, job)
     wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
     assert running.poll() is None, "it is in the midst of it"
-    first, _ = workers(service.home)
-    first.kill()
+    indexer = wait_for(lambda: stopped(service), LIMIT_S)
+    assert indexer is not None
+    above = indexer.parents()
+    next(worker for worker in workers(service.home) if worker in above).kill()
     out, err = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 0, err
     assert "It is asked again." in err
+    assert not indexer.is_running(), "it has ended with its worker"
     assert summaries(out)["texts"]["rows"] == LINES + 12
     require_alike(home, index)
     wait_for(lambda: "2 workers" in service.cli("status").stdout, LIMIT_S)
@@ -113,6 +117,15 @@ def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job):
 def indexers(service: ServiceProcess) -> list[psutil.Process]:
     """The processes that carry out an errand: children of a nursery of the same name."""
     return [each for each in family(service.home) if each.name() == "indexer"]
+
+
+def stopped(service: ServiceProcess) -> psutil.Process | None:
+    """An indexer that is stopped in its midst, so that its worker has something to answer for."""
+    for each in indexers(service):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()
+            return each
+    return None
 
 
 def test_a_service_reads_for_an_index_what_it_would_read_for_the_job(home, tmp_path):
