@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
 
-_MANY = 1024  # runs, for which it is worth while to look whether they are alike
-
 
 def padded_tokens(tokens: IntArray, degree: int | IntArray) -> NDArray[np.int64]:
     """Length of each sample once padded for its group: int64[n], of `tokens` int[n]."""
@@ -41,8 +39,6 @@ def counts_between(starts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def expanded(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Runs (first, rows) as single row numbers: int64[sum(rows)]."""
-    if len(rows) >= _MANY and (rows == rows[0]).all():  # as of samples with one picture each
-        return np.add.outer(first, np.arange(int(rows[0]))).ravel()
     ends = rows.cumsum()
     shifts: NDArray[np.int64] = (first - ends + rows).repeat(rows)
     return shifts + np.arange(len(shifts))

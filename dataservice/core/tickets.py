@@ -37,7 +37,7 @@ def prove(ticket: Ticket, worker: str, key: bytes) -> bytes:
 
 
 def sign_ticket(ticket: Ticket, secret: bytes) -> Ticket:
-    """The same ticket with its signature."""
+    """The same ticket with its signature (HMAC-SHA256 over all but the addresses)."""
     return replace(ticket, signature=_signature(ticket, secret))
 
 
@@ -135,34 +135,10 @@ def _transposed(rows: Sequence[tuple[int, ...]], columns: int) -> list[list[int]
     return [[row[k] for row in rows] for k in range(columns)]
 
 
-def signature_of(
-    secret: bytes,
-    *,
-    job: str,
-    step: int,
-    plan_digest: str,
-    rank: int,
-    holder: str,
-    expires_unix_s: int,
-    workers: tuple[str, ...],
-    tensors: tuple[str, ...],
-    sequences: int,
-    parts: int,
-    columns: Mapping[str, bytes],
-) -> bytes:
-    """The signature of a ticket with these fields: HMAC-SHA256 over all but the addresses."""
-    rows = [columns[name] for name in _COLUMNS]
-    head = (
-        *(job, step, plan_digest, rank, holder, expires_unix_s, workers, tensors),
-        *(sequences, parts, *map(len, rows)),
-    )
-    signing = _keyed(secret).copy()
-    signing.update(b"".join([repr(head).encode(), *rows]))
-    return signing.digest()
-
-
 def _signature(ticket: Ticket, secret: bytes) -> bytes:
-    return signature_of(secret, **{name: getattr(ticket, name) for name in _SIGNED})
+    signing = _keyed(secret).copy()
+    signing.update(_message(ticket))
+    return signing.digest()
 
 
 @lru_cache(maxsize=4)
@@ -171,8 +147,15 @@ def _keyed(secret: bytes) -> hmac.HMAC:
     return hmac.new(secret, digestmod="sha256")
 
 
+def _message(ticket: Ticket) -> bytes:
+    rows = [ticket.columns[name] for name in _COLUMNS]
+    head = (
+        *(ticket.job, ticket.step, ticket.plan_digest, ticket.rank, ticket.holder),
+        *(ticket.expires_unix_s, ticket.workers, ticket.tensors),
+        *(ticket.sequences, ticket.parts),
+        *map(len, rows),
+    )
+    return b"".join([repr(head).encode(), *rows])
+
+
 _COLUMNS = tuple(column.name for column in TICKET)
-_SIGNED = (
-    *("job", "step", "plan_digest", "rank", "holder", "expires_unix_s"),
-    *("workers", "tensors", "sequences", "parts", "columns"),
-)

@@ -1,9 +1,8 @@
 """A ready step as one rank gets it: its rows, and a ticket for their bytes."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from dataservice_proto.columns import SUMMARY, packed
@@ -18,7 +17,7 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
-from dataservice.core.tickets import signature_of
+from dataservice.core.tickets import sign_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
@@ -134,7 +133,7 @@ def signed_ticket(
     if not len(holders):
         return None
     rows = ready.tickets.of(replica, wanted, holders)
-    signed = _Signed(
+    ticket = Ticket(
         job=job,
         step=ready.planned.plan.step,
         plan_digest=ready.digest,
@@ -142,28 +141,11 @@ def signed_ticket(
         holder=claim.holder,
         expires_unix_s=int(time.time()) + TICKET_LIFE_S,
         workers=rows.workers,
+        addresses=rows.addresses,
         tensors=() if wanted.tokens and wanted.labels else wanted.sequence,
         sequences=rows.sequences,
         parts=rows.parts,
         columns=rows.columns,
-    )
-    return Ticket(
-        **signed,
-        addresses=rows.addresses,
         written=rows.written,
-        signature=signature_of(secret, **signed),
     )
-
-
-class _Signed(TypedDict):
-    job: str
-    step: int
-    plan_digest: str
-    rank: int
-    holder: str
-    expires_unix_s: int
-    workers: tuple[str, ...]
-    tensors: tuple[str, ...]
-    sequences: int
-    parts: int
-    columns: Mapping[str, bytes]
+    return sign_ticket(ticket, secret)

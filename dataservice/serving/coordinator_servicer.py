@@ -291,21 +291,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> None:
         """One rank's parts of steps, each answered before the next is read."""
         async with self._access.call(context, "GetShards") as visit:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "gRPC runs each call in a task"
+            loop = asyncio.get_running_loop()
             checked_s = loop.time()
-            while (request := await self._next_question(context, task)) is not None:
+            while (request := await self._next_question(context)) is not None:
                 if loop.time() - checked_s > TOKEN_CHECK_S:
                     self._access.require_still(visit, context)
                     checked_s = loop.time()
                 self._access.require_within(request)
                 await context.write(await self._shard(visit, request))
 
-    async def _next_question(
-        self, context: Context, task: asyncio.Task[Any]
-    ) -> coordinator_pb2.GetShardRequest | None:
-        """What a rank asks next, in this task; None where it asks no more. Raises SpecError on
-        bytes that are no question, ServiceUnreachableError where the service stops meanwhile."""
+    async def _next_question(self, context: Context) -> coordinator_pb2.GetShardRequest | None:
+        """What a rank asks next; None where it asks no more. Raises SpecError on bytes that are no
+        question, ServiceUnreachableError where the service stops meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
         if self._closing.is_set():
             raise _stopping()
         self._listening.add(task)

@@ -38,12 +38,10 @@ class Limits:
     """Calls of one team that may be open at once; a rank has one for its session and waits in one
     or two more."""
 
-    least: int = field(init=False)
-    """The smallest bound of a text or list."""
-
-    def __post_init__(self) -> None:
-        least = min(self.text_bytes, self.entries, *self.texts_bytes.values())
-        object.__setattr__(self, "least", least)
+    @property
+    def least(self) -> int:
+        """The smallest bound of a text or list."""
+        return min(self.text_bytes, self.entries, *self.texts_bytes.values())
 
 
 def require_within(request: Message, limits: Limits) -> None:

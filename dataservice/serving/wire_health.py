@@ -47,8 +47,7 @@ def phases_from_proto(message: Trained) -> dict[str, float]:
         )
     known: dict[str, float] = {}
     for name, seconds in message.phase_s.items():
-        if not _is_time(seconds):
-            raise _no_time(seconds, f"phase {name[:40]!r} of step {message.step}")
+        _require_seconds(seconds, f"phase {name[:40]!r} of step {message.step}")
         phase = OLDER_PHASES.get(name, name)
         if phase in PHASES:
             known[phase] = known.get(phase, 0.0) + seconds
@@ -60,7 +59,7 @@ def measured_from_proto(message: Trained) -> float | None:
     is invalid."""
     if not message.HasField("measured_s"):
         return None
-    if not _is_time(message.measured_s):
+    if not (math.isfinite(message.measured_s) and message.measured_s >= 0):
         raise SpecError(
             f"step {message.step} was measured as {message.measured_s} s; seconds are finite and "
             "at least 0. Leave measured_s out where a step was not measured."
@@ -70,9 +69,8 @@ def measured_from_proto(message: Trained) -> float | None:
 
 def report_from_proto(message: coordinator_pb2.ReportRequest) -> RankReport:
     """A rank's report. Raises SpecError where its values are invalid."""
-    for name in ("waited_s", "waiting_s"):
-        if not _is_time(seconds := getattr(message, name)):
-            raise _no_time(seconds, name)
+    _require_seconds(message.waited_s, "waited_s")
+    _require_seconds(message.waiting_s, "waiting_s")
     if message.steps < 0:
         raise SpecError(f"steps is {message.steps}; a rank has begun 0 or more.")
     return RankReport(
@@ -173,9 +171,6 @@ def _fields(message: Any, noun: Any) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in fields(noun)}
 
 
-def _is_time(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds >= 0
-
-
-def _no_time(seconds: float, what: str) -> SpecError:
-    return SpecError(f"{what} is {seconds} s; seconds are finite and at least 0.")
+def _require_seconds(seconds: float, what: str) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise SpecError(f"{what} is {seconds} s; seconds are finite and at least 0.")

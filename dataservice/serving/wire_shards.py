@@ -37,12 +37,7 @@ def wanted_parts_to_proto(wanted: WantedParts) -> coordinator_pb2.WantedParts:
 
 def wanted_parts_from_proto(message: coordinator_pb2.WantedParts) -> WantedParts:
     """Which bytes a rank asks for."""
-    return _wanted(message.tokens, message.media, message.labels)
-
-
-@lru_cache(maxsize=8)
-def _wanted(tokens: bool, media: bool, labels: bool) -> WantedParts:
-    return WantedParts(tokens=tokens, media=media, labels=labels)
+    return WantedParts(tokens=message.tokens, media=message.media, labels=message.labels)
 
 
 def rank_shard_to_proto(shard: RankShard) -> coordinator_pb2.RankShard:

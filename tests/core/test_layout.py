@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataservice.core.layout import expanded, locate, member_rows, padded_tokens, sample_starts
+from dataservice.core.layout import locate, member_rows, padded_tokens, sample_starts
 
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 
@@ -20,19 +20,6 @@ def test_padding_is_the_least_that_zigzag_chunks_need(tokens, degree):
     padded = padded_tokens(np.array(tokens), degree)
     assert (padded % (2 * degree) == 0).all()
     assert (padded - np.array(tokens) < 2 * degree).all()
-
-
-@given(st.integers(0, 3), st.sampled_from([3, 5000]), st.booleans())
-def test_runs_are_expanded_alike_whether_or_not_all_are_as_long(rows, runs, odd):
-    counts = np.full(runs, rows)
-    counts[-1] += odd
-    first = np.arange(runs) * 7 % 1000
-    found = expanded(first, counts)
-    assert found.dtype == np.int64
-    assert len(found) == counts.sum()
-    assert found[: rows * (runs - 1)].tolist() == [
-        start + k for start in first[:-1].tolist() for k in range(rows)
-    ]
 
 
 def test_a_pack_of_degree_one_is_not_padded():

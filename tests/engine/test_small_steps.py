@@ -102,14 +102,20 @@ def written(store: MemoryStateStore, steps: int) -> list[bytes | None]:
     return [entry.content for entry in entries if entry is not None]
 
 
-async def test_what_waits_to_be_written_is_compared_with_too() -> None:
-    setup, store = make_setup(), MemoryStateStore()
+def first_recorded(setup: JobSetup) -> tuple[AttemptRecords, MadeStep]:
+    """A job's first step, planned and in the ledger."""
+    store = MemoryStateStore()
     store.put_job(setup.record)
     attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
     records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
     made = records.plan(setup, Cursor(), TeamShare())
     assert made is not None
     records.record(made)
+    return records, made
+
+
+async def test_what_waits_to_be_written_is_compared_with_too() -> None:
+    records, made = first_recorded(make_setup())
     plan = made.planned.plan
     assert records.noted_soon(Delivered(plan, made.orders))
     again, n = Delivered(plan, made.orders), len(plan.sample_ids)
@@ -133,13 +139,7 @@ async def test_what_waits_to_be_written_is_compared_with_too() -> None:
 
 
 async def test_a_step_of_many_samples_is_summed_up_in_a_thread() -> None:
-    setup, store = make_setup(samples=600, batch=FEW_SAMPLES + 1), MemoryStateStore()
-    store.put_job(setup.record)
-    attempt = Attempt(job="job", number=1, topology=setup.topology(2), start=Cursor())
-    records = AttemptRecords(attempt, store=store, metrics=NoMetrics())
-    made = records.plan(setup, Cursor(), TeamShare())
-    assert made is not None
-    records.record(made)
+    records, made = first_recorded(make_setup(samples=600, batch=FEW_SAMPLES + 1))
     assert not records.noted_soon(Delivered(made.planned.plan, made.orders))
 
 

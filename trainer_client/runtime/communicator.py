@@ -190,7 +190,7 @@ class Communicator:
 
     def leave(self) -> None:
         """Close the connections after ``settle``."""
-        if self.on_stream and self._transport is not None:
+        if self._transport is not None:
             self._transport.shutdown()
             self._transport = None
         self.drop()
@@ -200,7 +200,7 @@ class Communicator:
         self._deferred.clear()
         for transfer in tuple(self._in_flight):
             transfer.give_up()
-        if self.on_stream and self._transport is not None:
+        if self._transport is not None:
             self._transport.abort()  # ends its kernels, which would wait for their peers
         self._transport = None
 

@@ -135,3 +135,9 @@ class Staged:
         return self._transport.allgather(
             [[unwrapped(t) for t in each] for each in gathered], [unwrapped(t) for t in tensors]
         )
+
+    def shutdown(self):
+        self._transport.shutdown()
+
+    def abort(self):
+        self._transport.abort()
