@@ -102,9 +102,10 @@ class ServiceConfig(Strict):
     worker_metrics_ports: Annotated[str | None, Field(pattern=PORTS)] = None
     """Range of ports where workers serve /metrics to Prometheus, such as 20200-20203. It needs at
     least two ports for each worker on a host. By default workers serve no metrics."""
-    worker_start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest time that a worker may take to start. A cluster that adds nodes on demand takes
-    minutes."""
+    worker_start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Longest time that a worker may take to start. Ray starts another process for one that has
+    not come up within a minute: less leaves no time for that. A cluster that adds nodes on demand
+    takes minutes."""
     pool: Literal["ray", "local"] = "ray"
     """ray runs workers as Ray actors; local runs them as threads of the coordinator."""
     ray_address: str | None = None

@@ -55,7 +55,7 @@ class PoolConfig:
     health_interval_s: float = 2.0
     silent_after_s: float = 5.0
     health_timeout_s: float = 20.0
-    start_timeout_s: float = 60.0
+    start_timeout_s: float = 120.0
     others_timeout_s: float = 20.0
     successor_timeout_s: float = 20.0
     drain_timeout_s: float = 300.0
