@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -128,10 +128,15 @@ class ContextCost:
         self, tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None = None
     ) -> float:
         """The sum of `work_s`: the work of one group that holds all of them, without its β₁."""
-        lengths, weights = sequences(tokens, full_attention)
-        size = lengths.astype(np.float64)
-        squares = size * size if full_attention is None else weights * size * size
-        return float(self.group_times_s(size.sum(), squares.sum(), 1, False)) - self.group_s
+        if full_attention is None:
+            size = _checked_lengths(tokens).astype(np.float64)
+            total = size.sum()
+            squares = np.square(size, out=size)  # memory of its own would take most of the time
+        else:
+            lengths, weights = sequences(tokens, full_attention)
+            size = lengths.astype(np.float64)
+            total, squares = size.sum(), weights * size * size
+        return float(self.group_times_s(total, squares.sum(), 1, False)) - self.group_s
 
     def group_times_s(
         self,
@@ -277,18 +282,7 @@ def sequences(
     tokens: npt.ArrayLike, full_attention: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Checked lengths [n] and attention weights 1+η [n]."""
-    raw = np.asarray(tokens)
-    if raw.ndim != 1 or (raw.size and raw.dtype.kind not in "iu"):
-        raise PlanningError(
-            f"tokens has shape {raw.shape} and type {raw.dtype}; give a flat array of integers"
-        )
-    lengths = raw.astype(np.int64)
-    if lengths.size and lengths.min() < 1:
-        where = int(np.argmin(lengths))
-        raise PlanningError(
-            f"sample {where} has {lengths[where]} tokens; a sample has at least 1: "
-            "leave empty samples out before planning"
-        )
+    lengths = _checked_lengths(tokens).astype(np.int64, copy=False)
     if full_attention is None:
         return lengths, np.ones(lengths.size, dtype=np.float64)
     share = np.asarray(full_attention, dtype=np.float64)
@@ -302,6 +296,22 @@ def sequences(
             f"full_attention spans {share.min()}..{share.max()}; a share lies in 0..1"
         )
     return lengths, 1.0 + share
+
+
+def _checked_lengths(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
+    lengths = np.asarray(tokens)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise PlanningError(
+            f"tokens has shape {lengths.shape} and type {lengths.dtype}; give a flat array of "
+            "integers"
+        )
+    if lengths.size and lengths.min() < 1:
+        where = int(np.argmin(lengths))
+        raise PlanningError(
+            f"sample {where} has {lengths[where]} tokens; a sample has at least 1: "
+            "leave empty samples out before planning"
+        )
+    return lengths
 
 
 def _require_coefficients(cost: ContextCost | PhaseCost | StepCost) -> None:

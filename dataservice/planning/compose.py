@@ -6,6 +6,7 @@ stage can be a named baseline, so that a comparison runs through this same code.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ from dataservice.planning.stages.room import (
     beside_encoders,
     bound_in_bytes,
     least_for,
+    packs_stay,
     planning_s,
     static_degree,
     waves_in_room,
@@ -59,10 +61,11 @@ from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
 
-# A plan this close to the bound of the whole step is not compared with others; where encoders share
-# the memory, of so many samples that each of the others takes as long as the plan itself, `_FAIR`.
+# A plan this close to the bound of the whole step is not compared with others. Of so many samples
+# whose encoders share the memory, each of the others takes longer than the plan itself: where it is
+# `_FAIR`, they are planned only if there is time, and packed only if there is so much a sample.
 NEAR, _FAIR = 1.001, 1.03
-_COMPARED_SAMPLES = 32_768
+_COMPARED_SAMPLES, _FORMED_S = 32_768, 5e-7
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
@@ -122,7 +125,8 @@ def compose_step(
     units = lengths.item_units(samples.unit_frames)
     bound = StepBound(lengths, topology, whole, units)
     options = beside_encoders(lengths, topology, whole)
-    packed, found = _grouped(lengths, units, topology, options, limits)
+    own = _Waves(lengths, units, topology, limits, _Variant(options=(options,)))
+    packed, found = own.packed, own.with_room
     if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
         waves_s = bound_in_bytes(lengths, topology, whole, found.lower_bound_s)
         found = replace(found, lower_bound_s=waves_s)
@@ -130,27 +134,30 @@ def compose_step(
     bound_s = bound.given(found.lower_bound_s)
     static = StaticBounds(lengths, packed.full_attention, topology)
     apart = EncoderRoom.of(options.memory, topology) is None or len(lengths.item_modality) == 0
-    near = NEAR if apart or len(lengths) <= _COMPARED_SAMPLES else _FAIR
+    many = not apart and len(lengths) > _COMPARED_SAMPLES
+    allowed_s = max(LEAST_S, SHARE * best.time.total_s)
+    near = _FAIR if many and len(lengths) * _FORMED_S > allowed_s else NEAR
     planned = 1
     done = best.time.total_s <= bound_s * near  # as most small steps are
     for rival in () if done else _rivals(lengths, topology, options, whole):
         if best.time.total_s <= bound_s * near:
             break
-        least_s = _least_waves_s(lengths, topology, rival, static, apart=apart)
-        if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
+        waves = _Waves(lengths, units, topology, limits, rival)
+        if any(bound.given(waves_s) >= best.time.total_s for waves_s in waves.least_s(static)):
             continue
-        if rival.in_bytes:
+        if rival.in_bytes or (many and best.time.total_s <= bound_s * _FAIR):
             planned += 1
             allowed_s = max(LEAST_S, SHARE * best.time.total_s)
             if planned * planning_s(lengths, topology, whole) > allowed_s:
                 continue
         try:
-            packed, found = _grouped(lengths, units, topology, rival.options[0], limits, rival)
+            found = waves.with_room
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
-                made = _composed(samples, units, step, replace(packed, options=other), found)
+                packed = replace(waves.packed, options=other)
+                made = _composed(samples, units, step, packed, found)
                 best = min(best, made, key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
@@ -198,48 +205,72 @@ class _Composed:
         return replace(self.grouped, stages=reports, predicted_s=self.time.total_s, time=self.time)
 
 
-def _grouped(
-    lengths: LengthTable,
-    units: NDArray[np.int32] | None,
-    topology: Topology,
-    options: PlanOptions,
-    limits: IsfLimits | None,
-    rival: "_Rival | None" = None,
-) -> tuple[PackedStep, ContextWaves]:
-    """The packs and the groups of one plan, or of a rival's."""
-    packed = _packed(lengths, topology, options, limits, rival)
-    found = group_packs(packed)
-    room = EncoderRoom.of(options.memory, topology)
-    if room is None or len(lengths.item_modality) == 0:
-        return packed, found
+class _Waves:
+    """The packs and the groups of a variant of the plan."""
 
-    def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
-        return group_packs(_packed(some, topology, fewer, limits, rival)).waves
+    def __init__(
+        self,
+        lengths: LengthTable,
+        units: NDArray[np.int32] | None,
+        topology: Topology,
+        limits: IsfLimits | None,
+        variant: "_Variant",
+    ) -> None:
+        self._lengths, self._units, self._topology = lengths, units, topology
+        self._limits, self._variant = limits, variant
 
-    waves = waves_in_room(lengths, units, packed, found.waves, room, group)
-    return packed, replace(found, waves=waves)
+    @cached_property
+    def packed(self) -> PackedStep:
+        """The packs alone."""
+        return self._packed(self._lengths, self._variant.options[0])
 
+    @cached_property
+    def formed(self) -> ContextWaves:
+        """Waves as their packs are formed, whether or not there is room for all items."""
+        return group_packs(self.packed)
 
-def _packed(
-    lengths: LengthTable,
-    topology: Topology,
-    options: PlanOptions,
-    limits: IsfLimits | None,
-    rival: "_Rival | None",
-) -> PackedStep:
-    """What the group stage is given."""
-    degree = static_degree(lengths, topology.replicas, options)
-    packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
-    if rival is not None and rival.unpadded:
-        charged = padded_tokens(lengths.llm_tokens, degree)
-    return PackedStep(
-        tokens=lengths.llm_tokens.astype(np.int64),
-        packed=(packs, charged),
-        degree=degree,
-        topology=topology,
-        options=options,
-        full_attention=full_attention(lengths, options.full_attention),
-    )
+    @cached_property
+    def with_room(self) -> ContextWaves:
+        """Waves that have room for their items. Raises NoRoomError."""
+        room = EncoderRoom.of(self._variant.options[0].memory, self._topology)
+        if room is None or len(self._lengths.item_modality) == 0:
+            return self.formed
+
+        def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
+            return group_packs(self._packed(some, fewer)).waves
+
+        waves = waves_in_room(
+            self._lengths, self._units, self.packed, self.formed.waves, room, group
+        )
+        return replace(self.formed, waves=waves)
+
+    def least_s(self, static: StaticBounds) -> Iterator[float]:
+        """What static waves take at least, what is quick to tell first; nothing is told of others.
+        What has no room leaves its wave, but for the slowest pack."""
+        lengths, topology, options = self._lengths, self._topology, self._variant.options[0]
+        if options.stages.context != "static":
+            return
+        degree = static_degree(lengths, topology.replicas, options)
+        least = static.of_any(degree, options)
+        yield max(least)
+        if packs_stay(lengths, self._units, topology, degree, options):
+            yield from static.of_packs(degree, options, least.spread_s)
+            yield self.formed.makespan_s
+
+    def _packed(self, lengths: LengthTable, options: PlanOptions) -> PackedStep:
+        """What the group stage is given."""
+        degree = static_degree(lengths, self._topology.replicas, options)
+        packs, charged = pack_samples(lengths, degree=degree, options=options, limits=self._limits)
+        if self._variant.unpadded:
+            charged = padded_tokens(lengths.llm_tokens, degree)
+        return PackedStep(
+            tokens=lengths.llm_tokens.astype(np.int64),
+            packed=(packs, charged),
+            degree=degree,
+            topology=self._topology,
+            options=options,
+            full_attention=full_attention(lengths, options.full_attention),
+        )
 
 
 def _composed(
@@ -288,7 +319,7 @@ def _composed(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rival:
+class _Variant:
     """Plans of the same packs and groups, which only later stages tell apart. `unpadded`: priced as
     a trainer that packs computes it, although the algorithm is a baseline's that pads. `in_bytes`:
     it differs in how many tokens leave room for encoders."""
@@ -303,7 +334,7 @@ def _rivals(
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
-) -> Iterator[_Rival]:
+) -> Iterator[_Variant]:
     """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
     the options with all the tokens that memory holds."""
     stages = STRATEGIES["full"]
@@ -312,19 +343,19 @@ def _rivals(
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
-            yield _Rival(options=(whole,), in_bytes=True)
+            yield _Variant(options=(whole,), in_bytes=True)
         for part in ROOMIER:
             tokens = max(least, int(options.memory_tokens * part))
-            yield _Rival(options=(replace(options, memory_tokens=tokens),), in_bytes=True)
+            yield _Variant(options=(replace(options, memory_tokens=tokens),), in_bytes=True)
     if topology.replicas_meet == "step" or options.cost.step.version:
-        yield _Rival(options=(replace(options, dispatch="home"),))
+        yield _Variant(options=(replace(options, dispatch="home"),))
     if topology.pipeline_stages > 1:
         # Smaller microbatches fill a pipeline sooner; each has its own fixed cost.
         longest = int(lengths.llm_tokens.max())
         for parts in SMALLER:
             smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
             if smaller.longest_sample_tokens(topology.replicas) >= longest:
-                yield _Rival(options=(smaller,))
+                yield _Variant(options=(smaller,))
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
@@ -334,24 +365,9 @@ def _rivals(
             seats = replace(
                 each, assign=stages.assign, order=stages.order, dispatch=stages.dispatch
             )
-            yield _Rival(options=(seats, each), unpadded=True, in_bytes=each != own)
+            yield _Variant(options=(seats, each), unpadded=True, in_bytes=each != own)
         if own.stages.pack.startswith("padded") and EncoderRoom.of(whole.memory, topology):
-            yield _Rival(options=(own,))  # other packs leave its waves where padding is paid for
-
-
-def _least_waves_s(
-    lengths: LengthTable, topology: Topology, rival: _Rival, static: StaticBounds, *, apart: bool
-) -> Iterator[float]:
-    """What a rival's waves take at least, before they are made: what is quick to tell first.
-    `apart`: encoders take none of the decoder's memory, for which packs may leave their waves."""
-    options = rival.options[0]
-    if options.stages.context != "static":
-        return
-    degree = static_degree(lengths, topology.replicas, options)
-    least = static.of_any(degree, options)
-    yield max(least)
-    if rival.unpadded and apart:
-        yield static.of_packs(degree, options, least.spread_s)
+            yield _Variant(options=(own,))  # other packs leave its waves where padding is paid for
 
 
 def _grouped_plan(

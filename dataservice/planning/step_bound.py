@@ -16,6 +16,7 @@ from dataservice.core.layout import padded_tokens
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.stages.group import full_attention
 
 
@@ -41,7 +42,7 @@ class StepBound:
         self._decoder_s = _mean_decoder(lengths, topology, options)
         if self._meet:
             self._decoder_s = max(self._decoder_s, alone_s)
-        items_s = [_items(lengths, m, options.cost, units) for m in Modality]
+        items_s = _items(lengths, options.cost, units)
         self._encoders_s = [
             _encoder(items, m, topology, options.cost, self._meet)
             for m, items in zip(Modality, items_s, strict=True)
@@ -70,8 +71,8 @@ def _phase_cost(cost: CostModel, modality: Modality) -> PhaseCost:
 
 def _mean_decoder(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
     """All work, and β₁ for each replica and wave that memory calls for, over the replicas."""
-    cost, tokens = options.cost.llm, lengths.llm_tokens.astype(np.int64)
-    seats = -(-int(tokens.sum()) // options.memory_tokens)
+    cost, tokens = options.cost.llm, lengths.llm_tokens
+    seats = -(-int(tokens.sum(dtype=np.int64)) // options.memory_tokens)
     eta = full_attention(lengths, options.full_attention)
     return (cost.total_work_s(tokens, eta) + seats * cost.group_s) / topology.replicas
 
@@ -96,18 +97,45 @@ class _Items(NamedTuple):
 
 
 def _items(
-    lengths: LengthTable, modality: Modality, cost: CostModel, units: NDArray[np.int32] | None
-) -> _Items | None:
-    is_mine = lengths.item_modality == modality
-    mine = slice(None) if is_mine.all() else is_mine
-    tokens = lengths.item_encoder_tokens[mine]
-    if tokens.size == 0:
-        return None
-    phase, of_item = _phase_cost(cost, modality), 1 if units is None else units[mine]
-    longest = (tokens // of_item).max(keepdims=True)
-    return _Items(
-        float(phase.item_seconds(tokens, of_item).sum()), float(phase.item_seconds(longest)[0])
+    lengths: LengthTable, cost: CostModel, units: NDArray[np.int32] | None
+) -> list[_Items | None]:
+    """Those of each modality; None where it has no items. O(m)."""
+    sums = _item_sums(
+        lengths.item_modality,
+        lengths.item_encoder_tokens,
+        np.zeros(0, np.int32) if units is None else units,
+        len(Modality),
     )
+    found: list[_Items | None] = []
+    for modality, (count, tokens, squares, longest) in zip(Modality, sums, strict=True):
+        linear, quadratic, item_s = _phase_cost(cost, modality).coefficients
+        total_s = linear * tokens + quadratic * squares + item_s * count
+        longest_s = float(_phase_cost(cost, modality).item_seconds([longest])[0])
+        found.append(_Items(total_s, longest_s) if count else None)
+    return found
+
+
+@kernel
+def _item_sums(
+    modality: NDArray[np.int8],
+    tokens: NDArray[np.int32],
+    units: NDArray[np.int32],
+    modalities: int,
+) -> NDArray[np.float64]:
+    """Of each modality's items: how many, Σt, Σt²/u and the tokens of the largest unit,
+    float64[modalities, 4]. All are whole without `units` int32[m]."""
+    sums = np.zeros((modalities, 4))
+    for item in range(tokens.size):
+        of_item, size = sums[modality[item]], float(tokens[item])
+        of_item[0] += 1.0
+        of_item[1] += size
+        if units.size:
+            of_item[2] += size * size / units[item]
+            of_item[3] = max(of_item[3], float(tokens[item] // units[item]))
+        else:
+            of_item[2] += size * size
+            of_item[3] = max(of_item[3], size)
+    return sums
 
 
 def _encoder(

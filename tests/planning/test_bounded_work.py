@@ -184,7 +184,10 @@ def test_plans_in_bytes_are_compared_only_while_the_step_is_worth_it(monkeypatch
     tried = []
     for cost in (nothing, CostModel(llm=COST)):
         grouped = Counted(
-            monkeypatch, compose, "_grouped", lambda *values: any(v.in_bytes for v in values[5:])
+            monkeypatch,
+            compose,
+            "waves_in_room",
+            lambda *values: values[2].options.strategy == "full",
         )
         compose_step(
             samples,
@@ -193,7 +196,7 @@ def test_plans_in_bytes_are_compared_only_while_the_step_is_worth_it(monkeypatch
             options=PlanOptions(memory_tokens=MEMORY, memory=memory, cost=cost),
         )
         tried.append(grouped.size)
-    assert tried == [0, 2]
+    assert tried == [1, 1 + 2], "its own waves alone, and those with more room for clips"
 
 
 def test_an_item_passes_over_full_ranks_only_so_often():

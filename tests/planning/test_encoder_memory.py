@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import workloads
 from benchmarks.planning.steps import random_case
 from dataservice.core.errors import PlanningError
 from dataservice.core.memory import MemoryModel
@@ -14,12 +15,19 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
 from dataservice.core.topology import Topology
+from dataservice.planning import compose as compose_module
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.encoder_memory.fit import fit_items, have_room
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
-from dataservice.planning.stages.room import step_room
+from dataservice.planning.stages.group import StaticBounds
+from dataservice.planning.stages.room import (
+    beside_encoders,
+    packs_stay,
+    static_degree,
+    step_room,
+)
 from dataservice.planning.validate import check_items, validate_plan
 from tests.planning.step_samples import MEMORY, step_samples
 
@@ -260,6 +268,59 @@ def test_full_is_never_worse_than_a_baseline_where_memory_counts_bytes(seed):
         seconds[name] = made.predicted_s
         assert made.predicted_s >= made.stages[-1].lower_bound * (1 - 1e-9)
     assert not seconds or seconds["full"] <= min(seconds.values()) * 1.001
+
+
+@pytest.mark.parametrize("strategy", ["packing", "length_grouped", "random"])
+@pytest.mark.parametrize("vision", [2.0, 20.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
+    strategy, vision, seed
+):
+    samples, topology = step_samples(90, seed, longest=2000), Topology(world_size=8)
+    chosen = PlanOptions(memory=memory(vision, 1.0), strategy=strategy)
+    options = beside_encoders(samples.lengths, topology, chosen.over(topology))
+    made = compose_step(samples, step=0, topology=topology, options=chosen)
+    (waves_s,) = (stage.after for stage in made.stages if stage.stage == "group")
+    degree = static_degree(samples.lengths, 8, options)
+    assert packs_stay(samples.lengths, None, topology, degree, options)
+    static = StaticBounds(samples.lengths, None, topology)
+    spread_s = static.of_any(degree, options).spread_s
+    for packed_s in static.of_packs(degree, options, spread_s):
+        assert packed_s <= waves_s * (1 + 1e-9)
+
+
+def test_a_pack_that_may_have_no_room_beside_it_is_not_said_to_stay():
+    samples, topology = step_samples(90, 0, longest=2000), Topology(world_size=2)
+    options = PlanOptions(memory=memory(200.0, 1.0)).over(topology)
+    assert not packs_stay(samples.lengths, None, topology, 1, options)
+    assert not packs_stay(samples.lengths, None, topology, 2, options)
+
+
+def test_baselines_of_many_samples_are_refused_by_what_their_packs_take(monkeypatch):
+    """Where planning each would take longer than the step allows, and seeing its packs does not."""
+    planned, seen = [], []
+
+    def place_items(grouped, items, bound_s, topology, options, place=compose_module.place_items):
+        planned.append(options.strategy)
+        return place(grouped, items, bound_s, topology, options)
+
+    def of_any(self, degree, options, found=StaticBounds.of_any):
+        seen.append(options.strategy)
+        return found(self, degree, options)
+
+    monkeypatch.setattr(compose_module, "place_items", place_items)
+    monkeypatch.setattr(StaticBounds, "of_any", of_any)
+    samples = workloads.step_samples(workloads.vlm_sft(40_000, 0))
+    model = MemoryModel(budget_bytes=4 * 8192, llm_token_bytes=4, vision_token_bytes=1)
+    made = compose_step(
+        samples,
+        step=0,
+        topology=Topology(world_size=640, replicas_per_node=8),
+        options=PlanOptions(memory=model),
+    )
+    assert compose_module.NEAR < made.stages[-1].after / made.stages[-1].lower_bound < 1.03
+    assert planned == ["full"]
+    assert set(seen) == {"packing", "length_grouped", "random"}
 
 
 def test_a_clip_beyond_one_replica_has_no_room_and_is_found():

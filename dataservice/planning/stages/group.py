@@ -1,6 +1,6 @@
 """Stage 2, group: who shares a pack, and in which wave it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -36,6 +36,8 @@ _JOINT_S, _BOTH_WAYS = 5e-6, 1.5  # what one of them takes about, and times that
 # takes is told by its size, never by a clock, so that plans are the same everywhere.
 LEAST_S, SHARE = 0.05, 0.01
 WORTH_TRYING = 1.003
+# Of the samples, how many are packed before it is seen whether their waves tell enough.
+_PARTS = (1 / 8, 1 / 2, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,83 +103,126 @@ class StaticBounds:
         self, lengths: LengthTable, eta: NDArray[np.float64] | None, topology: Topology
     ) -> None:
         self._lengths, self._eta, self._topology = lengths, eta, topology
-        self._falling: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._padded_for: dict[int, NDArray[np.int64]] = {}
+        self._falling_for: dict[int, NDArray[np.int64]] = {}
 
     def of_any(self, degree: int, options: PlanOptions) -> StaticBound:
         """Whatever their packs: memory calls for some at least, and they take no less than one
         group that held everything."""
-        llm, topology = options.cost.llm, self._topology
-        crosses = degree > (topology.replicas_per_node or topology.replicas)
-        tokens, squares = self._all_and_longest
-        together_s, longest_s = llm.group_times_s(tokens, squares, degree, crosses)
-        packs = -(-int(tokens[0]) // (degree * options.memory_tokens))
-        per_wave = topology.replicas // degree
-        spread_s = (together_s + (packs - 1) * llm.group_s) / per_wave
-        return StaticBound(
-            spread_s=float(spread_s),
-            longest_s=float(longest_s) + (-(-packs // per_wave) - 1) * llm.group_s,
-        )
+        llm, squares = options.cost.llm, self._squares
+        longest = int(squares.argmax())
+        longest_tokens = self._lengths.llm_tokens[longest]
+        crosses = self._crosses(degree)
+        longest_s = float(llm.group_times_s(longest_tokens, squares[longest], degree, crosses))
+        spread_s, packs = self._spread(self._tokens, self._sum_squares, degree, options)
+        waves = -(-packs // (self._topology.replicas // degree))
+        return StaticBound(spread_s=spread_s, longest_s=longest_s + (waves - 1) * llm.group_s)
+
+    def _crosses(self, degree: int) -> bool:
+        """Whether every group of that degree crosses nodes."""
+        return degree > (self._topology.replicas_per_node or self._topology.replicas)
+
+    def _spread(
+        self, tokens: int, squares: float, degree: int, options: PlanOptions
+    ) -> tuple[float, int]:
+        """Seconds of the waves of samples of Σs and Σ(1+η)s², and how many packs they are at least;
+        none where there are none."""
+        llm = options.cost.llm
+        packs = -(-tokens // (degree * options.memory_tokens))
+        if packs == 0:
+            return 0.0, 0
+        together_s = float(llm.group_times_s(tokens, squares, degree, self._crosses(degree)))
+        per_wave = self._topology.replicas // degree
+        return (together_s + (packs - 1) * llm.group_s) / per_wave, packs
 
     @cached_property
-    def _all_and_longest(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Σs and Σ(1+η)s² of all samples, and those of the one that takes longest alone. O(n)."""
-        tokens = self._lengths.llm_tokens.astype(np.float64)
-        squares = np.square(tokens)
-        squares = squares if self._eta is None else (1.0 + self._eta) * squares
-        at = int(squares.argmax())
-        return np.array([tokens.sum(), tokens[at]]), np.array([squares.sum(), squares[at]])
+    def _tokens(self) -> int:
+        """Σs of all samples."""
+        return int(self._lengths.llm_tokens.sum(dtype=np.int64))
 
-    def of_packs(self, degree: int, options: PlanOptions, spread_s: float) -> float:
-        """Of the packs that the options' pack stage makes, which are paid for unpadded and stay in
-        the waves where they are formed; their makespan, where they are consecutive samples.
-        `spread_s` of any packs. O(n log n), a part of what making them takes.
+    @cached_property
+    def _sum_squares(self) -> float:
+        """Σ(1+η)s² of all samples."""
+        return float(self._squares.sum())
+
+    @cached_property
+    def _squares(self) -> NDArray[np.float64]:
+        """(1+η)s² of each sample."""
+        squares = np.square(self._lengths.llm_tokens, dtype=np.float64)
+        return squares if self._eta is None else (1.0 + self._eta) * squares
+
+    def of_packs(self, degree: int, options: PlanOptions, spread_s: float) -> Iterator[float]:
+        """Of the packs that the options' pack stage makes, paid for unpadded, in the waves where
+        they are formed: rising bounds, the last one the makespan itself where they are consecutive
+        samples. `spread_s` of any packs. O(n log n) in all, a part of what making them takes.
 
         Best fit fills all packs but the last to what `bound_falling` says. So where it is known how
         many waves they are, it is known what those of the last one hold at least, and that is
         spread over no replicas but theirs.
         """
         if options.stages.pack != "bfd":
-            return self._consecutive(degree, options)
+            yield from self._consecutive(degree, options)
+            return
         topology = self._topology
-        tokens, order = self._padded(degree)
+        tokens, order = self._padded(degree), self._falling(degree)
         room_tokens, per_wave = degree * options.memory_tokens, topology.replicas // degree
         least = -(-int(tokens.sum()) // room_tokens)
         most, held = bound_falling(tokens[order], room_tokens, least)
         waves = -(-least // per_wave)
         if -(-most // per_wave) > waves:
-            return spread_s
-        crosses = degree > (topology.replicas_per_node or topology.replicas)
-        pack_s = float(options.cost.llm.group_times_s(held, 0.0, degree, crosses))
+            return
+        pack_s = float(options.cost.llm.group_times_s(held, 0.0, degree, self._crosses(degree)))
         last = np.array([least, most]) - (waves - 1) * per_wave  # packs of the last wave
         # Concave in between, so least at an end.
-        return spread_s + float((pack_s * (last - 1) * (1 / last - 1 / per_wave)).min())
+        yield spread_s + float((pack_s * (last - 1) * (1 / last - 1 / per_wave)).min())
 
-    def _padded(self, degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The samples' tokens padded for a degree, and their order by falling ones."""
-        if degree not in self._falling:
-            tokens = padded_tokens(self._lengths.llm_tokens, degree)
-            self._falling[degree] = tokens, argsort_falling(tokens)
-        return self._falling[degree]
+    def _padded(self, degree: int) -> NDArray[np.int64]:
+        """The samples' tokens padded for a degree."""
+        if degree not in self._padded_for:
+            self._padded_for[degree] = padded_tokens(self._lengths.llm_tokens, degree)
+        return self._padded_for[degree]
 
-    def _consecutive(self, degree: int, options: PlanOptions) -> float:
-        tokens, order = self._padded(degree)
-        by_length = order if options.stages.pack == "padded_by_length" else None
-        samples, offsets = cut_padded(
-            tokens, max_tokens=degree * options.memory_tokens, order=by_length
-        )
-        seconds, _ = static_times(
-            samples,
-            offsets,
-            tokens,
-            tokens,
-            replicas=self._topology.replicas,
-            degree=degree,
-            cost=options.cost.llm,
-            ranks_per_node=self._topology.replicas_per_node,
-            full_attention=self._eta,
-        )
-        waves = np.arange(0, len(seconds), self._topology.replicas // degree)
-        return float(np.maximum.reduceat(seconds, waves).sum())
+    def _falling(self, degree: int) -> NDArray[np.int64]:
+        """The samples by falling tokens, padded for a degree."""
+        if degree not in self._falling_for:
+            self._falling_for[degree] = argsort_falling(self._padded(degree))
+        return self._falling_for[degree]
+
+    def _consecutive(self, degree: int, options: PlanOptions) -> Iterator[float]:
+        """The waves of the first samples, and the work of the others spread; then more of them.
+        Where packs are far from full, a few waves tell."""
+        tokens, topology = self._padded(degree), self._topology
+        by_length = options.stages.pack == "padded_by_length"
+        order = self._falling(degree) if by_length else np.arange(tokens.size)
+        per_wave = topology.replicas // degree
+        for part in _PARTS if tokens.size > FEW_SAMPLES else (1.0,):
+            samples, offsets = cut_padded(
+                tokens,
+                max_tokens=degree * options.memory_tokens,
+                order=order[: int(part * tokens.size)],
+            )
+            packs = offsets.size - 1
+            if part < 1.0:
+                packs = (packs - 1) // per_wave * per_wave  # whole waves; the last pack may grow
+            if packs <= 0:
+                continue
+            seconds, _ = static_times(
+                samples,
+                offsets[: packs + 1],
+                tokens,
+                tokens,
+                replicas=topology.replicas,
+                degree=degree,
+                cost=options.cost.llm,
+                ranks_per_node=topology.replicas_per_node,
+                full_attention=self._eta,
+            )
+            waves_s = float(np.maximum.reduceat(seconds, np.arange(0, packs, per_wave)).sum())
+            first = samples[: offsets[packs]]
+            left = self._tokens - int(self._lengths.llm_tokens[first].sum(dtype=np.int64))
+            squares = self._sum_squares - float(self._squares[first].sum())
+            left_s, _ = self._spread(left, max(squares, 0.0), degree, options)
+            yield waves_s + left_s
 
 
 def _searched(step: PackedStep, *, degrees: Degrees) -> ContextWaves:
