@@ -18,12 +18,12 @@ DISTINCT, SHARD_PICTURES = 48, 125
 BATCH, CAPTION = 32, "A picture of soft shapes under noise, the {}th of them."
 
 
-def make_corpus(home: Path, pictures: int) -> None:
-    """`tars/*.tar` of `pictures` JPEGs, a tokenizer, and a job over them. Of 48 photographs, each
-    file has a comment of its own, so that no two are equal."""
+def make_corpus(home: Path, pictures: int, width: int = WIDTH, height: int = HEIGHT) -> None:
+    """`tars/*.tar` of `pictures` JPEGs of that size, a tokenizer, and a job over them. Of 48
+    photographs, each file has a comment of its own, so that no two are equal."""
     (home / "tars").mkdir(parents=True)
     (home / "texts").mkdir()
-    distinct = [photograph(WIDTH, HEIGHT, seed=seed) for seed in range(min(DISTINCT, pictures))]
+    distinct = [photograph(width, height, seed=seed) for seed in range(min(DISTINCT, pictures))]
     for first in range(0, pictures, SHARD_PICTURES):
         with tarfile.open(home / "tars" / f"{first // SHARD_PICTURES:04}.tar", "w") as tar:
             for number in range(first, min(first + SHARD_PICTURES, pictures)):

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,18 @@ class Span:
 def measured(home: Path, command: Sequence[str], *, warm: int, pictures: int) -> Span:
     """Run a program that prints how many pictures it has delivered. What it does up to `warm` of
     them is not counted; then `pictures` are. The program is ended, not what it started."""
+    with delivered_until(home, command) as until:
+        begun = until(warm)
+        before, began_s = _cpu(home), time.monotonic()
+        ended = until(begun + pictures)
+        wall_s, after = time.monotonic() - began_s, _cpu(home)
+    spent = {role: after[role] - before.get(role, 0.0) for role in after}
+    return Span(pictures=ended - begun, wall_s=wall_s, cpu_s=spent)
+
+
+@contextmanager
+def delivered_until(home: Path, command: Sequence[str]) -> Iterator[Callable[[int], int]]:
+    """Run such a program: what is given waits until it has delivered so many, and says how many."""
     own = home / f"run-{time.monotonic_ns()}"
     own.mkdir()
     log = (own / "log").open("wb")
@@ -60,14 +72,9 @@ def measured(home: Path, command: Sequence[str], *, warm: int, pictures: int) ->
         try:
             assert process.stdout is not None
             counts = map(int, process.stdout)
-            begun = _reached(counts, warm, own)
-            before, began_s = _cpu(home), time.monotonic()
-            ended = _reached(counts, begun + pictures, own)
-            wall_s, after = time.monotonic() - began_s, _cpu(home)
+            yield lambda wanted: _reached(counts, wanted, own)
         finally:
             process.kill()
-    spent = {role: after[role] - before.get(role, 0.0) for role in after}
-    return Span(pictures=ended - begun, wall_s=wall_s, cpu_s=spent)
 
 
 def _reached(counts: Iterator[int], wanted: int, own: Path) -> int:
@@ -82,7 +89,7 @@ def _cpu(home: Path) -> dict[str, float]:
     spent: dict[str, float] = {}
     for process in family(home):
         try:
-            role = _role(title(process))
+            role = role_of(title(process))
             times = process.cpu_times()
         except psutil.Error:
             continue
@@ -91,7 +98,8 @@ def _cpu(home: Path) -> dict[str, float]:
     return spent
 
 
-def _role(command: str) -> str:
+def role_of(command: str) -> str:
+    """Whose process one of this command line is."""
     return next((role for part, role in ROLES.items() if part in command), "others")
 
 
