@@ -18,6 +18,7 @@ BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "object"}  # the last is 
 NOT_OURS = {
     "os._exit": "documented, and the only way to end as a crash does",
     "dist.distributed_c10d._get_default_store": "torch's, which has no public name for it",
+    "torch.UntypedStorage._new_with_weak_ptr": "torch's, without which nobody sees one emptied",
     "torch.Tensor._make_wrapper_subclass": "torch's documented way to a tensor that wraps another",
     "fully_shard.state(part)._fsdp_param_groups": "torch's, which shows nobody what FSDP2 holds",
     "_validate_device": "torch's, which closes flex attention's backward pass on CPUs to all users",

@@ -11,7 +11,7 @@ What backward passes do is left to autograd, which orders the streams of a graph
 
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 
 import torch
@@ -45,10 +45,22 @@ class PlayedStreams:
     """All streams of the device; ``faults`` lists what came too early."""
 
     def __init__(self):
-        self.known = {name: Counter() for name in (COMPUTING, ENCODERS, SENDING)}
+        self.known = defaultdict(Counter)
         self.current = COMPUTING
         self.memories, self.faults = {}, []
         self.log, self.operations = [], Counter()
+
+    def plays(self, tensor):
+        """Whether it lies on the device."""
+        return isinstance(tensor, DeviceTensor)
+
+    def numbers(self, tensor):
+        """What holds its numbers."""
+        return tensor.held
+
+    def left_to_autograd(self):
+        """Whether what runs now is not checked."""
+        return _current_autograd_node() is not None
 
     def step(self, stream):
         """One more operation of the stream."""
@@ -61,7 +73,7 @@ class PlayedStreams:
         self.known[stream] |= known
 
     def memory_of(self, tensor):
-        storage = tensor.held.untyped_storage()
+        storage = self.numbers(tensor).untyped_storage()
         if storage.nbytes() == 0:
             return None
         found = self.memories.get(storage.data_ptr())
@@ -74,10 +86,10 @@ class PlayedStreams:
         memory = self.memory_of(tensor)
         if memory is None:
             return
-        if _current_autograd_node() is not None:
+        if self.left_to_autograd():
             memory.recorded.add(COMPUTING)  # by autograd, with the waits
             return
-        begin, end = extent(tensor.held)
+        begin, end = extent(self.numbers(tensor))
         for (other, first, last, wrote), count in memory.uses.items():
             meet = first < end and begin < last and (writes or wrote)
             if meet and self.known[stream][other] < count:
@@ -129,7 +141,8 @@ class StreamedDevice(FakeDevice):
 
 
 def play(streams):
-    """The calls of torch.cuda that use streams, in this process."""
+    """The calls of torch.cuda that use streams, in this process; the classes of streams and events,
+    and what enters a stream."""
 
     class Stream:
         def __init__(self, device=None, name=ENCODERS):
@@ -168,6 +181,7 @@ def play(streams):
     torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream = Stream, Event, entered
     torch.cuda.current_stream = lambda device=None: Stream(name=streams.current)
     DeviceTensor.record_stream = record_stream
+    return Stream, Event, entered
 
 
 class StreamedTransport(Staged):
@@ -191,7 +205,7 @@ class StreamedTransport(Staged):
         streams.wait(SENDING, streams.known[streams.current])
         streams.step(SENDING)
         for tensor in tensors:
-            if isinstance(tensor, DeviceTensor):
+            if streams.plays(tensor):
                 streams.used(SENDING, tensor, writes=writes)
                 if (memory := streams.memory_of(tensor)) is not None:
                     memory.recorded.add(SENDING)  # as torch does
