@@ -82,9 +82,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Prepare(
         self, request: worker_pb2.PackOrders, context: Context
     ) -> AsyncIterator[worker_pb2.PackAnswers]:
-        """Decode and assemble packs; each is answered when it is ready, together with others."""
+        """Forget what is released, then decode and assemble packs; each is answered when it is
+        ready, together with others."""
         async with answered(context, "Prepare"):
             check_command(context.invocation_metadata() or (), self._secret)
+            if request.released:
+                self._host.release(wire_packs.pack_keys_from_proto(request.released))
             orders = await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
             # The caller may leave before the end.
             async with contextlib.aclosing(self._prepared(orders)) as prepared:

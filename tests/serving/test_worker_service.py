@@ -32,7 +32,7 @@ from dataservice.core.orders import (
     UnitRange,
 )
 from dataservice.core.ports import WorkerInfo
-from dataservice.serving import wire_packs, worker_servicer
+from dataservice.serving import wire_packs, worker_link, worker_servicer
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_worker
 from dataservice.serving.status_codes import error_of
@@ -198,6 +198,37 @@ async def test_a_released_pack_is_not_found(make, worker, link, fetch):
     await link.release(worker, "vlm", [receipt.key])
     with pytest.raises(NotFoundError, match="has been released"):
         await fetch(worker.address, make.ticket(PartSpec(key=receipt.key, cp_rank=0)))
+
+
+async def test_a_release_goes_with_the_next_order_which_is_of_packs_that_are_wanted(
+    make, host, worker, link, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(
+        worker_servicer.WorkerServicer, "Release", lambda *_: calls.append("of its own")
+    )
+    monkeypatch.setattr(worker_link, "RELEASE_WAIT_S", 30.0)
+    first, second, third = (make.order(pack=pack) for pack in range(3))
+    for order in (first, second):
+        await prepared(link, worker, order)
+    releases = [link.release(worker, "vlm", [order.key]) for order in (first, second)]
+    async for _ in link.order(worker, [second, third]):  # the second is wanted again
+        pass
+    await asyncio.gather(*releases)
+    assert set(host.held()) == {second.key, third.key}
+    assert not calls
+
+
+async def test_a_release_that_no_order_takes_along_is_a_call_of_its_own_soon(
+    make, host, worker, link
+):
+    first, second = (make.order(pack=pack) for pack in range(2))
+    await prepared(link, worker, first)
+    await link.release(worker, "vlm", [first.key])
+    assert not host.held()
+    await prepared(link, worker, first)  # it is decoded anew, and no release is left
+    await prepared(link, worker, second)
+    assert set(host.held()) == {first.key, second.key}
 
 
 @pytest.mark.parametrize(
