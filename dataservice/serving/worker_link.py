@@ -136,6 +136,10 @@ class GrpcWorkerLink:
             requests = await self._threads.run(key.job, partial(_requests, orders))
         for request in requests:
             async with self._stub(worker) as stub:
+                if request.packs == 1:  # as a small step orders of most workers
+                    message = await stub.PrepareOne(request, metadata=self._metadata)
+                    yield wire_packs.pack_answers_from_proto(message, key)
+                    continue
                 call = stub.Prepare(request, metadata=self._metadata)
                 try:
                     async for message in call:
@@ -259,6 +263,11 @@ class GrpcWorkerLink:
         try:
             yield line.stub
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ServiceError(
+                    f"{worker.worker} lacks what it is asked for: it is of another release, renew "
+                    "it: `dataservice workers restart`."
+                ) from error
             if not is_unreachable(error):
                 raise error_of(error) from error
             line.lost = True
