@@ -6,7 +6,7 @@ measured on.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,6 +34,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.PackOrders, _context: Any
     ) -> AsyncIterator[worker_pb2.PackAnswers]:
         """Receipts as of packs that decoded well, as many in a message as workers send."""
+        self._forget(request.released)
         packs, samples = (
             read(getattr(request, name), request.packs, _ORDERS[name])
             for name in ("pack", "samples")
@@ -45,16 +46,25 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             receipts = _receipts(request, packs[own], samples[own])
             yield wire_packs.pack_answers_to_proto(PackAnswers(receipts=receipts))
 
+    async def PrepareOne(
+        self, request: worker_pb2.PackOrders, context: Any
+    ) -> worker_pb2.PackAnswers:
+        """As Prepare, of one pack."""
+        return await anext(self.Prepare(request, context))
+
     async def Release(
         self, request: worker_pb2.ReleaseRequest, _context: Any
     ) -> worker_pb2.ReleaseResponse:
         """Forget packs."""
-        for of in request.packs:
+        self._forget(request.packs)
+        return worker_pb2.ReleaseResponse()
+
+    def _forget(self, packs: Iterable[worker_pb2.PackKeys]) -> None:
+        for of in packs:
             plan = of.job, of.step, of.plan_digest
             left = self._held.pop(plan, set()).difference(of.packs)
             if left:
                 self._held[plan] = left
-        return worker_pb2.ReleaseResponse()
 
     async def Held(
         self, _request: worker_pb2.HeldRequest, _context: Any

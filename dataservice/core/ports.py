@@ -354,7 +354,7 @@ class WorkerLink(Protocol):
         is gone before all are answered. To close it ends the call."""
         ...
 
-    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+    def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> Awaitable[None]:
         """Forget these packs. Packs that it does not know are ignored; a lost worker raises
         nothing."""
         ...

@@ -8,6 +8,7 @@ into each other.
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from dataservice_proto.columns import (
@@ -92,6 +93,7 @@ def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutag
 def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
     """What a worker is to decode and assemble: packs of one step, of one job."""
     samples = orders.columns()
+    columns: dict[str, Any] = {name: packed(of) for name, of in numbers_of(samples).items()}
     return worker_pb2.PackOrders(
         version=VERSION,
         job=orders.job,
@@ -108,7 +110,7 @@ def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
         pack=packed(orders.pack),
         degree=packed(orders.degree),
         samples=packed(orders.counts),
-        **{name: packed(numbers) for name, numbers in numbers_of(samples).items()},
+        **columns,
     )
 
 

@@ -91,6 +91,7 @@ class PackOrders(_message.Message):
     ITEM_POSITION_FIELD_NUMBER: _builtins.int
     SIDES_FIELD_NUMBER: _builtins.int
     SIDE_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     job: _builtins.str
     step: _builtins.int
@@ -139,6 +140,10 @@ class PackOrders(_message.Message):
 
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]:
+        """Packs that were ordered before and are not wanted any more: forgotten before these are begun."""
+
     def __init__(
         self,
         *,
@@ -178,10 +183,11 @@ class PackOrders(_message.Message):
         item_position: _builtins.bytes = ...,
         sides: _builtins.bytes = ...,
         side: _builtins.bytes = ...,
+        released: _abc.Iterable[Global___PackKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "released", b"released", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
