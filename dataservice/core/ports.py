@@ -25,6 +25,7 @@ from dataservice.core.sample import (
     DecodedSample,
     HeldItems,
     IntArray,
+    ItemArray,
     ItemNotes,
     LengthTable,
     RawSample,
@@ -253,10 +254,15 @@ class SampleDecoder(Protocol):
         ...
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
-        """The sample augmented as in this epoch, or with None as it is. Raises SampleError where it
-        cannot be decoded, or does not come out in the planned shape."""
+        """The sample augmented as in this epoch, or with None as it is. Where `places` has memory
+        for its items, of their planned shapes, any of them may lie there. Raises SampleError where
+        it cannot be decoded, or does not come out in the planned shape."""
         ...
 
     def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:

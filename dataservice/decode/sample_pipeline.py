@@ -14,6 +14,7 @@ from dataservice.core.ports import SampleDecoder, SampleMeasurer
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import (
     DecodedSample,
+    ItemArray,
     ItemLengths,
     MediaBlob,
     RawSample,
@@ -34,7 +35,6 @@ from dataservice.decode.choose import (
 from dataservice.decode.conversation import Conversation, Document, read_record, text_bytes
 from dataservice.decode.length_rule import LengthRule
 from dataservice.decode.media import (
-    ItemArray,
     ItemCost,
     Media,
     MediaPipeline,
@@ -160,10 +160,14 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         return tuple(self._piece(whole, number).lengths for number in range(1, pieces + 1))
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
         """The sample as arrays of exactly the planned lengths: augmented as in this epoch, or with
-        None as it is.
+        None as it is. An augmenter may keep what it is given, so that no place is used for it.
 
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
@@ -175,10 +179,12 @@ class Pipeline(SampleMeasurer, SampleDecoder):
                 f"sample {quoted(raw.key)} has {_described(lengths)}, the plan says "
                 f"{_described(planned)}: it changed since it was indexed. {RESTORE}"
             )
+        places = () if self.augments else places
         items: list[ItemArray] = []
         for slot in sequence.slots:
             if slot.run == 0:  # the items of one file follow one another
-                items.extend(self._media.decode(prepared.blobs[slot.file], media[slot.file]))
+                file, left = slot.file, places[len(items) :]
+                items.extend(self._media.decode(prepared.blobs[file], media[file], left))
         for item, expected in zip(items, lengths.items, strict=True):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         if epoch is not None:

@@ -9,8 +9,10 @@ The name is a digest of the bytes that were read, and of nothing that an index s
 found is what decoding gives, byte by byte.
 """
 
+from collections.abc import Sequence
+
 from dataservice.core.ports import SampleDecoder
-from dataservice.core.sample import DecodedSample, RawSample, SampleLengths
+from dataservice.core.sample import DecodedSample, ItemArray, RawSample, SampleLengths
 from dataservice.workers.kept_files import CacheSpec, KeptFiles, Lend, nothing_lent
 from dataservice.workers.pack import check_planned_shape
 from dataservice.workers.read_sample import raw_buffers
@@ -69,7 +71,11 @@ class CachedDecoder(SampleDecoder):
         return self._decoder.pad_token_id
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
         """The sample augmented as in this epoch. A sample without media is not looked for: its
         tokens are made as quickly."""
@@ -78,7 +84,7 @@ class CachedDecoder(SampleDecoder):
         name = self._cache.name(self._identity, raw, planned)
         found = self._cache.load(name, planned, self._lend)
         if found is None:
-            found = self._decoder.decode(raw, planned)
+            found = self._decoder.decode(raw, planned, None, places)
             check_planned_shape(found, planned)
             self._cache.store(name, found, planned)
         else:

@@ -33,6 +33,7 @@ from dataservice.workers.sample_memory import (
     INLINE_LIMIT_BYTES,
     sample_buffers,
     sample_bytes,
+    sample_of_bytes,
     write_memory,
 )
 from dataservice.workers.sample_pipelines import Pipeline, PipelineCache, PipelineFactory
@@ -125,15 +126,18 @@ class _Decoder:
 
     def _decode(self, pipeline: Pipeline, sample: PackSample, read: RawBytes | None) -> None:
         # The process works for this one slot, libraries' threads included.
-        before = _reused(pipeline)
-        outcome = read_and_decode(pipeline, sample, read, cpu_clock=time.process_time)
+        before, size_bytes = _reused(pipeline), sample_bytes(sample.lengths)
+        lent = self._memory.lend(size_bytes) if size_bytes > INLINE_LIMIT_BYTES else None
+        places = () if lent is None else sample_of_bytes(lent, sample.lengths).items
+        outcome = read_and_decode(
+            pipeline, sample, read, places=places, cpu_clock=time.process_time
+        )
         outcome = replace(outcome, reused=_reused(pipeline) > before, kept=self._reads())
         if outcome.sample is None:
             kind = Kind.AWAY if outcome.away else Kind.BAD
             self._send(kind, outcome, outcome.reason.encode(errors="replace"))
             return
         buffers = sample_buffers(outcome.sample, sample.lengths)
-        size_bytes = sample_bytes(sample.lengths)
         if size_bytes <= INLINE_LIMIT_BYTES:
             self._send(Kind.INLINE, outcome, b"".join(buffers))
             return

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.orders import PackSample
-from dataservice.core.sample import DecodedSample, RawSample, SampleRef
+from dataservice.core.sample import DecodedSample, ItemArray, RawSample, SampleRef
 from dataservice.core.visible import visible, visible_traceback
 from dataservice.workers.byte_cache import NOTHING_KEPT, KeptReads
 from dataservice.workers.pack import check_planned_shape
@@ -110,10 +110,11 @@ def read_and_decode(
     sample: PackSample,
     read: RawBytes | None = None,
     *,
+    places: Sequence[ItemArray] = (),
     cpu_clock: Callable[[], float] = time.thread_time,
 ) -> SampleOutcome:
     """Read one sample, unless it was read already, and decode it in this thread, whose CPU time
-    `cpu_clock` gives. Never raises."""
+    `cpu_clock` gives. Its items may lie in `places`, where there are some. Never raises."""
     started_s, cpu_started_s = time.perf_counter(), cpu_clock()
     read_s: float | None = None
     read_cpu_s = 0.0
@@ -123,7 +124,7 @@ def read_and_decode(
         raw = pipeline.reader.read(sample.ref) if read is None else raw_of(read)
         read_s, read_cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
         read_bytes = _stored_bytes(sample.ref, raw)
-        decoded = pipeline.decoder.decode(raw, sample.lengths, sample.epoch)
+        decoded = pipeline.decoder.decode(raw, sample.lengths, sample.epoch, places)
         check_planned_shape(decoded, sample.lengths)
     except (SampleError, SourceError) as error:
         reason, away = str(error) or type(error).__name__, isinstance(error, StorageAwayError)

@@ -96,7 +96,7 @@ class TinyPipeline:
     def read(self, ref):
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         seed = np.random.default_rng(raw.record["id"])
         ids = seed.integers(1, 1000, planned.llm_tokens, dtype=np.int32)
         return DecodedSample(

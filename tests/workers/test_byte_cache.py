@@ -35,7 +35,7 @@ class FarShelf(SampleReader):
 class Codec:
     pad_token_id = 0
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         ids = np.arange(planned.llm_tokens, dtype=np.int32)
         item = np.full(planned.items[0].shape, raw.media[0].data[0], np.uint8)
         return DecodedSample(input_ids=ids, labels=-ids, items=(item,))

@@ -29,7 +29,7 @@ class Codec:
     def __init__(self):
         self.decoded = 0
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.decoded += 1
         ids = np.arange(planned.llm_tokens, dtype=np.int32)
         item = np.full(planned.items[0].shape, raw.media[0].data[0], np.uint8)
@@ -214,7 +214,7 @@ class Noting(Codec):
         super().__init__()
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         (self.folder / f"{raw.key}.{os.getpid()}.{self.decoded}").touch()
         return super().decode(raw, planned, epoch)
 

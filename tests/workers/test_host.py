@@ -46,7 +46,7 @@ class Library:
             raise SourceError("the source has vanished")
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.started.release()
         assert self.gate.wait(30)
         self.decoded.append(raw.key)

@@ -488,7 +488,7 @@ class Counting:
     def read(self, ref):
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         ids = np.full(planned.llm_tokens, raw.record["id"], dtype=np.int32)
         return DecodedSample(input_ids=ids, labels=ids)
 

@@ -64,7 +64,7 @@ class Codec:
         self.gate = threading.Event()
         self.gate.set()
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         assert self.gate.wait(30)
         self.decoded.append(raw.key)
         ids = np.full(planned.llm_tokens, raw.record["id"], np.int32)
@@ -247,7 +247,7 @@ class Teller:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         (self.folder / f"{raw.key}.raw").write_text(repr(raw))
         ids = np.zeros(planned.llm_tokens, np.int32)
         return DecodedSample(input_ids=ids, labels=ids)

@@ -124,7 +124,7 @@ class Sleeper:
     def read(self, ref):
         return RawSample(key=ref.key, record={})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         assert self.awake.wait(60)
         time.sleep(TAKES_S[raw.key])
         ids = np.zeros(planned.llm_tokens, np.int32)

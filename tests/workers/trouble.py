@@ -50,13 +50,18 @@ class Decoder:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.mark(f"{raw.key}.{os.getpid()}")
         act = raw.key.partition("-")[0]
         if act in ACTS:
             ACTS[act](self, raw)
         number = raw.record["id"]
         ids = np.full(planned.llm_tokens - (act == "short"), number, np.int32)
+        if act == "place" and places:
+            self.mark("place.in-place")
+            for item, place in zip(planned.items, places, strict=True):
+                place[:] = number if item.modality is Modality.VISION else number / 8
+            return DecodedSample(input_ids=ids, labels=-ids, items=tuple(places))
         items = tuple(
             np.full(item.shape, number % 256, np.uint8)
             if item.modality is Modality.VISION
