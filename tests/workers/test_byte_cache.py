@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.sample_pipelines import PipelineFactory
@@ -32,7 +32,7 @@ class FarShelf(SampleReader):
         return RawSample(key=ref.key, record={}, media=media)
 
 
-class Codec:
+class Codec(SampleDecoder):
     pad_token_id = 0
 
     def decode(self, raw, planned, epoch=None, places=()):

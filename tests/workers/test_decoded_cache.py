@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers import kept_files
 from dataservice.workers.decoded_cache import CachedDecoder, DecodedCache
@@ -21,7 +21,7 @@ PLANNED = a_sample(1, "k", images=1).lengths
 AT = {"salt": 0, "tag": SALT_BYTES, "first": SALT_BYTES + TAG_BYTES}  # bytes of a file
 
 
-class Codec:
+class Codec(SampleDecoder):
     """Counts what it decodes; its augmentation adds the epoch in place."""
 
     pad_token_id = 0

@@ -22,6 +22,7 @@ from ray import cloudpickle
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import (
     DecodedSample,
     RawSample,
@@ -480,7 +481,7 @@ async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
     await nobody_at(info.address)
 
 
-class Counting:
+class Counting(SampleDecoder):
     """A pipeline that needs no files."""
 
     pad_token_id = 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dataservice.core.errors import NotFoundError, SourceError, StorageAwayError
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers import read_ahead
 from dataservice.workers.host import DecodingHost
@@ -56,7 +56,7 @@ class Store(SampleReader):
                 self.under_way -= 1
 
 
-class Codec:
+class Codec(SampleDecoder):
     pad_token_id = 0
 
     def __init__(self):
@@ -239,7 +239,7 @@ class Shelf(SampleReader):
         return RawSample(key=ref.key, record={"id": ref.sample_id, "text": "ä \ud800"}, media=media)
 
 
-class Teller:
+class Teller(SampleDecoder):
     """Writes down what it is given."""
 
     pad_token_id = 0

@@ -16,6 +16,7 @@ import numpy as np
 
 from dataservice.core.errors import SampleError, SourceError, SpecError
 from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import (
     DecodedSample,
     ItemLengths,
@@ -44,7 +45,7 @@ class Reader:
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
 
-class Decoder:
+class Decoder(SampleDecoder):
     pad_token_id = PAD
 
     def __init__(self, folder):
@@ -69,6 +70,14 @@ class Decoder:
             for item in planned.items
         )
         return DecodedSample(input_ids=ids, labels=-ids, items=items)
+
+    def begin(self, raws, planned, epochs):
+        for raw in raws:
+            act, _, early = raw.key.partition("-")
+            if act == "begin":
+                self.mark(f"{raw.key}.{os.getpid()}")
+                ACTS[early](self, raw)
+        return super().begin(raws, planned, epochs)
 
     def mark(self, name):
         (self.folder / name).touch()
