@@ -140,7 +140,7 @@ def decoded_from_the_first(data: bytes, wanted: Sequence[int]) -> NDArray[np.uin
         for number, frame in enumerate(container.decode(stream)):
             if number in places:
                 rgb = frame.reformat(format="rgb24", threads=1).to_ndarray()
-                pixels[places[number]] = next(cut_views(np.asarray(rgb, np.uint8), [VIEW]))
+                pixels[places[number]] = cut_views(np.asarray(rgb, np.uint8), [VIEW])
             if number == max(wanted):
                 break
     return pixels

@@ -54,7 +54,7 @@ def row(size: tuple[int, int], shown: tuple[int, int], repeats: int) -> str:
         {
             "ours": lambda: decode_image(blob, plan, DEFAULT_LIMITS),
             "pillow": lambda: by_pillow(Image.open(io.BytesIO(data)).convert("RGB")),
-            "our resize": lambda: next(cut_views(picture, [view])),
+            "our resize": lambda: cut_views(picture, [view]),
             "pillow's resize": lambda: by_pillow(picture),
         },
         repeats=repeats,

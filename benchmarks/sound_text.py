@@ -28,6 +28,7 @@ from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.processors.whisper import WhisperProcessor
 from dataservice.decode.sample_pipeline import Pipeline, build_pipeline
 from dataservice.decode.spec import PipelineSpec
+from dataservice.workers.slots import BATCH_SAMPLES
 
 RATE_HZ, SECONDS = 16_000, 30
 FORMATS = {"mp3": "libmp3lame", "flac": "flac"}
@@ -134,7 +135,13 @@ def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def decode_all(
     pipeline: Pipeline, samples: list[RawSample], planned: list[SampleLengths]
 ) -> list[DecodedSample]:
-    return [pipeline.decode(*pair) for pair in zip(samples, planned, strict=True)]
+    """As a slot does that has texts waiting."""
+    made: list[DecodedSample] = []
+    for start in range(0, len(samples), BATCH_SAMPLES):
+        now = slice(start, start + BATCH_SAMPLES)
+        epochs = [None] * len(samples[now])
+        made += [finish(()) for finish in pipeline.begin(samples[now], planned[now], epochs)]
+    return made
 
 
 def sound_rows(repeats: int) -> list[str]:

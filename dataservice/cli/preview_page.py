@@ -21,8 +21,8 @@ from dataservice.cli.show_preview import (
     placeholder,
     title,
 )
+from dataservice.core.sample import ItemArray
 from dataservice.core.visible import LINE_BREAKS, visible
-from dataservice.decode.media import ItemArray
 from dataservice.jobs.preview import Medium, Piece, SamplePreview
 
 MOST_TILES = 64  # of one image that are shown

@@ -27,9 +27,13 @@ translated into this tree once, at the border where they enter. They may quote a
 message is cut at MESSAGE_CHARS, and nothing in it but a line break acts on a terminal.
 """
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 from dataservice.core.visible import LINE_BREAKS, visible
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 MESSAGE_CHARS = 8192
 RESTORE = "Restore it: indexing again makes other data, which checkpoints do not fit."
@@ -135,3 +139,13 @@ class TicketError(ServiceError):
 
 class WorkerLostError(ServiceError):
     """A worker cannot be reached."""
+
+
+def caught(
+    step: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+) -> Made | Exception:
+    """What a step makes, or the error that it raises, where several samples take it in turn."""
+    try:
+        return step(*given, **named)
+    except Exception as error:
+        return error

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from dataservice.core.sample import (
     DecodedSample,
     HeldItems,
     IntArray,
+    ItemArray,
     ItemNotes,
     LengthTable,
     RawSample,
@@ -244,6 +246,10 @@ class RangeCache(Protocol):
         ...
 
 
+Finish = Callable[[Sequence[ItemArray]], DecodedSample]
+"""Decodes a sample of which a part is done, into the places given for its items or elsewhere."""
+
+
 class SampleDecoder(Protocol):
     """Decodes one sample to the shape that was planned for it."""
 
@@ -253,11 +259,26 @@ class SampleDecoder(Protocol):
         ...
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
-        """The sample augmented as in this epoch, or with None as it is. Raises SampleError where it
-        cannot be decoded, or does not come out in the planned shape."""
+        """The sample augmented as in this epoch, or with None as it is. Where `places` has memory
+        for its items, of their planned shapes, any of them may lie there. Raises SampleError where
+        it cannot be decoded, or does not come out in the planned shape."""
         ...
+
+    def begin(
+        self,
+        raws: Sequence[RawSample],
+        planned: Sequence[SampleLengths],
+        epochs: Sequence[int | None],
+    ) -> list[Finish]:
+        """Begin to decode several samples; what is given for each, called with its `places`, does
+        the rest as `decode` does."""
+        return [partial(self.decode, *of) for of in zip(raws, planned, epochs, strict=True)]
 
     def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
         """What `decode` gives in this epoch, of what it gives without one; `decoded` may be changed

@@ -229,6 +229,10 @@ class SampleLengths:
         return self.llm_tokens - sum(item.llm_tokens for item in self.items)
 
 
+ItemArray = NDArray[np.uint8] | NDArray[np.float32]
+"""An encoder item: pixels uint8[frames, height, width, 3], or sound float32[samples]."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedSample:
     """One sample as arrays.
@@ -240,7 +244,7 @@ class DecodedSample:
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
-    items: tuple[NDArray[np.uint8] | NDArray[np.float32], ...] = ()
+    items: tuple[ItemArray, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +252,7 @@ class HeldItems:
     """Encoder items as a worker holds them: each one's array, and the CRC-32 of its bytes where
     that is known since the item was decoded. Of an item's frames it is not."""
 
-    arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]]
+    arrays: Sequence[ItemArray]
     crc32s: Sequence[int] | None = None
 
 

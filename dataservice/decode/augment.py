@@ -19,8 +19,7 @@ import numpy as np
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.own_code import made_of, running, version_of
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import MediaKind
-from dataservice.decode.media import ItemArray
+from dataservice.core.sample import ItemArray, MediaKind
 from dataservice.decode.spec import AugmentSpec
 
 TORCHVISION = "torchvision"

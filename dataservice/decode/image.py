@@ -4,7 +4,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,8 +69,11 @@ def image_size(blob: MediaBlob, limits: DecodeLimits) -> tuple[int, int]:
         return (height, width) if _orientation(image) in _SWAPS_SIDES else (width, height)
 
 
-def decode_image(blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits) -> Pixels:
-    """The tiles of all views of the plan: uint8[frames, height, width, 3].
+def decode_image(
+    blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits, place: Pixels | None = None
+) -> Pixels:
+    """The tiles of all views of the plan: uint8[frames, height, width, 3], in `place` where one is
+    given.
 
     Pixels equal those of Hugging Face's default (torchvision) processors, bit for bit: the filter
     is applied to the full-size picture. Of an animation, the first frame is used; transparent
@@ -79,8 +82,7 @@ def decode_image(blob: MediaBlob, plan: VisionPlan, limits: DecodeLimits) -> Pix
     Raises:
         SampleError: the image is damaged, truncated or too large.
     """
-    tiles = list(cut_views(read_image(blob, limits), plan.views))
-    return tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
+    return cut_views(read_image(blob, limits), plan.views, place)
 
 
 def read_image(blob: MediaBlob, limits: DecodeLimits) -> Image.Image:
@@ -91,48 +93,65 @@ def read_image(blob: MediaBlob, limits: DecodeLimits) -> Image.Image:
         return _upright(_as_rgb(image), orientation)
 
 
-def cut_views(picture: Image.Image | Pixels, views: Iterable[View]) -> Iterator[Pixels]:
-    """The tiles uint8[tiles, tile_height, tile_width, 3] of each view of a picture: RGB, or
-    uint8[h, w, 3]. What views have in common is computed once."""
+def cut_views(
+    picture: Image.Image | Pixels, views: Sequence[View], place: Pixels | None = None
+) -> Pixels:
+    """The tiles uint8[tiles, tile_height, tile_width, 3] of all views of a picture, which is RGB or
+    uint8[h, w, 3]; in `place` where one is given. What views have in common is computed once, and
+    what is a tile as a whole is resized where the tile lies."""
+    if place is None:
+        tiles, first = sum(len(view.origins) for view in views), views[0]
+        place = np.empty((tiles, first.tile_height, first.tile_width, 3), np.uint8)
     made: dict[tuple[object, ...], Pixels] = {}
+    at = 0
     for view in views:
+        own = place[at : at + len(view.origins)]
+        at += len(own)
+        tile, is_whole = own[0], _is_one_tile(view)
         shown = picture
         for steps, size in enumerate(view.sizes, start=1):
             key = view.filter, view.square, view.fill, view.sizes[:steps]
             if key not in made:
-                square = view.square and steps == 1
-                made[key] = _resized(shown, size, view, square=square)
+                in_place = is_whole and steps == len(view.sizes)
+                made[key] = tile if in_place else np.empty((size[1], size[0], 3), np.uint8)
+                _resize(shown, made[key], view, square=view.square and steps == 1)
             shown = made[key]
-        yield cut_tiles(np.asarray(shown), view)
+        if shown is not tile:
+            cut_tiles(np.asarray(shown), view, own)
+    return place
 
 
-def cut_tiles(pixels: Pixels, view: View) -> Pixels:
-    """Tiles uint8[tiles, tile_height, tile_width, 3] of a resized picture uint8[h, w, 3]."""
+def _is_one_tile(view: View) -> bool:
+    whole = (view.width, view.height) == (view.tile_width, view.tile_height)
+    return whole and view.origins == ((0, 0),)
+
+
+def cut_tiles(pixels: Pixels, view: View, tiles: Pixels) -> None:
+    """Cut the tiles uint8[tiles, tile_height, tile_width, 3] out of a resized picture
+    uint8[h, w, 3]."""
     height, width = pixels.shape[:2]
-    if view.origins == ((0, 0),) and (height, width) == (view.tile_height, view.tile_width):
-        return pixels[None]
-    tiles = np.empty((len(view.origins), view.tile_height, view.tile_width, 3), dtype=np.uint8)
     for tile, (left, top) in zip(tiles, view.origins, strict=True):
         x0, x1 = max(left, 0), min(left + view.tile_width, width)
         y0, y1 = max(top, 0), min(top + view.tile_height, height)
         if (x1 - x0, y1 - y0) != (view.tile_width, view.tile_height):
             tile[:] = view.fill
         tile[y0 - top : y1 - top, x0 - left : x1 - left] = pixels[y0:y1, x0:x1]
-    return tiles
 
 
-def _resized(
-    picture: Image.Image | Pixels, size: tuple[int, int], view: View, *, square: bool
-) -> Pixels:
-    """The picture, or the square around it, in one size (width, height) of the view. Neither the
-    square nor a copy of the picture's bytes is ever in memory as a whole."""
+def _resize(picture: Image.Image | Pixels, out: Pixels, view: View, *, square: bool) -> None:
+    """Resize the picture, or the square around it, to one size of the view, that of `out`
+    uint8[height, width, 3]. Neither the square nor a copy of the picture's bytes is ever in memory
+    as a whole."""
     before = picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
-    if before == size and not (square and size[0] != size[1]):
-        return np.array(picture)  # of Pillow's, asarray gives one that cannot be written
-    resizing = Resizing(before, size, view.filter, square=view.fill if square else None)
+    height, width = out.shape[:2]
+    if before == (width, height) and not (square and width != height):
+        out[:] = np.asarray(picture)
+        return
+    filling = view.fill if square else None
+    resizing = Resizing(before, (width, height), view.filter, square=filling)
     for rows in _rows(picture):
         resizing.add(rows)
-    return resizing.finish()
+    resizing.finish(out)
 
 
 def _rows(picture: Image.Image | Pixels) -> Iterator[Words | Pixels]:

@@ -1,7 +1,7 @@
 """One file of a sample: its header gives the planned encoder items, its bytes their arrays."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import ItemKind, MediaBlob, Modality
+from dataservice.core.sample import ItemArray, ItemKind, MediaBlob, Modality
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.image import decode_image, image_size, read_image
 from dataservice.decode.processors.base import PixelMaker, VisionPlan, VisionProcessor
 from dataservice.decode.processors.whisper import AudioChunk, WhisperProcessor
 from dataservice.decode.video import Clip, check_cost, decode_video, read_clip
-
-ItemArray = NDArray[np.uint8] | NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +133,12 @@ class MediaPipeline:
         check_cost(blob, clip, plan, self.limits)
         return VideoMedia(clip=clip, plan=plan)
 
-    def decode(self, blob: MediaBlob, media: Media) -> tuple[ItemArray, ...]:
+    def decode(
+        self, blob: MediaBlob, media: Media, places: Sequence[ItemArray] = ()
+    ) -> tuple[ItemArray, ...]:
         """The arrays of all items of `run_costs(media)`, in the same order and of the same shapes.
-        A file is decoded once, and its frames are shared out among the runs.
+        A file is decoded once, and its frames are shared out among the runs. Where there are
+        `places` of these shapes, the pixels of a picture that is one run are made in its place.
 
         Raises:
             SampleError: the file is damaged, or cannot take the planned shape.
@@ -145,16 +146,20 @@ class MediaPipeline:
         if isinstance(media, AudioMedia):
             return decode_audio(blob, media.samples, media.chunks, self.limits)
         if isinstance(media, ImageMedia):
-            pixels = self._decoded_image(blob, media.plan)
+            alone = places and media.plan.runs == 1
+            place = cast(NDArray[np.uint8], places[0]) if alone else None
+            pixels = self._decoded_image(blob, media.plan, place)
         else:
             pixels = decode_video(blob, media.clip, media.plan, self.limits)
         runs = media.plan.runs
         return (pixels,) if runs == 1 else tuple(np.split(pixels, runs))
 
-    def _decoded_image(self, blob: MediaBlob, plan: VisionPlan) -> NDArray[np.uint8]:
+    def _decoded_image(
+        self, blob: MediaBlob, plan: VisionPlan, place: NDArray[np.uint8] | None
+    ) -> NDArray[np.uint8]:
         """A picture's tiles: by the plan's views, or by the processor itself."""
         if not callable(getattr(self.vision, "make_pixels", None)):
-            return decode_image(blob, plan, self.limits)
+            return decode_image(blob, plan, self.limits, place)
         maker = cast(PixelMaker, self.vision)
         picture = np.asarray(read_image(blob, self.limits))
         with _naming(blob):

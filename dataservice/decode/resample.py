@@ -36,7 +36,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 class Resizing:
     """A picture, or the square around it, on its way to one size. Rows are added from the top, any
-    number at a time; then `finish` gives uint8[height, width, 3]."""
+    number at a time; then `finish` writes uint8[height, width, 3]."""
 
     def __init__(
         self,
@@ -67,15 +67,13 @@ class Resizing:
         self._first_pass(whole, place, left=self._left)
         self._next += len(rows)
 
-    def finish(self) -> Pixels:
-        """The second pass, along columns: the picture equals torch's `interpolate` with
-        `antialias=True`."""
+    def finish(self, made: Pixels) -> None:
+        """The second pass, along columns: `made` uint8[height, width, 3] equals torch's
+        `interpolate` with `antialias=True`."""
         width, height = self._after
-        made = np.empty((height, width, 3), dtype=np.uint8)
         taps = _taps(self._whole[1], height, self._filter)
         lines = self._narrow.view(np.uint8)[:, : 3 * width]
         _sum_rows(lines, made.reshape(height, -1), taps.first, taps.weights, taps.bits)
-        return made
 
     def _first_pass(self, rows: Words | Pixels, out: Words, *, left: int) -> None:
         taps = _taps(self._whole[0], self._after[0], self._filter)
@@ -94,7 +92,9 @@ def resize(picture: Words | Pixels, size: tuple[int, int], filter: Filter) -> Pi
     """uint8[height, width, 3] of a picture in memory."""
     resizing = Resizing((picture.shape[1], picture.shape[0]), size, filter)
     resizing.add(picture)
-    return resizing.finish()
+    made = np.empty((size[1], size[0], 3), np.uint8)
+    resizing.finish(made)
+    return made
 
 
 def _words(width: int) -> int:

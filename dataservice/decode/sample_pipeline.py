@@ -5,15 +5,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
-from dataservice.core.errors import RESTORE, SampleError
+from dataservice.core.errors import RESTORE, SampleError, caught
 from dataservice.core.job import CodeSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.own_code import source_of
-from dataservice.core.ports import SampleDecoder, SampleMeasurer
+from dataservice.core.ports import Finish, SampleDecoder, SampleMeasurer
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import (
     DecodedSample,
+    ItemArray,
     ItemLengths,
     MediaBlob,
     RawSample,
@@ -34,7 +36,6 @@ from dataservice.decode.choose import (
 from dataservice.decode.conversation import Conversation, Document, read_record, text_bytes
 from dataservice.decode.length_rule import LengthRule
 from dataservice.decode.media import (
-    ItemArray,
     ItemCost,
     Media,
     MediaPipeline,
@@ -45,7 +46,7 @@ from dataservice.decode.prepare import Preparation, choose_preparation
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.processors.transformers_image import TransformersImageProcessor
 from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec
-from dataservice.decode.text import MediumText, TextPipeline, TokenSequence
+from dataservice.decode.text import MediumText, TextPipeline, TokenSequence, WrittenText
 from dataservice.decode.tokenizer import Guard
 
 __all__ = [
@@ -153,32 +154,64 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             SampleTooLongError: it is longer than `longer_than` allows, and is not cut.
             SampleError: the sample cannot be used; the message says why.
         """
-        whole = self._whole(raw)
+        whole = _given(self._wholes([raw])[0])
         pieces = self._rule.pieces(whole.source, whole.lengths)
         if pieces == 1:
             return (whole.lengths,)
         return tuple(self._piece(whole, number).lengths for number in range(1, pieces + 1))
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
         """The sample as arrays of exactly the planned lengths: augmented as in this epoch, or with
-        None as it is.
+        None as it is. An augmenter may keep what it is given, so that no place is used for it.
 
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
         """
-        prepared = self._prepared(raw)
+        (finish,) = self.begin([raw], [planned], [epoch])
+        return finish(places)
+
+    def begin(
+        self,
+        raws: Sequence[RawSample],
+        planned: Sequence[SampleLengths],
+        epochs: Sequence[int | None],
+    ) -> list[Finish]:
+        """All of `decode` that comes before media, of several samples step by step. Each step then
+        finds what it needs in the processor's caches, which a picture's pixels or a text's tokens
+        have emptied otherwise."""
+        prepared = map(self._piece_of, raws, self._wholes(raws))
+        return [
+            partial(self._finish, *of) for of in zip(raws, prepared, planned, epochs, strict=True)
+        ]
+
+    def _finish(
+        self,
+        raw: RawSample,
+        prepared: "_Prepared | Exception",
+        planned: SampleLengths,
+        epoch: int | None,
+        places: Sequence[ItemArray],
+    ) -> DecodedSample:
+        if isinstance(prepared, Exception):
+            raise prepared
         lengths, sequence, media = prepared.lengths, prepared.sequence, prepared.media
         if lengths != planned:
             raise SampleError(
                 f"sample {quoted(raw.key)} has {_described(lengths)}, the plan says "
                 f"{_described(planned)}: it changed since it was indexed. {RESTORE}"
             )
+        places = () if self.augments else places
         items: list[ItemArray] = []
         for slot in sequence.slots:
             if slot.run == 0:  # the items of one file follow one another
-                items.extend(self._media.decode(prepared.blobs[slot.file], media[slot.file]))
+                file, left = slot.file, places[len(items) :]
+                items.extend(self._media.decode(prepared.blobs[file], media[file], left))
         for item, expected in zip(items, lengths.items, strict=True):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         if epoch is not None:
@@ -211,19 +244,24 @@ class Pipeline(SampleMeasurer, SampleDecoder):
 
     def _prepared(self, raw: RawSample) -> "_Prepared":
         """The steps that measuring and decoding share, for the whole sample or the piece that `raw`
-        names. A piece is cut from the tokens of the whole: tokenised alone, its text could give
-        others."""
-        whole = self._whole(raw)
+        names."""
+        return _given(self._piece_of(raw, self._wholes([raw])[0]))
+
+    def _piece_of(self, raw: RawSample, whole: "_Prepared | Exception") -> "_Prepared | Exception":
+        """The sample or the piece that `raw` names. A piece is cut from the tokens of the whole:
+        tokenised alone, its text could give others."""
+        if isinstance(whole, Exception):
+            return whole
         pieces = self._rule.pieces(whole.source, whole.lengths)
         if not raw.piece and pieces == 1:
             return whole
         if not raw.piece:
-            raise SampleError(
+            return SampleError(
                 f"sample {quoted(raw.key)} has {whole.lengths.llm_tokens} tokens and is cut into "
                 f"{pieces} samples. Name one of them, as {quoted(piece_key(raw.key, 1))}."
             )
         if pieces == 1 or not 1 <= raw.piece <= pieces:
-            raise SampleError(
+            return SampleError(
                 f"sample {quoted(raw.key)} is piece {raw.piece} of a document that has "
                 f"{pieces if pieces > 1 else 'no'} pieces: it changed since it was indexed. "
                 f"{RESTORE}"
@@ -234,7 +272,17 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         sequence = whole.sequence.piece(number, self._rule.piece_tokens)
         return replace(whole, sequence=sequence, lengths=_lengths(sequence, whole.costs))
 
-    def _whole(self, raw: RawSample) -> "_Prepared":
+    def _wholes(self, raws: Sequence[RawSample]) -> list["_Prepared | Exception"]:
+        """Samples as a whole, or the error of each: their records and headers, then the tokens of
+        all at once."""
+        read = [caught(self._read, raw) for raw in raws]
+        written = [each.written for each in read if isinstance(each, _Read)]
+        sequences = iter(self._text.tokens(written))
+        return [
+            each if isinstance(each, Exception) else each.prepared(next(sequences)) for each in read
+        ]
+
+    def _read(self, raw: RawSample) -> "_Read":
         if raw.unparsed is not None:
             raw = self._formats.parse[raw.unparsed.source](raw)
         raw = self._preparation(raw)
@@ -261,14 +309,37 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             )
             for blob, one, cost in zip(raw.media, media, costs, strict=True)
         ]
-        sequence = self._text.tokens(source, files)
-        return _Prepared(
+        return _Read(
             source=source,
-            sequence=sequence,
+            written=self._text.write(source, files),
             blobs=raw.media,
             media=media,
             costs=costs,
-            lengths=_lengths(sequence, costs),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """A sample before it is tokenised: its turns or text, its text as written, and its files with
+    the cost of their items by run."""
+
+    source: Conversation | Document
+    written: WrittenText
+    blobs: tuple[MediaBlob, ...]
+    media: Sequence[Media]
+    costs: Sequence[Sequence[Sequence[ItemCost]]]
+
+    def prepared(self, sequence: TokenSequence | Exception) -> "_Prepared | Exception":
+        """The sample with its tokens, where it has some."""
+        if isinstance(sequence, Exception):
+            return sequence
+        return _Prepared(
+            source=self.source,
+            sequence=sequence,
+            blobs=self.blobs,
+            media=self.media,
+            costs=self.costs,
+            lengths=_lengths(sequence, self.costs),
         )
 
 
@@ -289,6 +360,12 @@ class _Prepared:
         """The file of each encoder item, in the order of `lengths.items`."""
         slots = self.sequence.slots
         return tuple(slot.file for slot in slots for _ in self.costs[slot.file][slot.run])
+
+
+def _given(prepared: _Prepared | Exception) -> _Prepared:
+    if isinstance(prepared, Exception):
+        raise prepared
+    return prepared
 
 
 def build_pipeline(

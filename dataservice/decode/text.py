@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.errors import SampleError
+from dataservice.core.errors import SampleError, caught
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
@@ -74,6 +74,20 @@ class TokenSequence:
         return int(np.count_nonzero(self.learnt[1:]))
 
 
+Stretch = tuple[str, list[int]]
+"""Text that is tokenised as a whole, and the characters at which loss switches on or off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenText:
+    """A sample's text before it is tokenised: its stretches, and the runs of its `files`, each with
+    the file, its number in the file, and its LLM tokens."""
+
+    stretches: Sequence[Stretch]
+    files: int
+    runs: Sequence[tuple[int, int, int]]
+
+
 class TextPipeline:
     """Turns conversations and documents into tokens. Immutable, so it may be used from many
     threads."""
@@ -105,14 +119,13 @@ class TextPipeline:
         self._end_of_document = end_of_document
         self._limits = limits
 
-    def tokens(self, source: Conversation | Document, files: Sequence[MediumText]) -> TokenSequence:
-        """Tokens of a sample; `files[k]` says what its k-th file is in the text.
+    def write(self, source: Conversation | Document, files: Sequence[MediumText]) -> WrittenText:
+        """A sample's text as it is tokenised; `files[k]` says what its k-th file is in it.
 
         The k-th placeholder of a kind shows the k-th file of that kind. O(characters).
 
         Raises:
-            SampleError: the template refuses the sample, placeholders do not survive tokenising, or
-                the sample is above a limit.
+            SampleError: the template refuses the sample, or it is above a limit.
         """
         if isinstance(source, Document):
             marked = self._document(source)
@@ -126,15 +139,40 @@ class TextPipeline:
         has_slots = any(slot in marked for slot in self._kind_of)  # quicker than the pattern
         places = list(self._slot.finditer(marked)) if has_slots else []
         order = _files_in_order([self._kind_of[place[0]] for place in places], files)
-        ids, learnt = self._encode(
-            self._with_media(marked, places, [files[file] for file in order])
+        text = self._with_media(marked, places, [files[file] for file in order])
+        return WrittenText(
+            stretches=_stretches(text),
+            files=len(order),
+            runs=[(file, run, n) for file in order for run, n in enumerate(files[file].tokens)],
         )
-        runs = [(file, run, n) for file in order for run, n in enumerate(files[file].tokens)]
+
+    def tokens(self, written: Sequence[WrittenText]) -> list[TokenSequence | Exception]:
+        """The tokens of samples, or why one has none: SampleError where placeholders do not survive
+        tokenising, or the sample is above a limit. The tokenizer gets all texts at once.
+        O(characters)."""
+        stretches = [stretch for each in written for stretch in each.stretches]
+        by_ids = [_is_uniform(*each) or self._tokenizer.written is not None for each in stretches]
+        found = iter(
+            self._tokenizer.encode_each(
+                [t for (t, _), ids in zip(stretches, by_ids, strict=True) if ids]
+            )
+        )
+        encoded = iter([next(found) if ids else None for ids in by_ids])
+        return [
+            caught(self._sequence, each, [next(encoded) for _ in each.stretches])
+            for each in written
+        ]
+
+    def _sequence(
+        self, written: WrittenText, encoded: Sequence[Sequence[int] | SampleError | None]
+    ) -> TokenSequence:
+        ids, learnt = self._joined(written.stretches, encoded)
+        runs = written.runs
         pads = np.flatnonzero(among(ids, self._pad_ids))
         if len(pads) != len(runs):
             raise SampleError(
                 f"after tokenising, the sample has {len(pads)} media tokens for {len(runs)} runs "
-                f"of {len(order)} files. The tokenizer {quoted(self._tokenizer.path)} reads a "
+                f"of {written.files} files. The tokenizer {quoted(self._tokenizer.path)} reads a "
                 "media token in its text; remove it from the text."
             )
         self._limits.check(
@@ -194,22 +232,16 @@ class TextPipeline:
         )
         return f"{begin}{LOSS_OPEN}{body}{self._end_of_document}{LOSS_CLOSE}"
 
-    def _encode(self, marked: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """(ids, learnt) of text in which media are already written as tokens."""
-        pieces: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
-        run: list[str] = []
-        edges: list[int] = []  # offsets in the run at which loss switches on or off
-        length, learning = 0, False
-        for mark, part in _structure(marked):
-            if mark == BREAK:
-                pieces.append(self._encode_run("".join(run), edges))
-                run, edges, length = [], [0] if learning else [], 0
-            elif mark:
-                learning = mark == LOSS_OPEN
-                edges.append(length)
-            run.append(part)
-            length += len(part)
-        pieces.append(self._encode_run("".join(run), edges))
+    def _joined(
+        self,
+        stretches: Sequence[Stretch],
+        encoded: Sequence[Sequence[int] | SampleError | None],
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """(ids, learnt) of stretches one behind the other."""
+        pieces = [
+            self._learnt(text, edges, ids)
+            for (text, edges), ids in zip(stretches, encoded, strict=True)
+        ]
         if len(pieces) == 1:
             return pieces[0]
         return (
@@ -217,13 +249,15 @@ class TextPipeline:
             np.concatenate([learnt for _, learnt in pieces]),
         )
 
-    def _encode_run(
-        self, text: str, edges: Sequence[int]
+    def _learnt(
+        self, text: str, edges: Sequence[int], encoded: Sequence[int] | SampleError | None
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if not edges or edges in ([0], [0, len(text)]):  # learnt wholly or not at all
-            ids = self._numbers(self._tokenizer.encode(text, offsets=False).ids)
+        if isinstance(encoded, SampleError):
+            raise encoded
+        if encoded is not None and _is_uniform(text, edges):
+            ids = self._numbers(encoded)
             return ids, np.full(len(ids), bool(edges))
-        ids, starts, ends, edges = self._placed(text, edges)
+        ids, starts, ends, edges = self._placed(text, edges, encoded)
         # A token is learnt if any of its characters is, as transformers has it: where a template
         # writes the space before an answer, " Yes" is one token.
         begun = np.searchsorted(edges, starts, side="right")
@@ -231,12 +265,12 @@ class TextPipeline:
         return ids, (begun % 2 == 1) | (ended > begun)
 
     def _placed(
-        self, text: str, edges: Sequence[int]
+        self, text: str, edges: Sequence[int], encoded: Sequence[int] | None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], Sequence[int]]:
         """(ids, starts, ends, edges) of a text: where each token and each edge lies, in bytes or in
         characters."""
-        if (written := self._tokenizer.written) is not None:
-            ids = self._numbers(self._tokenizer.encode(text, offsets=False).ids)
+        if encoded is not None and (written := self._tokenizer.written) is not None:
+            ids = self._numbers(encoded)
             sizes = written.sizes(ids, text.encode())
             if sizes is not None:
                 ends = np.cumsum(sizes)
@@ -259,6 +293,29 @@ class TextPipeline:
     def _ids(self, tokens: Iterable[str]) -> NDArray[np.int32]:
         ids = {self._tokenizer.id_of(token) for token in tokens}
         return np.array(sorted(i for i in ids if i is not None), dtype=np.int32)
+
+
+def _is_uniform(text: str, edges: Sequence[int]) -> bool:
+    """Whether a text is learnt wholly or not at all."""
+    return not edges or edges in ([0], [0, len(text)])
+
+
+def _stretches(marked: str) -> list[Stretch]:
+    """The text between breaks, and within each the places at which loss switches on or off."""
+    stretches: list[Stretch] = []
+    run: list[str] = []
+    edges: list[int] = []
+    length, learning = 0, False
+    for mark, part in _structure(marked):
+        if mark == BREAK:
+            stretches.append(("".join(run), edges))
+            run, edges, length = [], [0] if learning else [], 0
+        elif mark:
+            learning = mark == LOSS_OPEN
+            edges.append(length)
+        run.append(part)
+        length += len(part)
+    return [*stretches, ("".join(run), edges)]
 
 
 def _structure(marked: str) -> Iterator[tuple[str, str]]:

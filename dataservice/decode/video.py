@@ -217,7 +217,7 @@ def _cut(
         format="rgb24",
         threads=1,  # otherwise one thread per CPU for each frame, while workers decode many
     )
-    return next(cut_views(np.asarray(rgb.to_ndarray(), dtype=np.uint8), plan.views))
+    return cut_views(np.asarray(rgb.to_ndarray(), dtype=np.uint8), plan.views)
 
 
 def _check_shortfall(blob: MediaBlob, promised: int, decoded: int) -> None:

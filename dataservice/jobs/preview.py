@@ -17,6 +17,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
     DecodedSample,
+    ItemArray,
     ItemLengths,
     MediaBlob,
     MediaKind,
@@ -24,7 +25,6 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.decode.media import ItemArray
 from dataservice.decode.sample_pipeline import Pipeline
 from dataservice.decode.text import IGNORED_LABEL
 from dataservice.jobs.find_samples import Found, Wanted, find

@@ -9,8 +9,10 @@ The name is a digest of the bytes that were read, and of nothing that an index s
 found is what decoding gives, byte by byte.
 """
 
-from dataservice.core.ports import SampleDecoder
-from dataservice.core.sample import DecodedSample, RawSample, SampleLengths
+from collections.abc import Sequence
+
+from dataservice.core.ports import Finish, SampleDecoder
+from dataservice.core.sample import DecodedSample, ItemArray, RawSample, SampleLengths
 from dataservice.workers.kept_files import CacheSpec, KeptFiles, Lend, nothing_lent
 from dataservice.workers.pack import check_planned_shape
 from dataservice.workers.read_sample import raw_buffers
@@ -69,7 +71,11 @@ class CachedDecoder(SampleDecoder):
         return self._decoder.pad_token_id
 
     def decode(
-        self, raw: RawSample, planned: SampleLengths, epoch: int | None = None
+        self,
+        raw: RawSample,
+        planned: SampleLengths,
+        epoch: int | None = None,
+        places: Sequence[ItemArray] = (),
     ) -> DecodedSample:
         """The sample augmented as in this epoch. A sample without media is not looked for: its
         tokens are made as quickly."""
@@ -78,9 +84,20 @@ class CachedDecoder(SampleDecoder):
         name = self._cache.name(self._identity, raw, planned)
         found = self._cache.load(name, planned, self._lend)
         if found is None:
-            found = self._decoder.decode(raw, planned)
+            found = self._decoder.decode(raw, planned, None, places)
             check_planned_shape(found, planned)
             self._cache.store(name, found, planned)
         else:
             self.reused += 1
         return found if epoch is None else self._decoder.augment(raw, found, epoch)
+
+    def begin(
+        self,
+        raws: Sequence[RawSample],
+        planned: Sequence[SampleLengths],
+        epochs: Sequence[int | None],
+    ) -> list[Finish]:
+        """Samples without media begin together; whether others are found tells each by itself."""
+        if any(each.items for each in planned):
+            return super().begin(raws, planned, epochs)
+        return self._decoder.begin(raws, planned, epochs)

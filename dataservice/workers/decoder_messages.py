@@ -58,6 +58,7 @@ class Kind(IntEnum):
     NEW = 6  # a sample in memory that is filled again later: its number, and a descriptor
     AWAY = 7  # no sample for now, its storage does not answer: the reason as text
     DONE = 8  # nothing follows: empty
+    BEGUN = 9  # of several samples none is done, and all are read and tokenised: empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
 """The program of a decoder: a process of a worker, forked by its nursery, that serves one slot.
 
-It reads and decodes the samples of an order in turn, and answers each as soon as it is done. Those
-that were read ahead come with the order. Where it runs a team's own code, another process reads
-for it (see reading_process.py). When
-its memory exceeds the nursery's `memory_bytes`, an allocation fails and only that sample is lost.
+It reads the samples of an order, decodes them in turn, and answers each as soon as it is done.
+Those that were read ahead come with the order. Where it runs a team's own code, another process
+reads for it (see reading_process.py). When its memory exceeds the nursery's `memory_bytes`, an
+allocation fails and only that sample is lost.
 """
 
 import os
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dataservice.core.orders import PackSample
+from dataservice.core.sample import ItemArray
 from dataservice.workers.byte_cache import ByteCache, KeptReads
 from dataservice.workers.decoded_cache import CachedDecoder, DecodedCache
 from dataservice.workers.decoder_messages import (
@@ -24,8 +25,9 @@ from dataservice.workers.decoder_messages import (
     refusal,
     send_answer,
 )
-from dataservice.workers.decoders import SampleOutcome, read_and_decode
+from dataservice.workers.decoders import SampleOutcome
 from dataservice.workers.kept_files import CacheSpec
+from dataservice.workers.read_and_decode import read_and_decode
 from dataservice.workers.read_sample import RawBytes, close_all
 from dataservice.workers.reading_process import ReaderAway, serve_reads, serve_reads_ahead
 from dataservice.workers.recycled_memory import FilledMemory, Handed, Returned
@@ -33,6 +35,7 @@ from dataservice.workers.sample_memory import (
     INLINE_LIMIT_BYTES,
     sample_buffers,
     sample_bytes,
+    sample_of_bytes,
     write_memory,
 )
 from dataservice.workers.sample_pipelines import Pipeline, PipelineCache, PipelineFactory
@@ -101,9 +104,7 @@ class _Decoder:
             self._memory.take_back(Returned(order.free, order.gone))
             pipeline = self._pipeline(order.pipeline, wanted=not order.samples)
             if pipeline is not None:
-                for sample, read in zip(order.samples, order.reads, strict=True):
-                    self._decode(pipeline, sample, read)
-                    self._memory.settle()
+                self._decode(pipeline, order.samples, order.reads)
             else:
                 close_all(order.reads)
 
@@ -123,17 +124,42 @@ class _Decoder:
             self._send(Kind.BUILT, payload=pad.encode())
         return pipeline
 
-    def _decode(self, pipeline: Pipeline, sample: PackSample, read: RawBytes | None) -> None:
-        # The process works for this one slot, libraries' threads included.
+    def _decode(
+        self,
+        pipeline: Pipeline,
+        samples: Sequence[PackSample],
+        reads: Sequence[RawBytes | None],
+    ) -> None:
+        several = len(samples) > 1  # of which one is to blame where this process dies
+        outcomes = read_and_decode(
+            pipeline,
+            samples,
+            reads,
+            places=self._places,
+            begun=partial(self._send, Kind.BEGUN) if several else lambda: None,
+            cpu_clock=time.process_time,  # it works for this one slot, libraries' threads included
+        )
         before = _reused(pipeline)
-        outcome = read_and_decode(pipeline, sample, read, cpu_clock=time.process_time)
-        outcome = replace(outcome, reused=_reused(pipeline) > before, kept=self._reads())
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            reused = _reused(pipeline)
+            found = replace(outcome, reused=reused > before, kept=self._reads())
+            self._answer(sample, found)
+            self._memory.settle()
+            before = reused
+
+    def _places(self, sample: PackSample) -> Sequence[ItemArray]:
+        """Memory for the items of a large sample in which it is handed over, if some is free."""
+        size_bytes = sample_bytes(sample.lengths)
+        lent = self._memory.lend(size_bytes) if size_bytes > INLINE_LIMIT_BYTES else None
+        return () if lent is None else sample_of_bytes(lent, sample.lengths).items
+
+    def _answer(self, sample: PackSample, outcome: SampleOutcome) -> None:
         if outcome.sample is None:
             kind = Kind.AWAY if outcome.away else Kind.BAD
             self._send(kind, outcome, outcome.reason.encode(errors="replace"))
             return
-        buffers = sample_buffers(outcome.sample, sample.lengths)
         size_bytes = sample_bytes(sample.lengths)
+        buffers = sample_buffers(outcome.sample, sample.lengths)
         if size_bytes <= INLINE_LIMIT_BYTES:
             self._send(Kind.INLINE, outcome, b"".join(buffers))
             return

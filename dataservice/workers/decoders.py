@@ -1,21 +1,13 @@
-"""The port through which a worker decodes samples, and the code that both its kinds share."""
+"""The port through which a worker decodes samples."""
 
-import logging
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.orders import PackSample
-from dataservice.core.sample import DecodedSample, RawSample, SampleRef
-from dataservice.core.visible import visible, visible_traceback
+from dataservice.core.sample import DecodedSample, SampleRef
 from dataservice.workers.byte_cache import NOTHING_KEPT, KeptReads
-from dataservice.workers.pack import check_planned_shape
-from dataservice.workers.read_sample import RawBytes, ReadSample, raw_of
-from dataservice.workers.sample_pipelines import Pipeline
-
-log = logging.getLogger(__name__)
+from dataservice.workers.read_sample import ReadSample
 
 READS = 32  # requests to read ahead that are under way at once
 REASON_LIMIT = 1000  # characters of a bad sample's reason that are kept
@@ -103,55 +95,3 @@ class Decoders(Protocol):
     def close(self) -> None:
         """Stop decoding; calls in progress raise WorkerLostError or finish."""
         ...
-
-
-def read_and_decode(
-    pipeline: Pipeline,
-    sample: PackSample,
-    read: RawBytes | None = None,
-    *,
-    cpu_clock: Callable[[], float] = time.thread_time,
-) -> SampleOutcome:
-    """Read one sample, unless it was read already, and decode it in this thread, whose CPU time
-    `cpu_clock` gives. Never raises."""
-    started_s, cpu_started_s = time.perf_counter(), cpu_clock()
-    read_s: float | None = None
-    read_cpu_s = 0.0
-    read_bytes = 0
-    decoded, reason, away = None, "", False
-    try:
-        raw = pipeline.reader.read(sample.ref) if read is None else raw_of(read)
-        read_s, read_cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
-        read_bytes = _stored_bytes(sample.ref, raw)
-        decoded = pipeline.decoder.decode(raw, sample.lengths, sample.epoch)
-        check_planned_shape(decoded, sample.lengths)
-    except (SampleError, SourceError) as error:
-        reason, away = str(error) or type(error).__name__, isinstance(error, StorageAwayError)
-    except MemoryError as error:
-        reason = (
-            f"decoding ran out of memory: {error}. Leave the sample out, make it smaller, or "
-            "raise decode_memory_bytes."
-        )
-    except Exception as error:  # a codec's surprise is this sample's fault, not the pack's
-        reason = f"reading or decoding failed unexpectedly: {type(error).__name__}: {error}"
-        # Written out here: a decoder process has no log of its own to keep it in bounds.
-        about = visible(f"{sample.ref.key} of {sample.ref.source}", REASON_LIMIT)
-        log.warning("sample %s\n%s", about, visible_traceback(error))
-    seconds, cpu_s = time.perf_counter() - started_s, cpu_clock() - cpu_started_s
-    return SampleOutcome(
-        sample=None if reason else decoded,
-        reason=visible(reason, REASON_LIMIT),
-        seconds=seconds,
-        read_s=seconds if read_s is None else read_s,
-        cpu_s=cpu_s,
-        read_cpu_s=cpu_s if read_s is None else read_cpu_s,
-        read_bytes=read_bytes,
-        away=away,
-    )
-
-
-def _stored_bytes(ref: SampleRef, raw: RawSample) -> int:
-    """Bytes read from storage: the sample's spans, or its media where those lie in files of their
-    own or in columns."""
-    text = sum(span.size_bytes for span in ref.location.spans) or len(repr(raw.record))
-    return max(text, sum(len(blob.data) for blob in raw.media))

@@ -13,7 +13,7 @@ from dataservice.core.crc32 import crc32
 from dataservice.core.errors import RESTORE, SampleError
 from dataservice.core.layout import member_rows, padded_tokens, sample_starts
 from dataservice.core.orders import PackOrder, PackSample, UnitRange
-from dataservice.core.sample import DecodedSample, ItemLengths, Modality, SampleLengths
+from dataservice.core.sample import DecodedSample, ItemArray, ItemLengths, Modality, SampleLengths
 from dataservice.workers.sample_digest import sample_digests
 
 IGNORED_LABEL = -100
@@ -23,7 +23,6 @@ ITEM_DTYPES: dict[Modality, np.dtype[Any]] = {
     Modality.AUDIO: np.dtype(np.float32),
 }
 
-ItemArray = NDArray[np.uint8] | NDArray[np.float32]
 SequencePart = dict[str, NDArray[np.int32]]
 
 

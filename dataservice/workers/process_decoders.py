@@ -4,7 +4,9 @@ Contract.
   A sample that is not done after `timeout_s`, reading included, is masked and its process is
            killed. Building the pipeline has a separate limit of the same length.
   A process that dies is replaced. Its current sample is tried once more in the new process, and
-           masked when that process dies too; the samples behind it continue there.
+           masked when that process dies too; the samples behind it continue there. Samples of one
+           order are read and tokenised before the first is decoded: where the process dies before
+           that is done, each is tried by itself, and its time limit begins anew.
   A process that is ended from outside says nothing of its sample: one that is killed by hand or for
            want of memory, stopped, or gone with its nursery, which takes all decoders along. Its
            sample is masked when that has happened five times over it.
@@ -201,6 +203,7 @@ class _Slot:
         self._reading: ForkedProcess | None = None
         self._reads: AnswerReader | None = None
         self._reads_for = ""
+        self._begun = False
         self._lock = threading.Lock()
         self.owner: str | None = None
         """The team whose own code the process runs."""
@@ -299,11 +302,12 @@ class _Slot:
     ) -> list[SampleOutcome]:
         """An outcome for each sample; `reads` has those that were read ahead."""
         outcomes: list[SampleOutcome] = []
-        tries, lost_s = _Tries(), 0.0
+        tries, lost_s, alone = _Tries(), 0.0, False
         while (done := len(outcomes)) < len(samples):
             began_s = time.monotonic()
+            now = slice(done, done + 1 if alone else None)
             try:
-                for answer in self._order(pipeline, samples[done:], reads[done:]):
+                for answer in self._order(pipeline, samples[now], reads[now]):
                     took_s = min(answer.seconds, time.monotonic() - began_s)
                     planned = samples[len(outcomes)].lengths
                     outcomes.append(
@@ -311,6 +315,10 @@ class _Slot:
                     )
                     tries, lost_s, began_s = _Tries(), 0.0, time.monotonic()
             except (OSError, ProtocolError) as error:
+                if not (self._begun or alone or len(samples) - done == 1):
+                    self._end_of(error, _Tries())
+                    alone = True  # one by one, each tells whether it was its fault
+                    continue
                 what = self._end_of(error, tries)
                 lost_s += time.monotonic() - began_s
                 if not tries.over:
@@ -328,6 +336,7 @@ class _Slot:
     ) -> Iterator[Answer]:
         """Send an order and give the answer of each sample; with no samples, the pipeline's
         answer."""
+        self._begun = False
         answers = self.ready(self.owner)
         self._have_read_for(pipeline)
         answers.sock.settimeout(self._timeout_s)
@@ -340,6 +349,9 @@ class _Slot:
             answer = self._next(answers)
         if answer.kind is Kind.REFUSED:
             raise refused(answer, "the job's pipeline")
+        if answer.kind is Kind.BEGUN and len(samples) > 1:
+            self._begun = True
+            answer = self._next(answers)
         yield answer
         for _ in samples[1:]:
             yield self._next(answers)

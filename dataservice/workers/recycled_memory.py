@@ -123,19 +123,19 @@ class FilledMemory:
 
     def lend(self, size_bytes: int) -> NDArray[np.uint8] | None:
         """Free memory for a sample of this size, uint8[size_bytes], that may be written to until
-        `settle`; None where there is none. A sample that lies in it as a whole is handed over
-        without a copy."""
-        self.settle()
-        number = self._fitting(size_bytes)
-        if number is None:
-            return None
-        try:
-            self._files[number].allow_writing()
-        except MemoryError:
-            self._free.append(number)
-            return None
-        self._lent = number
-        return np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
+        `settle`, and is the same until then; None where there is none. What of a sample lies in its
+        place there is handed over without a copy."""
+        if self._lent is None:
+            number = self._fitting(size_bytes)
+            if number is None:
+                return None
+            try:
+                self._files[number].allow_writing()
+            except MemoryError:
+                self._free.append(number)
+                return None
+            self._lent = number
+        return self._beginning(self._lent, size_bytes)
 
     def settle(self) -> None:
         """What was lent and is not handed over is free again. Nothing may refer to it any more."""
@@ -151,20 +151,26 @@ class FilledMemory:
     def fill(self, buffers: Sequence[memoryview | bytes], size_bytes: int) -> Handed:
         """Memory that holds these buffers end to end; its descriptor, if there is one, is the
         caller's to close. Raises OSError or MemoryError when there is none."""
-        if self._lent is not None:
-            lent = np.frombuffer(self._files[self._lent].bytes(size_bytes), np.uint8)
-            if _lies_in(lent, buffers):
+        number = self._lent
+        if number is not None:
+            own = self._beginning(number, size_bytes)
+            if (left := _not_in_place(own, buffers)) is not None:
+                for place, buffer in left:
+                    place[:] = buffer
                 return Handed(self._returned(), -1)
         number = self._fitting(size_bytes)
         if number is None:
             return self._new(buffers, size_bytes)
-        file, at = self._files[number], 0
-        place = np.frombuffer(file.bytes(size_bytes), np.uint8)
-        with file.writable():
-            for buffer in buffers:
-                place[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)
+        with self._files[number].writable():
+            at = 0
+            own = self._beginning(number, size_bytes)
+            for buffer in map(_bytes_of, buffers):
+                own[at : at + len(buffer)] = buffer
                 at += len(buffer)
         return Handed(number, -1)
+
+    def _beginning(self, number: int, size_bytes: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._files[number].bytes(size_bytes), np.uint8)
 
     def take_back(self, returned: Returned) -> None:
         """What the worker has no use for any more. Numbers that it was never given are ignored."""
@@ -198,18 +204,29 @@ class FilledMemory:
         return Handed(self._made, descriptor)
 
 
-def _lies_in(place: NDArray[np.uint8], buffers: Sequence[memoryview | bytes]) -> bool:
-    """Whether these buffers fill `place` already, end to end; gaps between arrays are bytes."""
-    at = 0
-    for buffer in buffers:
-        part, own = place[at : at + len(buffer)], np.frombuffer(buffer, np.uint8)
-        if isinstance(buffer, bytes):
-            if part.tobytes() != buffer:
-                return False
-        elif own.ctypes.data != part.ctypes.data:
-            return False
-        at += len(buffer)
-    return at == len(place)
+def _bytes_of(buffer: memoryview | bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(buffer, np.uint8)
+
+
+def _not_in_place(
+    own: NDArray[np.uint8], buffers: Sequence[memoryview | bytes]
+) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] | None:
+    """Of buffers that are to lie in `own` end to end, those that do not yet, each with its place;
+    None where one lies there in another's place."""
+    begin, left, at = _address(own), [], 0
+    for buffer in map(_bytes_of, buffers):
+        place, end = _address(buffer) - begin, at + len(buffer)
+        if place != at:
+            if -len(buffer) < place < len(own):
+                return None
+            left.append((own[at:end], buffer))
+        at = end
+    return left
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 @dataclass(kw_only=True, slots=True)

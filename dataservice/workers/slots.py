@@ -6,8 +6,8 @@ Contract.
              built or the decoders are lost, all packs that had a sample there raise.
   Cancelling drops the pack's samples that have no slot yet; results of the others are discarded.
 
-Small texts go to a slot several at a time: handing one text over takes about as long as decoding
-it.
+Small samples go to a slot several at a time: handing a text over takes about as long as decoding
+it, and samples that are read and tokenised together take less than one by one.
 """
 
 import asyncio
@@ -22,9 +22,11 @@ from dataservice.core.team import TeamShare
 from dataservice.workers.decoders import Decoders, SampleOutcome
 from dataservice.workers.fair_queue import Begun, FairQueue, Task, TeamLoad, tasks_of
 from dataservice.workers.read_ahead import READ_AHEAD_BYTES, ReadAhead
+from dataservice.workers.sample_memory import sample_bytes
 
 BATCH_SAMPLES = 16
-BATCH_S = 0.01  # estimated seconds of decoding in one batch
+BATCH_S = 0.1  # estimated seconds of decoding in one batch
+BATCH_BYTES = 32 * 2**20  # of its decoded samples
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -146,7 +148,8 @@ class Slots:
             self._alarm = loop.call_later(pause_s, self._fill)
 
     def _batch(self, now_s: float) -> list[Begun]:
-        """The next sample, followed by small texts when enough of them wait for all slots."""
+        """The next sample, followed by others of its pipeline when enough of them wait for all
+        slots, and all are small."""
         first = self._next(now_s)
         if first is None:
             return []
@@ -154,17 +157,20 @@ class Slots:
         # At most one slot's share of the waiting samples: one slot serves the whole batch.
         room = min(BATCH_SAMPLES, 1 + self._queue.queued // self._decoders.slots)
         left_s = BATCH_S - first.run.charged_s
+        left_bytes = BATCH_BYTES - sample_bytes(first.task.sample.lengths)
 
         def fits(task: Task, seconds: float) -> bool:
-            is_text = not task.sample.lengths.items
-            return is_text and seconds <= left_s and task.pipeline == first.task.pipeline
+            size_bytes = sample_bytes(task.sample.lengths)
+            small = seconds <= left_s and size_bytes <= left_bytes
+            return small and task.pipeline == first.task.pipeline
 
-        while len(batch) < room and not first.task.sample.lengths.items:
+        while len(batch) < room:
             also = self._next(now_s, only=fits)
             if also is None:
                 break
             batch.append(also)
             left_s -= also.run.charged_s
+            left_bytes -= sample_bytes(also.task.sample.lengths)
         return batch
 
     def _serve(self, batch: Sequence[Begun]) -> _Served:

@@ -14,8 +14,8 @@ from dataservice.workers.decoders import (
     Decoders,
     ReadOutcome,
     SampleOutcome,
-    read_and_decode,
 )
+from dataservice.workers.read_and_decode import read_and_decode
 from dataservice.workers.read_sample import ReadSample, raw_bytes
 from dataservice.workers.sample_pipelines import PipelineCache, PipelineFactory
 
@@ -66,10 +66,7 @@ class ThreadDecoders(Decoders):
         """Decode these samples one after another."""
         built = self._pipelines.get(pipeline)
         given = [read.copy() if read else None for read in reads] or [None] * len(samples)
-        return [
-            read_and_decode(built, sample, read)
-            for sample, read in zip(samples, given, strict=True)
-        ]
+        return list(read_and_decode(built, samples, given))
 
     def close(self) -> None:
         """Nothing to do: calls in progress finish."""

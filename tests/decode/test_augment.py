@@ -180,6 +180,17 @@ def test_what_one_changes_in_place_is_not_what_another_keeps(pipeline, picture):
         assert set(np.unique(item).tolist()) == {129}
 
 
+def test_pixels_lie_in_the_place_given_unless_an_augmenter_may_keep_them(pipeline, picture):
+    """What an augmenter keeps would change with the next sample in that place."""
+    for names, used in ((), True), (("brighter",), False):
+        made = pipeline(*names)
+        planned = made.measure(picture)
+        place = np.zeros(planned.items[0].shape, np.uint8)
+        (pixels,) = made.decode(picture, planned, 1, (place,)).items
+        assert np.shares_memory(pixels, place) == used
+        assert (pixels == made.decode(picture, planned, 1).items[0]).all()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -70,23 +70,23 @@ def test_a_picture_in_several_blocks_of_pillows_memory_is_resized_alike(monkeypa
     picture = soft_picture(300, 700)
     views = [View.whole(212, 140), View(width=196, height=196, tile_width=196, tile_height=196,
                                         square=True, fill=(9, 200, 77))]  # fmt: skip
-    wanted = [next(cut_views(picture, [view])) for view in views]
+    wanted = [cut_views(picture, [view]) for view in views]
     monkeypatch.setattr(image_module, "BLOCK_BYTES", 1000)
     for view, pixels in zip(views, wanted, strict=True):
-        assert (next(cut_views(picture, [view])) == pixels).all()
-        assert (next(cut_views(np.asarray(picture), [view])) == pixels).all()
+        assert (cut_views(picture, [view]) == pixels).all()
+        assert (cut_views(np.asarray(picture), [view]) == pixels).all()
 
 
 def test_a_picture_larger_than_a_block_is_read():
     picture = Image.new("RGB", (2200, 2000), (7, 80, 200))
-    made = next(cut_views(picture, [View.whole(28, 28)]))
+    made = cut_views(picture, [View.whole(28, 28)])
     assert (made == (7, 80, 200)).all()
 
 
 def test_a_picture_of_few_wide_rows_is_read():
     """128 of these rows take more than a block."""
     picture = Image.new("RGB", (DEFAULT_LIMITS.max_image_side, 130), (7, 80, 200))
-    made = next(cut_views(picture, [View.whole(28, 28)]))
+    made = cut_views(picture, [View.whole(28, 28)])
     assert (made == (7, 80, 200)).all()
 
 
@@ -99,4 +99,22 @@ def test_a_picture_is_resized_in_pillows_own_memory(monkeypatch):
     picture = soft_picture(640, 480)
     monkeypatch.setattr(Image.Image, "tobytes", copied)
     monkeypatch.setattr(Image.Image, "crop", copied)
-    assert next(cut_views(picture, [View.whole(308, 224)])).shape == (1, 224, 308, 3)
+    assert cut_views(picture, [View.whole(308, 224)]).shape == (1, 224, 308, 3)
+
+
+def test_the_tiles_of_all_views_are_made_in_the_place_given_for_them(files):
+    """No copy of the pixels is made to hand them to another process."""
+    blob = files.blob("image", jpeg(soft_picture(300, 200)))
+    whole = View.whole(64, 48)
+    cut = View(width=128, height=96, tile_width=64, tile_height=48, origins=((0, 0), (64, 48)))
+    plan = VisionPlan(encoder_tokens=1, llm_tokens=1, views=(whole, cut, whole))
+    place = np.full((4, 48, 64, 3), 77, np.uint8)
+    made = decode_image(blob, plan, DEFAULT_LIMITS, place)
+    assert made is place
+    alone = [
+        decode_image(
+            blob, VisionPlan(encoder_tokens=1, llm_tokens=1, views=(view,)), DEFAULT_LIMITS
+        )
+        for view in plan.views
+    ]
+    assert (place == np.concatenate(alone)).all()

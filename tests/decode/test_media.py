@@ -149,7 +149,8 @@ def test_tiles_outside_the_picture_are_filled():
     view = View(
         width=4, height=2, tile_width=4, tile_height=4, origins=((0, -1), (2, 0)), fill=(7, 8, 9)
     )
-    first, second = cut_tiles(np.full((2, 4, 3), 200, dtype=np.uint8), view)
+    first, second = tiles = np.zeros((2, 4, 4, 3), np.uint8)
+    cut_tiles(np.full((2, 4, 3), 200, dtype=np.uint8), view, tiles)
     assert (first[0] == (7, 8, 9)).all()
     assert (first[3] == (7, 8, 9)).all()
     assert (first[1:3] == 200).all()

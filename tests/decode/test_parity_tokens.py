@@ -38,11 +38,12 @@ def header_of_png(width: int, height: int) -> bytes:
 @pytest.fixture(autouse=True)
 def no_pixels(monkeypatch):
     for name in ("decode_image", "decode_video"):
-        monkeypatch.setattr(media, name, lambda _, *planned: black(planned[-2]))
+        monkeypatch.setattr(media, name, lambda _, *given: black(given))
 
 
-def black(plan: VisionPlan) -> NDArray[np.uint8]:
-    """A plan's pixels, in no memory."""
+def black(given: tuple[object, ...]) -> NDArray[np.uint8]:
+    """The pixels of the plan among these, in no memory."""
+    (plan,) = (each for each in given if isinstance(each, VisionPlan))
     return np.broadcast_to(np.uint8(0), plan.shape)
 
 

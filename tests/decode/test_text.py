@@ -52,6 +52,29 @@ def test_only_assistant_turns_and_their_ends_are_learnt(kitchen, sample):
     assert kitchen.learnt(decoded.labels) == ["Good day.<|im_end|>", "\nGood night.<|im_end|>"]
 
 
+def test_samples_that_begin_together_have_the_tokens_that_each_has_alone(
+    kitchen, sample, monkeypatch
+):
+    """The tokenizer gets all of their texts at once; one that is refused costs no other."""
+    pipeline = kitchen.pipeline()
+    good = [sample({"messages": CHAT[:n]}) for n in (3, 5)] + [sample({"text": "a <|im_end|> b"})]
+    alone = [decode(pipeline, raw) for raw in good]
+    planned = [pipeline.measure(raw) for raw in good]
+    bad = sample({"text": "a mark \ufdd0"})
+    calls, encode = [], LoadedTokenizer.encode
+    monkeypatch.setattr(
+        LoadedTokenizer, "encode", lambda *of, **how: calls.append(of) or encode(*of, **how)
+    )
+    *finishes, refused = pipeline.begin([*good, bad], [*planned, planned[0]], [None] * 4)
+    assert not calls, "one by one"
+    for finish, wanted in zip(finishes, alone, strict=True):
+        together = finish(())
+        assert (together.input_ids == wanted.input_ids).all()
+        assert (together.labels == wanted.labels).all()
+    with pytest.raises(SampleError, match="noncharacter"):
+        refused(())
+
+
 def test_chatml_and_the_tokenizers_own_template_agree(kitchen, sample):
     raw = sample({"messages": CHAT})
     own, chatml = (decode(kitchen.pipeline(chat_template=t), raw) for t in ("auto", "chatml"))

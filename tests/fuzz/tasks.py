@@ -22,8 +22,8 @@ from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
 from dataservice.sources.reader import SourceReader
-from dataservice.workers.decoders import read_and_decode
 from dataservice.workers.pack import check_planned_shape
+from dataservice.workers.read_and_decode import read_and_decode
 from dataservice.workers.sample_pipelines import Pipeline as DecodingPipeline
 from tests.decode.files import Kitchen
 from tests.fuzz.mutate import mutated
@@ -147,7 +147,7 @@ def changed(setting: tuple[str, str, bytes]) -> Callable[[bytes], str | None]:
     catalog = find_index([spec], str(home / "index"), decoder.fingerprint).read()
     samples = [PackSample(ref=r, lengths=n) for r, n in catalog.details(np.arange(catalog.samples))]
     pipeline = DecodingPipeline(reader=SourceReader([spec]), decoder=decoder)
-    whole = [read_and_decode(pipeline, sample).sample for sample in samples]
+    whole = [outcome.sample for outcome in read_and_decode(pipeline, samples)]
     assert all(whole), "the intact file decodes"
 
     def attempt(data: bytes, _kept: object = folder) -> str | None:
@@ -155,7 +155,7 @@ def changed(setting: tuple[str, str, bytes]) -> Callable[[bytes], str | None]:
         pipeline = DecodingPipeline(reader=SourceReader([spec]), decoder=decoder)
         reasons = []
         for sample, before in zip(samples, whole, strict=True):
-            outcome = read_and_decode(pipeline, sample)
+            (outcome,) = read_and_decode(pipeline, [sample])
             assert "unexpectedly" not in outcome.reason, outcome.reason
             if outcome.sample is None:
                 reasons.append(outcome.reason)

@@ -40,7 +40,7 @@ from dataservice.core.orders import (
     StorageOutage,
 )
 from dataservice.core.plan import StageReport, StepPlan
-from dataservice.core.ports import WorkerInfo
+from dataservice.core.ports import SampleDecoder, WorkerInfo
 from dataservice.core.sample import (
     ByteSpan,
     DecodedSample,
@@ -88,7 +88,7 @@ OTHERWISE = {
 }
 
 
-class TinyPipeline:
+class TinyPipeline(SampleDecoder):
     """Reads nothing from disk: a sample's arrays follow from its id."""
 
     pad_token_id = 0
@@ -96,7 +96,7 @@ class TinyPipeline:
     def read(self, ref):
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         seed = np.random.default_rng(raw.record["id"])
         ids = seed.integers(1, 1000, planned.llm_tokens, dtype=np.int32)
         return DecodedSample(

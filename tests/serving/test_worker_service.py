@@ -374,10 +374,10 @@ async def gated(make):
     pipeline, gate, begun = make.pipeline(), threading.Event(), []
     decode = pipeline.decode
 
-    def decode_behind_the_gate(raw, planned, epoch=None):
+    def decode_behind_the_gate(raw, planned, epoch=None, places=()):
         begun.append(raw.key)
         assert gate.wait(30)
-        return decode(raw, planned, epoch)
+        return decode(raw, planned, epoch, places)
 
     pipeline.decode = decode_behind_the_gate
     host = make.host(pipeline)

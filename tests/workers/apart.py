@@ -63,7 +63,7 @@ class Reader:
 
 
 class OwnCode(Decoder):
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         note(self.folder, f"decodes-{raw.key}")
         (self.folder / f"raw-{raw.key}").write_text(repr(raw))
         return super().decode(raw, planned, epoch)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers.kept_files import CacheSpec
 from dataservice.workers.sample_pipelines import PipelineFactory
@@ -32,10 +32,10 @@ class FarShelf(SampleReader):
         return RawSample(key=ref.key, record={}, media=media)
 
 
-class Codec:
+class Codec(SampleDecoder):
     pad_token_id = 0
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         ids = np.arange(planned.llm_tokens, dtype=np.int32)
         item = np.full(planned.items[0].shape, raw.media[0].data[0], np.uint8)
         return DecodedSample(input_ids=ids, labels=-ids, items=(item,))

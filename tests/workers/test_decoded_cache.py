@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers import kept_files
 from dataservice.workers.decoded_cache import CachedDecoder, DecodedCache
@@ -21,7 +21,7 @@ PLANNED = a_sample(1, "k", images=1).lengths
 AT = {"salt": 0, "tag": SALT_BYTES, "first": SALT_BYTES + TAG_BYTES}  # bytes of a file
 
 
-class Codec:
+class Codec(SampleDecoder):
     """Counts what it decodes; its augmentation adds the epoch in place."""
 
     pad_token_id = 0
@@ -29,7 +29,7 @@ class Codec:
     def __init__(self):
         self.decoded = 0
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.decoded += 1
         ids = np.arange(planned.llm_tokens, dtype=np.int32)
         item = np.full(planned.items[0].shape, raw.media[0].data[0], np.uint8)
@@ -214,7 +214,7 @@ class Noting(Codec):
         super().__init__()
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         (self.folder / f"{raw.key}.{os.getpid()}.{self.decoded}").touch()
         return super().decode(raw, planned, epoch)
 

@@ -51,6 +51,23 @@ def test_arrays_come_back_as_they_were_decoded(decoders, pipeline, shape):
             assert np.all(item == (number if vision else number / 8))
 
 
+def test_items_made_in_the_memory_that_is_handed_over_arrive_whole(tmp_path):
+    """Those before and behind them keep theirs while somebody looks at them."""
+    decoders = ProcessDecoders(FACTORY, slots=1)
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(decoders.start).result()
+        pipeline, held, in_place = pipeline_in(tmp_path), [], 0
+        for _ in range(6):
+            held = held[-1:] + decode(decoders, pipeline, "good", "place", images=2, sounds=1)
+            for outcome in held:
+                number = outcome.sample.input_ids[0]
+                assert all(np.all(item == number) for item in outcome.sample.items[:2])
+                assert np.all(outcome.sample.items[2] == number / 8)
+        in_place = len(list(tmp_path.glob("place.in-place")))
+        decoders.close()
+    assert in_place, "memory of earlier samples was given"
+
+
 @pytest.mark.parametrize(
     ("key", "reason"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 from dataservice.core.errors import NotFoundError, SampleError, SourceError, SpecError
 from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import (
     DecodedSample,
     ItemLengths,
@@ -28,7 +29,7 @@ PAD = 9
 SHAPE = (1, 2, 2, 3)
 
 
-class Library:
+class Library(SampleDecoder):
     """Reader and decoder in one: a sample's key says what becomes of it."""
 
     pad_token_id = PAD
@@ -46,7 +47,7 @@ class Library:
             raise SourceError("the source has vanished")
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.started.release()
         assert self.gate.wait(30)
         self.decoded.append(raw.key)
@@ -186,7 +187,8 @@ async def test_what_was_never_ordered_is_not_found(host):
         await host.items(receipt.key, [0, 1])
 
 
-async def test_releasing_drops_work_not_yet_started_and_tells_who_waits(host, library):
+async def test_releasing_drops_work_not_yet_started_and_tells_who_waits(host, library, monkeypatch):
+    monkeypatch.setattr("dataservice.workers.slots.BATCH_SAMPLES", 1)
     library.gate.clear()
     work = asyncio.create_task(host.prepare(order("a", "b", "c", "d")))
     await started(library, 2)

@@ -22,6 +22,7 @@ from ray import cloudpickle
 
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.orders import PackKey, PackOrder, PackSample, PartSpec
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import (
     DecodedSample,
     RawSample,
@@ -480,7 +481,7 @@ async def test_a_pool_that_keeps_nothing_ends_what_it_took_over(small_ray):
     await nobody_at(info.address)
 
 
-class Counting:
+class Counting(SampleDecoder):
     """A pipeline that needs no files."""
 
     pad_token_id = 0
@@ -488,7 +489,7 @@ class Counting:
     def read(self, ref):
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         ids = np.full(planned.llm_tokens, raw.record["id"], dtype=np.int32)
         return DecodedSample(input_ids=ids, labels=ids)
 

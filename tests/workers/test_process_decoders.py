@@ -99,6 +99,22 @@ def test_a_sample_that_kills_its_process_is_masked_alone(one, pipeline, tmp_path
     assert len([*tmp_path.glob("good-1.*")]) == 1, "what was done is not done again"
 
 
+def test_a_sample_that_kills_its_process_before_its_turn_is_masked_alone(one, pipeline, tmp_path):
+    """Those of an order are tokenised together: which of them did it, each alone tells."""
+    outcomes = decode(one, pipeline, "good-1", "good-2", "begin-segv", "good-3")
+    assert [outcome.sample is None for outcome in outcomes] == [False, False, True, False]
+    assert "died of SIGSEGV, at the last of 2 tries" in outcomes[2].reason
+    assert len([*tmp_path.glob("begin-segv.*")]) == 3
+    assert len([*tmp_path.glob("good-[123].*")]) == 3, "each was decoded once"
+
+
+def test_a_sample_that_hangs_before_its_turn_costs_no_other(tmp_path):
+    with decoding(timeout_s=3.0) as decoders:
+        outcomes = decode(decoders, pipeline_in(tmp_path), "good-1", "begin-hang", "good-2")
+    assert [outcome.sample is None for outcome in outcomes] == [False, True, False]
+    assert "longer than decode_timeout_s, 3 s" in outcomes[1].reason
+
+
 def test_a_process_that_dies_once_costs_no_sample(one, pipeline, tmp_path):
     outcomes = decode(one, pipeline, "good-1", "once", "good-2")
     assert [outcome.reason for outcome in outcomes] == ["", "", ""]

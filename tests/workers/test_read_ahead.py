@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dataservice.core.errors import NotFoundError, SourceError, StorageAwayError
-from dataservice.core.ports import SampleReader
+from dataservice.core.ports import SampleDecoder, SampleReader
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers import read_ahead
 from dataservice.workers.host import DecodingHost
@@ -56,7 +56,7 @@ class Store(SampleReader):
                 self.under_way -= 1
 
 
-class Codec:
+class Codec(SampleDecoder):
     pad_token_id = 0
 
     def __init__(self):
@@ -64,7 +64,7 @@ class Codec:
         self.gate = threading.Event()
         self.gate.set()
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         assert self.gate.wait(30)
         self.decoded.append(raw.key)
         ids = np.full(planned.llm_tokens, raw.record["id"], np.int32)
@@ -239,7 +239,7 @@ class Shelf(SampleReader):
         return RawSample(key=ref.key, record={"id": ref.sample_id, "text": "ä \ud800"}, media=media)
 
 
-class Teller:
+class Teller(SampleDecoder):
     """Writes down what it is given."""
 
     pad_token_id = 0
@@ -247,7 +247,7 @@ class Teller:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         (self.folder / f"{raw.key}.raw").write_text(repr(raw))
         ids = np.zeros(planned.llm_tokens, np.int32)
         return DecodedSample(input_ids=ids, labels=ids)

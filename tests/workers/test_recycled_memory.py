@@ -120,6 +120,16 @@ def test_a_sample_that_was_written_into_lent_memory_is_handed_over_as_it_stands(
     assert protection == ["r--s", "r--s"], "and nobody writes to it any more"
 
 
+def test_what_of_a_sample_does_not_lie_in_lent_memory_is_copied_there():
+    filled, read, lent = lent_again()
+    assert filled.lend(sample_bytes(PLANNED)).ctypes.data == lent.ctypes.data, "until it is settled"
+    sample = replace(decoded(2), items=(placed(2, lent).items[0], *decoded(2).items[1:]))
+    lent[: 4 * 5] = 0  # its ids, which lie elsewhere too
+    gave = filled.fill(sample_buffers(sample, PLANNED), sample_bytes(PLANNED))
+    assert gave == Handed(1, -1)
+    require_same(read.sample(gave, PLANNED), decoded(2))
+
+
 @pytest.mark.parametrize("seed", [3, 4])
 def test_another_sample_than_the_one_in_lent_memory_is_copied(seed):
     filled, read, lent = lent_again()

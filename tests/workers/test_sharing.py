@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import DecodedSample, RawSample
 from dataservice.core.team import TeamShare
 from dataservice.workers.decoders import Decoders, SampleOutcome
@@ -34,7 +35,7 @@ class Telling(Decoders):
         return ()
 
     def __init__(self):
-        self.began = []
+        self.began, self.batches = [], []
         self.permits = threading.Semaphore(0)
 
     def start(self):
@@ -45,10 +46,16 @@ class Telling(Decoders):
 
     def decode(self, pipeline, samples, reads=()):
         self.began += [sample.ref.key for sample in samples]
+        self.batches.append(len(samples))
         assert self.permits.acquire(timeout=60)
         return [
             SampleOutcome(
-                sample=DecodedSample(input_ids=ids, labels=ids), seconds=TAKES_S[sample.ref.key]
+                sample=DecodedSample(
+                    input_ids=ids,
+                    labels=ids,
+                    items=tuple(np.zeros(each.shape, np.uint8) for each in sample.lengths.items),
+                ),
+                seconds=TAKES_S[sample.ref.key],
             )
             for sample in samples
             for ids in [np.zeros(sample.lengths.llm_tokens, np.int32)]
@@ -60,6 +67,8 @@ class Telling(Decoders):
 
 @pytest.fixture
 def decoders(monkeypatch):
+    # A long sample has a slot for itself.
+    monkeypatch.setattr("dataservice.workers.slots.BATCH_S", 0.01)
     # Besides its samples' seconds, a slot is charged with those that pass here.
     monkeypatch.setattr("dataservice.workers.slots.time", SimpleNamespace(monotonic=lambda: 1000.0))
     return Telling()
@@ -115,7 +124,22 @@ async def test_idle_share_is_lent_and_a_late_team_is_served_at_once(host, decode
     assert taken["short"] / taken["long"] == pytest.approx(1, rel=0.1)
 
 
-class Sleeper:
+@pytest.mark.parametrize(
+    ("limit", "most"), [({}, 10), ({"BATCH_BYTES": 2**20}, 3), ({"BATCH_S": 0.05}, 2)]
+)
+async def test_small_pictures_go_to_a_slot_several_at_a_time(
+    host, decoders, monkeypatch, limit, most
+):
+    """As many as take little time and memory, at most a slot's share of those that wait."""
+    for name, value in {"BATCH_S": 1.0, **limit}.items():
+        monkeypatch.setattr(f"dataservice.workers.slots.{name}", value)
+    decoders.permits.release(10_000)
+    await host.prepare(an_order("-", ["long"] * 20, tokens=1, images=1, job="a/j"))
+    assert max(decoders.batches) == most
+    assert sum(decoders.batches) == 20
+
+
+class Sleeper(SampleDecoder):
     pad_token_id = 0
 
     def __init__(self):
@@ -124,14 +148,15 @@ class Sleeper:
     def read(self, ref):
         return RawSample(key=ref.key, record={})
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         assert self.awake.wait(60)
         time.sleep(TAKES_S[raw.key])
         ids = np.zeros(planned.llm_tokens, np.int32)
         return DecodedSample(input_ids=ids, labels=ids)
 
 
-async def test_the_queue_of_each_team_is_told():
+async def test_the_queue_of_each_team_is_told(monkeypatch):
+    monkeypatch.setattr("dataservice.workers.slots.BATCH_S", 0.01)
     sleeper = Sleeper()
     factory = PipelineFactory(reader_for=lambda _: sleeper, decoder_for=lambda _: sleeper)
     host = DecodingHost(ThreadDecoders(factory, slots=SLOTS))

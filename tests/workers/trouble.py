@@ -16,6 +16,7 @@ import numpy as np
 
 from dataservice.core.errors import SampleError, SourceError, SpecError
 from dataservice.core.orders import PackKey, PackOrder, PackSample
+from dataservice.core.ports import SampleDecoder
 from dataservice.core.sample import (
     DecodedSample,
     ItemLengths,
@@ -44,19 +45,24 @@ class Reader:
         return RawSample(key=ref.key, record={"id": ref.sample_id})
 
 
-class Decoder:
+class Decoder(SampleDecoder):
     pad_token_id = PAD
 
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def decode(self, raw, planned, epoch=None):
+    def decode(self, raw, planned, epoch=None, places=()):
         self.mark(f"{raw.key}.{os.getpid()}")
         act = raw.key.partition("-")[0]
         if act in ACTS:
             ACTS[act](self, raw)
         number = raw.record["id"]
         ids = np.full(planned.llm_tokens - (act == "short"), number, np.int32)
+        if act == "place" and places:
+            self.mark("place.in-place")
+            for item, place in zip(planned.items, places, strict=True):
+                place[:] = number if item.modality is Modality.VISION else number / 8
+            return DecodedSample(input_ids=ids, labels=-ids, items=tuple(places))
         items = tuple(
             np.full(item.shape, number % 256, np.uint8)
             if item.modality is Modality.VISION
@@ -64,6 +70,14 @@ class Decoder:
             for item in planned.items
         )
         return DecodedSample(input_ids=ids, labels=-ids, items=items)
+
+    def begin(self, raws, planned, epochs):
+        for raw in raws:
+            act, _, early = raw.key.partition("-")
+            if act == "begin":
+                self.mark(f"{raw.key}.{os.getpid()}")
+                ACTS[early](self, raw)
+        return super().begin(raws, planned, epochs)
 
     def mark(self, name):
         (self.folder / name).touch()
