@@ -52,7 +52,6 @@ from dataservice.planning.stages.room import (
     beside_encoders,
     bound_in_bytes,
     least_for,
-    packs_stay,
     planning_s,
     static_degree,
     waves_in_room,
@@ -132,7 +131,7 @@ def compose_step(
         found = replace(found, lower_bound_s=waves_s)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    static = StaticBounds(lengths, packed.full_attention, topology)
+    static = StaticBounds(lengths, packed.full_attention, topology, units)
     apart = EncoderRoom.of(options.memory, topology) is None or len(lengths.item_modality) == 0
     many = not apart and len(lengths) > _COMPARED_SAMPLES
     allowed_s = max(LEAST_S, SHARE * best.time.total_s)
@@ -253,7 +252,7 @@ class _Waves:
         degree = static_degree(lengths, topology.replicas, options)
         least = static.of_any(degree, options)
         yield max(least)
-        if packs_stay(lengths, self._units, topology, degree, options):
+        if static.packs_stay(degree, options):
             yield from static.of_packs(degree, options, least.spread_s)
             yield self.formed.makespan_s
 

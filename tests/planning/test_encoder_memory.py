@@ -22,12 +22,7 @@ from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
 from dataservice.planning.stages.group import StaticBounds
-from dataservice.planning.stages.room import (
-    beside_encoders,
-    packs_stay,
-    static_degree,
-    step_room,
-)
+from dataservice.planning.stages.room import beside_encoders, static_degree, step_room
 from dataservice.planning.validate import check_items, validate_plan
 from tests.planning.step_samples import MEMORY, step_samples
 
@@ -282,8 +277,8 @@ def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
     made = compose_step(samples, step=0, topology=topology, options=chosen)
     (waves_s,) = (stage.after for stage in made.stages if stage.stage == "group")
     degree = static_degree(samples.lengths, 8, options)
-    assert packs_stay(samples.lengths, None, topology, degree, options)
     static = StaticBounds(samples.lengths, None, topology)
+    assert static.packs_stay(degree, options)
     spread_s = static.of_any(degree, options).spread_s
     for packed_s in static.of_packs(degree, options, spread_s):
         assert packed_s <= waves_s * (1 + 1e-9)
@@ -292,8 +287,9 @@ def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
 def test_a_pack_that_may_have_no_room_beside_it_is_not_said_to_stay():
     samples, topology = step_samples(90, 0, longest=2000), Topology(world_size=2)
     options = PlanOptions(memory=memory(200.0, 1.0)).over(topology)
-    assert not packs_stay(samples.lengths, None, topology, 1, options)
-    assert not packs_stay(samples.lengths, None, topology, 2, options)
+    static = StaticBounds(samples.lengths, None, topology)
+    assert not static.packs_stay(1, options)
+    assert not static.packs_stay(2, options)
 
 
 def test_baselines_of_many_samples_are_refused_by_what_their_packs_take(monkeypatch):

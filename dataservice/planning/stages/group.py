@@ -97,14 +97,44 @@ class StaticBound(NamedTuple):
 
 class StaticBounds:
     """What waves of static context take in sum at least, of these samples with their `eta`
-    float64[n], None where all attention is causal."""
+    float64[n], None where all attention is causal, and items that may be cut into `units` int32[m],
+    None where they are whole."""
 
     def __init__(
-        self, lengths: LengthTable, eta: NDArray[np.float64] | None, topology: Topology
+        self,
+        lengths: LengthTable,
+        eta: NDArray[np.float64] | None,
+        topology: Topology,
+        units: NDArray[np.int32] | None = None,
     ) -> None:
-        self._lengths, self._eta, self._topology = lengths, eta, topology
+        self._lengths, self._eta, self._topology, self._units = lengths, eta, topology, units
         self._padded_for: dict[int, NDArray[np.int64]] = {}
         self._falling_for: dict[int, NDArray[np.int64]] = {}
+        self._first_waves_of: dict[tuple[int, int, bool, float], float | None] = {}
+        self._item_bytes_of: dict[EncoderRoom, tuple[int, float]] = {}
+
+    def packs_stay(self, degree: int, options: PlanOptions) -> bool:
+        """Whether any pack surely has room for its items beside it alone, on replicas that are idle
+        then. So of waves that `waves_in_room` parts, the slowest pack stays in each, and in sum
+        they take no less afterwards. O(m) once."""
+        room = EncoderRoom.of(options.memory, self._topology)
+        if room is None or len(self._lengths.item_modality) == 0:
+            return True
+        if room not in self._item_bytes_of:
+            self._item_bytes_of[room] = self._item_bytes(room)
+        largest, of_token = self._item_bytes_of[room]
+        idle_bytes = (self._topology.replicas - degree) * max(room.microbatch_bytes - largest, 0)
+        return of_token * degree * options.memory_tokens <= idle_bytes
+
+    def _item_bytes(self, room: EncoderRoom) -> tuple[int, float]:
+        """Bytes of the largest unit, and the most that a token of the decoder stands for."""
+        modality, units = self._lengths.item_modality, self._units
+        sizes = room.unit_bytes(modality, self._lengths.item_encoder_tokens, units)
+        largest = int(sizes.max())
+        sizes = sizes if units is None else sizes * units
+        if self._lengths.item_llm_tokens.min() == 0:
+            return largest, np.inf  # a pack may hold any number
+        return largest, float((sizes / self._lengths.item_llm_tokens).max())
 
     def of_any(self, degree: int, options: PlanOptions) -> StaticBound:
         """Whatever their packs: memory calls for some at least, and they take no less than one
@@ -191,38 +221,50 @@ class StaticBounds:
     def _consecutive(self, degree: int, options: PlanOptions) -> Iterator[float]:
         """The waves of the first samples, and the work of the others spread; then more of them.
         Where packs are far from full, a few waves tell."""
-        tokens, topology = self._padded(degree), self._topology
         by_length = options.stages.pack == "padded_by_length"
+        for part in _PARTS if len(self._lengths) > FEW_SAMPLES else (1.0,):
+            key = degree, options.memory_tokens, by_length, part
+            if key not in self._first_waves_of:
+                self._first_waves_of[key] = self._first_waves(degree, options, by_length, part)
+            waves_s = self._first_waves_of[key]
+            if waves_s is not None:
+                yield waves_s
+
+    def _first_waves(
+        self, degree: int, options: PlanOptions, by_length: bool, part: float
+    ) -> float | None:
+        """What is known from a part of the samples, longest first or as drawn; None where they fill
+        no wave."""
+        tokens, topology = self._padded(degree), self._topology
         order = self._falling(degree) if by_length else np.arange(tokens.size)
         per_wave = topology.replicas // degree
-        for part in _PARTS if tokens.size > FEW_SAMPLES else (1.0,):
-            samples, offsets = cut_padded(
-                tokens,
-                max_tokens=degree * options.memory_tokens,
-                order=order[: int(part * tokens.size)],
-            )
-            packs = offsets.size - 1
-            if part < 1.0:
-                packs = (packs - 1) // per_wave * per_wave  # whole waves; the last pack may grow
-            if packs <= 0:
-                continue
-            seconds, _ = static_times(
-                samples,
-                offsets[: packs + 1],
-                tokens,
-                tokens,
-                replicas=topology.replicas,
-                degree=degree,
-                cost=options.cost.llm,
-                ranks_per_node=topology.replicas_per_node,
-                full_attention=self._eta,
-            )
-            waves_s = float(np.maximum.reduceat(seconds, np.arange(0, packs, per_wave)).sum())
-            first = samples[: offsets[packs]]
-            left = self._tokens - int(self._lengths.llm_tokens[first].sum(dtype=np.int64))
-            squares = self._sum_squares - float(self._squares[first].sum())
-            left_s, _ = self._spread(left, max(squares, 0.0), degree, options)
-            yield waves_s + left_s
+        samples, offsets = cut_padded(
+            tokens,
+            max_tokens=degree * options.memory_tokens,
+            order=order[: int(part * tokens.size)],
+        )
+        packs = offsets.size - 1
+        if part < 1.0:
+            packs = (packs - 1) // per_wave * per_wave  # whole waves; the last pack may grow
+        if packs <= 0:
+            return None
+        seconds, _ = static_times(
+            samples,
+            offsets[: packs + 1],
+            tokens,
+            tokens,
+            replicas=topology.replicas,
+            degree=degree,
+            cost=options.cost.llm,
+            ranks_per_node=topology.replicas_per_node,
+            full_attention=self._eta,
+        )
+        waves_s = float(np.maximum.reduceat(seconds, np.arange(0, packs, per_wave)).sum())
+        first = samples[: offsets[packs]]
+        left = self._tokens - int(self._lengths.llm_tokens[first].sum(dtype=np.int64))
+        squares = self._sum_squares - float(self._squares[first].sum())
+        left_s, _ = self._spread(left, max(squares, 0.0), degree, options)
+        return waves_s + left_s
 
 
 def _searched(step: PackedStep, *, degrees: Degrees) -> ContextWaves:

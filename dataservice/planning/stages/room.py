@@ -132,29 +132,6 @@ def waves_in_room(
     )
 
 
-def packs_stay(
-    lengths: LengthTable,
-    units: NDArray[np.int32] | None,
-    topology: Topology,
-    degree: int,
-    options: PlanOptions,
-) -> bool:
-    """Whether there surely is room for the items of any static pack beside it alone, on replicas
-    that are idle then: so that of what `waves_in_room` is given, the slowest pack stays in each
-    wave, and in sum waves take no less afterwards. O(m)."""
-    room = EncoderRoom.of(options.memory, topology)
-    modality, tokens = lengths.item_modality, lengths.item_encoder_tokens
-    if room is None or len(modality) == 0:
-        return True
-    if lengths.item_llm_tokens.min() == 0:
-        return False  # a pack may hold any number
-    sizes = room.unit_bytes(modality, tokens, units)
-    idle_bytes = (topology.replicas - degree) * max(room.microbatch_bytes - int(sizes.max()), 0)
-    sizes = sizes if units is None else sizes * units
-    of_token = float((sizes / lengths.item_llm_tokens).max())
-    return of_token * degree * options.memory_tokens <= idle_bytes
-
-
 def static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> int:
     """The one degree of static context; 1 where degrees are chosen pack by pack."""
     if options.stages.context != "static":
