@@ -124,10 +124,10 @@ class IndexProcesses:
 
     def _begun(self, order: IndexOrder) -> "_Call":
         self._require_open()
+        own_code = self._code_owner(order.pipeline) is not None  # before a process waits: it raises
         if self._nursery is None:
             self._nursery = Nursery(self._program, name="indexer", memory_bytes=self._memory_bytes)
         process = self._nursery.fork()
-        own_code = self._code_owner(order.pipeline) is not None
         plain = {
             "pipeline": order.pipeline,
             "errand": order.errand,

@@ -6,7 +6,7 @@ import os
 import psutil
 import pytest
 
-from dataservice.core.errors import SourceError, WorkerLostError
+from dataservice.core.errors import SourceError, SpecError, WorkerLostError
 from dataservice.core.index_orders import IndexOrder, IndexProgress, IndexResult
 from dataservice.workers import index_processes
 from dataservice.workers.index_processes import CHUNK_BYTES, IndexProcesses
@@ -86,6 +86,20 @@ async def test_nothing_of_an_errand_stays_open_however_it_ends(processes):
                 await hanging
     # Processes take a moment to end.
     await until(lambda: descriptors() <= before and not processes.process_ids)
+
+
+async def test_an_errand_whose_pipeline_is_refused_starts_no_process():
+    def refuse(_pipeline: str) -> str:
+        raise SpecError("this is no job's pipeline")
+
+    refusing = IndexProcesses(Obedient(), slots=8, code_owner=refuse)
+    before, nurseries_before = descriptors(), len(nurseries())
+    for _ in range(3):
+        with pytest.raises(SpecError, match="no job's pipeline"):
+            await answers(refusing, "0")
+    assert (descriptors(), len(nurseries())) == (before, nurseries_before)
+    assert not refusing.process_ids
+    refusing.close()
 
 
 async def test_as_many_errands_run_as_there_are_places(processes):
