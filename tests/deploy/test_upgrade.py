@@ -234,9 +234,10 @@ def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_pa
         assert workers_of(service) == first
         wait_for(lambda: found_packs(service) > 0)
     said = service.cli("workers", "restart").stdout
-    for seat in (0, 1):
-        assert f"worker-{seat}.1 is replaced by worker-{seat}.2" in said
-    assert set(workers_of(service)) == {"worker-0.2", "worker-1.2"}
+    # A successor that takes long to start is given up, and its worker drains before the next.
+    replaced = dict(re.findall(r"(worker-[01]\.1) is replaced by (worker-[01]\.[2-9])", said))
+    assert set(replaced) == {"worker-0.1", "worker-1.1"}
+    assert set(workers_of(service)) == set(replaced.values())
     ranks.join(120.0)
     assert len(ranks.visits) == samples
     assert set(ranks.visits.values()) == {1}

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.long
 
 LINES = 8000
 LIMIT_S = 240  # processes of the lowest priority wait for all others of the machine
+ENDED_S = 3.0
 LARGE = f"texts/{part_name('large.jsonl')}"
 
 
@@ -86,7 +88,7 @@ def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job):
     running = begin(service, job)
     wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
     assert running.poll() is None, "it is in the midst of it"
-    indexer = wait_for(lambda: stopped(service), LIMIT_S)
+    indexer = wait_for(lambda: stopped_at_work(service), LIMIT_S)
     assert indexer is not None
     above = indexer.parents()
     next(worker for worker in workers(service.home) if worker in above).kill()
@@ -119,12 +121,15 @@ def indexers(service: ServiceProcess) -> list[psutil.Process]:
     return [each for each in family(service.home) if each.name() == "indexer"]
 
 
-def stopped(service: ServiceProcess) -> psutil.Process | None:
-    """An indexer that is stopped in its midst, so that its worker has something to answer for."""
+def stopped_at_work(service: ServiceProcess) -> psutil.Process | None:
+    """An indexer that is stopped in its midst, so that its worker has something to answer for. One
+    that has answered all is soon ended by its worker, stopped or not."""
     for each in indexers(service):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.suspend()
-            return each
+            time.sleep(ENDED_S)
+            if each.is_running() and each.status() == psutil.STATUS_STOPPED:
+                return each
     return None
 
 
